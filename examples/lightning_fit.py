@@ -1,13 +1,13 @@
-"""Lightning under internsp: its ``ModelParallelStrategy`` over a model with sharded weights.
+"""Lightning with internsp: its ``ModelParallelStrategy`` with a model whose weights are sharded.
 
     python examples/lightning_fit.py                                        # one process
     torchrun --nproc-per-node 2 examples/lightning_fit.py --weight 2        # sharded
     torchrun --nproc-per-node 2 examples/lightning_fit.py --weight 2 --resume runs/lightning/...
 
-Both print the same losses: a step has the same sequences, however many processes share them. All
-that differs is in ``configure_model`` and in ``training_step``'s divisor: gradients are summed over
-ranks (DESIGN 6). Clipping, checkpoints and resuming are Lightning's; a torch optimizer's state is
-made of DTensors, as the parameters are. Needs lightning; downloads nothing.
+Both print the same losses, because a step has the same sequences with any number of processes. The
+only differences are in ``configure_model`` and in ``training_step``'s divisor: gradients are summed
+over ranks (DESIGN 6). Clipping, checkpoints and resuming are Lightning's; a torch optimizer's state
+consists of DTensors, as the parameters do. Needs lightning; downloads nothing.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import internsp
 
-LENGTH, BATCH, WIDTH = 32, 8, 32  # tokens; sequences of a step over all processes; features
+LENGTH, BATCH, WIDTH = 32, 8, 32  # tokens; sequences per step over all processes; features
 
 
 class Sharded(ModelParallelStrategy):
-    """Each rank has sequences of its own, whatever the weight group is."""
+    """Each rank has different sequences, for any size of the weight group."""
 
     def __init__(self, world: int) -> None:
         super().__init__(data_parallel_size=world, tensor_parallel_size=1)
 
     def model_to_device(self) -> None:
-        """Nothing moves: ``parallelize`` has put every weight where it belongs."""
+        """Do nothing: ``parallelize`` has already moved every weight to its device."""
 
 
 class Block(nn.Module):
@@ -50,7 +50,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, s, WIDTH]`` to the same."""
+        """``[B, s, WIDTH]`` to the same shape."""
         parts = self.qkv(self.norm(x)).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Language(lightning.LightningModule):
-    """A byte model; ``weight`` above 0: its weights are sharded over so many ranks."""
+    """A byte-level model; if ``weight`` is above 0, weights are sharded over that many ranks."""
 
     def __init__(self, weight: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -73,21 +73,21 @@ class Language(lightning.LightningModule):
         self.model.to(dtype)
 
     def configure_model(self) -> None:
-        """Called by Lightning when processes are there, before the optimizer is made."""
-        if self.weight and self.communicator is None:  # it is called for a validation, too
+        """Called by Lightning after the processes have started, before the optimizer is made."""
+        if self.weight and self.communicator is None:  # also called before a validation
             mesh = internsp.ParallelMesh.create(weight=self.weight, device_type=self.device.type)
             config = internsp.WeightParallelConfig(min_shard_elements=512)
             self.communicator = internsp.parallelize(self.model, mesh, config)
 
     def training_step(self, ids: Tensor, index: int) -> Tensor:
-        """The mean over the tokens of all ranks, as a sum over ranks."""
+        """The mean over the tokens of all ranks, written as a sum over ranks."""
         logits = self.model(ids[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         self.log("loss", loss, sync_dist=True)
         return loss / self.trainer.world_size
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Keep what was logged: the mean over ranks."""
+        """Record the logged losses, averaged over ranks."""
         self.losses.append(float(self.trainer.callback_metrics["loss"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -110,7 +110,7 @@ def fit(
         strategy=Sharded(world) if module.weight else "auto", accelerator="auto",
         devices=world if module.weight else 1, max_steps=steps, gradient_clip_val=0.5,
         callbacks=[saving], logger=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False,  # Lightning's would shuffle
+        use_distributed_sampler=False,  # Lightning's sampler would shuffle
     )  # fmt: skip
     found, rank = sequences(text, 16 * BATCH), int(os.environ.get("RANK", "0"))
     sampler = DistributedSampler(found, num_replicas=world, rank=rank, shuffle=False)

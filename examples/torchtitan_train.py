@@ -1,11 +1,12 @@
-"""torchtitan under internsp: its Trainer, its Llama, and a ``ModelSpec`` whose weights we shard.
+"""torchtitan with internsp: its Trainer, its Llama, and a ``ModelSpec`` that shards the weights.
 
     torchrun --nproc-per-node 4 examples/torchtitan_train.py
 
-All that differs is ``parallelize``, where torchtitan's own calls ``fully_shard``: the degrees are
-those of its configuration, and no rank holds the whole model. Model, loss, clipping, optimizer and
-loop are torchtitan's; gradients are sums over ranks, of a loss divided by all valid tokens, as it
-has them. Needs torchtitan 0.3, triton and an accelerator (on a CPU: tests/clients); downloads none.
+The only difference is ``parallelize``, where torchtitan calls ``fully_shard``: the degrees are
+those of its configuration, and no rank holds the full model. Model, loss, clipping, optimizer and
+loop are torchtitan's; as there, gradients are sums over ranks of a loss divided by all valid
+tokens. Needs torchtitan 0.3, triton and an accelerator (on a CPU: tests/clients); downloads
+nothing.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ import internsp
 def parallelize(
     model: Any, *, parallel_dims: ParallelDims, training: TrainingConfig, **_: Any
 ) -> nn.Module:
-    """``ModelSpec.parallelize_fn``: the model comes on the meta device, and goes sharded."""
+    """``ModelSpec.parallelize_fn``: gets the model on the meta device and returns it sharded."""
     if parallel_dims.world_size != parallel_dims.dp_replicate * parallel_dims.dp_shard:
         raise ValueError("this example has data parallel degrees only: leave tp, cp and pp at 1")
     mesh = internsp.ParallelMesh.create(parallel_dims.dp_shard, device_type=utils.device_type)
-    for module in model.modules():  # the rotary tables, which no checkpoint has
+    for module in model.modules():  # the rotary tables, which are not in checkpoints
         if hasattr(module, "_init_self_buffers"):
             module._init_self_buffers(buffer_device=mesh.device)
     config = internsp.WeightParallelConfig(
@@ -51,14 +52,14 @@ def parallelize(
     )
     communicator = internsp.parallelize(model, mesh, config)
     internsp.initialize(communicator, first_values(model), seed=0)
-    # The Trainer would give memory and first values to what has them now.
+    # The Trainer would allocate and initialize the model again.
     model.to_empty = lambda **_: model
     model.init_weights = lambda **_: None
     return model  # type: ignore[no-any-return]
 
 
 def first_values(model: nn.Module) -> Any:
-    """torchtitan's own initialization, for one whole parameter at a time."""
+    """torchtitan's own initialization, for one full parameter at a time."""
 
     def fill(name: str, whole: Tensor, generator: torch.Generator) -> None:
         path, _, last = name.rpartition(".")
@@ -70,11 +71,11 @@ def first_values(model: nn.Module) -> Any:
 
 
 class NoTokenizer(BaseTokenizer):
-    """Bytes need none."""
+    """Bytes need no tokenizer."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
-        """Has no options."""
+        """No options."""
 
     def __init__(self, config: Config, **_: Any) -> None:
         super().__init__()
@@ -83,11 +84,11 @@ class NoTokenizer(BaseTokenizer):
 
 
 class Rows(BaseDataLoader):
-    """Bytes of a text, whose global batch is the same however many ranks share it."""
+    """Bytes of a text; the global batch is the same for any number of ranks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """``dataset_path``: the text."""
+        """``dataset_path``: the text file."""
 
     def __init__(self, config: Config, **sizes: Any) -> None:
         self.ids = list(Path(str(config.dataset_path)).read_bytes())
@@ -103,18 +104,18 @@ class Rows(BaseDataLoader):
             yield {"input": rows[:, :-1]}, rows[:, 1:].contiguous()
 
     def state_dict(self) -> dict[str, Any]:
-        """How many batches were taken."""
+        """The number of batches so far."""
         return {"taken": self.taken}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on behind them."""
+        """Continue after these batches."""
         self.taken = state_dict["taken"]
 
 
 def configuration(text: str, output: str, batch: int = 8, **changes: Any) -> Trainer.Config:
-    """torchtitan's debug model over bytes; ``batch`` rows on each rank."""
+    """torchtitan's debug model on bytes; ``batch`` rows per rank."""
     spec: ModelSpec = dataclasses.replace(model_registry("debugmodel"), parallelize_fn=parallelize)
-    for layer in spec.model.layers:  # rows of one document need no mask
+    for layer in spec.model.layers:  # rows with one document need no mask
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     return Trainer.Config(
         model_spec=spec,

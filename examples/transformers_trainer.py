@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 2 examples/transformers_trainer.py --weight 2 --lora  # PEFT
     torchrun ... --weight 2 --resume                                                # goes on
 
-The first three print the same losses: the batch of a step is the same, however many processes share
-it. Needs transformers and accelerate (``--lora``: peft); downloads nothing.
+The first three print the same losses, because the batch of a step is the same with any number of
+processes. Needs transformers and accelerate (``--lora``: peft); downloads nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import internsp
 
-LENGTH, BATCH = 32, 16  # tokens a sequence; sequences of a step over all processes
+LENGTH, BATCH = 32, 16  # tokens per sequence; sequences per step over all processes
 
 
 def sequences(path: Path, number: int, seed: int) -> list[dict[str, Tensor]]:
-    """Bytes of a text; some labels are masked, and so processes have unequal numbers of tokens."""
+    """Bytes of a text; some labels are masked, so that processes have unequal numbers of tokens."""
     text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, len(text) - LENGTH, (number,), generator=generator).tolist()
@@ -41,7 +41,7 @@ def sequences(path: Path, number: int, seed: int) -> list[dict[str, Tensor]]:
 
 
 def make_model(lora: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A small Llama, the same on every rank; with ``lora`` frozen in bf16, its adapters in fp32."""
+    """A small Llama, equal on every rank; ``lora``: frozen in bf16, with adapters in fp32."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=32, intermediate_size=80, num_hidden_layers=3,
@@ -59,7 +59,7 @@ def make_model(lora: bool = False, dtype: torch.dtype = torch.float32) -> nn.Mod
 def arguments(
     output: str, accumulate: int = 2, sequence: int = 1, **changes: Any
 ) -> TrainingArguments:
-    """Two processes or four, or one: the batch of a step stays the same."""
+    """Training arguments with the same batch per step for one, two or four processes."""
     rows = BATCH // accumulate // (int(os.environ.get("WORLD_SIZE", "1")) // sequence)
     settings: dict[str, Any] = {
         "output_dir": output, "max_steps": 20, "gradient_accumulation_steps": accumulate,
@@ -75,7 +75,7 @@ def arguments(
 def make_trainer(
     model: nn.Module, args: TrainingArguments, weight: int, text: Path, sequence: int = 1
 ) -> Trainer:
-    """The Trainer; ``weight`` above 0: internsp's, with weights sharded over so many ranks."""
+    """The Trainer; if ``weight`` is above 0, internsp's, with weights sharded over those ranks."""
     data = {
         "train_dataset": sequences(text, 10 * BATCH, seed=1),
         "eval_dataset": sequences(text, 2 * BATCH, seed=2),
@@ -91,7 +91,7 @@ def make_trainer(
 
 
 def main() -> None:
-    """Train, evaluate, predict; checkpoints lie in ``--output``."""
+    """Train, evaluate, predict; checkpoints are written to ``--output``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--weight", type=int, default=0, help="ranks that share each weight")
     parser.add_argument("--sequence", type=int, default=1, help="ranks that share each sequence")
@@ -108,7 +108,7 @@ def main() -> None:
     if trainer.is_world_process_zero():
         right = (found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]).mean()
         print(f"test loss {found.metrics['test_loss']:.4f}, next byte right: {right:.3f}")
-    trainer.save_model()  # by all ranks: the whole model is gathered
+    trainer.save_model()  # on all ranks, because the full model is gathered
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""How long training stops for a checkpoint, next to the copy to host memory alone.
+"""How long a checkpoint stops training, compared with only copying its tensors to host memory.
 
-Run ``python -m tools.bench_checkpoint [--mebibytes 512] [--saves 15] [--folder DIR]``. Both are
-taken in turn, as pairs, in processor time, which another program on the machine does not lengthen,
-and on the clock, which a run has. Of each the medians are printed, and of the pairs the median
-ratio with its interval (95 %, of the order statistics, which no outlier moves).
+Run ``python -m tools.bench_checkpoint [--mebibytes 512] [--saves 15] [--folder DIR]``. The two are
+measured alternately, as pairs, in processor time, which other programs on the machine do not
+affect, and in wall-clock time, which is what a run waits for. Prints the median of each, and the
+median ratio of the pairs with its 95 % confidence interval (from order statistics, which are
+robust against outliers).
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from internsp.train.stop import StopRequest
 
 @dataclass(frozen=True)
 class Pairs:
-    """Seconds for which training stopped, and of the copy alone right before or behind it."""
+    """Seconds for which a save stopped training, and those of a copy alone next to it."""
 
     stalls: list[float]
     copies: list[float]
 
     def line(self, clock: str) -> str:
-        """In words."""
+        """The result as a sentence."""
         ratios = sorted(s / c for s, c in zip(self.stalls, self.copies, strict=True))
         low, high = interval(len(ratios))
         return (
@@ -49,10 +50,10 @@ class Pairs:
 
 
 def interval(count: int) -> tuple[int, int]:
-    """Places in ``count`` sorted values between which the median is, in 95 % of all draws.
+    """Indexes in ``count`` sorted values that bracket the median with 95 % confidence.
 
-    The number of values below a median is that of heads among ``count`` coins. Of fewer than six
-    values it is all of them, and less sure.
+    The number of values below the median is binomial, as the heads among ``count`` coins. With
+    fewer than six values the bracket is all of them, with less confidence.
     """
     below, place = 0.0, 0
     while place < (count - 1) // 2:
@@ -65,7 +66,7 @@ def interval(count: int) -> tuple[int, int]:
 
 
 def measure(mebibytes: int, saves: int, folder: Path) -> tuple[Pairs, Pairs, int]:
-    """In processor time and on the clock; and bytes."""
+    """Pairs in processor time and in wall-clock time, and the number of bytes."""
     hidden = 1024
     layers = max(1, mebibytes * 2**20 // (12 * 12 * hidden * hidden))
     config = Config.model_validate(
@@ -75,29 +76,29 @@ def measure(mebibytes: int, saves: int, folder: Path) -> tuple[Pairs, Pairs, int
         }
     )
     session = Session.create(config)
-    with StopRequest() as stop:  # or there would be no moments
+    with StopRequest() as stop:  # without it there would be no optimizer moments
         StepRunner(session).step(0, stop)
     saver = Saver(session, folder, "bench")
     plan, writer = saver.prepare()
     tensors, _ = state_of(session)
     rows: list[tuple[float, ...]] = []
     for step in range(saves + 1):
-        # The order of a pair changes: what a save leaves in the caches favors neither.
+        # The order within a pair alternates: the caches' contents favor neither.
         if step % 2:
             copied = _timed(lambda: plan.fill(writer.memory, tensors))
         stalled = _timed(partial(saver.start, step, 0))
-        saver.finish()  # nothing is written while either is measured
+        saver.finish()  # no write is in progress during either measurement
         if not step % 2:
             copied = _timed(lambda: plan.fill(writer.memory, tensors))
         rows.append((*stalled, *copied))
     saver.close()
-    # Of the first one the memory is new.
+    # The first save allocates new memory.
     columns = [list(column) for column in zip(*rows[1:], strict=True)]
     return Pairs(columns[0], columns[2]), Pairs(columns[1], columns[3]), plan.nbytes
 
 
 def _timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of the processor and of the clock."""
+    """Processor seconds and wall-clock seconds."""
     used, start = time.process_time(), time.perf_counter()
     work()
     return time.process_time() - used, time.perf_counter() - start

@@ -1,8 +1,9 @@
-"""What dropout by position costs a block of the zoo, next to torch's own in its place.
+"""The cost of position-based dropout in a block of the model zoo, compared with torch's dropout.
 
-Run ``python -m tools.bench_dropout [--device cpu] [--dtype float32] [--rounds 9]``. The three are
-taken in turn, forward and backward, in one computing thread and in processor time (on a device by
-the clock); of each the median is printed, and the bytes that an element keeps for backward.
+Run ``python -m tools.bench_dropout [--device cpu] [--dtype float32] [--rounds 9]``. The three
+variants run in turn, forward and backward, with one computing thread, measured in processor time
+(on a device in wall-clock time). Prints the median of each, and the bytes per element that are
+saved for backward.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from internsp.sp import SequenceLayout
 
 
 class _Torch(Dropout):
-    """torch's, whose masks come from the generator's state."""
+    """torch's dropout, whose masks come from the generator's state."""
 
     def forward(self, x: Tensor, keys: Tensor | None, site: int = 0) -> Tensor:
         return torch.nn.functional.dropout(x, self.share)
@@ -32,7 +33,7 @@ class _Torch(Dropout):
 def measure(
     device: torch.device, dtype: torch.dtype, rows: int, length: int, hidden: int, rounds: int
 ) -> dict[str, float]:
-    """Median seconds of a block's forward and backward, by what it drops with."""
+    """Median seconds of a block's forward and backward, by kind of dropout."""
     config = ModelConfig(hidden_size=hidden, heads=hidden // 64, layers=1, dropout=0.1)
     block = model_zoo.build(config, device, dtype).layers[0]
     kinds = {"nothing": Dropout(0.0), "torch": _Torch(0.1), "by position": Dropout(0.1)}
@@ -53,7 +54,7 @@ def measure(
 
 
 def _timed(work: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cpu":  # which another program on the machine does not lengthen
+    if device.type == "cpu":  # processor time is not affected by other programs on the machine
         start = time.process_time()
         work()
         return time.process_time() - start
@@ -65,7 +66,7 @@ def _timed(work: Callable[[], None], device: torch.device) -> float:
 
 
 def kept(shape: tuple[int, ...]) -> float:
-    """Bytes an element that a forward keeps for backward."""
+    """Bytes per element that a forward saves for backward."""
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

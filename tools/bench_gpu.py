@@ -1,13 +1,13 @@
-"""What the machinery costs and hides on one GPU: overhead, an EMULATED link, streams at odds.
+"""Overhead and overlap on one GPU: overhead, an EMULATED link, streams with random delays, ranks.
 
 One device is enough. On a GPU the defaults are blocks of a 7B model in bf16; without one everything
-runs in a tiny form on the CPU, which shows that it works and nothing about speed:
+runs with tiny sizes on the CPU, which tests the code but says nothing about speed:
 
     python -m tools.bench_gpu --json gpu.json --markdown docs/performance.md
     python -m tools.bench_gpu --device cpu
 
-Losses are compared with one plain process's before any time is printed. docs/performance.md says
-what the columns mean.
+Losses are compared with those of one plain process before any time is printed.
+docs/performance.md explains the columns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tools.gpu.rounds import Differs
 
 
 def run(options: Options, device: torch.device) -> dict[str, Any]:
-    """Every part asked for, one after another."""
+    """Run every requested part, one after another."""
     summary: dict[str, Any] = {
         "device": name_of(device),
         "torch": torch.__version__,
@@ -51,13 +51,13 @@ def run(options: Options, device: torch.device) -> dict[str, Any]:
 
 
 def wrong(summary: dict[str, Any]) -> list[str]:
-    """Why streams or ranks did not train what one process does."""
+    """Why streams or ranks did not train the same as one process."""
     rows = [*summary.get("streams", []), *([summary["ranks"]] if "ranks" in summary else [])]
     return [row["reason"] for row in rows if row["reason"] is not None]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0; 1 when something trained something else; 2 when nothing could run."""
+    """Returns 0; 1 if a training differed; 2 if nothing could run."""
     options = Options.read(arguments, __doc__)
     try:
         device = choose(options.device)

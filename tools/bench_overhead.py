@@ -1,14 +1,14 @@
 """Python cost of weight parallelism's hooks per block, against a plain model and FSDP2.
 
-Tiny tensors on one CPU process, one thread; the other ranks are torch's ``fake`` process group,
-whose collectives return at once. What is left is what the hooks themselves cost, measured in CPU
+Tiny tensors on one CPU process, one thread; torch's ``fake`` process group stands for the other
+ranks, and its collectives return at once. What remains is the cost of the hooks, measured in CPU
 time of the one thread that runs forward and backward. The three variants run in turn within every
-round, so that a slow moment of the machine meets all of them::
+round, so that a temporary slowdown of the machine affects all of them::
 
     python tools/bench_overhead.py --json overhead.json
 
-A fake gather repeats this rank's shard, so the model is made of weights that consist of one
-shard repeated: every variant must then compute the plain model's loss, and is checked to.
+A fake all-gather repeats this rank's shard, so each weight of the model is one shard repeated:
+every variant must compute the plain model's loss, which is checked.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tools.bench.rounds import Spread, order
 VARIANTS = ("plain", "internsp", "fsdp2")
 PHASES = ("forward", "backward", "both")
 VOCABULARY = 64
-GOAL, GOAL_ALONE = 0.40, 0.60  # our added cost as a share of FSDP2's; with every weight alone
+GOAL, GOAL_ALONE = 0.40, 0.60  # our added cost over FSDP2's; with one collective per weight
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,21 @@ class Options(options.Options):
     """What to measure."""
 
     blocks: int = 8
-    """Blocks of the model; costs per model (root, end of backward) are spread over them."""
+    """Blocks of the model; costs per model (root, end of backward) are divided among them."""
     hidden: int = 48
     """Width; 48 is the smallest whose matrices the default settings shard rather than replicate."""
     tokens: int = 8
-    """Tokens in the one batch."""
+    """Tokens of the batch."""
     world: int = 4
     """Ranks that the fake process group pretends to have; must divide width and vocabulary."""
     coalesce_bytes: int = WeightParallelConfig().coalesce_bytes
-    """weight_parallel.coalesce_bytes; 0 gives every weight a gather of its own."""
+    """weight_parallel.coalesce_bytes; 0: one all-gather per weight."""
     rounds: int = 400
-    """Rounds; each runs every variant once, in another order."""
+    """Rounds; each runs every variant once, in a different order."""
     batches: int = 5
-    """The rounds are also evaluated in this many consecutive parts, to show the spread."""
+    """Evaluate the rounds also in this many consecutive parts, to show the spread."""
     warm_up: int = 30
-    """Rounds before the first that counts."""
+    """Rounds before the first measured one."""
 
 
 class Block(nn.Module):
@@ -83,7 +83,7 @@ class Block(nn.Module):
         self.w2 = nn.Linear(2 * hidden, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[tokens, hidden]`` -> the same."""
+        """``[tokens, hidden]`` -> the same shape."""
         h = self.attention_norm(x)
         q, k, v = (w(h).unflatten(1, (2, -1)).transpose(0, 1) for w in (self.wq, self.wk, self.wv))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -111,14 +111,14 @@ class Model(nn.Module):
 
 @dataclass
 class Variant:
-    """One way to run the model; ``stepped`` says that an optimizer has changed the weights."""
+    """One way to run the model; ``stepped`` reports that an optimizer has changed the weights."""
 
     model: nn.Module
     stepped: Callable[[], None]
 
 
 def build(name: str, options: Options) -> Variant:
-    """The same model for every variant: each parameter is rank 0's rows, ``world`` times."""
+    """The same model for every variant: each parameter repeats rank 0's rows ``world`` times."""
     torch.manual_seed(0)
     model = Model(options)
     with torch.no_grad():
@@ -145,14 +145,14 @@ def step(variant: Variant, ids: Tensor) -> tuple[float, float, float]:
     loss.backward()
     end = time.thread_time()
     variant.model.zero_grad(set_to_none=True)
-    variant.stepped()  # or we would find the first blocks' weights still gathered
+    variant.stepped()  # otherwise the first blocks' weights would still be unsharded
     return loss.item(), 1e6 * (middle - start), 1e6 * (end - middle)
 
 
 def collectives(variant: Variant, ids: Tensor) -> dict[str, int]:
-    """How often one step calls which collective (in an untimed step)."""
+    """How often one (untimed) step calls each collective."""
     with warnings.catch_warnings(), CommDebugMode() as mode:
-        warnings.simplefilter("ignore")  # about the mode's own module hooks
+        warnings.simplefilter("ignore")  # about the dispatch mode's own module hooks
         step(variant, ids)
     return {str(call): count for call, count in mode.get_comm_counts().items()}
 
@@ -165,7 +165,7 @@ def measure(options: Options) -> dict[str, Any]:
         what :func:`summarize` makes of the times.
 
     Raises:
-        RuntimeError: when a variant computes another loss than the plain model.
+        RuntimeError: a variant's loss differs from the plain model's.
     """
     variants = {name: build(name, options) for name in VARIANTS}
     ids = torch.randint(VOCABULARY, (options.tokens,))
@@ -176,7 +176,7 @@ def measure(options: Options) -> dict[str, Any]:
     times: dict[str, dict[str, list[float]]] = {n: {p: [] for p in PHASES} for n in VARIANTS}
     gc.collect()
     gc.freeze()
-    gc.disable()  # a collection would be charged to the variant that runs when it is due
+    gc.disable()  # otherwise one variant would pay for a collection of all variants' garbage
     for index in range(-options.warm_up, options.rounds):
         for name in order(VARIANTS, index):
             _, forward, backward = step(variants[name], ids)
@@ -227,7 +227,7 @@ def _ratio(values: dict[str, list[float]]) -> float:
 
 
 def page(result: dict[str, Any], options: Options) -> Page:
-    """The figures; what they say of the goal below them."""
+    """The figures, and below them how they compare with the goal."""
     facts = [
         f"{options.blocks} blocks, width {options.hidden}, {options.tokens} tokens, "
         f"{options.world} ranks (fake), {options.rounds} rounds, torch {torch.__version__}",

@@ -1,13 +1,13 @@
-"""Proves the overlap: one training step over a real slow link, beside what else one could pick.
+"""Measures overlap: a training step over a real slow link, compared with alternatives.
 
-Each rank runs with one thread in a network namespace of its own; tbf limits what it sends. The
-rate follows from compute, measured first, so that ideal communication takes the preset's multiple
-of it. Every variant trains the same weights on the same data in every round, and its losses must
-be those of one process, or it gets no time. As root, with iproute2:
+Each rank runs with one thread in a separate network namespace; tbf limits its sending rate. The
+rate follows from the compute time, measured first, so that ideal communication takes the preset's
+multiple of it. Every variant trains the same weights on the same data in every round; if its losses
+differ from those of one process, no time is reported. As root, with iproute2:
 
     python -m tools.bench_overlap --preset even --json even.json --picture even.png
 
-docs/performance.md says what the columns mean and what they do not prove.
+docs/performance.md explains the columns and their limits.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ OFFER = (
 
 
 def make_link(options: Options) -> Link:
-    """What the ranks will talk over, not made yet.
+    """The link between the ranks, not created yet.
 
     Raises:
-        NetworkError: when namespaces are asked for and cannot be had.
+        NetworkError: namespaces were requested but cannot be created.
     """
     if options.network == "loopback":
         return Link()
@@ -62,7 +62,7 @@ def session_on(link: Link, options: Options) -> Session:
 
 
 def measure(options: Options) -> tuple[dict[str, Any], Page, Page]:
-    """The summary, what to print of it, and what goes into a file that people read."""
+    """The summary, the text to print, and the text for the page."""
     with make_link(options) as link, session_on(link, options) as session:
         if options.probe == "chunks":
             summary = chunks.run(options, link, session, say)
@@ -73,7 +73,7 @@ def measure(options: Options) -> tuple[dict[str, Any], Page, Page]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0; 1 when a variant failed or trained something else; 2 when nothing could run."""
+    """Returns 0; 1 if a variant failed or trained something else; 2 if nothing could run."""
     options = Options.read(arguments, __doc__)
     terminate_as_interrupt()
     try:

@@ -35,7 +35,7 @@ class Arguments:
 
 
 def difference(a: float, b: float) -> float:
-    """Relative to ``b``; 0 for two equal values, infinite where only one is a number."""
+    """Difference relative to ``b``; 0 for equal values, infinite if only one is a number."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     gap = abs(a - b) / max(abs(b), 1e-300)
@@ -43,7 +43,7 @@ def difference(a: float, b: float) -> float:
 
 
 def compare(a: Sequence[StepMetrics], b: Sequence[StepMetrics]) -> dict[str, tuple[float, int]]:
-    """For each compared column its largest relative difference and the step where it lies."""
+    """The largest relative difference of each compared column, and the step where it occurs."""
     other = {row.step: row for row in b}
     common = [(row, other[row.step]) for row in a if row.step in other]
     return {

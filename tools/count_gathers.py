@@ -1,11 +1,11 @@
-"""Gathers of a pipeline step: FSDP2 with resharding, ours re-gathered, ours kept; measured.
+"""All-gathers of a pipeline step, measured: FSDP2 with resharding, ours re-gathered, ours kept.
 
     python tools/count_gathers.py
 
-Four local processes, two pipeline ranks of two weight ranks each. One gather is one block's full
-weights; bytes are all that a rank receives, embedding and head included. Also says whether every
-gradient is right, which under a split backward FSDP2's are not. Prints two Markdown tables, those
-of docs/pipeline.md: a model of twelve small blocks under every schedule, and two blocks a chunk.
+Four local processes, two pipeline ranks of two weight ranks each. One all-gather is one block's
+unsharded weights; bytes are all that a rank receives, including embedding and head. Also reports
+whether every gradient is right; with a split backward FSDP2's are not. Prints two Markdown tables,
+those of docs/pipeline.md: twelve small blocks under every schedule, and two blocks per chunk.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def chunks(self) -> int:
-        """Chunks a rank holds."""
+        """Chunks per rank."""
         return SCHEDULES[self.schedule].chunks or 2
 
 
@@ -63,7 +63,7 @@ TWO_A_CHUNK = (Case("1F1B", 4, 4), Case("Interleaved1F1B", 8, 4), Case("DualPipe
 
 @dataclass
 class Row:
-    """What a rank gathered in one step, and its gradients that were right, of all of them."""
+    """What a rank gathered in one step, and how many of its gradients were right, of how many."""
 
     gathers: float
     received: int
@@ -85,7 +85,7 @@ def ids(number: int, rank: int) -> Tensor:
 
 
 def wanted(case: Case) -> dict[str, Tensor]:
-    """Gradients of one process."""
+    """The gradients of one process."""
     model = build(case)
     for number in range(case.micro_batches):
         for rank in range(WEIGHT):
@@ -94,7 +94,7 @@ def wanted(case: Case) -> dict[str, Tensor]:
 
 
 def right_gradients(case: Case, chunks: list[nn.Module], averaged: int) -> tuple[int, int]:
-    """Right gradients of this rank, and all."""
+    """The number of right gradients of this rank, and of all."""
     right = count = 0
     reference = wanted(case)
     for chunk in chunks:
@@ -108,7 +108,7 @@ def right_gradients(case: Case, chunks: list[nn.Module], averaged: int) -> tuple
 
 
 def ours(mesh: ParallelMesh, case: Case, keep: bool) -> Row:
-    """A step of ours."""
+    """A step of internsp."""
     trace = Trace()
     pipeline = Pipeline.create(
         build(case),
@@ -147,7 +147,7 @@ class _Counting(DefaultAllGather):
 
 
 def fsdp2(mesh: ParallelMesh, case: Case) -> Row:
-    """A step of FSDP2 with resharding in torch's own stages."""
+    """A step of FSDP2 with resharding in torch's pipeline stages."""
     kind, model, row = SCHEDULES[case.schedule], build(case), Row(0, 0, 0, 0)
     count, stages = RANKS * case.chunks, []
     blocks = split_model(model, count)
@@ -182,7 +182,7 @@ HEAD = ("schedule", "blocks", "micro-batches", "FSDP2, resharding", "right", "ou
 
 
 def line(mesh: ParallelMesh, case: Case) -> tuple[str, ...]:
-    """A row of the table: the busiest rank's figures of three ways. Collective."""
+    """A row of the table: the figures of the busiest rank, for three ways. Collective."""
     ways: list[Callable[[], Row]] = [
         lambda: fsdp2(mesh, case),
         lambda: ours(mesh, case, False),
@@ -197,10 +197,10 @@ def line(mesh: ParallelMesh, case: Case) -> tuple[str, ...]:
 
 
 class Counter:
-    """One process of four."""
+    """Run one of the four processes."""
 
     def __init__(self) -> None:
-        # torch warns of every gradient that FSDP2 loses.
+        # torch warns about every gradient that FSDP2 loses.
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         self.mesh = ParallelMesh.create(WEIGHT, 1, RANKS, device_type="cpu", timeout_seconds=60)
@@ -211,7 +211,7 @@ class Counter:
 
 
 def _busiest(row: Row) -> Row:
-    """The largest figures over the ranks; gradients of one rank of each stage."""
+    """The maximum over ranks; counts of gradients from one rank of each stage."""
     rows: list[Any] = [None] * WORLD
     dist.all_gather_object(rows, row)
     firsts = rows[::WEIGHT]

@@ -26,26 +26,26 @@ from tools.bench.report import Table
 
 @dataclass(frozen=True)
 class Options:
-    """What to count."""
+    """Count the lines of a package."""
 
     package: tyro.conf.Positional[Path]
     """A folder of Python files."""
     folders: bool = False
-    """One row for each folder in it instead of each file."""
+    """Print one row per folder instead of per file."""
 
 
 @dataclass(frozen=True)
 class Count:
-    """Of one source; every line is one of code, docstring, comment and blank."""
+    """Counts of one source; every line is one of code, docstring, comment and blank."""
 
     files: int = 0
     lines: int = 0
     code: int = 0
     docstrings: int = 0
     comments: int = 0
-    """Lines with nothing but a comment."""
+    """Lines with only a comment."""
     remarks: int = 0
-    """Comments in all, those behind code too."""
+    """All comments, including those after code."""
     classes: int = 0
     functions: int = 0
 
@@ -60,7 +60,7 @@ def count(source: str) -> Count:
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(tree):
         texts = node.body if isinstance(node, kinds) else []
-        for text in texts:  # attributes of classes have theirs below them
+        for text in texts:  # attributes of classes are followed by their docstrings
             if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
                 if isinstance(text.value.value, str):
                     documented.update(range(text.lineno, (text.end_lineno or 0) + 1))
@@ -83,7 +83,7 @@ def count(source: str) -> Count:
 
 
 def table(counts: Iterable[tuple[str, Count]]) -> Table:
-    """A row for each, and their sum."""
+    """A row for each, and the total."""
     counts = list(counts)
     head = ("", "files", "lines", "code", "docstrings", "comments alone", "comments", "classes",
             "functions")  # fmt: skip

@@ -1,9 +1,9 @@
-"""What quantized all-gathers do to the loss: the same training with each kind, side by side.
+"""Effect of quantized all-gathers on the loss: the same training with each kind, in columns.
 
     python tools/quantize_losses.py --text tests/data --steps 50
 
-The text is small, so that a run of minutes shows whether rounded weights still fit it. Seed, data
-order and initial values are the same in all runs; only what the gathers carry differs.
+The text is small, so that a run of minutes shows whether quantized weights can still fit it. Seed,
+data order and initial values are the same in all runs; only the all-gathers differ.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Arguments:
     """Train with each kind and print the losses."""
 
     config: Path = ROOT / "configs" / "demo.toml"
-    """Of the run; model, data and steps are overridden below."""
+    """Configuration of the run; model, data and steps are overridden below."""
     text: Path = ROOT / "tests" / "data"
     """A file or folder of text."""
     steps: int = 50
-    """Optimizer steps of each run."""
+    """Optimizer steps per run."""
     every: int = 10
     """Steps between printed rows."""
     kinds: tuple[str, ...] = ("none", "int8", "fp8")
-    """The first is what the others are compared with."""
+    """Kinds; the others are compared with the first."""
     options: tuple[str, ...] = ()
-    """More options of the runs, as SECTION.KEY=VALUE."""
+    """More settings of the runs, as SECTION.KEY=VALUE."""
 
 
 def words(given: Arguments, kind: str, output: Path) -> list[str]:
-    """The words of one run's command line."""
+    """The command line arguments of one run."""
     changes = {
         "data.source": "text",
         "data.paths": str(given.text),
@@ -63,7 +63,7 @@ def words(given: Arguments, kind: str, output: Path) -> list[str]:
 
 
 def table(runs: Mapping[str, Sequence[StepMetrics]], every: int) -> list[str]:
-    """Losses by step, and what the gathers of a step carried, as lines of Markdown."""
+    """Losses by step, and bytes of a step's all-gathers, as lines of Markdown."""
     each = list(runs.values())
     rows = [("step", *runs)]
     for index, first in enumerate(each[0]):
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="quantize-losses-") as home:
         for kind in given.kinds:
             output = Path(home) / kind
-            # In this process: what the ranks of the runs have in common is loaded once.
+            # In this process: what the ranks of the runs share is loaded once.
             status = internsp(words(given, kind, output))
             if status:
                 say(f"{kind}: exit status {status}")

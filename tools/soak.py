@@ -1,12 +1,11 @@
-"""A run that is disturbed again and again: what is lost, what is left behind, what grows.
+"""A run with repeated faults: checks for lost steps, leftovers and growing memory.
 
     python -m tools.soak --minutes 10 --document docs/reliability.md
 
-One run is trained in segments. Each has another mesh, drawn by the seed, and ends by a drawn fault;
-the next one goes on from what is there (``checkpoint.resume = "auto"``). At the end the run's own
-files say whether a step, a token or a sequence was lost or came twice. Meanwhile the anonymous
-memory of every rank is read twice a second; of each rank and segment a line is fitted over its
-later steps.
+One run is trained in segments. Each has another mesh, chosen at random, and ends with a random
+fault; the next one resumes (``checkpoint.resume = "auto"``). At the end the run's own files show
+whether a step, a token or a sequence was lost or repeated. Meanwhile the anonymous memory of every
+rank is sampled twice a second; for each rank and segment a line is fitted over its later steps.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ MESHES: tuple[tuple[int, dict[str, int]], ...] = (
     (4, {"weight": 2, "pipeline": 2}),
     (4, {"weight": 4, "sequence": 4, "ring": 2}),
 )
-# By name: whom the signal is sent to, and which.
+# By name: the process that gets the signal, and the signal.
 FAULTS: dict[str, tuple[str, int]] = {
     "a rank killed": ("rank", signal.SIGKILL),
     "a rank stopped (SIGSTOP)": ("rank", signal.SIGSTOP),
@@ -63,10 +62,10 @@ FAULTS: dict[str, tuple[str, int]] = {
     "Ctrl-C": ("launcher", signal.SIGINT),
 }
 POLITE = {"SIGTERM", "SIGHUP", "Ctrl-C"}
-_LOOK, _LIMIT = 0.5, 180.0  # seconds: between two looks, for a segment to begin or to end
-# The allocator takes new memory for the first two or three thousand steps, and none after them.
-_SETTLED, _RANGE = 3000, 1000  # steps: of a segment before the fit begins, and that it needs
-_TORCHS = "torchinductor_"  # an empty folder that torch itself leaves
+_LOOK, _LIMIT = 0.5, 180.0  # seconds: between two samples; limit for a segment to begin or to end
+# The allocator takes new memory in the first two or three thousand steps, and none afterwards.
+_SETTLED, _RANGE = 3000, 1000  # steps: before the fit begins; least number for a fit
+_TORCHS = "torchinductor_"  # an empty folder that torch leaves behind
 
 
 @dataclass(frozen=True)
@@ -74,24 +73,24 @@ class Arguments:
     """Train for some minutes under faults and changes of mesh."""
 
     minutes: float = 10.0
-    """Time in which segments begin."""
+    """Time in which segments are started."""
     seed: int = 0
-    """Of meshes, faults and moments."""
+    """Seed of meshes, faults and times."""
     segment_seconds: float = 60.0
     """Mean time from a segment's first step to its fault."""
     document: Path | None = None
-    """A page, between the marks of which the figures are written; none: only printed."""
+    """A page, between the marks of which the figures are written; none: only print."""
 
 
 @dataclass
 class Segment:
-    """One start of the run, and what became of it.
+    """One start of the run, and its result.
 
     Attributes:
-        memory: of each rank (its process), (step, bytes) as they were read.
+        memory: for each rank (its process), samples of (step, bytes).
         seconds: from the fault to the end of all processes.
-        left: processes that were still there.
-        wrong: what was not as it should be.
+        left: processes that remained.
+        wrong: violations, in words.
     """
 
     world: int
@@ -106,7 +105,7 @@ class Segment:
 
 
 def configuration(folder: Path) -> Path:
-    """Two texts mixed, with an index each, and a model that takes milliseconds a step."""
+    """Configuration: two mixed texts with an index each, and a model with steps of milliseconds."""
     for name in ("docs", "internsp"):
         files = sorted((ROOT / name).rglob("*.md" if name == "docs" else "*.py"))
         rows = (json.dumps({"text": file.read_text()}) + "\n" for file in files)
@@ -133,7 +132,7 @@ def configuration(folder: Path) -> Path:
 
 
 class WatchedWork:
-    """A started run, and the processes below it by what they are."""
+    """A started run, and its descendant processes by role."""
 
     def __init__(self, config: Path, folder: Path, segment: Segment) -> None:
         words = [sys.executable, "-m", "internsp", "train", str(config)]
@@ -152,7 +151,7 @@ class WatchedWork:
         self.roles: dict[int, tuple[str, str]] = {}  # by process: role, its start
 
     def look(self) -> int:
-        """Note processes and their memory; the last step that is written."""
+        """Record processes and their memory; returns the last step in the metrics."""
         step = last_step(self.metrics)
         for pid, role in tree(self.process.pid):
             self.roles.setdefault(pid, (role, _started(pid)))
@@ -161,13 +160,13 @@ class WatchedWork:
         return step
 
     def of(self, role: str) -> list[int]:
-        """Processes of a role that are there now."""
+        """Processes of a role that exist now."""
         if role == "launcher":
             return [self.process.pid]
         return [pid for pid, found in tree(self.process.pid) if found == role]
 
     def ended(self, since: float) -> bool:
-        """All processes that were ever seen are gone; waits for that."""
+        """Wait until all recorded processes have ended; returns whether they have."""
         while time.monotonic() - since < _LIMIT:
             self.process.poll()
             if not self.alive() and self.process.returncode is not None:
@@ -176,13 +175,13 @@ class WatchedWork:
         return False
 
     def alive(self) -> list[int]:
-        """Processes that were seen and are still there."""
+        """Recorded processes that still exist."""
         return [
             pid for pid, (_, start) in self.roles.items() if start and _started(pid) == start
         ]
 
     def kill(self) -> None:
-        """End what is left."""
+        """Kill the remaining processes."""
         for pid in self.alive():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -190,8 +189,8 @@ class WatchedWork:
 
 
 def tree(launcher: int) -> Iterator[tuple[int, str]]:
-    """(process, role) of a launcher and all below it: the fork server's children are ranks, and
-    theirs write checkpoints."""
+    """(process, role) of a launcher and its descendants: children of the fork server are ranks, and
+    a rank's children write checkpoints."""
     yield launcher, "launcher"
     for server in _children(launcher):
         ranks = _children(server)
@@ -211,7 +210,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _started(pid: int) -> str:
-    """When a process began (numbers of processes come again); empty: it has ended."""
+    """When a process started (process ids are reused); empty: it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -220,7 +219,7 @@ def _started(pid: int) -> str:
 
 
 def _anonymous(pid: int) -> int:
-    """Bytes of a process that no file holds and no other shares."""
+    """Anonymous memory of a process in bytes: neither file-backed nor shared."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
@@ -229,7 +228,7 @@ def _anonymous(pid: int) -> int:
 
 
 def last_step(metrics: Path) -> int:
-    """The step of the last whole row."""
+    """The step of the last complete row."""
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
@@ -240,7 +239,7 @@ def last_step(metrics: Path) -> int:
 
 
 def run_segment(config: Path, folder: Path, segment: Segment, wait: float) -> None:
-    """Start the run, let it train, disturb it, and see how it ends."""
+    """Start the run, let it train, inject the fault, and check how it ends."""
     segment.begun = max((step for step, _ in steps_in(folder / "run" / "checkpoints")), default=0)
     run = WatchedWork(config, folder, segment)
     try:
@@ -295,7 +294,7 @@ def _began(pid: int) -> float:
 
 
 def slopes(segments: Iterable[Segment]) -> list[tuple[float, float]]:
-    """Of each rank and segment that ran for long enough: bytes a step, and the range of steps."""
+    """For each rank and segment that ran long enough: bytes per step, and the range of steps."""
     found = []
     for segment in segments:
         for read in segment.memory.values():
@@ -309,7 +308,7 @@ def slopes(segments: Iterable[Segment]) -> list[tuple[float, float]]:
 
 
 def growth(found: list[tuple[float, float]]) -> tuple[float, float]:
-    """Mean bytes a step and twice its standard error, each slope weighed by its range of steps."""
+    """Mean bytes per step and twice its standard error, weighted by each fit's range of steps."""
     total = sum(weight for _, weight in found)
     mean = sum(slope * weight for slope, weight in found) / total
     spread = sum((weight * (slope - mean)) ** 2 for slope, weight in found)
@@ -318,7 +317,7 @@ def growth(found: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def checked(folder: Path, segments: list[Segment]) -> dict[str, Any]:
-    """What the run's own files say after all segments."""
+    """Check the run's own files after all segments."""
     rows = read_metrics(folder / "run" / "metrics.jsonl")
     steps = [row.step for row in rows]
     _, path = max(steps_in(folder / "run" / "checkpoints"))
@@ -391,7 +390,7 @@ def _words(given: Arguments) -> str:
 
 
 def write(document: Path, lines: list[str]) -> None:
-    """Put the lines between the marks of a page; where there are none, at its end."""
+    """Write the lines between the marks of a page; without marks, at its end."""
     text = document.read_text() if document.exists() else "# Reliability\n"
     made = "\n".join([BEGIN, *lines, END])
     if BEGIN in text and END in text:
@@ -403,7 +402,7 @@ def write(document: Path, lines: list[str]) -> None:
 
 
 def soak(given: Arguments, folder: Path) -> tuple[list[Segment], dict[str, Any]]:
-    """All segments, in ``folder``, and what its files say then."""
+    """Run all segments in ``folder``, then check its files."""
     random.seed(given.seed)
     config = configuration(folder)
     segments: list[Segment] = []
@@ -426,9 +425,9 @@ def soak(given: Arguments, folder: Path) -> tuple[list[Segment], dict[str, Any]]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 where nothing was lost, left or amiss."""
+    """Returns 0 if nothing was lost, left behind or wrong."""
     given = tyro.cli(Arguments, args=arguments, description=__doc__)
-    # What started this may ignore signals (nohup, a background job), and so would the runs.
+    # The parent may ignore signals (nohup, a background job), and the runs would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

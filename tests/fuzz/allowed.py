@@ -1,4 +1,4 @@
-"""Which drawn features the documentation says are refused, and by what."""
+"""Drawn features that are refused according to the documentation, and the expected errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tests.fuzz.compare import ERROR, MEANINGLESS, REFUSED, RIGHT, WRONG, Outcome
 from tests.fuzz.draw import Case
 
-# Feature -> classes of the errors that may say so. A case with one of them may also be right.
+# Feature -> classes of errors that may refuse it. A case with one of them may also succeed.
 MAY_BE_REFUSED: dict[str, tuple[str, ...]] = {
     # shared between units
     "shared_weight_of_blocks": ("StructureError",),
@@ -25,7 +25,7 @@ MAY_BE_REFUSED: dict[str, tuple[str, ...]] = {
 
 
 def verdict(case: Case, outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """(kind, what to say): ``"right"``, ``"refused"``, ``"meaningless"``, or what has failed."""
+    """(kind, text): ``"right"``, ``"refused"``, ``"meaningless"``, or the kind of failure."""
     kinds = {outcome.kind for outcome in outcomes}
     if kinds <= {RIGHT}:
         return RIGHT, ""

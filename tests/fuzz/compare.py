@@ -1,4 +1,4 @@
-"""One case on a rank: one process's numbers first, then the rank's own beside them."""
+"""One case on a rank: first one process's numbers, then the rank's own, compared with them."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from tests.fuzz.loop import Side
 from tests.fuzz.shapes import Drawn
 from tests.support.compare import differences, local_part
 
-FLOOR = 1e-3  # below it numbers are compared by their difference
+FLOOR = 1e-3  # numbers below it are compared by absolute difference
 
-# How a case ended. A torch that refuses the loop on one process says nothing about us.
+# The result of a case. A loop that torch refuses on one process says nothing about internsp.
 RIGHT, WRONG, REFUSED, ERROR, MEANINGLESS = "right", "wrong", "refused", "error", "meaningless"
 
 
 @dataclass
 class Outcome:
-    """How a case ended on one rank."""
+    """The result of a case on one rank."""
 
     kind: str
     text: str = ""
-    error: str = ""  # the class of what was raised
+    error: str = ""  # the class of the exception
     stage: str = "parallelize"
     details: list[str] = field(default_factory=list)
 
 
 class Comparison:
-    """Keeps one process's numbers, then finds each of the rank's that differs."""
+    """Records one process's numbers, then finds each number of the rank that differs."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -52,7 +52,7 @@ class Comparison:
         self.wanted.append((what, {n: v.detach().clone() for n, v in values.items()}))
 
     def check(self, what: str, found: dict[str, Any]) -> None:
-        """Differences are noted, not raised: the other ranks go on, too."""
+        """Record a difference without raising, because the other ranks continue."""
         if self.next >= len(self.wanted):
             self.differences.append(f"{what}: one process has no such step")
             return
@@ -64,7 +64,7 @@ class Comparison:
         mine = wanted
         if f"rank {self.rank}" in wanted:
             mine = {n: v for n, v in wanted.items() if n == f"rank {self.rank}"}
-        # Not finite on one process: then not finite here.
+        # Not finite on one process: then it must not be finite here.
         odd = {n for n, v in mine.items() if n in found and not v.isfinite().all()}
         self.differences += [
             f"{what}: {n} is finite, on one process it is not"
@@ -89,7 +89,7 @@ def _finite(found: Tensor) -> bool:
 
 
 def run_case(case: Case, rank: int, mesh: ParallelMesh) -> Outcome:
-    """Collective. Never raises for what the case is about."""
+    """Run the case. Collective. Raises nothing for errors of the case itself."""
     torch.manual_seed(case.seed)
     plain = Drawn(case.width, case.vocabulary, case.blocks, case.beside, case.output).double()
     ours = copy.deepcopy(plain)
@@ -125,7 +125,7 @@ def run_case(case: Case, rank: int, mesh: ParallelMesh) -> Outcome:
 
 
 def _names(case: Case, model: Drawn) -> dict[str, Any]:
-    """Options that are names in the model: a pattern must match something."""
+    """Options that name modules of the model: a pattern must match something."""
     found: dict[str, Any] = {}
     if any(not list(layer.parameters()) for layer in model.layers):
         found["blocks"] = ("layers.*",)  # blocks without weights are not found by the usual names
@@ -137,7 +137,7 @@ def _names(case: Case, model: Drawn) -> dict[str, Any]:
 
 
 def _recompute(block: Any, reentrant: bool) -> None:
-    """torch's own checkpointing on one process, too: what it refuses, it refuses there."""
+    """torch's own checkpointing on one process, so that torch refuses the same cases there."""
     inner = block.forward
 
     def forward(x: Tensor, use: int) -> Any:

@@ -1,15 +1,15 @@
-"""Configurations, files and folders drawn at random: one clear error, or a plan that works.
+"""Random configurations, files and folders: each gives one clear error, or a plan that works.
 
-A case is a function of a seed and its number, so that any case can be run again::
+A case is a function of a seed and its number, so that any case can be repeated::
 
-    python -m tests.fuzz.configurations --seed 3 --case 4711      # shows it, and what it did
-    python -m tests.fuzz.configurations --seed 3 --count 100000   # any length
+    python -m tests.fuzz.configurations --seed 3 --case 4711      # prints the case and its result
+    python -m tests.fuzz.configurations --seed 3 --count 100000   # any number
 
-Every case has a folder of its own with a configuration, text and a place for the run's files. It
-goes through what ``internsp plan`` and ``internsp train`` do before ranks start: reading, checking,
-looking at the machine and the text, planning. What is not one clear error with exit status 2 or 3
-or a configuration that passes all of it is a finding: another exception, a message of several
-screens, more than some seconds, a file of the user's that changed.
+Every case has its own folder with a configuration, text and a folder for the run's files. It goes
+through what ``internsp plan`` and ``internsp train`` do before ranks start: reading, validating,
+checking the machine and the text, planning. The allowed results are one clear error with exit
+status 2 or 3, and a configuration that passes every step. Everything else is a finding: another
+exception, a message of several screens, a case that takes too long, a changed user file.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from internsp.errors import InternspError
 from internsp.plan.printed import print_plan
 from tests.fuzz.drawing import Drawn, draw
 
-LONGEST_SECONDS = 20.0  # of one case; a busy machine may be ten times as slow as a quiet one
-LONGEST_MESSAGE = 7_000  # characters of everything that is wrong
+LONGEST_SECONDS = 20.0  # per case; a busy machine may be ten times as slow as a quiet one
+LONGEST_MESSAGE = 7_000  # characters of a message
 REFUSED = (2, 3)
 
 
 class Finding(Exception):
-    """A case that neither works nor is refused in clear words."""
+    """A case that neither works nor is refused clearly."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended.
+    """The result of a case.
 
     Attributes:
-        kind: ``refused``, ``checked`` (not planned, being long or too large for a quick plan) or
+        kind: ``refused``, ``checked`` (not planned, because it is too large for a quick plan) or
             ``planned``.
         message: of the refusal.
     """
@@ -65,10 +65,10 @@ class Outcome:
 
 
 def run_case(seed: int, case: int, home: Path) -> Outcome:
-    """Draw and judge one case in the empty folder ``home``.
+    """Draw and check one case in the empty folder ``home``.
 
     Raises:
-        Finding: names the case, what was drawn and how to run it again.
+        Finding: with the case, what was drawn, and how to repeat it.
     """
     before = Path.cwd()
     os.chdir(home)
@@ -93,7 +93,7 @@ def run_case(seed: int, case: int, home: Path) -> Outcome:
 
 
 def judge(drawn: Drawn) -> Outcome:
-    """Take the case as far as it goes."""
+    """Run the steps of the case as far as they succeed."""
     try:
         return _pass(drawn)
     except InternspError as error:
@@ -126,7 +126,7 @@ def _pass(drawn: Drawn) -> Outcome:
 
 
 def _reads_back(config: Config, drawn: Drawn) -> None:
-    """What a run writes as its own configuration is the same configuration."""
+    """The configuration that a run writes must be read back as the same configuration."""
     if not drawn.plans:
         return
     file = Path(tempfile.gettempdir()) / f"internsp-fuzz-{os.getpid()}.toml"
@@ -146,7 +146,7 @@ def _clear(message: str) -> str:
 
 
 def _state(home: Path) -> dict[Path, tuple[Any, ...]]:
-    """What lies in the folder: names, kinds, contents."""
+    """The files in the folder: names, kinds, contents."""
     found: dict[Path, tuple[Any, ...]] = {}
     for folder, folders, files in os.walk(home):
         for name in (*folders, *files):
@@ -161,7 +161,7 @@ def _state(home: Path) -> dict[Path, tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """Raise in the case, wherever it is, when it takes too long."""
+    """Raise an exception inside a case that takes too long."""
 
     def late(number: int, frame: Any) -> None:
         where = "".join(traceback.format_stack(frame)[-6:])
@@ -177,7 +177,7 @@ def _limit(seconds: float) -> Iterator[None]:
 
 
 def run_cases(seed: int, cases: range, root: Path) -> tuple[Counter[str], list[str]]:
-    """How many cases ended how, and the findings."""
+    """Run cases; returns the counts of each result, and the findings."""
     counts: Counter[str] = Counter()
     findings: list[str] = []
     for case in cases:
@@ -194,12 +194,12 @@ def run_cases(seed: int, cases: range, root: Path) -> tuple[Counter[str], list[s
 
 
 def memory_folder() -> str | None:
-    """Where files are quick to make and to remove, if there is such a place."""
+    """A folder on a fast file system (tmpfs), if there is one."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def main() -> int:
-    """The command of the module's text; 1 where there is a finding."""
+    """The command described above; returns 1 if there is a finding."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, default=None, help="only this one, shown")

@@ -1,4 +1,4 @@
-"""What a case of the fuzzer is, how one is drawn from a seed, and what simpler ones there are."""
+"""Cases of the fuzzer: their description, random generation from a seed, and simplification."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ DEFAULTS = {"min_shard_elements": 20, "coalesce_bytes": 0}
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how it is cut, and a loop. Everything that a repetition needs."""
+    """A model, how it is sharded, and a loop. Complete, so that a case can be repeated."""
 
     seed: int = 0
     world: int = 2
@@ -69,7 +69,7 @@ class Case:
     program: tuple[Op, ...] = ()
 
     def features(self) -> set[str]:
-        """One word for each thing that is drawn: for ``--without`` and for what may be refused."""
+        """One word per drawn feature: for ``--without`` and for the list of what may be refused."""
         found = {part for block in self.blocks for part in block} | set(self.beside)
         found |= {f"output={self.output}", self.optimizer, f"clip={self.clip}"}
         found |= {f"{key}={value}" for key, value in self.options.items()}
@@ -84,7 +84,7 @@ class Case:
         return found
 
     def lines(self) -> list[str]:
-        """The case for a reader."""
+        """A readable description of the case."""
         mesh = f"world {self.world} = weight {self.weight} x replicas {self.world // self.weight}"
         mesh += f", zero {self.zero}" if self.zero else ""
         mesh += f", expert_weight {self.expert_weight}" if self.expert_weight else ""
@@ -109,7 +109,7 @@ def words(op: Op) -> Iterator[str]:
 
 
 def draw(seed: int, number: int, world: int | None = None) -> Case:
-    """Case ``number`` of ``seed``: the same whatever was drawn before it."""
+    """Case ``number`` of ``seed``, independent of other draws."""
     rng = random.Random(f"{seed}:{number}")
     world = world or rng.choice((2, 2, 3, 4))
     weight = rng.choice([d for d in range(2, world + 1) if world % d == 0])
@@ -140,7 +140,7 @@ def draw(seed: int, number: int, world: int | None = None) -> Case:
 
 def _blocks(rng: random.Random) -> tuple[tuple[str, ...], ...]:
     number = rng.choice((1, 2, 2, 3, 3, 4, 5))
-    if rng.random() < 0.3:  # all alike, as in most models
+    if rng.random() < 0.3:  # all equal, as in most models
         block = (rng.choice(BASES), *rng.sample(IN_BLOCK, rng.choice((0, 1, 2))))
         return (block,) * number
     made = []
@@ -167,7 +167,7 @@ def _checkpoint(rng: random.Random) -> dict[str, Any]:
 
 def _passes(rng: random.Random) -> tuple[str, ...]:
     number = rng.choice((1, 1, 1, 2, 2, 3))
-    kinds = PASSES if rng.random() < 0.1 else PASSES[:-1]  # the last one ends most cases
+    kinds = PASSES if rng.random() < 0.1 else PASSES[:-1]  # the last kind ends most cases
     return tuple(rng.choice(kinds) for _ in range(number))
 
 
@@ -213,17 +213,17 @@ def _program(rng: random.Random, case: Case) -> tuple[Op, ...]:
 
 
 def fitted(case: Case) -> Case:
-    """The case without combinations that say nothing: what no model or loop means."""
+    """The case without combinations that are meaningless in any model or loop."""
     options = dict(case.options)
     if options.get("trigger") == "rolling":
         options.pop("granularity", None)
     if {"run_twice", "reversed", "skipped", "same_block_twice"} & set(case.beside):
         options["unexpected_order"] = "gather"
     if case.expert_weight is not None and "experts" not in options:
-        options["experts"] = ["experts", "fc1", "out_proj"]  # those that match are taken
+        options["experts"] = ["experts", "fc1", "out_proj"]  # patterns without a match are dropped
     clip = case.clip
     if case.expert_weight is not None and clip == "torch":
-        clip = "ours"  # torch's takes gradients of one mesh
+        clip = "ours"  # torch's clipping requires gradients of one mesh
     checkpoint = dict(case.checkpoint)
     kinds = {word for op in case.program for word in words(op)}
     if any(word.endswith(("some_inputs", "gradient_of_hidden", "penalty")) for word in kinds):
@@ -231,13 +231,13 @@ def fitted(case: Case) -> Case:
     beside, program = case.beside, case.program
     idle = any({"branch", "experts"} & set(block) for block in case.blocks)
     if idle and options.get("unexpected_order") == "gather":
-        # A block whose output needs a gradient on some ranks only: those of a weight group go
-        # through its backward together only where blocks run in the declared order.
+        # A block whose output needs a gradient on some ranks only: the ranks of a weight group run
+        # its backward together only if blocks run in the declared order.
         beside = tuple(b for b in beside if b != "frozen_embedding")
         program = tuple(op for op in program if op[0] != "freeze")
     if "frozen_embedding" in beside or any(op[0] == "freeze" for op in program):
-        # A loss of hidden states that need no gradient has no backward, and the sums of quiet
-        # micro-batches before it would stay unfinished: by then gradients cannot be looked at.
+        # A loss of hidden states that need no gradient has no backward, so the sums of earlier
+        # micro-batches without reduction would stay unfinished: gradients cannot be read then.
         program = tuple(_with_the_head(op) for op in program)
     if "tied" in beside and "tied_functional" in beside:
         beside = tuple(b for b in beside if b != "tied")
@@ -255,7 +255,7 @@ def _with_the_head(op: Op) -> Op:
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Cases with one thing less, the large pieces first."""
+    """Cases with one feature less, the largest reductions first."""
     for less in _simpler(case):
         other = fitted(less)
         if other != case:

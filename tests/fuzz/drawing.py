@@ -1,4 +1,4 @@
-"""What one case of the configuration fuzzer is: a file, options, an environment, text, a folder."""
+"""A case of the configuration fuzzer: a file, options, an environment, text, a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import tomli_w
 from internsp.config import schemas, sections
 from internsp.config.errors import choices_of
 
-# Below this a configuration is right, small, and planned in some milliseconds.
+# Below this a configuration is valid, small, and planned in milliseconds.
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"hidden_size": 16, "layers": 2, "heads": 2, "intermediate_size": 32},
     "data": {"sequence_length": 8},
@@ -47,7 +47,7 @@ OTHERS: list[Any] = [
 
 @dataclass
 class Drawn:
-    """One case; ``told`` says in words what was done to it."""
+    """One case; ``told`` describes in words what was changed."""
 
     config: Path
     output: Path
@@ -65,12 +65,12 @@ class Drawn:
 
 
 def draw(rng: random.Random, home: Path) -> Drawn:
-    """Make the files of a case below ``home`` (the current folder) and say what it is."""
+    """Create the files of a case below ``home`` (the current folder) and return the case."""
     drawn = Drawn(home / "run.toml", Path("runs/run"))
     drawn.plans = rng.random() < 0.03
     values = {name: dict(keys) for name, keys in SMALL.items()}
     for _ in range(rng.choice((0, 0, 1, 1, 1, 1, 2, 4))):
-        # An earlier one may have put something else in a section's place.
+        # An earlier change may have replaced the section by something else.
         with contextlib.suppress(TypeError, AttributeError):
             rng.choice(_MUTATIONS)(rng, values, drawn)
     if rng.random() < 0.25:
@@ -94,7 +94,7 @@ def _key(rng: random.Random) -> tuple[str, str]:
 
 
 def _value(rng: random.Random, name: str, key: str) -> Any:
-    """Something that may stand there: of the right kind as often as not."""
+    """A value for a field; of the right type in about half of all cases."""
     schema = schemas(name)[key]
     kind = rng.random()
     if kind < 0.3:
@@ -118,7 +118,7 @@ def _set(rng: random.Random, values: dict[str, Any], drawn: Drawn) -> None:
 
 
 def _override(rng: random.Random, values: dict[str, Any], drawn: Drawn) -> None:
-    """As the command line gives it: a text, or texts."""
+    """A value as on the command line: one text, or several."""
     name, key = _key(rng)
     value = _value(rng, name, key)
     if rng.random() < 0.8 and not isinstance(value, (list, int)):
@@ -157,7 +157,7 @@ def _misspelled(rng: random.Random, word: str) -> str:
 
 
 def _degrees(rng: random.Random, values: dict[str, Any], drawn: Drawn) -> None:
-    """Degrees that fit each other as often as not."""
+    """Degrees; they fit each other in about half of all cases."""
     size = rng.choice((1, 2, 3, 4, 6, 8, 12, 512))
     parallel = values.setdefault("parallel", {})
     if rng.random() < 0.5:
@@ -178,7 +178,7 @@ def _degrees(rng: random.Random, values: dict[str, Any], drawn: Drawn) -> None:
 
 
 def _extreme(rng: random.Random, values: dict[str, Any], drawn: Drawn) -> None:
-    """Sizes that are right one by one."""
+    """Sizes that are valid individually."""
     for name, key in rng.sample((
         ("model", "hidden_size"), ("model", "vocab_size"), ("model", "layers"), ("model", "heads"),
         ("model", "head_dim"), ("model", "intermediate_size"), ("data", "sequence_length"),
@@ -226,7 +226,7 @@ def _damaged(rng: random.Random, content: bytes, drawn: Drawn) -> bytes:
 
 
 def _misplaced(rng: random.Random, drawn: Drawn) -> None:
-    """No file where the configuration should be."""
+    """Put something other than a file at the configuration's path."""
     path = drawn.config
     path.unlink()
     how = rng.randrange(6)
@@ -365,7 +365,7 @@ def _damaged_text(rng: random.Random, content: bytes, how: int) -> bytes:
 
 
 def _placed_text(folder: Path, name: str, content: bytes, how: int) -> str:
-    """Write the file, or put something else in its place; returns the name it has."""
+    """Write the file, or put something else at its path; returns its name."""
     path = folder / name
     if how == 7:
         path.mkdir()
@@ -376,7 +376,7 @@ def _placed_text(folder: Path, name: str, content: bytes, how: int) -> str:
     elif how == 10:
         os.mkfifo(path)
     elif how == 11:
-        path.symlink_to("/proc/self/mem")  # a file whose reading fails
+        path.symlink_to("/proc/self/mem")  # a file that cannot be read
     else:
         path.write_bytes(content)
     return f"gone{name}" if how == 12 else name

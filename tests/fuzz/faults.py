@@ -1,4 +1,4 @@
-"""Faults that are put into the library on purpose: the fuzzer must find each.
+"""Deliberate faults in the library: the fuzzer must find each.
 
 ``python -m tests.fuzz.models --fault NAME`` runs with one of them.
 """
@@ -19,13 +19,13 @@ from internsp.wp.schedule import BACKWARD
 
 
 def put_in(name: str, rank: int) -> None:
-    """Change the library in this process; ``""`` changes nothing."""
+    """Apply the fault in this process; ``""`` changes nothing."""
     if name:
         FAULTS[name](rank)
 
 
 def scaled_gradient(rank: int) -> None:
-    """One weight's gradient is 1.001 times too large, on rank 0 alone."""
+    """One weight's gradient is 1.001 times too large, on rank 0 only."""
     taken = GradientReducer._pop_ready
 
     def wrong(self: Any, weight: Any) -> Any:
@@ -38,28 +38,28 @@ def scaled_gradient(rank: int) -> None:
 
 
 def skipped_regather(rank: int) -> None:
-    """The first block's weights are taken to be unsharded in backward."""
+    """The first block's weights are treated as unsharded in backward."""
     gather = Chunk._all_gather
 
     def wrong(self: Any, action: Any) -> None:
         if action.phase != BACKWARD or action.unit.block != 0:
             gather(self, action)
         else:
-            for weight in action.weights:  # as if they had come
+            for weight in action.weights:  # as if the all-gather had finished
                 weight.shown = weight.current_version()
 
     Chunk._all_gather = wrong  # type: ignore[method-assign]
 
 
 def stale_reuse(rank: int) -> None:
-    """Unsharded weights are kept although the optimizer has written the shards."""
+    """Unsharded weights are reused although the optimizer has written the shards."""
     Contents.begin_pass = lambda self: True  # type: ignore[method-assign]
     ShardedParameter.version = lambda self: 0  # type: ignore[method-assign]
     ShardedParameter.current_version = lambda self: (0, self.compute_dtype)  # type: ignore[method-assign]
 
 
 def lost_accumulation(rank: int) -> None:
-    """A second micro-batch's reduced gradient takes the first one's place."""
+    """A second micro-batch's reduced gradient replaces the first one's."""
 
     def wrong(self: Any, total: Any) -> None:
         self.reduced_grad = total
@@ -68,7 +68,7 @@ def lost_accumulation(rank: int) -> None:
 
 
 def lost_whole_sum(rank: int) -> None:
-    """Inside ``no_sync`` the last gradient takes the place of the sum."""
+    """Inside ``no_sync`` the last gradient replaces the sum."""
     add = UnshardedSums.add
 
     def wrong(self: Any, unit: Any, weight: Any, gradient: Any) -> None:
@@ -80,17 +80,17 @@ def lost_whole_sum(rank: int) -> None:
 
 
 def no_replica_sum(rank: int) -> None:
-    """With torch's optimizers shards are not summed over replicas."""
+    """With torch's optimizers gradients of shards are not summed over replicas."""
     Collectives.all_reduce = lambda *_: Handle(None)  # type: ignore[assignment, method-assign]
 
 
 def no_zero_replica_sum(rank: int) -> None:
-    """ZeRO-1.5 does not sum slices over the ranks that hold the same one."""
+    """ZeRO-1.5 does not sum gradient slices over the ranks that hold the same slice."""
     no_replica_sum(rank)
 
 
 def small_once(rank: int) -> None:
-    """A replicated parameter that is used twice keeps its last gradient."""
+    """A replicated parameter that is used twice keeps its last gradient only."""
     add = ReplicatedParameters.add
 
     def wrong(self: Any, index: int, gradient: Any) -> None:
@@ -101,7 +101,7 @@ def small_once(rank: int) -> None:
 
 
 def clip_off(rank: int) -> None:
-    """Clipping is 1 in 1000 off."""
+    """The clipping factor is too small by 1 in 1000."""
     factor = zero.clip_factor
     zero.clip_factor = lambda *a: factor(*a) * 0.999 if factor(*a) < 1 else 1.0  # type: ignore[assignment]
 

@@ -1,7 +1,7 @@
-"""One training loop for both: one process with every rank's data, and a rank with its own.
+"""One training loop for both sides: one process with all ranks' data, and a rank with its own.
 
-:class:`Side` performs a case's program on a model and calls ``note`` with every number that must
-be the same: losses, gradients, norms, parameters.
+:class:`Side` runs a case's program on a model and calls ``note`` with every number that must be
+equal on both sides: losses, gradients, norms, parameters.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Side:
     """A model in training.
 
     Args:
-        ranks: whose data this process computes with.
-        communicator: of the model, where it is cut.
+        ranks: those whose data this process computes with.
+        communicator: of the model, if it is sharded.
         wanted: of one process, see :class:`tests.fuzz.compare.Comparison`.
     """
 
@@ -63,11 +63,11 @@ class Side:
         self.named = dict(model.named_parameters())
         self.trainable = [p for p in self.named.values() if p.requires_grad]
         self.optimizer = self._make_optimizer()
-        self.passes = 0  # forwards so far: each has data of its own
+        self.passes = 0  # forwards so far: each has different data
         self.buffers: dict[int, dict[str, Tensor]] = {r: self._buffers() for r in ranks}
 
     def run(self) -> None:
-        """The whole program, and the parameters at its end."""
+        """Run the program, then note the final parameters."""
         for number, op in enumerate(self.case.program):
             self.where = f"op {number} {op[0]}"
             getattr(self, f"_do_{op[0]}")(*op[1:])
@@ -86,11 +86,11 @@ class Side:
         shape = (2, case.rows, case.length)
         ids, labels = torch.randint(0, case.vocabulary, shape, generator=generator)
         alone = random.Random(f"{case.seed}:{self.passes}")
-        nobody = alone.random() < 0.2  # what all ranks leave idle
+        nobody = alone.random() < 0.2  # True: unused on all ranks
         return ids, labels, 0 if nobody else rng.randrange(64)
 
     def forward(self, use: int | None = None) -> list[tuple[Tensor, list[Tensor]]]:
-        """For each rank its loss and the hidden states behind each block; new data each time."""
+        """For each rank its loss and the hidden states after each block; new data in each call."""
         self.passes += 1
         found = []
         for rank in self.ranks:
@@ -105,7 +105,7 @@ class Side:
         return found
 
     def total(self, losses: list[Tensor]) -> Tensor:
-        """What backward starts from: for one process the sum, or mean, over the ranks."""
+        """The tensor to call backward on: on one process the sum, or mean, over the ranks."""
         total = torch.stack(losses).sum()
         alone = self.communicator is None
         return total / self.case.world if alone and self._mean else total
@@ -207,7 +207,7 @@ class Side:
             self.optimizer.step()
         if self.zero or self.case.clip != "none":
             self.note(f"{self.where}: norm", {"norm": torch.tensor(float(norm))})
-        if self.zero:  # its step leaves no gradient
+        if self.zero:  # its step releases the gradients
             self.model.zero_grad()
 
     def _clip(self) -> Any:
@@ -232,7 +232,7 @@ class Side:
             self.model.zero_grad()
         elif who == "optimizer":
             self.optimizer.zero_grad()
-            for p in self.named.values():  # of frozen ones it may know nothing
+            for p in self.named.values():  # the optimizer may not have the frozen ones
                 p.grad = None
         elif who == "to_zero":
             self.model.zero_grad(set_to_none=False)
@@ -278,7 +278,7 @@ class Side:
             group["lr"] = group["lr"] * 0.5
 
     def _do_blocks_alone(self) -> None:
-        """Blocks run by themselves, without the model's forward."""
+        """Run the blocks directly, without the model's forward."""
         if {"same_block_twice", "reversed", "skipped", "run_twice"} & set(self.case.beside):
             return
         generator = torch.Generator().manual_seed(self.case.seed)
@@ -290,7 +290,7 @@ class Side:
         self.note(f"{self.where}: output", {"x": x})
 
     def _do_freeze(self, index: int) -> None:
-        """Freeze a parameter, or thaw it if it is frozen."""
+        """Freeze a parameter, or unfreeze it if it is frozen."""
         if self.trainable:
             p = self.trainable[index % len(self.trainable)]
             p.requires_grad_(not p.requires_grad)
@@ -301,7 +301,7 @@ class Side:
         chosen = everyone if index < 0 else [everyone[index % len(everyone)]]
         if how in ("load", "load_assigned"):
             state = {n: v * 1.01 for n, v in self.model.state_dict().items()}
-            # One process's optimizer would keep the parameters that were there before.
+            # One process's optimizer would keep the old parameters.
             assign = how == "load_assigned" and self.communicator is not None
             self.model.load_state_dict(state, assign=assign)
             return
@@ -351,7 +351,7 @@ def _write(p: nn.Parameter, how: str) -> None:
         local.data.mul_(1.01)
     elif how == "fill_one":
         p.clamp_(-0.3, 0.3)
-    elif how == "swap":  # an average's values for an evaluation, and back
+    elif how == "swap":  # averaged parameters for an evaluation, and back
         kept = p.detach().clone()
         p.copy_(kept * 0.5)
         p.copy_(kept * 1.01)

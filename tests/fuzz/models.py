@@ -1,10 +1,10 @@
-"""The fuzzer of models by hand, for any length.
+"""The fuzzer of models on the command line, for any number of cases.
 
     python -m tests.fuzz.models --seed 7 --count 1000     many cases
-    python -m tests.fuzz.models --seed 7 --case 123       one of them, again
-    python -m tests.fuzz.models --fault stale_reuse       with a fault put into the library
+    python -m tests.fuzz.models --seed 7 --case 123       repeat one of them
+    python -m tests.fuzz.models --fault stale_reuse       with a deliberate fault in the library
 
-Each failure is printed with what was drawn, made simpler, and how to repeat it.
+Each failure is printed with the drawn case, a simplified case, and how to repeat it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _report(chosen: dict[int, Case], options: argparse.Namespace) -> int:
 
 
 def _batches(chosen: dict[int, Case], size: int = 100) -> Iterable[dict[int, Case]]:
-    """Cases of one world size together: one start of ranks serves them."""
+    """Group cases by world size, so that one start of ranks serves each group."""
     for world in (2, 3, 4):
         own = [(n, case) for n, case in chosen.items() if case.world == world]
         for start in range(0, len(own), size):
@@ -101,7 +101,7 @@ def tell(
     fault: str = "",
     world: int | None = None,
 ) -> str:
-    """Print a failure, its simplest form found, and how to repeat it.
+    """Print a failure, the simplest case found, and how to repeat it.
 
     Args:
         world: as given to ``draw``.

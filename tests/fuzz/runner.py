@@ -1,4 +1,4 @@
-"""Many cases in one start of ranks; new ranks after a case that has failed."""
+"""Runs many cases with one start of ranks; new ranks after a case that has failed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.fuzz.compare import ERROR, MEANINGLESS, REFUSED, RIGHT, WRONG, run_ca
 from tests.fuzz.draw import Case, simpler
 from tests.support.ranks import RankError, run_ranks
 
-TIMEOUT = 20  # seconds, of a collective
-STUCK = 75  # seconds, of a case: then all ranks say where they are, and end
-START = 100  # cases to one start of ranks: hooks of optimizers are process-wide and pile up
+TIMEOUT = 20  # seconds, per collective
+STUCK = 75  # seconds, per case: then all ranks print their stacks and end
+START = 100  # cases per start of ranks: optimizer hooks are process-wide and accumulate
 
 
 @dataclass
 class Result:
-    """How a case ended: ``kind`` is one of ``compare``'s, or ``"died"``."""
+    """The result of a case: ``kind`` is one of ``compare``'s, or ``"died"``."""
 
     case: Case
     kind: str
@@ -48,12 +48,12 @@ def run(
     first: bool = False,
     deadline: float = float("inf"),
 ) -> Iterator[Result]:
-    """Results in order, by starts of ranks. All cases have one world size.
+    """Results in order, grouped by starts of ranks. All cases have the same world size.
 
     Args:
-        fault: a name of :mod:`tests.fuzz.faults`, put into the library.
-        first: end at the first failure.
-        deadline: of ``time.monotonic()``; cases that are not begun by then are left out.
+        fault: a name of :mod:`tests.fuzz.faults`, applied to the library.
+        first: stop at the first failure.
+        deadline: of ``time.monotonic()``; cases not started by then are left out.
     """
     left = list(cases)
     while left and time.monotonic() < deadline:
@@ -85,13 +85,13 @@ def _start(cases: list[Case], fault: str, first: bool, deadline: float) -> list[
             stacks = "\n".join(p.read_text() for p in sorted(Path(folder).glob("stuck*")))
             text = _shortened(f"{trouble}\n{stacks}")
             if len(results) == len(cases):
-                raise RankError(text)  # after all cases: not a case's doing
+                raise RankError(text)  # after all cases: not caused by a case
             results.append(Result(cases[len(results)], "died", text))
         return results
 
 
 def _shortened(text: str) -> str:
-    """Without what every stack has."""
+    """The stack without the frames that every stack has."""
     left_out = ("Extension modules", "/lib/python3", "<string>", "ranks.py", "/torch/")
     lines = [line for line in text.splitlines() if not any(part in line for part in left_out)]
     return "\n".join(lines)[:6000]
@@ -100,7 +100,7 @@ def _shortened(text: str) -> str:
 def _cases(
     rank: int, world: int, cases: list[Case], folder: str, fault: str, first: bool, deadline: float
 ) -> None:
-    """On each rank. Ends early after a failure that may have left messages behind."""
+    """Run cases on each rank. Ends early after a failure that may have left messages in flight."""
     faults.put_in(fault, rank)
     file = (Path(folder) / "results").open("ab") if rank == 0 else None
     stuck = (Path(folder) / f"stuck{rank}").open("w")
@@ -121,9 +121,9 @@ def _cases(
         waited = [time.monotonic() - start > TIMEOUT / 2]
         dist.broadcast_object_list(waited)
         if late[0] or (kind == ERROR and waited[0]) or (first and kind in (ERROR, WRONG)):
-            break  # all ranks: they know the same
+            break  # all ranks decide the same
         if kind in (ERROR, REFUSED) and any(o.stage != "parallelize" for o in everyone):
-            fresh = _meshes()  # messages may be left in the groups of these
+            fresh = _meshes()  # the groups of the old meshes may hold messages in flight
         if number % 16 == 15:
             gc.collect()
     stuck.close()
@@ -141,7 +141,7 @@ def _meshes() -> Callable[[int, int | None, int | None], ParallelMesh]:
 
 
 def shrink(failed: Result, seconds: float = 60.0, fault: str = "") -> Result:
-    """The simplest case found within ``seconds`` that fails in the same way."""
+    """The simplest case, found within ``seconds``, that fails in the same way."""
     deadline = time.monotonic() + seconds
     best = failed
     tried: list[Case] = []
@@ -163,7 +163,7 @@ def shrink(failed: Result, seconds: float = 60.0, fault: str = "") -> Result:
 
 
 def _alike(one: Result, other: Result) -> bool:
-    """Whether two failures are of a kind: both wrong, or raising the same class."""
+    """Whether two failures are alike: both wrong, or raising the same class."""
     return one.kind == other.kind and _class(one.text) == _class(other.text)
 
 

@@ -1,4 +1,4 @@
-"""Few draws that together have everything that is drawn: what the tests run of the fuzzer."""
+"""A few draws that together contain every feature: the fuzzer's part in the tests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tests.fuzz.draw import Case, draw
 from tests.fuzz.shapes import BASES, BESIDE, IN_BLOCK, OUTPUTS
 
 SHAPES = {*BASES, *BESIDE, *IN_BLOCK, *(f"output={output}" for output in OUTPUTS)}
-FIRST = {3: 5, 4: 4}  # draws of the larger worlds, from the first on
-POOL = 150  # draws of two ranks, which take the least time, to choose from
+FIRST = {3: 5, 4: 4}  # the first draws of the larger world sizes
+POOL = 150  # candidate draws with two ranks, which are the fastest
 
 
 def sample(seed: int) -> dict[int, list[int]]:
-    """Numbers of draws by world: of two ranks those that add most to what is there already.
+    """Numbers of draws by world size; with two ranks those that add most new features.
 
     Every shape of models and every other feature (option, optimizer, operation of the loop, way to
     skip a reduction, ...) occurs at least once.

@@ -1,8 +1,8 @@
-"""Models put together from a list of shapes that users' models have, for the fuzzer.
+"""Models composed of features that occur in users' models, for the fuzzer.
 
-A block is a base and features of it; what lies beside the blocks is a list of features, too. Each
-is a few lines and ordinary torch: the same class runs on one process and cut over ranks. ``use``
-is a number whose bits say which experts and branches this pass of this rank goes through.
+A block is a base and features; the parts of the model outside the blocks are features, too. Each is
+a few lines of ordinary torch: the same class runs on one process and sharded over ranks. ``use``
+is a number whose bits select the experts and branches that this pass of this rank uses.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ OUTPUTS = ("loss", "logits", "tuple", "dict", "dataclass")
 
 
 class PlannedError(Exception):
-    """Raised by a model on request, on all ranks at the same place."""
+    """Raised by a model on request, on all ranks at the same point."""
 
 
 @dataclass
 class Answer:
-    """What some of the models return."""
+    """The output of some of the models."""
 
     loss: Tensor
     logits: Tensor | None = None
@@ -50,7 +50,7 @@ class Answer:
 
 
 class Single(nn.Module):
-    """A map of one number, [1, 1]."""
+    """A linear map with one element, [1, 1]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Single(nn.Module):
 
 
 class Grouped(nn.Module):
-    """A 3-D weight of a user's own module."""
+    """A 3-D weight of a user-defined module."""
 
     def __init__(self, groups: int, width: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Into(nn.Module):
 
 
 class Passing(nn.Module):
-    """Returns its input as it is and something of its own beside it."""
+    """Returns its input unchanged, and another output."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Passing(nn.Module):
 
 
 class Split(nn.Module):
-    """Two outputs of one weight, one of which may go unused."""
+    """Two outputs of one weight, one of which may be unused."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Split(nn.Module):
 
 
 class Square(torch.autograd.Function):
-    """A user's own function, which saves its input."""
+    """A user-defined autograd function, which saves its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Custom(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block: a base and features. Every trigger finds its module in it."""
+    """A residual block: a base and features. Has a module for every prefetch trigger."""
 
     def __init__(self, width: int, base: str, features: Sequence[str]) -> None:
         super().__init__()
@@ -370,10 +370,10 @@ def opened(output: Any) -> tuple[Tensor, Tensor | None]:
 
 
 class Drawn(nn.Module):
-    """Embedding, blocks, norm, head and what ``features`` put beside them.
+    """Embedding, blocks, norm, head and the parts that ``features`` add outside the blocks.
 
     Attributes:
-        middle: hidden states behind each block, of the last forward.
+        middle: hidden states after each block, of the last forward.
         fail: where to raise: ``("forward" | "block" | "backward", index)``.
     """
 
@@ -520,7 +520,7 @@ class Drawn(nn.Module):
 
 
 def loss_of(output: Any, labels: Tensor, kind: str) -> Tensor:
-    """The scalar that a loop takes from a model's answer."""
+    """The scalar loss that a loop computes from a model's output."""
     if kind == "logits":
         return token_losses(output, labels)
     if kind == "tuple":

@@ -1,4 +1,4 @@
-"""Ten thousand drawn configurations, files and folders; some of them as real commands."""
+"""Ten thousand random configurations, files and folders; some of them as real commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_what_is_drawn_is_refused_in_clear_words_or_planned_and_damages_nothing(
         counts, findings = run_cases(SEED, range(part * each, (part + 1) * each), Path(folder))
     assert findings == [], "\n\n".join(findings[:5])
     assert sum(counts.values()) == each
-    # Lest it draws only nonsense, or only what is right.
+    # Ensures that the cases are neither all invalid nor all valid.
     assert counts["refused"] > each // 4
     assert counts["checked"] + counts["planned"] > each // 10
     assert counts["planned"] > each // 500
@@ -70,7 +70,7 @@ def test_real_commands_end_with_a_status_that_says_whose_mistake_it_was(tmp_path
     assert sorted(p.name for p in (tmp_path / "good").iterdir()) == [
         "checkpoints", "config.toml", "logs", "metrics.jsonl", "report.html", "report.json",
     ]  # fmt: skip
-    # Found by a rank: beyond what is looked at before ranks start.
+    # Detected by a rank: not among the checks before ranks start.
     large = rows * (6_000_000 // len("\n".join(rows)))
     (tmp_path / "large.jsonl").write_text("\n".join([*large, '{"text": "cut off he']))
     before = {p: p.lstat().st_mtime_ns for p in tmp_path.rglob("*")}

@@ -1,6 +1,6 @@
-"""Drawn models, meshes, options and loops give what one process gives, or one of our refusals.
+"""Random models, meshes, options and loops give one process's results, or one of our refusals.
 
-By hand, for any length: ``python -m tests.fuzz.models --help``.
+On the command line, for any number of cases: ``python -m tests.fuzz.models --help``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.fuzz.runner import MEANINGLESS, RIGHT, run
 from tests.fuzz.sample import SHAPES, sample
 
 SEED = 0
-NUMBERS = sample(SEED)  # about a minute of two cores
+NUMBERS = sample(SEED)  # about a minute on two cores
 
 
 @pytest.mark.ranks

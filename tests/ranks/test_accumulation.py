@@ -79,7 +79,7 @@ def test_gradients_of_a_plain_loop_equal_one_process_and_are_sent_once(
 
 
 def by_replicas(rank: int, world_size: int, weight: int) -> list[tuple[int, int]]:
-    """Collectives of gradients and their bytes: each backward complete, or only the last."""
+    """Collectives of gradients and their bytes: in each backward, or only in the last."""
     found = []
     for together in (False, True):
         mesh = ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
@@ -104,7 +104,7 @@ def by_replicas(rank: int, world_size: int, weight: int) -> list[tuple[int, int]
 @pytest.mark.parametrize("weight", [1, 2])
 def test_replicas_exchange_once_for_several_micro_batches(weight: int) -> None:
     for apart, together, (cut, _) in run_ranks(by_replicas, 4, weight):
-        once = cut + 1  # every cut weight among its replicas, and all small ones at once
+        once = cut + 1  # sharded weights over replicas; replicated ones coalesced
         inside = apart[0] // 3 - once
         assert apart[0] == 3 * (inside + once)
         assert together[0] == 3 * inside + once
@@ -130,11 +130,11 @@ def test_a_failed_step_leaves_no_sum_behind() -> None:
 
 
 def optimized(rank: int, world: int) -> tuple[float, float, int]:
-    """ZeroOptimizer takes what no backward has reduced, and drops it when asked to."""
+    """ZeroOptimizer includes gradients that no backward has reduced, and drops them on request."""
     case = Case(weight=2, micro_batches=3, steps=3, config={"accumulation": "full"})
     plain, whole = setup(case), setup(case)
     wanted = train(plain, case, rank, world)
-    with whole.communicator.no_sync():  # of a batch that is dropped
+    with whole.communicator.no_sync():  # for a batch that is dropped
         whole.model(*(share(tensor, rank) for tensor in batch(99, world))).backward()
     whole.optimizer.zero_grad()
     with whole.communicator.no_sync():
@@ -155,7 +155,7 @@ def test_an_optimizer_reduces_the_sums_that_no_backward_has_reduced() -> None:
 
 
 class _Most(SchedulerHook):
-    """The most bytes of whole sums of each chunk."""
+    """The peak bytes of unsharded gradient sums of each chunk."""
 
     def __init__(self) -> None:
         self.nbytes: dict[int, int] = {}
@@ -205,7 +205,7 @@ def test_a_pipeline_reduces_each_weight_once_in_the_memory_that_the_plan_tells(
 
 
 def summed(rank: int, world_size: int) -> list[float]:
-    """256 + 1 + 1 is 258 in bf16 when it is rounded once, and 256 when each sum is rounded."""
+    """256 + 1 + 1 is 258 in bf16 if rounded once, and 256 if each sum is rounded."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     twin = Twin(Tiny, mesh, dtype=torch.bfloat16, accumulation="full")
     state, unit = twin.communicator.state, twin.communicator.blocks[0]

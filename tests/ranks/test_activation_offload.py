@@ -1,4 +1,4 @@
-"""Activations in host memory: every value as without, copies late and overtaking each other."""
+"""Activations in host memory: values do not change, with late and reordered copies."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_memory_that_is_used_again_before_its_copy_ended_would_be_seen() -> None
 
 
 class Counted(HostLink):
-    """Notes each group that comes back, and how much of what left still lies here."""
+    """Records each group that is copied back, and how many offloaded bytes are on the device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -133,7 +133,7 @@ def test_groups_leave_as_they_are_made_and_come_back_one_block_ahead() -> None:
     assert link.log == ["out", "block"] * 3 + ["block"]
     assert made.pool.used == made.pool.peak == link.allocated["activations"] == 3 * one
     loss.backward()
-    # Block 3 stays; its backward has group 2 brought back, and so on.
+    # Block 3 stays on the device; its backward starts the copy of group 2, and so on.
     assert link.log[7:] == [
         "in 1", "block", "in 1", "block", "in 1", "block", "block",
     ]  # fmt: skip
@@ -198,7 +198,7 @@ def test_a_graph_that_ends_while_its_copies_come_waits_for_them() -> None:
     made = ActivationOffload(link, 1, 2)
     first, second = made.group(0), made.group(1)
     there, stays = first.save(torch.ones(4)), second.save(torch.ones(4))
-    assert stays.unpack() is not None  # brings the first group back
+    assert stays.unpack() is not None  # starts the copy of the first group
     coming = there.copies[0]
     assert not coming.over  # type: ignore[attr-defined]
     del there

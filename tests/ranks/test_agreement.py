@@ -1,4 +1,4 @@
-"""What ranks must have in common is compared when a model is made parallel, and named (WP-2)."""
+"""What ranks must agree on is compared in ``parallelize``, and differences are named (WP-2)."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def test_ranks_with_different_models_values_or_settings_are_refused_on_all_of_th
             prefetch_depth=2 if odd else 1)  # fmt: skip
     checkpoint = ActivationCheckpointConfig(mode="full", fraction=0.5 if odd else 1.0)
     refused(rank, tiny(), ConfigError, "fraction = 1.0", "fraction = 0.5", checkpoint=checkpoint)
-    # What one rank refuses all refuse, also where the reason is that its model is another.
+    # If one rank refuses its model, all ranks do, even if the reason is that its model differs.
     without = tiny()
     if odd:
         without.layers[2].wo = nn.Identity()
         without.layers[2].other = nn.Linear(6, 6)
         del without.layers[2].wo
     refused(rank, without, StructureError, "no prefetch trigger" if odd else "layers.2")
-    bounded = tiny()  # alike in all that is compared
+    bounded = tiny()  # equal in all that is compared
     bounded.embed.max_norm = 1.0 if odd else None
     words = ("max_norm",) if odd else ("rank 1 refused its model (this is rank 0)", "max_norm")
     refused(rank, bounded, StructureError, *words)
@@ -103,7 +103,7 @@ def test_ranks_with_different_models_values_or_settings_are_refused_on_all_of_th
 
 @ranks(2)
 def test_values_that_may_differ_between_ranks_are_not_compared(rank: int) -> None:
-    """What may differ does: values on request, meta devices, and what replicas own."""
+    """Allowed differences: values on request, meta devices, and what only some replicas hold."""
     torch.manual_seed(rank)
     parallelize(Tiny(), mesh_of(2), WeightParallelConfig(**SMALL, compare_ranks=False))
     with torch.device("meta"):
@@ -111,7 +111,7 @@ def test_values_that_may_differ_between_ranks_are_not_compared(rank: int) -> Non
     if rank == 0:
         model = Tiny()
     parallelize(model, mesh_of(2), WeightParallelConfig(**SMALL))
-    # Experts of different ranks are different ones; a dense weight is not.
+    # Ranks may hold different experts; a dense weight must be equal.
     mesh = mesh_of(1, expert=2)
     for name in ("experts", "head"):
         torch.manual_seed(5)
@@ -148,7 +148,7 @@ def test_frozen_sets_are_agreed_upon_when_they_change(rank: int) -> None:
     twin.ours.requires_grad_(True)
     twin.backward()
     twin.check_gradients("after a refused frozen set")
-    # On one rank alone: that one says so, in bounded time.
+    # On one rank only: that rank raises within bounded time.
     if rank == 0:
         twin.ours.head.requires_grad_(False)
         raises(CollectiveError, lambda: twin.ours(*mine), "head.weight", "ranks [1]", "4 s")
@@ -179,7 +179,7 @@ def test_a_weight_read_whole_on_one_rank_only_is_an_error_there_and_aborts_nothi
 
 
 class Skips(Tiny):
-    """Blocks that this rank's data do not go through."""
+    """Blocks that this rank's data skip."""
 
     skipped: tuple[int, ...] = ()
 
@@ -192,7 +192,7 @@ class Skips(Tiny):
 
 @ranks(2)
 def test_blocks_that_only_some_replicas_go_through_get_the_sum_of_those(rank: int) -> None:
-    """Replicas whose data go through different blocks; on one process both halves are added."""
+    """Replicas whose data use different blocks; one process adds both halves."""
     for config in ({}, {"granularity": "module"}):
         for mine in ((), (1,), (1, 2), (0, 1, 2, 3)):
             twin = Twin(Skips, mesh_of(1), unexpected_order="gather", **config)  # type: ignore[arg-type]
@@ -239,7 +239,7 @@ def test_parameters_added_after_parallelize_are_refused_by_name() -> None:
 
 
 class OwnLoss(Tiny):
-    """A user's own model that takes ``weight_parallel.head_output``, with an option of its own."""
+    """A user-defined model that supports ``weight_parallel.head_output``, with another option."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def test_a_sequence_degree_needs_an_attention_that_knows_of_it(rank: int) -> Non
             own.backward()
             own.check_gradients(f"{output} in a user's own loss")
             assert own.ours.loss_options["chunk_tokens"] == 4, "the user's own options stay"
-            # Two rows of five tokens in chunks of two positions, which backward goes through again.
+            # Two rows of five tokens in chunks of two positions, which backward recomputes.
             assert len(exchanged) == 6
 
 

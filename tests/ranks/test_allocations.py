@@ -1,8 +1,8 @@
-"""WP-1, WP-6: after the second step nobody allocates slots, packed inputs or received pieces.
+"""WP-1, WP-6: after the second step no slot or reduce-scatter buffer is allocated again.
 
-Counted with torch's profiler, by size: the model is made so that no activation, gradient or sum is
-as large as any of them (rows are odd, so what travels is padded and larger than its gradient).
-The sum over the received pieces is no buffer: it becomes the shard's gradient, the user's own.
+Counted with torch's profiler, by size: the model is built so that no activation, gradient or sum is
+as large as any of them (rows are odd, so that a padded shard is larger than its gradient). The
+reduced gradient is not a buffer: it becomes the shard's ``.grad``, which belongs to the user.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def allocated(work: Any) -> Counter[int]:
 
 
 def without_copies(collectives: Collectives) -> None:
-    """Gather small weights one by one: gloo's own form for several allocates and copies them."""
+    """All-gather small weights one by one: gloo's collective for several allocates and copies."""
 
     def send_all(outputs: list[Tensor], shards: list[Tensor]) -> WorkHandles:
         pairs = zip(outputs, shards, strict=True)
@@ -77,7 +77,7 @@ def counted(rank: int, world_size: int) -> list[tuple[str, int, dict[int, int]]]
         buffers = twin.communicator.state.reducer.buffers._free if pool.reuse else {}
         ours = {numel * dtype.itemsize for numel, dtype in buffers}
         ours |= {slot.nbytes for slot in pool.slots}
-        if not pool.reuse:  # each weight has memory of its own
+        if not pool.reuse:  # each weight has its own memory
             weights = [w for unit in twin.communicator.blocks for w in unit.weights]
             ours |= {aligned(weight.slot_nbytes) for weight in weights}
         step()

@@ -1,4 +1,4 @@
-"""WP-11, WP-14: a block asks for all its weights at once, where nobody keeps a record of it."""
+"""WP-11, WP-14: a block unshards all its weights at entry if no timeline is recorded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_gradients_are_right_and_a_stale_weight_is_found_without_a_trace() -> No
 
 
 class Scaled(Block):
-    """Has a weight that autocast leaves in full precision beside those that it lowers."""
+    """Has a weight that autocast leaves in full precision, and others that it casts."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__(width)
@@ -73,7 +73,7 @@ def by_turns(twin: Twin) -> None:
 
 @ranks(2)
 def test_a_block_follows_autocast_and_frozen_weights_without_a_trace() -> None:
-    """Full precision and autocast by turns, some weights frozen, thawed in the last step."""
+    """Full precision and autocast in turn, some weights frozen, unfrozen in the last step."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for reduce_dtype in (None, "float32"):  # the latter: gradients of two dtypes in one message
         options = ALL | {"reduce_dtype": reduce_dtype}
@@ -81,7 +81,7 @@ def test_a_block_follows_autocast_and_frozen_weights_without_a_trace() -> None:
 
 
 class Stage(nn.Module):
-    """What lies between two cuts of a pipeline."""
+    """The modules between two splits of a pipeline."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ def parts(number: int, **more: Any) -> Changes:
     return {"train": {"micro_batches": number, **more}}
 
 
-BY_ONE: Changes = parts(1, global_batch=1)  # a row a micro-batch
+BY_ONE: Changes = parts(1, global_batch=1)  # one row per micro-batch
 ALONE: dict[str, list[Changes]] = {
     "packed": [{"checkpoint": {"every": 1}}],
     "padded": [PADDED],
@@ -61,7 +61,7 @@ FOUR: dict[str, list[Changes]] = {
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """One process."""
+    """A run on one process."""
     deeper: list[Changes] = [PADDED, {"model": {"layers": 4}}]
     runs = {name: [TOKENS, *changes] for name, changes in ALONE.items()}
     runs["padded, four blocks"] = [TOKENS, *deeper]
@@ -139,7 +139,7 @@ def test_a_run_of_so_many_tokens_ends_with_the_step_that_reaches_them(tmp_path: 
     totals = [row.total_tokens or 0 for row in rows]
     assert totals[-1] >= 900 > totals[-2]
     assert len(rows) == 3
-    # The schedule spans as many steps as the first sequences let expect, here just these.
+    # The schedule's length is the number of steps estimated from the first sequences, here exact.
     assert [row.lr for row in rows] == pytest.approx([0.2, 0.2 * 2 / 3, 0.2 / 3])
 
 

@@ -1,4 +1,4 @@
-"""With a weight group of one, a gradient stays autograd's own tensor: no copy, and no mix-up."""
+"""With a weight group of one rank, ``.grad`` is autograd's own tensor: no copy, no aliasing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.ranks import ranks
 
 
 class Added(nn.Module):
-    """Adds two large weights, so that autograd gives both the very same gradient tensor."""
+    """Adds two large weights, so that autograd gives both the same gradient tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def test_gradients_of_a_weight_group_of_one_equal_one_process(world_size: int) -
 
 @ranks(1)
 def test_two_weights_with_one_gradient_tensor_get_one_each() -> None:
-    """A user scales ``.grad``; no other parameter's may change with it."""
+    """A user scales one ``.grad``; no other parameter's gradient may change."""
     mesh = ParallelMesh.create(weight=1, device_type="cpu", timeout_seconds=20)
     twin = Twin(partial(Tiny, block=Added), mesh)
     twin.backward()
@@ -59,7 +59,7 @@ def test_two_weights_with_one_gradient_tensor_get_one_each() -> None:
 
 @ranks(1)
 def test_a_lent_gradient_that_grows_is_summed_in_fp32() -> None:
-    """A sum in ``reduced_grad`` over micro-batches, in bf16 too, is what fp32 sums are."""
+    """A sum in ``reduced_grad`` over micro-batches equals that in fp32, also for bf16 weights."""
     mesh = ParallelMesh.create(weight=1, device_type="cpu", timeout_seconds=20)
     for dtype in (torch.float64, torch.bfloat16):
         twin = Twin(partial(Tiny, block=Added), mesh, dtype=dtype)
@@ -80,7 +80,7 @@ def test_a_lent_gradient_that_grows_is_summed_in_fp32() -> None:
 
 @ranks(1)
 def test_a_lent_gradient_is_not_copied() -> None:
-    """The gradient that autograd made is the one in ``.grad``."""
+    """``.grad`` is the tensor that autograd made."""
     mesh = ParallelMesh.create(weight=1, device_type="cpu", timeout_seconds=20)
     twin = Twin(Tiny, mesh)
     ready: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The examples of docs/bring_your_model.md are run as they stand, and learn."""
+"""The examples of docs/bring_your_model.md run unchanged, and their models learn."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A hundred faults of ``python -m tools.chaos``, and mistakes that it must find.
+"""A hundred faults of ``python -m tools.chaos``, and deliberate mistakes that it must detect.
 
-The whole campaign, of a thousand, is the command's; ``docs/reliability.md`` is what it wrote.
+The full campaign of a thousand is run by the command, which writes ``docs/reliability.md``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def fault(kind: str, point: str, n: int, rank: int = 0, when: str = "before") ->
 
 
 def begin(output: Path, config: Config, *faults: dict[str, Any]) -> int:
-    """Start the run, to which ``faults`` happen."""
+    """Start the run with ``faults``."""
     plan = [{**one, "id": number} for number, one in enumerate(faults)]
     chaos.plan_of(output).write_text(json.dumps({"faults": plan}))
     return start(chaos.run, config, output)
@@ -71,7 +71,7 @@ def test_a_run_that_does_not_go_on_as_it_was_is_found(mistake: str, tmp_path: Pa
 
 
 def put_in(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mistake of saving."""
+    """A mistake in saving."""
     write_part, commit = disk.write_part, disk.commit
     if mistake == "folders are not flushed":
         monkeypatch.setattr(disk, "sync", lambda _: None)

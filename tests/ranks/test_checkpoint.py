@@ -1,4 +1,4 @@
-"""Checkpoints of runs: damage is noticed, nothing is executed, settings and runs do not mix."""
+"""Checkpoints of runs: damage is detected, nothing is executed, settings and runs do not mix."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def refusal(call: Callable[[], Any]) -> str:
 
 @contextmanager
 def changed(rank: int, *files: Path) -> Iterator[None]:
-    """Rank 0 may change ``files`` inside; they are put back. All ranks come and go together."""
+    """Rank 0 may change ``files`` inside; they are restored. All ranks enter and leave together."""
     before = [file.read_bytes() for file in files]
     dist.barrier()
     try:
@@ -112,7 +112,7 @@ def damage_is_noticed(rank: int, run: Path) -> None:
 
 
 class Evil:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -122,7 +122,7 @@ class Evil:
 
 
 def forge(folder: Path, file: Path, data: bytes) -> None:
-    """Put ``data`` into a checkpoint's file, and a manifest that finds it right."""
+    """Put ``data`` into a checkpoint's file, with a manifest that matches it."""
     file.write_bytes(data)
     content = json.loads((folder / MANIFEST).read_text())["content"]
     content["files"][file.name] = {"nbytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -142,7 +142,7 @@ def hostile_files_are_refused_and_not_executed(rank: int, run: Path) -> None:
         on_first(rank, lambda: data.write_bytes(evil))
         text = refusal(lambda: train(resumed(folder), run / "other"))
         assert text.startswith(f"checkpoint.resume: {data} has {len(evil)} bytes")
-    # What no manifest speaks of is not looked at.
+    # Files that no manifest lists are ignored.
     on_first(rank, lambda: table.write_bytes(evil))
     assert checkpoint.load(Session.create(config()), folder).step == 6
     dist.barrier()
@@ -152,7 +152,7 @@ def hostile_files_are_refused_and_not_executed(rank: int, run: Path) -> None:
 
 
 def a_folder_of_another_writer_is_refused(rank: int, run: Path) -> None:
-    """What torch itself saves, byte entries and all, has no manifest."""
+    """A file that torch itself saves, byte entries included, has no manifest."""
     mark, folder = run / "executed", run / "foreign" / "step-000001"
     dcp.save({"run.step": Evil(mark)}, checkpoint_id=folder)
     text = refusal(lambda: train(resumed(folder), run / "other"))
@@ -188,7 +188,7 @@ def a_save_that_fails_leaves_the_old_one_whole(rank: int, run: Path) -> None:
     on_first(rank, lambda: blocked.write_text("a file"))
     with pytest.raises(InternspError, match="was not saved: rank 0: OSError"):
         save(session, blocked, 3, "fourth")
-    # The last of all steps fails: nothing is valid until rank 0 says so.
+    # The last step fails: nothing is valid until rank 0 writes the manifest.
     saver = Saver(session, folder, "fifth")
     saver.start(4, 0)
     while sum(on_every_rank(saver.progress)) < 2:
@@ -275,7 +275,7 @@ def what_came_later_is_set_aside(rank: int, run: Path) -> None:
     assert ids(run) == before, "the run goes on"
     assert checkpoint._newest_complete(run, None)[0].name == "step-000003"
     dist.barrier()
-    # Nothing is left to do: the checkpoint is not written again, the folder stays as it is.
+    # There is nothing left to do: the checkpoint is not written again, the folder is unchanged.
     stamp = (folder / "step-000003" / MANIFEST).stat().st_mtime_ns
     train(resumed(run, train={"steps": 3}), run)
     assert (folder / "step-000003" / MANIFEST).stat().st_mtime_ns == stamp
@@ -325,7 +325,7 @@ def everything(rank: int, world_size: int, folder: str) -> None:
         a_folder_in_use_is_refused_on_every_rank,
     ):  # fmt: skip
         part(rank, run)
-        dist.barrier()  # both look at the same files, which the next part changes
+        dist.barrier()  # both read the same files, which the next part changes
 
 
 def test_checkpoints_are_whole_or_refused_and_runs_do_not_mix(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def config(mesh: Mesh, **changes: dict[str, Any]) -> Config:
 
 
 def whole(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint but the random states, put together from its chunks."""
+    """Every tensor of a checkpoint except the random states, assembled from its chunks."""
     content = manifest.read(path)
     found = {}
     for name, record in content.tensors.items():
@@ -77,7 +77,7 @@ def first(rank: int, world: int, folder: str, settings: Config) -> None:
 
 
 def onward(rank: int, world: int, folder: str, hops: list[tuple[int, Config]]) -> None:
-    """Load what the hop before saved, and save it again as the next step."""
+    """Load the checkpoint of the previous mesh, and save it again as the next step."""
     for number, settings in hops:
         session = Session.create(settings)
         resumed = checkpoint.load(session, Path(folder) / f"step-{number:06d}")

@@ -1,4 +1,4 @@
-"""tools/count_gathers.py on its small case: FSDP2's 10, 20 and 36 gathers, and ours beside them."""
+"""tools/count_gathers.py on its small case: FSDP2's 10, 20 and 36 all-gathers, and ours."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def rows(rank: int, world_size: int) -> list[tuple[str, ...]]:
 def test_the_small_case_is_as_the_document_says() -> None:
     cells, *others = run_ranks(rows, WORLD, timeout=120)
     assert all(other == cells for other in others)
-    # Every block of a chunk once a micro-batch and once more, whatever the schedule.
+    # Every block of a chunk once per micro-batch and once more, with any schedule.
     for case, row in zip(TWO_A_CHUNK, cells, strict=True):
         blocks = case.blocks // RANKS
         assert row[3].split()[0] == str(blocks * (case.micro_batches + 1))
-        assert row[5].split()[0] == row[6].split()[0] == str(blocks)  # two fit the two slots
+        assert row[5].split()[0] == row[6].split()[0] == str(blocks)  # two blocks fit the two slots
         right, whole = row[7].split(" of ")
         assert right == whole
     assert [row[3].split()[0] for row in cells] == ["10", "20", "36"]

@@ -1,4 +1,4 @@
-"""Averages swapped in and out through ``.data``, and files of a model that has an optimizer."""
+"""Averaged weights swapped through ``.data``, and state files of a model with an optimizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def by_state(model: nn.Module) -> Saved:
 
 
 def put(model: nn.Module, values: Saved) -> None:
-    """Then an own copy: on one process ``p.data = x`` shares memory with ``x``, here it copies."""
+    """Uses a copy: on one process ``p.data = x`` shares memory with ``x``, here it copies."""
     for name, p in model.named_parameters():
         p.data = values[name]
         p.data = p.data.clone()
@@ -47,7 +47,7 @@ def swap(twin: Twin, optimizers: list[Any], save: Callable[[nn.Module], Saved]) 
         for model, optimizer, values in zip(models, optimizers, average, strict=True):
             optimizer.step()
             model.zero_grad()
-            kept.append(save(model))  # while a ZeroOptimizer still sends out what it made
+            kept.append(save(model))  # while parameter all-gathers are still in flight
             twice.append(by_data(model))
             put(model, values)
         twin.check_parameters("the average")
@@ -80,7 +80,7 @@ def test_data_kept_before_it_was_replaced_has_the_old_values_and_files_have_thei
             twin = Twin(Tiny, mesh, **({} if zero else ALL))  # type: ignore[arg-type]
             plain = torch.optim.AdamW(twin.plain.parameters(), lr=0.01)
             ours: Any = (
-                # Parameters alone are one group, as for torch.
+                # A plain list of parameters is one group, as in torch.
                 ZeroOptimizer(
                     twin.communicator,
                     torch.optim.AdamW,

@@ -1,4 +1,4 @@
-"""Meshes from a user's ``DeviceMesh``: names of axes, one process's gradients, refusals."""
+"""Meshes from a user's ``DeviceMesh``: names of axes, gradient parity, refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mesh_of_axes(sizes: dict[str, int], axes: Axes, **more: Any) -> ParallelMesh
     return ParallelMesh.from_device_mesh(made, timeout_seconds=60, **axes, **more)
 
 
-# sizes of the axes, their names' meanings, and (weight, sequence, pipeline, replicas, data)
+# sizes of the axes, meanings of their names, and (weight, sequence, pipeline, replicas, data)
 RIGHT: dict[int, list[tuple[dict[str, int], Axes, tuple[int, ...]]]] = {
     2: [
         ({"shard": 2}, {"weight": "shard"}, (2, 1, 1, 1, 2)),
@@ -48,18 +48,18 @@ RIGHT: dict[int, list[tuple[dict[str, int], Axes, tuple[int, ...]]]] = {
         ),
         ({"dp": 2, "sp": 2}, {"weight": ("sp", "dp"), "sequence": "sp"}, (4, 2, 1, 1, 2)),
         ({"dp": 2, "sp": 2}, {"weight": "sp", "replicas": "dp", "sequence": "sp"}, (2, 2, 1, 2, 2)),
-        # In any order: groups whose ranks are not neighbors.
+        # In any order: groups of ranks that are not neighbors.
         ({"shard": 2, "replicate": 2}, {"weight": "shard", "replicas": "replicate"},
          (2, 1, 1, 2, 4)),
         ({"sp": 2, "dp": 2}, {"weight": "sp", "replicas": "dp", "sequence": "sp"}, (2, 2, 1, 2, 2)),
-        # Sequences are cut by heads and by positions, with either ranks near.
+        # Sequences are sharded by heads and by positions, with either axis near.
         *(
             ({"replicate": 2, "shard": 2},
              {"weight": "shard", "replicas": "replicate", "sequence": ("shard", "replicate"),
               "ring": 2, "near": near}, (2, 4, 1, 2, 1))
             for near in ("heads", "ring")
         ),
-        # An axis of one rank is anywhere.
+        # An axis of one rank may be anywhere.
         ({"shard": 4, "replicate": 1}, {"weight": "shard", "replicas": "replicate"},
          (4, 1, 1, 1, 4)),
     ],
@@ -86,7 +86,7 @@ def test_loss_and_gradients_on_a_users_mesh_are_one_processs(world: int) -> None
 
 
 def stepped(rank: int, world_size: int) -> list[list[int]]:
-    """Some steps of ours beside torch's; the groups of this rank, and those of the device mesh."""
+    """Some steps of ours compared with torch's; this rank's groups, and the device mesh's."""
     sizes = {"replicate": 2, "shard": 2}
     made = init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(sizes))
     mesh = ParallelMesh.from_device_mesh(made, weight="shard", replicas="replicate", zero=1)
@@ -140,7 +140,7 @@ def test_a_pipelines_axis_is_the_outermost_or_not(world: int, inner: bool) -> No
         assert max(found.loss, found.gradient) < BOUND
 
 
-# what is given, and words of the error
+# arguments, and words of the error
 WRONG: list[tuple[tuple[str, ...], Axes, tuple[str, ...]]] = [
     (("a", "b"), {"weight": "a", "replicas": "a", "sequence": "b"},
      ("axis 'a' is named twice, by weight and by replicas",)),
@@ -188,7 +188,7 @@ def refused(rank: int, world_size: int) -> None:
     assert "the ranks [1, 0] of a weight group do not ascend" in told(
         turned, weight="b", replicas="a"
     )
-    # One rank alone is wrong: all of them say so, none waits.
+    # Only one rank is wrong: all ranks raise, none waits.
     text = told(two, weight="b" if rank else "c", replicas="a")
     assert "ranks ask for different meshes" in text
     assert "weight names 'c'" in text

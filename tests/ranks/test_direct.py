@@ -1,4 +1,4 @@
-"""On gloo a weight travels by messages between pairs of ranks: a collective's very bits."""
+"""On gloo, messages between pairs of ranks replace a collective and give the same bits."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_messages_between_pairs_bring_the_bits_of_a_collective(rank: int, world_
         for direct in (False, True):
             collectives = made(direct)
             slots = [torch.zeros(world_size * shard.numel(), dtype=dtype) for _ in range(3)]
-            # This rank's own piece need not be there: whatever is must not count.
+            # This rank's own part need not be set: its contents must not count.
             received = [torch.full_like(pieces, 99) for _ in range(3)]
             sent = [pieces + i for i in range(3)]
-            # Several in flight, and waited for out of turn.
+            # Several in flight, waited for out of order.
             handles = []
             for i in range(3):
                 gathered = collectives.all_gather([slots[i]], [shard + i], "u", ["w"], "forward")
@@ -80,7 +80,7 @@ def test_a_trace_tells_when_a_gather_ended_not_when_it_was_waited_for() -> None:
 def out_of_step(rank: int, world_size: int) -> str:
     group = dist.new_group(timeout=timedelta(seconds=1), backend="gloo")
     collectives = Collectives(group, True, Trace(), Counters())
-    collectives.comm_context.counts[0] += rank  # rank 1 believes that it has sent one more
+    collectives.comm_context.counts[0] += rank  # rank 1 behaves as if it had sent one more
     slot = torch.zeros(2 * 15)
     handle = collectives.all_gather([slot], [torch.ones(SHARD)], "u", ["wq"], "forward")
     with pytest.raises(CollectiveError, match="wq") as caught:

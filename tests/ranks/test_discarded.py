@@ -1,6 +1,6 @@
-"""Sums of micro-batches that a user throws away do not come back, as on one process.
+"""Sums of micro-batches that a user discards do not come back, as on one process.
 
-Whatever is done to ``.grad`` between backwards is done to one process's model as well, and then
+Whatever the test does to ``.grad`` between backwards is done to one process's model as well; then
 gradients and, after steps, parameters are compared.
 """
 
@@ -23,7 +23,7 @@ from tests.support.ranks import ranks
 
 
 class Side(Tiny):
-    """With a branch that only some micro-batches take."""
+    """With a branch that only some micro-batches use."""
 
     def __init__(self) -> None:
         super().__init__(layers=2, tied=True)
@@ -36,7 +36,7 @@ class Side(Tiny):
 
 
 def half(model: nn.Module) -> list[nn.Parameter]:
-    """Every second parameter: large and small ones, of blocks and beside them."""
+    """Every second parameter: sharded and replicated ones, in blocks and outside."""
     return list(model.parameters())[::2]
 
 
@@ -81,7 +81,7 @@ def take_side(twin: Twin, taken: bool) -> None:
 @MESHES
 @ranks()
 def test_sums_dropped_in_a_plain_loop_stay_dropped(world_size: int, weight: int) -> None:
-    """A plain loop: each way to drop, with and without a complete gradient of earlier backwards."""
+    """A plain loop: each way to discard, with and without complete earlier gradients."""
     for kind, together in (("no_sync", {}), ("no_replica_sync", ALL)):
         twin = Twin(Side, mesh_of(weight), **together)
         ours = torch.optim.AdamW(twin.ours.parameters(), lr=1e-2, eps=1e-3)
@@ -90,11 +90,11 @@ def test_sums_dropped_in_a_plain_loop_stay_dropped(world_size: int, weight: int)
         for number, (name, drop) in enumerate(DROPS.items()):
             what = f"weight {weight}, {kind}, {name}"
             if number % 2:
-                twin.backward()  # complete already, and dropped or kept with the rest
+                twin.backward()  # already complete, and discarded or kept with the others
             take_side(twin, number % 3 == 0)
             with sync():
                 twin.backward()
-                if number in (2, 5):  # autograd itself adds to what stands in .grad
+                if number in (2, 5):  # autograd itself adds to .grad
                     for model in (twin.plain, twin.ours):
                         terms = [p.pow(2).sum() for p in model.layers[0].parameters()]
                         sum(terms[1:], terms[0]).backward()
@@ -151,11 +151,11 @@ def test_sums_dropped_before_a_zero_optimizers_step_stay_dropped(
 
 
 class Boom(Exception):
-    """What a program may catch, to leave a micro-batch out."""
+    """An exception that a program may catch, to skip a micro-batch."""
 
 
 def fail(twin: Twin, where: str) -> None:
-    """A micro-batch that raises at the same place on every rank, and is caught."""
+    """A micro-batch that raises at the same point on every rank, and is caught."""
     block = twin.ours.layers[0]  # type: ignore[index]
 
     def boom(*_: Any) -> None:
@@ -175,7 +175,7 @@ AGAIN = ("optimizer", "model", "model, to zero", "foreach optimizer, to zero", "
 @pytest.mark.parametrize("zero", [True, False], ids=["zero", "plain loop"])
 @ranks(2)
 def test_what_a_failed_micro_batch_takes_with_it_is_missed(zero: bool) -> None:
-    """Never a step without the micro-batches before one that failed, unless they are dropped."""
+    """Never a step without the micro-batches before a failed one, unless they are discarded."""
     for where in ("forward", "backward"):
         for again in AGAIN:
             twin = Twin(Side, mesh_of(2))

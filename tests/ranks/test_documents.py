@@ -1,4 +1,4 @@
-"""The Python blocks of documents are run as they stand, on ranks."""
+"""The Python blocks of documents run unchanged, on ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A double ring, and the other ways around a ring, as configured: the numbers of one process."""
+"""A double ring, and the other forms of a ring, as configured: one process's values."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_blocks_go_round_both_rings_and_as_many_bytes_as_planned(rank: int) -> N
         (ring,) = attend.rings._rings.values()
         route = ring.route
         assert route.form == "double"
-        # The next inner ring's rank, and the neighbor in this one, which a plain ring's is not.
+        # The rank in the next inner ring, and the neighbor in this one, unlike a plain ring's.
         peers = {move.peer for step in route.steps for move in step.sends}
         assert peers == {(rank + 2) % 4, rank ^ 1}
         one = 2 * 2 * settings.model.kv_heads * settings.model.head_dim * 8  # of two rows
@@ -104,7 +104,7 @@ def test_blocks_go_round_both_rings_and_as_many_bytes_as_planned(rank: int) -> N
             if step.gradient_receive is not None
         )
         events = [e for e in session.trace.events if e.kind == "RING" and e.unit == attend.unit]
-        # Keys and values in forward and again in backward; their gradients come home.
+        # Keys and values in forward and again in backward; their gradients are sent back.
         assert sum(e.nbytes for e in events) == one * (2 * came + home) > 0
         most = torch.tensor([route.sent_positions, route.gradient_positions])
         dist.all_reduce(most, dist.ReduceOp.MAX)

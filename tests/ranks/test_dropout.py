@@ -1,4 +1,4 @@
-"""Dropout drops the same of every token on any mesh, however its activations are kept."""
+"""Dropout drops the same values of every token on any mesh, with any activation checkpointing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FOUR = {
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """One process, and as it was without dropout."""
+    """A run on one process, and one without dropout."""
     every: dict[str, list[Changes]] = {
         "plain": [{"checkpoint": {"every": 1}}], "documents padded": [{"data": {"pack": False}}],
         "none": [NONE],

@@ -1,8 +1,8 @@
-"""Each weight has dtypes of its own: fp32 gradients of 16-bit weights, fp32 parts of 16-bit models.
+"""Dtypes per weight: fp32 gradients of 16-bit weights, fp32 parts of 16-bit models.
 
-In bf16 there is no tolerance to speak of, so the reference does what the ranks do: one process runs
-each rank's rows by themselves, with the same kernels, and adds their 16-bit gradients in the dtype
-that is asked for. What differs then is the order of fp32 sums.
+A tolerance for bf16 would hide mistakes, so the reference does what the ranks do: one process runs
+each rank's rows separately, with the same kernels, and adds their 16-bit gradients in the requested
+dtype. The only remaining difference is the order of fp32 sums.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MICRO_BATCHES = 3
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a trained low-rank correction in a dtype of its own, as PEFT's.
+    """A frozen linear layer with a trained low-rank correction in another dtype, as in PEFT.
 
-    Both matrices stand beside the base layer's; input is cast to what the adapter computes in.
+    Both matrices are attributes of this module; the input is cast to the adapter's dtype.
     """
 
     def __init__(self, base: nn.Linear, rank: int = 5) -> None:
@@ -83,7 +83,7 @@ def loss_of(model: nn.Module, pair: Tensor, autocast: bool) -> Tensor:
 
 
 def alone(model: nn.Module, world: int, autocast: bool = False) -> None:
-    """Gradients on one process: each rank's rows have a forward and a backward of their own."""
+    """Gradients on one process: each rank's rows have a separate forward and backward."""
     trained = [p for p in model.parameters() if p.requires_grad]
     sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, FP32)) for p in trained]
     for everyones in batches(world):
@@ -131,7 +131,7 @@ def test_16_bit_weights_have_fp32_gradients_in_a_plain_loop(
     else:
         config = {**config, "grad_dtype": "float32"}
     communicator = cut(ours, mesh_of(weight), **config)
-    with communicator.no_replica_sync():  # what stands in .grad meanwhile fits, too
+    with communicator.no_replica_sync():  # the interim .grad has this dtype, too
         loss_of(ours, batches(2)[0][rank], False).backward()
     ours.zero_grad()
     accumulate(ours, rank, 2)
@@ -139,7 +139,7 @@ def test_16_bit_weights_have_fp32_gradients_in_a_plain_loop(
     found = gradients(ours)
     assert {g.dtype for g in found.values() if g is not None} == {FP32}
     check(found, gradients(plain), "fp32 gradients", ORDER_OF_SUMS)
-    for everyones in batches(2):  # sums in bf16 are another thing: the test can tell
+    for everyones in batches(2):  # bf16 sums differ: the test can distinguish them
         for pair in everyones:
             loss_of(narrow, pair, False).backward()
     rounded = {n: g.float() for n, g in gradients(narrow).items() if g is not None}
@@ -219,7 +219,7 @@ def test_parameters_of_own_dtype_compute_in_it_while_others_are_cast(rank: int) 
             module.register_forward_hook(
                 lambda m, _, out, name=name: seen.__setitem__(name, m.weight.dtype)
             )
-            if name.endswith("w2"):  # as a router in fp32: it casts what it is given
+            if name.endswith("w2"):  # like a router in fp32: it casts its input
                 module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
                 module.register_forward_hook(lambda *a: a[-1].to(BF16))
     communicator = cut(ours, mesh_of(2), compute_dtype="bfloat16", own_dtype=("w2", "norm"))

@@ -32,7 +32,7 @@ Agent = BaseProcess
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
-    """Starts an agent; whatever still lives of it is killed at the end."""
+    """Start an agent; what remains of it is killed at the end."""
     started: list[Agent] = []
 
     def agent(output: Path, *words: str, slow: float = 0.0, wait: int = 0) -> Agent:
@@ -57,7 +57,7 @@ def environment(**faults: str) -> dict[str, str]:
 
 
 def command(output: Path, *words: str) -> list[str]:
-    """Of Python, for torchrun with these words."""
+    """Start Python under torchrun with this command line."""
     file = output.with_suffix(".toml")
     file.write_text(configuration(weight=2 if "2" in words else 1))
     ours = ["-m", "tests.support.elastic", "train", str(file), "--output", str(output)]
@@ -77,8 +77,8 @@ def status(agent: Agent) -> int | None:
 
 
 def configuration(weight: int) -> str:
-    """As torchrun's ranks read it: ``resume`` is left to its default."""
-    # Time enough for a rank that imports torch on a machine that has other things to do.
+    """The configuration that torchrun's ranks read; ``resume`` has its default value."""
+    # Enough time for a rank to import torch on a busy machine.
     parallel = {"weight": weight, "timeout_seconds": 60}
     own = {"checkpoint": {"resume": None}, "launch": {"processes": 1}}
     return settings(weight, parallel=parallel, **own).to_toml()
@@ -95,7 +95,7 @@ def test_a_run_goes_on_by_itself_after_a_rank_died_and_ends_with_the_same_bytes(
     alone, output = tmp_path / "alone", tmp_path / "run"
     start(train, settings(2), alone)
     words = command(output, "--nproc-per-node", "2", "--standalone", "--max-restarts", "1")
-    # The rank that is left ends so soon after the other one that torchrun names either of them.
+    # The remaining rank ends so soon after the other one that torchrun may name either of them.
     with output.with_suffix(".0.txt").open("wb") as log:
         done = subprocess.run(
             [sys.executable, *words], cwd=ROOT, env=environment(INTERNSP_DIE="0 1 6"),
@@ -108,7 +108,7 @@ def test_a_run_goes_on_by_itself_after_a_rank_died_and_ends_with_the_same_bytes(
     assert "is now in" not in said(output)
     found, expected = tensors(output / LAST), tensors(alone / LAST)
     assert found.keys() == expected.keys()
-    kept = [name for name in expected if not name.startswith("random.")]  # a program's own
+    kept = [name for name in expected if not name.startswith("random.")]  # of a user's program
     assert [name for name in kept if not torch.equal(found[name], expected[name])] == []
     rows = [read_metrics(folder / "metrics.jsonl") for folder in (output, alone)]
     assert [row.loss for row in rows[0]] == [row.loss for row in rows[1]]
@@ -126,11 +126,11 @@ def test_a_run_goes_on_by_itself_after_a_rank_died_and_ends_with_the_same_bytes(
 def test_a_run_goes_on_with_as_many_agents_as_there_are(
     more: bool, tmp_path: Path, torchrun: Callable[..., Agent]
 ) -> None:
-    """Two agents of a rank each; one is killed with its rank, and the other goes on.
+    """Two agents with one rank each; one is killed with its rank, and the other continues.
 
-    Or the other is killed, too, and two begin anew. That a third agent joins the one that is left
-    is not tried: torch 2.13's rendezvous then waits for an address that no agent gives, after the
-    rank has saved and ended as it was asked.
+    Or the other is killed, too, and two new ones start. A third agent that joins the remaining one
+    is not tested: torch 2.13's rendezvous then waits for an address that no agent publishes, after
+    the rank has saved and ended as requested.
     """
     alone, output = tmp_path / "alone", tmp_path / "run"
     start(train, settings(1), alone)
@@ -161,9 +161,9 @@ def test_a_run_goes_on_with_as_many_agents_as_there_are(
             return probe.connect_ex((host, int(port))) == 0
 
     first = words()
-    # Where it is to be killed, the rank that is left waits before its seventh step.
+    # If it is to be killed, the remaining rank waits before its seventh step.
     options = {"slow": 0.5, "wait": 7} if more else {"slow": 0.5}
-    agents = [torchrun(output, *first, **options)]  # it holds the rendezvous
+    agents = [torchrun(output, *first, **options)]  # it hosts the rendezvous
     until(lambda: held(first))
     agents.append(torchrun(output, *first, **options))
     two = output / "logs" / "rank-00001.log"

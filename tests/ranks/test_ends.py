@@ -1,4 +1,4 @@
-"""How a run ends that something happened to: what is told, what is saved, and when."""
+"""How a run ends after a fault: messages, checkpoints, and their timing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def settings(name: str, **sections: dict[str, Any]) -> Config:
-    """A tiny run of two ranks; the functions below know by its name what shall happen to it."""
+    """A tiny run of two ranks; the run's name selects the fault that the functions below inject."""
     given: dict[str, dict[str, Any]] = {
         "model": {"hidden_size": 32, "layers": 2, "heads": 4},
         "data": {
@@ -54,7 +54,7 @@ def settings(name: str, **sections: dict[str, Any]) -> Config:
 
 
 class _Happens(SchedulerHook):
-    """Something happens to this rank in its second step."""
+    """Inject the fault into this rank in its second step."""
 
     def __init__(self, signal_number: int) -> None:
         self.signal, self.steps, self.process = signal_number, 0, os.getpid()
@@ -70,7 +70,7 @@ def _fail(*_: object, **__: object) -> None:
 
 
 def eventful(config: Config, output: Path) -> None:
-    """One rank; what happens is in the run's name, with the rank that it happens to."""
+    """Run one rank; the run's name contains the fault and the rank that it concerns."""
     what, rank = config.train.name.split("-")
     if os.environ["RANK"] != rank:
         train(config, output)
@@ -126,7 +126,7 @@ def test_a_disk_that_is_full_on_one_rank_is_one_line_with_status_3(tmp_path: Pat
     assert caught.value.exit_status == 3
     (line,) = str(caught.value).splitlines()
     assert line.startswith("rank ")
-    # The limit is one for the memory that a file is put together in, too.
+    # The limit also applies to the memory in which a file is assembled.
     assert " failed: MachineError: no checkpoint can be saved in " in line
     assert "rank 1: OSError: [Errno 27] File too large" in line
     assert (tmp_path / "report.html").exists()
@@ -159,7 +159,7 @@ def test_sigusr1_to_one_rank_saves_after_the_step_and_the_run_goes_on(tmp_path: 
 
 
 def asking(config: Config, output: Path) -> None:
-    """Rank 1 asks the launcher, in the second step."""
+    """Rank 1 sends the launcher a stop request in the second step."""
     if os.environ["RANK"] == "1":
         happens = _Happens(signal.SIGUSR1)
         launcher = multiprocessing.parent_process()

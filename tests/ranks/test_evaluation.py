@@ -1,4 +1,4 @@
-"""Several texts to evaluate on: each under its name wherever a run is looked at, on any mesh."""
+"""Several evaluation texts: each is reported under its name, on any mesh."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_losses_of_all_texts_are_those_of_one_process_on_every_mesh(tmp_path: Pa
 
 
 class ByHand(internsp.Callback):
-    """The loss of a text, cut here, by the model as it is."""
+    """The loss of a text, split into sequences here, with the current model."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[float, float]] = []
@@ -133,12 +133,12 @@ def test_every_place_where_a_run_is_looked_at_has_each_text(tmp_path: Path) -> N
 
     said = command("train", "config.toml")
     (last,) = [row.evaluated for row in read_metrics(tmp_path / "runs/a/metrics.jsonl")][-1:]
-    assert list(last) == ["held-out", "code", "rows"]  # no average that was not asked for
+    assert list(last) == ["held-out", "code", "rows"]  # no average without a request
     note = ", ".join(f"{name} loss {loss:.4f}" for name, loss in last.items())
     assert f"step 3: {note}\n" in said
     assert f"  code loss {last['code']:.4f}  rows loss {last['rows']:.4f}  lr" in said
     assert f"\n  code loss   {last['code']:.4f}\n" in said
-    # The tables are of no bearing on what is learned: a run goes on with others.
+    # The tables do not affect training: a run can resume with others.
     fewer = (tmp_path / "config.toml").read_text().replace('"rows"', '"lines"')
     (tmp_path / "config.toml").write_text(fewer.replace("steps = 3", "steps = 4"))
     command("train", "config.toml", "--resume", "runs/a/checkpoints/step-000002", "--output", "b")

@@ -1,4 +1,4 @@
-"""Experts on a weight axis of their own: every value equals one process's, on four ranks."""
+"""Experts on a separate weight axis: every value equals one process's, on four ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = {
 }
 
 
-# Torch takes a second of a core for the foreach forms of one case, so one of two meshes has them.
+# torch's foreach forms take a second of CPU time per case, so only one of the two meshes uses them.
 FOREACH = "two owners with replicas"
 
 
@@ -122,7 +122,7 @@ def test_without_overlap_the_bits_are_the_same() -> None:
 
 
 def traced(rank: int, world: int, cases: list[Case]) -> list[tuple[list[str], list[str], int, int]]:
-    """What the first step did beside what its plan says."""
+    """The first step's events compared with the plan."""
     found = []
     for case in cases:
         kinds = ("AG", "RS", "USE", "FREE", "FINISH")

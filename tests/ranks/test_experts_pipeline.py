@@ -1,4 +1,4 @@
-"""The third factoring inside pipeline stages: any weights, on a weight group of their own."""
+"""The experts' weight axis inside pipeline stages: any weights, on a separate weight group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts at rest: state dictionaries, checkpoints, first values, and what is refused."""
+"""State of experts: state dictionaries, checkpoints, initial values, and refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 def resumed(rank: int, world: int, cases: list[Case], folder: str) -> list[str]:
-    """Three steps at once against one, a checkpoint, and two more by new objects."""
+    """Three steps at once compared with one, a checkpoint, and two more by new objects."""
     wrong = []
     for number, case in enumerate(cases):
         pairs = [Pair(case) for _ in range(2)]
@@ -41,7 +41,7 @@ def resumed(rank: int, world: int, cases: list[Case], folder: str) -> list[str]:
             optimizers[0].step()
             if step == 0:
                 dcp.save({"model": pair.ours, "optimizer": optimizers[0]}, checkpoint_id=path)
-        with torch.no_grad():  # other values, so that what is not loaded shows
+        with torch.no_grad():  # other values, to detect what is not loaded
             for parameter in again.ours.parameters():
                 parameter.mul_(0.5)
         dcp.load({"model": again.ours, "optimizer": optimizers[1]}, checkpoint_id=path)
@@ -58,9 +58,9 @@ def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 
 
 def moved(rank: int, world: int, folder: str) -> list[str]:
-    """Weights of owners load where experts are cut, where they share the axis, and on one process.
+    """State loads where experts are sharded, where they share the weight axis, and on one process.
 
-    And a step later all of them still agree.
+    After a further step all of them still agree.
     """
     wrong = []
     one = Pair(OWNERS)
@@ -78,7 +78,7 @@ def moved(rank: int, world: int, folder: str) -> list[str]:
     wrong += differ(saved, state)
     two = Pair(OWNERS)
     two.plain.load_state_dict(state)
-    two.ours.load_state_dict(state, assign=True)  # whole tensors of one process are cut
+    two.ours.load_state_dict(state, assign=True)  # unsharded tensors of one process are sharded
     wrong += differ(saved, two.whole())
     two.backward(0)
     assert two.furthest_gradient() < 1e-10
@@ -90,7 +90,7 @@ def test_weights_of_owners_load_on_every_mesh_and_on_one_process(tmp_path: Path)
 
 
 def slices_moved(rank: int, world: int, folder: str) -> list[str]:
-    """Optimizer state of owners, two steps old, from mesh to mesh as slices: the same bytes."""
+    """Optimizer state after two steps, moved from mesh to mesh as slices: the same bytes."""
     wrong: list[str] = []
     wanted: dict[str, Tensor] = {}
     for number, case in enumerate((OWNERS, CUT, SHARED, Case(1, 1, 4, zero=2), OWNERS)):
@@ -140,7 +140,7 @@ def test_first_values_do_not_depend_on_who_owns_the_experts() -> None:
 
 
 def means(rank: int, world: int) -> tuple[str, float]:
-    """What torch's own clip says to gradients of two meshes; and the gradients of a mean loss."""
+    """What torch's own clip raises for gradients of two meshes; and gradients of a mean loss."""
     pair = Pair(CUT)
     pair.backward(0)
     with pytest.raises(RuntimeError) as caught:
@@ -162,7 +162,7 @@ def test_torchs_own_clip_takes_one_mesh_only_and_a_mean_is_over_all_ranks() -> N
 
 
 def refused(rank: int, world: int) -> list[str]:
-    """Everything that all ranks are told together."""
+    """Errors that all ranks raise together."""
     texts = []
     for wrong in ({"expert": 3}, {"expert_weight": 1 + rank % 2}):
         with pytest.raises(MeshError) as caught:
@@ -197,7 +197,7 @@ def test_what_cannot_be_is_one_clear_error_on_every_rank() -> None:
 
 
 def alone(rank: int, world: int) -> list[str]:
-    """Rank 0 fails between two gathers; the others wait for it in an experts' group only."""
+    """Rank 0 fails between two all-gathers; the others wait for it only in an experts' group."""
     pair = Pair(Case(1, 4, config={"granularity": "module"}, timeout=5))
     start, found = time.monotonic(), []
     if rank == 0:
@@ -227,7 +227,7 @@ def test_a_rank_that_fails_alone_ends_the_groups_of_experts_too() -> None:
 
 
 def small_ones(rank: int, world: int) -> list[bool]:
-    """The biases, which are below the limit of cutting: (are cut, weights too, are whole)."""
+    """The biases, which are too small to be sharded: (sharded, weights too, replicated)."""
     found = []
     for case in (CUT, OWNERS):
         pair = Pair(Case(**{**case.__dict__, "config": {"min_shard_elements": 60}}))

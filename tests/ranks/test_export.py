@@ -1,4 +1,4 @@
-"""An exported run gives transformers the logits that the run's own model gives."""
+"""An exported run gives the same logits in transformers as the run's own model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ranks.test_checkpoint_meshes import config
 from tests.support.ranks import run_ranks
 
 IDS = torch.arange(24).view(2, 12) % 250
-CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}  # transformers turns heads in fp32
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}  # transformers rotates in fp32
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"kv_heads": 1, "rope_theta": 5e4},
     "internlm2": {"family": "internlm2", "heads": 10, "kv_heads": 5, "qkv_bias": True},
@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def saved(rank: int, world: int, folder: str, settings: list[Config]) -> None:
-    """Biases and norms get values, so that each has its own."""
+    """Initialize biases and norms too, so that each has different values."""
     for number, one in enumerate(settings):
         session = Session.create(one)
         generator = torch.Generator().manual_seed(number)
@@ -108,12 +108,12 @@ def folders_of_transformers(to: Path) -> None:
     mixtral.save_pretrained(to / "converted", max_shard_size="10KB")
 
 
-# Products of groups of rows, which transformers computes experts by, have no fp64 on the processor.
+# transformers computes experts by grouped products, which have no fp64 kernel on the CPU.
 DTYPES = {"tied": "float64", "converted": "float32"}
 
 
 def trained(rank: int, world: int, folder: Path, names: list[str]) -> list[torch.Tensor]:
-    """Logits after a step of ``internsp train``, which is saved."""
+    """Logits after a step of ``internsp train``, whose checkpoint is exported."""
     found = []
     for name in names:
         given = config({"weight": 2}, train={"dtype": DTYPES[name]}).model_dump()

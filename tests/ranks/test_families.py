@@ -1,4 +1,4 @@
-"""A handful of transformers' families as ``python -m tools.families`` compares all of them."""
+"""A few of the families of transformers that ``python -m tools.families`` compares."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from tests.support.ranks import ranks
 from tools.families.options import Setting
 
-# A dense one; a convolution's weight and a recurrence; experts as 3-D parameters; weights that lie
-# transposed, and a head that is the embedding.
+# A dense one; a convolution's weight and a recurrence; experts as 3-D parameters; transposed
+# weights, and a tied head.
 FAMILIES = {
     "llama": Setting(2, 1, "half", False),
     "mamba2": Setting(2, 1, "own", False),

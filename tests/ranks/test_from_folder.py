@@ -1,4 +1,4 @@
-"""A folder of transformers as the model zoo's first weights: ``model.path`` of a run."""
+"""A folder of transformers as the model zoo's initial weights: ``model.path`` of a run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def first_step(session: Session) -> Step:
 
 
 def saved(rank: int, world: int, folder: Path, settings: list[Config]) -> list[Step]:
-    """Biases and norms get values, so that each has its own."""
+    """Initialize biases and norms too, so that each has different values."""
     found = []
     for number, one in enumerate(settings):
         session = Session.create(one)
@@ -68,7 +68,7 @@ def saved(rank: int, world: int, folder: Path, settings: list[Config]) -> list[S
 def read_back(
     rank: int, world: int, settings: list[Config]
 ) -> list[tuple[dict[str, int], Step]]:
-    """How many elements of each tensor the rank has read, and a step."""
+    """How many elements of each tensor the rank has read; then a step."""
     found, own = [], load._Files.read
     for one in settings:
         sizes: dict[str, int] = {}
@@ -85,14 +85,14 @@ def read_back(
 
 
 def from_folder(mesh: dict[str, Any], folder: Path, family: str) -> Config:
-    """Of the model only what no folder says."""
+    """Only the model settings that a folder does not contain."""
     given = config(mesh, train=DOUBLE).model_dump()
     given["model"] = {"family": family, "path": str(folder)}
     return Config.model_validate(given)
 
 
 def as_its_authors(source: Path, to: Path) -> Path:
-    """An exported InternLM2 as a folder of its authors: fused projections, other names."""
+    """An exported InternLM2 in its authors' format: fused projections, other names."""
     content = json.loads((source / "config.json").read_text())
     keys = "num_attention_heads", "num_key_value_heads", "head_dim"
     heads, groups, size = (content[key] for key in keys)
@@ -199,7 +199,7 @@ def test_a_folder_that_is_not_the_model_is_refused_by_the_tensors_name(tmp_path:
         put(change(right))
         with pytest.raises(ConfigError, match=words):
             build_for_training(from_folder({}, tmp_path, "internlm2"))
-    # The index speaks of what is not there, or lies elsewhere.
+    # The index lists missing files, or files in another folder.
     index = tmp_path / "model.safetensors.index.json"
     for name, file, words in (
         (UP, "../model.safetensors", "outside of its folder"),

@@ -1,4 +1,4 @@
-"""docs/from_fsdp.md: its two programs beside each other, and every line of its tables, are run."""
+"""docs/from_fsdp.md: its two programs and every line of its tables are run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.from_fsdp import DOCUMENT, blocks, lines, rows, settings
 from tests.support.ranks import ranks, run_ranks
 
 MODEL, THEIRS, OURS, NAMES = blocks(DOCUMENT.read_text())
-SMALL = 256  # parameters from which on the example's model is cut
+SMALL = 256  # parameters of at least this size are sharded in the example's model
 
 
 def run(*sources: str) -> dict[str, Any]:
@@ -47,14 +47,14 @@ def test_both_programs_have_the_same_losses_and_parameters() -> None:
         assert not torch.allclose(value, untrained[name], atol=1e-3), f"{name} was not trained"
     sharded = {w.name for w in ours["communicator"].replicated.sharded}
     assert len(sharded) == 8, "all matrices are cut"
-    # AdamW and a step that clips both hide the size of gradients; the norm shows it.
+    # AdamW, and a step with clipping, hide the scale of gradients; the norm shows it.
     norm = ours["optimizer"].grad_norm
     assert norm > 0.5, "the last step clips"
     assert abs(norm - theirs["norm"].full_tensor().item()) < 1e-10 * norm
 
 
 class Lazy(dict[str, Any]):
-    """Names of the tables' lines, each made when a line first reads it."""
+    """Names that the tables' lines use, each created on first use."""
 
     def __init__(self, made: dict[str, Callable[[Lazy], Any]]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Lazy(dict[str, Any]):
 
 
 def names(mesh: Any, folder: Path, page: dict[str, Any], code: str) -> Lazy:
-    """A parallel model for one line: a fresh one, which ``code`` itself makes parallel or not."""
+    """A parallel model for one line: a new one, which ``code`` itself may parallelize."""
     config = internsp.WeightParallelConfig(min_shard_elements=SMALL)
 
     def model(_: Lazy) -> Any:
@@ -100,7 +100,7 @@ def names(mesh: Any, folder: Path, page: dict[str, Any], code: str) -> Lazy:
 
 
 def failures(rank: int, world_size: int, codes: list[str], folder: str) -> list[str]:
-    """What each line raises."""
+    """The error of each line."""
     page, found = run(MODEL, "import internsp", NAMES), []
     mesh = internsp.ParallelMesh.create(weight=2, device_type="cpu")
     for number, code in enumerate(codes):
@@ -127,7 +127,7 @@ def test_a_line_that_does_not_run_is_found() -> None:
 
 
 def trained(rank: int, world_size: int, chosen: list[dict[str, Any]]) -> list[str]:
-    """What a step under each setting raises, or leaves undone."""
+    """What a step under each setting raises, or does not do."""
     page, found = run(MODEL), []
     mesh = internsp.ParallelMesh.create(weight=2, device_type="cpu")
     for setting in chosen:
@@ -148,8 +148,8 @@ def trained(rank: int, world_size: int, chosen: list[dict[str, Any]]) -> list[st
 
 
 def test_a_step_runs_under_every_setting_of_weight_parallel() -> None:
-    # What the example's model lacks: attention, feed-forward layers, a loss that is cut; what a
-    # weight group of two cannot have (test_near_slices); and what needs a ring (test_double_ring).
+    # What the example's model lacks: attention, feed-forward layers, a sharded loss; what a weight
+    # group of two cannot have (test_near_slices); and what needs a ring (test_double_ring).
     other = (
         {"trigger": "attention"}, {"trigger": "mlp"}, {"head_output": "vocabulary"},
         {"reshard_after_forward": 2}, {"inner_ring": 4},

@@ -1,4 +1,4 @@
-"""Models from the meta device: buffers computed anew, weights streamed, by value."""
+"""Models from the meta device: buffers recomputed, weights streamed, by value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ READ = load._Files.read
 
 
 class Rotary(nn.Module):
-    """Frequencies by its own method; some are random, and follow from the name alone."""
+    """Frequencies from its own method; some are random, and depend on the name only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_a_buffer_that_nothing_computes_is_refused_by_name() -> None:
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of storages that operations have made or read and that are alive, at their most."""
+    """Peak bytes of live storages that operations have created or read."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Alive(TorchDispatchMode):
 
 
 class Lazy(Mapping[str, Tensor]):
-    """Makes each tensor when it is asked for."""
+    """Creates each tensor on request."""
 
     def __init__(self, values: dict[str, Tensor]) -> None:
         self.values_of, self.asked = values, 0
@@ -192,7 +192,7 @@ def write(folder: Path, values: dict[str, Tensor], index: bool) -> Path:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Folders of one model's weights: with an index, without, under other names, tied."""
+    """Folders of one model's weights: with an index, without, with other names, tied."""
     torch.manual_seed(11)
     values = {n: torch.randn_like(v) if v.is_floating_point() else v
               for n, v in build("cpu").state_dict().items()}  # fmt: skip
@@ -232,7 +232,7 @@ def test_weights_are_read_from_a_folder_or_scattered_and_no_rank_holds_them_all(
             known = [*(m.storage for m in members), *values.values()]
             with Alive(known) as alive, patch.object(load._Files, "read", reading):
                 assert internsp.load_weights(model, given, **options) == ([], [])
-            # Of a file this rank's rows alone; scattered, one tensor and its pieces.
+            # Of a file only this rank's rows; scattered, one tensor and its parts.
             own = max(-(-len(v) // weight) * v[0].nbytes for v in values.values() if v.ndim)
             assert max(read, default=0) <= max(own, 19 * 8), f"{what}, weight {weight}"
             assert bool(read) == (what != "first rank")
@@ -282,7 +282,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_is_written(
     refused(ConfigError, saved / f"short{rank}", "b.safetensors, which the index names")
     assert internsp.load_weights(model, saved / "untied", strict=False) == (["head.weight"], [])
 
-    s = setup(Case(weight=2, dtype=torch.bfloat16))  # masters are unrounded
+    s = setup(Case(weight=2, dtype=torch.bfloat16))  # master weights are not rounded
     wide = {n: torch.randn(p.shape) for n, p in s.model.named_parameters()}
     for source in (wide if rank == 0 else None, saved / "wide"):
         if rank == 0 and source is not wide:

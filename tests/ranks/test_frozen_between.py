@@ -30,7 +30,7 @@ def test_a_weight_frozen_between_forward_and_backward_gets_no_gradient() -> None
 
 @ranks(2)
 def test_a_zero_optimizer_has_none_of_it_either() -> None:
-    """Large and small ones; the reductions of all ranks stay the same."""
+    """Large and small ones; all ranks launch the same reductions."""
     twin = Twin(Tiny, mesh_of(2))
     optimizer = ZeroOptimizer(twin.communicator, torch.optim.SGD, lr=0.1)
     for model, batch in zip((twin.plain, twin.ours), twin.batch(), strict=True):

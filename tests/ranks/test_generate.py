@@ -1,4 +1,4 @@
-"""``internsp generate``: text of a run of any mesh, on one process, as it comes."""
+"""``internsp generate``: streams text from a run of any mesh, on one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def settings() -> list[Config]:
 
 
 def saved(rank: int, world: int, folder: str) -> list[list[int]]:
-    """The likeliest continuation by whole forwards of the parallel model, where it is whole."""
+    """The most likely continuation, by complete forwards of the parallel model."""
     found = []
     for number, one in enumerate(settings()):
         session = Session.create(one)
@@ -60,7 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
 
 def test_one_process_continues_what_any_mesh_has_saved(runs: tuple[Path, list[int]]) -> None:
     folder, wanted = runs
-    for number in range(2):  # the same first values on both meshes
+    for number in range(2):  # the same initial values on both meshes
         pieces: list[str] = []
         text = continuation(
             folder / str(number), PROMPT, TOKENS, pieces.append, temperature=0, top_k=None,
@@ -126,7 +126,7 @@ def test_text_is_streamed_to_a_pipe_token_by_token(runs: tuple[Path, list[int]])
     process = begin(("-m", "internsp", *words), runs[0].parent, writes, 2)
     os.close(writes)
     with os.fdopen(reads, "rb") as pipe:
-        first = pipe.read(len(PROMPT))  # there before the end
+        first = pipe.read(len(PROMPT))  # arrives before the end
         rest = pipe.read()
     process.join(60)
     assert first.decode() == PROMPT

@@ -1,4 +1,4 @@
-"""``internsp generate`` of a model of transformers: what transformers gives of the export."""
+"""``internsp generate`` for a model of transformers: the same text as from the exported model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_transformers(folder: Path, **options: Any) -> list[int]:
-    """What its own generation of the exported folder gives, the end of a document left out."""
+    """The text that transformers generates from the exported folder, without an end token."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "exported", dtype=torch.float32)
@@ -100,7 +100,7 @@ def test_greedy_text_is_what_transformers_gives_of_the_export(
     assert said == text_of(by_transformers(folder, do_sample=False)) + "\n"
     assert said.startswith(PROMPT)
     assert len(said) > len(PROMPT) + 1
-    # One token to choose from is the likeliest, however warm it is drawn.
+    # With one candidate token the temperature has no effect.
     monkeypatch.chdir(folder)
     for only in ({"top_k": 1, "top_p": None}, {"top_k": None, "top_p": 1e-6}):
         text = continuation(

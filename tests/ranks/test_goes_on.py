@@ -1,4 +1,4 @@
-"""As a user does it: a run goes on with another learning rate, until it has counted its tokens."""
+"""A run resumes with another learning rate, until its number of tokens, by command line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_rates_change_as_declared_and_the_run_ends_by_tokens(tmp_path: Path) -> 
     assert [row.step for row in rows] == [1, 2, 3, 4, 5, 6]
     assert totals == [sum(row.tokens for row in rows[: n + 1]) for n in range(6)]
     assert totals[-1] >= 2200 > totals[-2]
-    # As a run of these settings would have had there from its first step on.
+    # As in a run that had these settings from its first step.
     rates = [1e-2, 1e-2, *(1e-3 * (1 - step / 6) for step in range(2, 6))]
     assert [row.lr for row in rows] == pytest.approx(rates)
     passes = [(row.epochs or {})[""] for row in rows]

@@ -1,4 +1,4 @@
-"""Models of ``transformers``, unmodified, whose sequences are cut: the numbers of one process."""
+"""Unmodified models of ``transformers`` with sharded sequences: the values of one process."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_auxiliary_losses_and_token_counts_of_the_trainer_are_of_the_whole_batch
     twin.ours.zero_grad()
     means = HuggingTwin("llama", mesh, reduction="mean")  # the mean of equal means
     means.compare(hf.plain_batch, "means")
-    batch = hf.plain_batch(0) | {"logits_to_keep": 0, "use_cache": True}  # not cut, and right
+    batch = hf.plain_batch(0) | {"logits_to_keep": 0, "use_cache": True}  # not sharded, and right
     means.compare(lambda data: batch, "means, not cut")
 
 
@@ -171,7 +171,7 @@ def test_other_ways_of_calling_are_served_too() -> None:
         tokens = embedded.pop("input_ids")
         hidden = twin.plain.get_input_embeddings()(tokens).detach()
         twin.compare(lambda data, b=embedded | {"inputs_embeds": hidden}: b, "embeddings")
-        # A mask of the user's own, of another shape than any that the model would make.
+        # A user's mask, of another shape than any that the model would make.
         generator = torch.Generator().manual_seed(3)
         mask = torch.rand(2, 1, 11, 11, generator=generator) > 0.4
         mask |= torch.eye(11, dtype=torch.bool)
@@ -221,7 +221,7 @@ def test_two_models_of_one_config_one_of_them_parallel_are_both_right() -> None:
     key = other.config._attn_implementation
     parallelize(ours, mesh)
     assert other.config._attn_implementation == key
-    third = type(ours)(ours.config).double()  # made from the parallel model's config
+    third = type(ours)(ours.config).double()  # created from the parallel model's config
     third.load_state_dict(plain.state_dict())
     batch = hf.packed_batch(0)
     wanted = plain(**batch).loss
@@ -260,7 +260,7 @@ def test_wrong_input_is_named_on_every_rank(rank: int) -> None:
 
 
 class OwnMask(torch.nn.Module):
-    """An attention's input that makes a mask of its own of this rank's tokens."""
+    """An input of attention that creates a mask for this rank's tokens only."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models of ``transformers``, unmodified, whose positions are cut over a ring of ranks."""
+"""Unmodified models of ``transformers`` whose positions are sharded over a ring of ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = {"whole rows": hf.plain_batch, "padding": hf.padded_batch, "packed": hf.
 
 
 def masked(data: int) -> dict[str, Any]:
-    """A mask of the user's own, ``[B, 1, S, S]``: each sees itself and every second before it."""
+    """A user's mask, ``[B, 1, S, S]``: each token sees itself and every second one before it."""
     batch = hf.plain_batch(data)
     length = batch["input_ids"].shape[1]
     apart = torch.arange(length)[:, None] - torch.arange(length)
@@ -33,7 +33,7 @@ def masked(data: int) -> dict[str, Any]:
 
 
 def holed(data: int) -> dict[str, Any]:
-    """Padding in the middle of a row, whose two sides see each other."""
+    """Padding in the middle of a row; the tokens on its two sides see each other."""
     batch = hf.plain_batch(data)
     mask = torch.ones_like(batch["input_ids"])
     mask[:, 4:6] = 0
@@ -143,7 +143,7 @@ def test_evaluation_generation_and_recomputed_blocks_are_those_of_one_process() 
         for reentrant in (False, True):
             for model in (twin.ours.train(), twin.plain.train()):
                 model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            # Two forwards of other lengths, then the backward of both.
+            # Two forwards of different lengths, then the backward of both.
             one, two = hf.packed_batch(0), hf.padded_batch(1)
             two = {k: v[:, :9] for k, v in two.items()} | {"use_cache": False}
             for model in (twin.plain, twin.ours):
@@ -181,7 +181,7 @@ def test_documents_are_runs_of_positions_and_a_mask_with_a_hole_is_none() -> Non
     assert documents_of(None, padded, 6, padded == 1) == ((2, 4), (5, 1))
     assert documents_of(None, padded, 6) is None, "what is computed for padding may count"
     counted = padded == 1
-    counted[0, 1] = True  # the last padding on the left predicts the first token
+    counted[0, 1] = True  # the last padding token on the left predicts the first token
     assert documents_of(None, padded, 6, counted) is None
     hole = torch.tensor([[1, 0, 0, 1]])
     assert documents_of(None, hole, 4, hole == 1) is None, "both sides see each other"
@@ -208,7 +208,7 @@ def test_only_plain_attention_is_taken_for_it() -> None:
 
 
 def mask_kernels(model: Any) -> Any:
-    """What the model's attention finds under the name of its kernel."""
+    """The function that the model's attention finds under the name of its kernel."""
     from transformers import AttentionInterface
 
     function = AttentionInterface._global_mapping[model.config._attn_implementation]
@@ -222,7 +222,7 @@ def test_a_mask_that_the_ring_does_not_know_is_refused_for_a_kernel_that_takes_n
     twin = HuggingTwin("llama", mesh, {"attention_dropout": 0.5})
     twin.ours(**hf.plain_batch(0)).loss.backward()  # the model's own kernel, over all keys
     hidden = mask_kernels(twin.ours)
-    hidden.plain_name = "flash_attention_2"  # which needs a device; it would be asked for dropout
+    hidden.plain_name = "flash_attention_2"  # needs a device; would be called with dropout
     raises(
         StructureError, lambda: twin.ours(**hf.plain_batch(0)),
         "layers.0.self_attn", "flash_attention_2", "ring = 1",

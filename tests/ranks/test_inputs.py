@@ -1,4 +1,4 @@
-"""Data of a run: padding that changes nothing, what every rank reads, and where a run goes on."""
+"""Data of a run: padding without effect, what every rank reads, and where a run resumes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def config(folder: Path, parallel: dict[str, Any], **changes: dict[str, Any]) ->
 
 
 def by_documents(config: Config, before: dict[str, Tensor], source: DataSource) -> Any:
-    """Loss and gradients of the first batch: each piece of a document alone, not padded."""
+    """Loss and gradients of the first batch: each piece of a document separately, not padded."""
     model = model_zoo.build(config.model, device="cpu", dtype=torch.float64)
     model.load_state_dict(before)
     total, count = torch.zeros((), dtype=torch.float64), 0
@@ -137,8 +137,8 @@ def run(rank: int, world: int, settings: Config, output: str) -> None:
 def test_a_mixture_of_padded_documents_goes_on_exactly_on_another_mesh_and_batch(
     tmp_path: Path,
 ) -> None:
-    """Begun on two ranks, gone on with on one in other micro-batches, and there to a number of
-    tokens; beside one that is never stopped."""
+    """Started on two ranks and resumed on one with other micro-batches, up to a number of tokens;
+    compared with a run that is never stopped."""
     write(tmp_path)
     whole_run, other = tmp_path / "whole", tmp_path / "other"
     run_ranks(run, 1, mixed(tmp_path, {}, tokens=1500), str(whole_run))
@@ -163,7 +163,7 @@ def test_a_mixture_of_padded_documents_goes_on_exactly_on_another_mesh_and_batch
     _, path = max(steps_in(other / "checkpoints"))
     position = manifest.read(path).data
     assert (position.sequences, position.tokens) == (12 * len(found), totals[-1])
-    # Other weights of the mixture are another order of the data.
+    # Other weights of the mixture change the order of the data.
     settings["data"]["mixture"] = [
         {**table, "weight": 3.0} if table["name"] == "a" else table
         for table in settings["data"]["mixture"]
@@ -201,7 +201,7 @@ def test_one_rank_makes_an_index_the_others_are_told_meanwhile_and_all_read_it(
     kept = index.prepare(settings.data, session.source.tokenizer)
     with pytest.raises(StopIteration):
         next(kept)
-    # One that cannot see it does not leave the others waiting.
+    # A rank that cannot read it does not leave the others waiting.
     if rank == 1:
         monkeypatch.setattr(index, "TokenFile", missing)
     with pytest.raises(InternspError, match=r"the index .* cannot be read here.*all ranks see"):
@@ -217,7 +217,7 @@ def missing(path: Path) -> Any:
 
 
 class _Sizes(TorchDispatchMode):
-    """Notes every tensor that is made while it is on."""
+    """Records every tensor that is created inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class _Sizes(TorchDispatchMode):
 def test_of_a_sequence_longer_than_a_ranks_share_only_token_ids_are_whole_on_a_rank(
     parallel: dict[str, Any], pack: bool, tmp_path: Path, rank: int
 ) -> None:
-    """Labels, positions, embeddings and what follows are of this rank's share alone."""
+    """Labels, positions, embeddings and everything after them are of this rank's part only."""
     length, hidden = 4096, 16
     folder = tmp_path / str(rank)
     folder.mkdir()

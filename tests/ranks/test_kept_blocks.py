@@ -1,4 +1,4 @@
-"""WP-11, WP-14: kept blocks stay unsharded for a step's passes, and not a moment longer."""
+"""WP-11, WP-14: kept blocks stay unsharded for the passes of a step, and no longer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FULL = ActivationCheckpointConfig(mode="full")
 
 @ranks(2)
 def test_kept_blocks_are_gathered_once_a_step_and_never_stale() -> None:
-    """Kept blocks are gathered once a step, and again after whatever writes a weight."""
+    """Kept blocks are gathered once a step, and again after any write to a weight."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for checkpoint in (None, FULL):
         twin = Twin(partial(Tiny, layers=6), mesh, checkpoint, keep_unsharded=2)

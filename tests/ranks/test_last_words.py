@@ -1,4 +1,4 @@
-"""Whoever waits for a rank that has failed is told why, wherever it failed (WP-10)."""
+"""Every rank that waits for a failed rank gets the cause, wherever it failed (WP-10)."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Recomputed(Failing):
 
 
 class Other(Tiny):
-    """Of blocks that fail."""
+    """A model with blocks that fail."""
 
     def __init__(self) -> None:
         super().__init__(Recomputed)
 
 
 def alone(rank: int, world_size: int, where: str) -> str:
-    """Rank 0's backward fails alone, and its loop goes on; the other waits for it."""
+    """Only rank 0's backward fails, and its loop continues; the other rank waits for it."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=TIMEOUT)
     twin = Twin(Other, mesh, ActivationCheckpointConfig(mode="full", fraction=0.5))
     twin.backward()
@@ -63,7 +63,7 @@ def test_a_rank_that_waits_is_told_that_anothers_backward_failed(where: str) -> 
 
 
 def life(rank: int, world_size: int, port: int, holds: bool, where: str, told: Connection) -> None:
-    """A process of its own: rank 0's ends by an exception, the others tell what they met."""
+    """A separate process: rank 0's ends by an exception, the others report their errors."""
     master = holds and rank == 0
     store = dist.TCPStore("127.0.0.1", port, is_master=master, wait_for_workers=False)
     dist.init_process_group(
@@ -92,7 +92,7 @@ def life(rank: int, world_size: int, port: int, holds: bool, where: str, told: C
         raise
     finally:
         if where != "leaves" and not master:
-            dist.destroy_process_group()  # before the process says why it ends
+            dist.destroy_process_group()  # before the process reports why it ends
 
 
 @pytest.mark.unmeasured
@@ -111,13 +111,13 @@ def life(rank: int, world_size: int, port: int, holds: bool, where: str, told: C
 def test_a_process_that_ends_leaves_its_cause(
     where: str, cause: str, world_size: int, holds: bool
 ) -> None:
-    """Also where it takes the ranks' store with it (``holds``)."""
+    """Also if the failing rank hosts the ranks' store (``holds``)."""
     start_server()
     context = multiprocessing.get_context("forkserver")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
     if holds:
-        del store  # rank 0 takes its port
+        del store  # rank 0 reuses its port
     mine, theirs = context.Pipe(duplex=False)
     given = world_size, port, holds, where, theirs
     ranks = [

@@ -1,4 +1,4 @@
-"""The table at the top of ``internsp/wp/README.md`` is the recorded life of a weight."""
+"""The table at the top of ``internsp/wp/README.md`` matches the recorded life of a weight."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def test_the_life_of_a_weight_table_is_what_a_step_records() -> None:
     for lives in run_ranks(recorded, 2):
         for name in ("attention.wq", "attention.wo", "feed_forward.w1", "feed_forward.w2"):
             assert lives[f"layers.1.{name}.weight"] == table
-        # Of the last block nothing is gathered again: its weights are still in their slot.
+        # The last block is not gathered again: its weights are still in their slot.
         again = ["AG", "WAIT", "USE", "FREE", "USE", "RS", "FREE", "WAIT", "FINISH"]
         assert lives["layers.3.attention.wq.weight"] == again

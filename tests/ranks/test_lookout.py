@@ -1,4 +1,4 @@
-"""A rank that waits for one that failed alone ends soon, with its cause; if all fail, all go on.
+"""A rank that waits for a failed rank raises soon, with the cause; if all fail, all can continue.
 
 The groups' timeout is a minute here: a rank that waits for it fails its test.
 """
@@ -23,13 +23,13 @@ from tests.ranks.test_rules_errors import Boom, Failing
 from tests.support.models import SOME, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
-SOON = 6.0  # seconds; at most two and a half on a quiet machine, a fifth of that in haste
-HASTE = 0.1  # seconds between looks, where the time that they take is not what is tested
-LATE = 0.7  # seconds by which a rank fails later than another, in haste: six looks
+SOON = 6.0  # seconds; at most two and a half on a quiet machine, a fifth of that with HASTE
+HASTE = 0.1  # seconds between checks, in tests that do not measure their duration
+LATE = 0.7  # seconds by which one rank fails later than another with HASTE: six checks
 
 
 class Broken(torch.optim.SGD):
-    """Its step raises where it is told."""
+    """Its step raises at the given point."""
 
     broken = False
     linger: Callable[[], None]
@@ -42,7 +42,7 @@ class Broken(torch.optim.SGD):
 
 
 class Loop:
-    """A user's training loop, which fails where it is told."""
+    """A user's training loop, which fails at the given point."""
 
     def __init__(self, world_size: int, zero: bool, **config: Any) -> None:
         mesh = ParallelMesh.create(
@@ -125,7 +125,7 @@ def failing(loop: Loop) -> str:
 def test_no_rank_waits_long_for_one_that_failed_alone(
     rank: int, world_size: int, goes_on: bool, haste: bool
 ) -> None:
-    """The last rank fails by itself; it stands still afterwards, or goes on with its next step."""
+    """Only the last rank fails; afterwards it blocks, or continues with its next step."""
     cases = GOES_ON if goes_on else STANDS
     if haste:
         guard.CHECK_SECONDS = HASTE
@@ -160,7 +160,7 @@ def test_no_rank_waits_long_for_one_that_failed_alone(
 
 
 def linger(key: str) -> None:
-    """Until the other rank has failed, and longer."""
+    """Wait until the other rank has failed, and longer."""
     default_store().wait([key])
     time.sleep(LATE)
 
@@ -170,7 +170,7 @@ def linger(key: str) -> None:
 def test_ranks_that_fail_alike_much_later_than_others_go_on_together(
     rank: int, world_size: int
 ) -> None:
-    """All fail at the same point, one much later than the others; then one goes on much later."""
+    """All fail at the same point, one much later than the others; then one continues much later."""
     guard.CHECK_SECONDS = HASTE
     for where in ("enter", "middle", "backward", "loss", "step"):
         loop = Loop(world_size, zero=where == "step")
@@ -187,14 +187,14 @@ def test_ranks_that_fail_alike_much_later_than_others_go_on_together(
             time.sleep(LATE)
         for _ in range(2):
             loop.step()
-        if where != "step":  # what a step that was broken off has done stays done
+        if where != "step":  # work of an aborted step stays done
             loop.twin.check_parameters(f"after a failure that all met: {where}")
 
 
 @pytest.mark.unmeasured
 @ranks(2)
 def test_a_rank_that_comes_back_soon_is_waited_for(rank: int, world_size: int) -> None:
-    """One rank's input is refused before anything began; it takes another, as if it were slow."""
+    """One rank's input is refused before the step begins; it uses another, like a slow rank."""
     loop = Loop(world_size, zero=False)
     loop.step()
     if rank == 1:

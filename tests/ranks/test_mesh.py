@@ -1,4 +1,4 @@
-"""Meshes on real process groups: places, groups and errors that all ranks raise together."""
+"""Meshes on real process groups: coordinates, groups and errors that all ranks raise together."""
 
 from __future__ import annotations
 

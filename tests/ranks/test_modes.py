@@ -39,7 +39,7 @@ def without_a_deterministic_kernel(model: nn.Module, layout: internsp.SequenceLa
 
 
 def modes(rank: int, world: int, folder: str) -> list[bool]:
-    torch.use_deterministic_algorithms(False)  # ranks of tests begin with it
+    torch.use_deterministic_algorithms(False)  # it is on in the ranks of tests
     found = []
     for number, asked in enumerate((False, True)):
         run = trainer(Path(folder) / str(number), {"deterministic": asked},
@@ -80,14 +80,14 @@ def test_a_snapshot_of_memory_is_refused_on_a_cpu_before_the_run(
     given = {"torch_profile": [2, 3], "memory_snapshot": True}
     with pytest.raises(ConfigError, match="history of CUDA's memory, and this run is on cpu"):
         check_before_start(load_config({"train": given, "parallel": {"device": device}}), tmp_path)
-    with pytest.raises(ConfigError, match="and this run is on cpu"):  # of a Trainer's own run
+    with pytest.raises(ConfigError, match="and this run is on cpu"):  # in a user's own Trainer
         Profiles((2, 3), True, tmp_path, 0, torch.device("cpu"))
 
 
 def test_a_snapshot_of_memory_is_of_the_chosen_steps_and_ends_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its calls, without a device: tests/gpu has one with it."""
+    """The calls, without a device: tests/gpu has a test on one."""
     calls: list[tuple[str, Any]] = []
     memory = torch.cuda.memory
     monkeypatch.setattr(

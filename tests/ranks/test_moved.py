@@ -1,4 +1,4 @@
-"""A parallel model is told to move or to cast itself: nothing to do is done, all else refused."""
+"""A parallel model that is moved or cast: calls without effect succeed, all others are refused."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.support.ranks import ranks
 
 
 class Scaled(Tiny):
-    """With a buffer, which belongs to no one but the model."""
+    """With a buffer that belongs to the root module."""
 
     def __init__(self) -> None:
         super().__init__(layers=2)
         self.register_buffer("share", torch.full((1,), 0.5, dtype=torch.float64))
         self.filter = nn.Conv2d(1, 2, 3)  # of four dimensions, and unused
-        self.rnn = nn.RNN(6, 6, batch_first=True)  # has an _apply of its own
+        self.rnn = nn.RNN(6, 6, batch_first=True)  # overrides _apply
 
     def blocks(self, x: torch.Tensor) -> torch.Tensor:
         return super().blocks(x) * self.share + self.rnn(x)[0]

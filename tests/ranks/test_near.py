@@ -1,4 +1,4 @@
-"""Heads x ring with either axis near: the numbers of one process, in steps and in whole runs."""
+"""Heads x ring with either axis near: one process's values, in steps and in complete runs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ EIGHT: dict[str, list[Changes]] = {
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """One process."""
+    """A run on one process."""
     runs: dict[str, list[Changes]] = {"": [DROPPED], "padded": [DROPPED, PADDED]}
     return run_all(tmp_path_factory.mktemp("alone"), 1, runs)
 

@@ -1,4 +1,4 @@
-"""``reshard_after_forward``: later gathers of a step come from slices within a near group."""
+"""``reshard_after_forward``: later gathers of a step use slices within a near group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEAR: dict[str, Any] = {"reshard_after_forward": 2}
 
 
 def gathers(twin: Twin) -> list[tuple[str, int]]:
-    """Recorded gathers with what they brought; clears the trace."""
+    """Recorded gathers with their bytes; clears the trace."""
     found = [(e.line(), e.nbytes) for e in twin.trace.events if e.kind == "AG"]
     twin.trace.clear()
     return found
@@ -85,7 +85,7 @@ def test_slices_hold_for_micro_batches_where_nothing_is_written_and_no_longer() 
         assert forward == [whole.gather_bytes, later, later]
         assert whole.near_bytes != whole.gather_bytes
         twin.check_step(optimizers, f"promised: {promised}")
-        with torch.no_grad():  # a write that no version shows: every forward begins anew
+        with torch.no_grad():  # a write that raises no version: every forward gathers again
             for model in (twin.plain, twin.ours):
                 weight = model.layers[1].w1.weight
                 (getattr(weight.data, "_local_tensor", weight.data)).mul_(1.01)
@@ -98,7 +98,7 @@ def test_slices_hold_for_micro_batches_where_nothing_is_written_and_no_longer() 
 
 @ranks(4)
 def test_slices_keep_what_was_gathered_in_low_precision_and_rounded() -> None:
-    """The same bits as without slices, of fp32 shards gathered in bf16, and of rounded ones."""
+    """The same bits as without slices, for fp32 shards gathered in bf16, and for rounded ones."""
     mesh = mesh_of(4)
     rounded = {"quantize": "int8", "quantize_min_elements": CUT}
     configs: list[dict[str, Any]] = [{"compute_dtype": "bfloat16"}, rounded]

@@ -1,4 +1,4 @@
-"""Gradients that are not finite on one rank: all ranks skip the step, and know why."""
+"""Gradients that are not finite on one rank: all ranks skip the step and report the cause."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES = [
 
 
 def state(s: Setup) -> dict[str, Tensor]:
-    """Parameters and all optimizer state of this rank, masters among it."""
+    """Parameters and all optimizer state of this rank, master weights included."""
     found = whole(s.model)
     for key, entry in s.optimizer.local_state_dict()["state"].items():
         for kind, value in entry.items():
@@ -34,7 +34,7 @@ def state(s: Setup) -> dict[str, Tensor]:
 
 
 def skipping(rank: int, world: int) -> list[dict[str, Any]]:
-    """Rank 1's loss is not finite in steps 1 to 3 of 6; a twin never sees those steps."""
+    """Rank 1's loss is not finite in steps 1 to 3 of 6; a second model skips those steps."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -97,7 +97,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_on_one_rank_never_happened() 
 
 
 def inside(rank: int, world: int) -> list[Any]:
-    """Rank 2's gradient becomes NaN on its way back through the first block; parts of it count."""
+    """Rank 2's gradient becomes NaN in backward of the first block; parts of it are counted."""
     s = setup(Case(weight=2, dtype=torch.float32))
     ids, labels = (share(t, rank) for t in batch(0, world))
 
@@ -112,14 +112,14 @@ def inside(rank: int, world: int) -> list[Any]:
     s.model(ids, labels).backward()
     s.optimizer.step()
     found = [s.optimizer.not_finite]
-    # Dropped, it is forgotten.
+    # After it is discarded it has no effect.
     hook = s.model.layers[0].register_forward_hook(spoil)
     s.model(ids, labels).backward()
     hook.remove()
     s.model.zero_grad()
     s.model(ids, labels).backward()
     s.optimizer.step()
-    # Where skipping is not wanted, the step is taken as torch takes it.
+    # If skipping is off, the step is taken as in torch.
     taken = setup(Case(weight=2, dtype=torch.float32, options={"skip_not_finite": False}))
     (taken.model(ids, labels) * (math.nan if rank == 3 else 1)).backward()
     taken.optimizer.step()

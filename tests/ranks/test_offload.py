@@ -1,7 +1,7 @@
-"""Weights, optimizer state and gradient sums in host memory: every value is as without (H12, L11).
+"""Weights, optimizer state and gradient sums in host memory: values do not change (H12, L11).
 
-Copies are late ones (``tests/support/late_copies.py``): memory that is used again before its copy
-has ended, or read before, gives other values.
+Copies are delayed (``tests/support/late_copies.py``): memory that is reused before its copy has
+ended, or read too early, gives other values.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def same(one: Outcome, other: Outcome) -> bool:
 
 
 def small_pieces() -> None:
-    """So that also a tiny model's state passes the device in several."""
+    """Small pieces, so that even a tiny model's state is copied to the device in several."""
     host.PIECE_BYTES = streamed.PIECE_BYTES = 64
 
 

@@ -1,4 +1,4 @@
-"""The memory by component that ``internsp plan`` prints is what a run has allocated."""
+"""The memory by component that ``internsp plan`` prints is what a run allocates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHANGES: tuple[dict[str, dict[str, Any]], ...] = (
 
 
 class Counted(HostLink):
-    """Counts what of its copies lies on the device, in memory of its own, by storage."""
+    """Counts the copies that are in separate device memory, by storage."""
 
     peak = 0
 
@@ -96,7 +96,7 @@ def test_bytes_on_host_and_device_are_those_of_the_plan(tmp_path: Path) -> None:
         assert got[f"{slots})"] == wanted[f"{slots}, exact)"], changes
         for name in ("weight shards", "optimizer state"):
             assert got[name] == wanted[name], f"{changes}: {name}"
-        flags = got["gradient sums"] - wanted["gradient sums"]  # which weights were used
+        flags = got["gradient sums"] - wanted["gradient sums"]  # flags for which weights were used
         assert 0 < flags < 256, changes
         assert got[PASSING] <= wanted.get(PASSING, 0) + wanted.get(STEPPING, 0), changes
         if "offload" in changes.get("weight_parallel", {}):

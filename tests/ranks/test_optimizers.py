@@ -1,4 +1,4 @@
-"""Optimizers of a run: any class, groups by pattern, and what is refused."""
+"""Optimizers of a run: any class, groups by pattern, and refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def settings(mesh: dict[str, Any] | None = None, **optimizer: Any) -> Config:
 def train_steps(
     rank: int, world_size: int, chosen: Config
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Parameters after some steps, and the rates that the steps told."""
+    """Parameters after some steps, and the learning rates that the steps reported."""
     session = Session.create(chosen)
     runner, rates = StepRunner(session), []
     with StopRequest() as stop:
@@ -58,15 +58,15 @@ def one_process(
     """The same with torch alone.
 
     Args:
-        settings_of: rate and decay by a parameter's name; and a class with its arguments, where
-            that is another than ``cls``.
+        settings_of: rate and decay by a parameter's name; also a class with its arguments, if it is
+            not ``cls``.
     """
     session = Session.create(chosen)  # for its data and first values
     model = model_zoo.build(chosen.model, dtype=torch.float64)
     whole = {n: p.full_tensor() for n, p in session.modules[0].named_parameters()}
     model.load_state_dict(whole)
     optimizers = []
-    for name, parameter in model.named_parameters():  # any of them works parameter by parameter
+    for name, parameter in model.named_parameters():  # all of them work parameter by parameter
         rate, decay, *other = settings_of(name)
         made, given = other or (cls, arguments)
         optimizers.append(made([parameter], lr=rate, weight_decay=decay, **given))
@@ -174,7 +174,7 @@ def test_matrices_are_stepped_whole_as_torch_does_on_every_mesh(
 
 
 def measured(rank: int, world_size: int, chosen: Config) -> tuple[int, int]:
-    """Bytes of the optimizer's state, and those that its step has received."""
+    """Bytes of the optimizer's state, and bytes that its step has received."""
     session = Session.create(chosen)
     runner, counters = StepRunner(session), session.communicators[0].state.counters
     update, received = session.optimizer._update, []
@@ -322,7 +322,7 @@ def test_mistakes_of_the_section_are_told(text: str, wanted: str, tmp_path: Path
 
 
 def decays(rank: int, world_size: int, chosen: list[Config]) -> list[dict[str, float]]:
-    """By parameter, of each configuration."""
+    """Learning rate and decay by parameter, of each configuration."""
     found = []
     for each in chosen:
         session = Session.create(each)
@@ -333,7 +333,7 @@ def decays(rank: int, world_size: int, chosen: list[Config]) -> list[dict[str, f
 
 
 def test_weight_decay_is_of_matrices_whether_they_are_sharded_or_not() -> None:
-    """No number of a run may follow from how weights travel."""
+    """No value of a run may depend on how weights are communicated."""
     chosen = [
         settings(weight_decay=0.25).model_copy(
             update={"weight_parallel": settings().weight_parallel.model_copy(

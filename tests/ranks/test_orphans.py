@@ -1,4 +1,4 @@
-"""What is left of a run whose launcher ended, in whatever way: nothing."""
+"""However a run's launcher ends, nothing of the run remains."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[list[Run]]:
-    """What a test has started, killed at the end if it still lives."""
+    """Processes that a test has started; killed at the end if they are alive."""
     runs: list[Run] = []
     yield runs
     for run in runs:
@@ -44,7 +44,7 @@ def started(tmp_path: Path) -> Iterator[list[Run]]:
 def launch(
     folder: Path, runs: list[Run], launcher: tuple[str, ...] = LOCAL, nohup: bool = False
 ) -> list[int]:
-    """Start two ranks in a session and a temporary folder of their own; their process ids."""
+    """Start two ranks in a new session with a separate temporary folder; their process ids."""
     temporary = temporary_of(folder)
     temporary.mkdir()
     environment = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE")}
@@ -66,7 +66,7 @@ def launch(
 
 
 def temporary_of(folder: Path) -> Path:
-    """Not in ``folder``, whose name may be longer than sockets' addresses hold."""
+    """Not in ``folder``, whose name may be too long for the address of a socket."""
     return Path(tempfile.gettempdir()) / f"orphans-{hashlib.sha256(bytes(folder)).hexdigest()[:8]}"
 
 
@@ -79,7 +79,7 @@ def processes(folder: Path) -> list[int]:
             if mark in (place / "environ").read_bytes().split(b"\0"):
                 found.append(int(place.name))
         except OSError:
-            continue  # ended meanwhile, or another user's
+            continue  # ended meanwhile, or of another user
     return found
 
 
@@ -91,14 +91,14 @@ def eventually(true: object, folder: Path, seconds: float = 10.0) -> None:
 
 
 def left(folder: Path, held: set[Path]) -> list[str]:
-    """Files that stayed; torchrun never removes its folder of logs, torch keeps its cache."""
+    """Remaining files; torchrun never removes its folder of logs, torch keeps its cache."""
     own = (file.name for file in temporary_of(folder).iterdir())
     files = [name for name in own if not name.startswith(("torchelastic_", "torchinductor_"))]
     return files + [str(path) for path in held if path.exists()]
 
 
 def shared(folder: Path) -> set[Path]:
-    """What the run's processes share through /dev/shm, where other programs have theirs, too."""
+    """Names of the run's shared memory in /dev/shm, which other programs use, too."""
     found: set[Path] = set()
     for process in processes(folder):
         try:
@@ -115,7 +115,7 @@ def test_what_nohup_started_outlives_its_terminal_and_leaves_nothing_when_killed
 ) -> None:
     ranks = launch(tmp_path, started, launcher, nohup=launcher == LOCAL)
     held = shared(tmp_path)
-    if launcher == LOCAL:  # torchrun has a handler of its own
+    if launcher == LOCAL:  # torchrun has a handler for it
         os.killpg(started[0].pid, signal.SIGHUP)
         time.sleep(1)
         assert not list(tmp_path.glob("saved*"))
@@ -134,7 +134,7 @@ def test_a_closed_terminal_lets_every_rank_save_and_gives_status_129(
 ) -> None:
     launch(tmp_path, started)
     held = shared(tmp_path)
-    os.killpg(started[0].pid, signal.SIGHUP)  # the fork server and the resource tracker too
+    os.killpg(started[0].pid, signal.SIGHUP)  # also to the fork server and the resource tracker
     assert started[0].wait(timeout=30) == 128 + signal.SIGHUP
     assert sorted(file.name for file in tmp_path.glob("saved*")) == ["saved0", "saved1"]
     eventually(lambda: not processes(tmp_path), tmp_path)

@@ -1,7 +1,7 @@
-"""What a layer, a block or the model returned is written into: backward finds the weights whole.
+"""In-place writes to outputs of a layer, a block or the model: backward still gathers the weights.
 
-A linear layer with a bias answers rows of sequences with a *view* of its product. Writing into a
-view takes its node out of the graph, and with it every hook that stands there.
+For rows of sequences a linear layer with a bias returns a *view* of its product. Writing into a
+view replaces its autograd node, and removes every hook on that node.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RECOMPUTED = ActivationCheckpointConfig(mode="full")
 
 
 class Layers(nn.Module):
-    """Writes into what its layers returned, or (``inside=False``) does not."""
+    """Writes into the outputs of its layers, or (``inside=False``) does not."""
 
     def __init__(self, width: int = 6, inside: bool = True) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Layers(nn.Module):
 
 
 class Returned(nn.Module):
-    """Returns a layer's output as it is, or as a view, to be written into by the model."""
+    """Returns a layer's output unchanged or as a view; the model writes into it."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Returned(nn.Module):
 
 
 class Writer(Tiny):
-    """Writes into what its blocks and its head returned, or (``inside=False``) does not."""
+    """Writes into the outputs of its blocks and its head, or (``inside=False``) does not."""
 
     def __init__(self, inside: bool = True) -> None:
         super().__init__(block=Returned)
@@ -76,7 +76,7 @@ class Writer(Tiny):
 
 
 class Outside(nn.Module):
-    """The loss writes into what the model returned."""
+    """The loss writes into the model's output."""
 
     def __init__(self, inside: bool = True) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A user's own functions before and after an all-gather: their weights are computed with."""
+"""A user's functions before and after an all-gather: forward uses the weights that they return."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 
 
 def low_scaled(shard: Tensor) -> tuple[Tensor, Tensor]:
-    """Half the bytes: fp32 of the shard over its largest element, and that one."""
+    """Half the bytes: fp32 of the shard over its largest element, and that element."""
     largest = shard.abs().amax() if shard.numel() else shard.new_ones(())
     return (shard / largest).float(), largest.double()
 
@@ -41,7 +41,7 @@ def signs_back(codes: Tensor, out: Tensor) -> None:
 
 
 def packed(whole: Tensor, ranks: int, dim: int) -> Tensor:
-    """What ``whole`` is after its journey, its rows cut over ``ranks`` on ``dim``."""
+    """The values of ``whole`` after pack and unpack, its rows sharded over ``ranks`` on ``dim``."""
     rows = -(-whole.shape[dim] // ranks)
     parts = []
     for part in whole.detach().split(rows, dim):
@@ -51,7 +51,7 @@ def packed(whole: Tensor, ranks: int, dim: int) -> Tensor:
 
 
 class Packing:
-    """Gives a model on one process packed weights, and its own back."""
+    """Sets the packed weights in a model on one process, and restores the original ones."""
 
     def __init__(self, model: nn.Module, names: dict[str, int]) -> None:
         self.members = [(p, names[n]) for n, p in model.named_parameters() if n in names]
@@ -91,7 +91,7 @@ def test_every_gradient_and_step_is_that_of_what_the_functions_make_of_the_weigh
         assert {w.name for w in quantizer.weights} == set(names)
         plan = twin.communicator.plan
         assert plan is not None
-        for unit in twin.ours.layers:  # frozen: gathered so all the same
+        for unit in twin.ours.layers:  # frozen weights are gathered as well
             unit.w2.weight.requires_grad_(False)
         for unit in twin.plain.layers:
             unit.w2.weight.requires_grad_(False)

@@ -76,7 +76,7 @@ def case_of(c: Combination) -> Case:
 
 
 def work(c: Combination) -> float:
-    """Passes over the blocks, of which recomputed ones take more, beside what every case takes."""
+    """Passes over the blocks, more with recomputation, in addition to what every case takes."""
     return 6 + c["micro_batches"] * (1.0 if c["checkpoint"] == "none" else 1.3)
 
 

@@ -1,8 +1,8 @@
-"""Whatever is combined, loss and every gradient are those of one process: 1e-10 in fp64.
+"""In any combination, loss and every gradient equal those of one process: 1e-10 in fp64.
 
 All pairs of: ranks that share heads, a ring, which of them are near, grouped heads, documents, a
-window, odd lengths, checkpoints, offload, tiles, a pipeline; weights are cut beside. Random rows
-beyond these run behind the marker ``thorough``.
+window, odd lengths, checkpointing, offload, tiles, a pipeline; weights are always sharded. Further
+random rows run with the marker ``thorough``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_every_pair_that_can_be_is_a_row() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_all_pairs_equal_one_process(world: int) -> None:
-    """Ranks that have started run their rows one after another."""
+    """Ranks run several rows, one after another."""
     rows = [row for row in ROWS if world_of(row) == world]
     assert run_ranks(matrix.compare, world, rows) == [[]] * world
 
@@ -39,7 +39,7 @@ def test_all_pairs_equal_one_process(world: int) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("fault", matrix.FAULTS)
 def test_a_fault_that_others_had_is_caught_by_the_row_that_is_meant_for_it(fault: str) -> None:
-    """Put in on purpose. Of tiles by a rank's own length: ``test_tiles``."""
+    """A deliberate mistake. For tiles by a rank's own length see ``test_tiles``."""
     found = run_ranks(matrix.faulty, 2, fault)
     assert [right for right, _ in found] == [[], []]
     names = [name for _, wrong in found for name in wrong]

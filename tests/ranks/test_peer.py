@@ -1,4 +1,4 @@
-"""``checkpoint.peer``: what a lost rank saved comes back from memory that outlived it."""
+"""``checkpoint.peer``: the files of a lost rank are restored from another machine's memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def gone(keeper: dict[str, Any]) -> bool:
 def test_a_lost_machines_rank_is_restored_from_the_memory_of_the_next_one(
     rank: int, tmp_path: Path
 ) -> None:
-    """Each rank is a machine of its own here, with a launcher of its own."""
+    """Each rank stands for one machine here, with a separate launcher."""
     launchers = [subprocess.Popen(["sleep", "600"])]
     environment = {
         "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": "2",
@@ -81,7 +81,7 @@ def test_a_lost_machines_rank_is_restored_from_the_memory_of_the_next_one(
         assert path is not None
         held = KeeperConnection(copies._here).request("held")["digests"]
         assert len(held) == 1 == len(set(held) & set(copies.keep)), "equal saves are one copy"
-        # The second machine is lost, with its keeper, and with what its rank had on its disk.
+        # The second machine is lost, with its keeper process and with its rank's files.
         mine = written(session)
         planned = dict(make_plan(config({"weight": 2}, checkpoint={"peer": True}), 2).memory)
         assert len(mine) <= planned[WRITTEN] == planned[COPIED] // 2
@@ -99,7 +99,7 @@ def test_a_lost_machines_rank_is_restored_from_the_memory_of_the_next_one(
             f"1 of 2 files of {path} are read from copies in memory; not there any more: "
             "rank-00001.safetensors"
         ]
-        # Without a copy the folder is what it is: not whole. And a keeper that ends costs no save.
+        # Without a copy the checkpoint is incomplete. A keeper that ends does not fail a save.
         with pytest.raises(ConfigError, match=r"rank-00001\.safetensors is missing"):
             load(again, path)
         launchers[-1].kill()
@@ -152,7 +152,7 @@ def test_torchrun_goes_on_from_memory_with_the_same_bytes_and_leaves_nothing(
     )
     assert found.keys() == expected.keys()
     assert [name for name in expected if bits(expected[name]) != bits(found[name])] == []
-    # Without copies there was nothing to go on from.
+    # Without copies there was nothing to resume from.
     run_ranks(without_copies, 2, str(tmp_path / LOST))
 
 

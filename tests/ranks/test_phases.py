@@ -1,4 +1,4 @@
-"""A step's compute is colored by phase: what a recomputed block does after its recompute too."""
+"""A step's compute is colored by phase, also in a recomputed block after its recompute."""
 
 from __future__ import annotations
 

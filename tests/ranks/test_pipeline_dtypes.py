@@ -1,4 +1,4 @@
-"""What travels between stages: the dtype that weights compute in, one shape, and clear refusals."""
+"""Messages between stages: the compute dtype of weights, one shape, and clear refusals."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def other_shapes(rank: int, world_size: int, static: bool) -> tuple[list[str], F
     pipeline, plain = make(case)
     good = batches(case, pipeline.mesh)
     told = []
-    if not static:  # the first step says what the shape is
+    if not static:  # the shape follows from the first step
         pipeline.evaluate(good)
     short = batches(replace(case, length=8), pipeline.mesh)
     for wrong in (good[:3], [*good[:2], short[2], good[3]]):
@@ -115,7 +115,7 @@ def test_micro_batches_of_another_number_or_shape_are_refused_before_anything_ru
 
 
 def wrong_promise(rank: int, world_size: int) -> tuple[type[Exception], str, float]:
-    """The width of the hidden states is not what the pipeline was told."""
+    """The width of the hidden states differs from the pipeline's setting."""
     case, mesh = Case(), mesh_of(pipeline=2, timeout=6)
     pipeline = Pipeline.create(
         case.build(),  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def test_an_error_that_shows_a_layout_does_not_show_every_token() -> None:
 
 
 class _Floats(nn.Module):
-    """Takes floats, as a model of patches or of embedded text does."""
+    """Takes floats, like a model of patches or of embedded text."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""A failure on one stage ends all ranks within the groups' timeout, with the first cause named.
+"""A failure on one stage ends all ranks within the groups' timeout; errors name the first cause.
 
-The failed rank stays alive here, so that the others can only learn of it by the timeout; in a run
-its process ends, its connections close, and they learn at once.
+The failed rank stays alive here, so that the others can only find out by the timeout; in a run its
+process ends, its connections close, and the others raise at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Frozen and idle weights under a pipeline: everybody else's gradient is right all the same."""
+"""Frozen and unused parameters in a pipeline: all other gradients are right."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def gaps(case: Case, alter: Alter, thaw: Alter = lambda model: None) -> dict[str
     """For each parameter of this rank the gap of its gradient.
 
     Args:
-        alter: changes the whole model before it is cut.
-        thaw: changes chunks and the whole model after a first step.
+        alter: changes the full model before it is split.
+        thaw: changes chunks and the full model after a first step.
     """
     pipeline, plain = make(case, alter=alter)
     pipeline.step(batches(case, pipeline.mesh))

@@ -1,4 +1,4 @@
-"""Scheduler hooks fire for every chunk and micro-batch; torch's shape inference leaves no trace."""
+"""Scheduler hooks fire for every chunk and micro-batch; shape inference has no side effects."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_hooks_fire_once_for_every_chunk_and_micro_batch(
 
 
 class _Rest(SchedulerHook):
-    """What a chunk still has in flight, or holds, when our own hook is done with a pass."""
+    """What a chunk has in flight, or holds, when our own hook returns after a pass."""
 
     def __init__(self) -> None:
         self.states: list[Chunk] = []
@@ -129,7 +129,7 @@ class _Slow(SchedulerHook):
 
 
 def waiting(rank: int, world_size: int) -> tuple[float, float]:
-    """How long a rank had no pass to run in an ordinary step, and where rank 0 is slow."""
+    """Seconds without an action on each rank (bubble) in an ordinary step; rank 0 is slow."""
     case = Case("GPipe", micro_batches=2)
     pipeline, _ = make(case)
     seconds = []
@@ -161,7 +161,7 @@ def test_hooks_fire_in_the_order_of_the_work() -> None:
 
 
 def after_inference(rank: int, world_size: int, static: bool) -> dict[str, Any]:
-    """Everything a communicator keeps, after a step with and without torch's shape inference."""
+    """All state of a communicator, after a step with and without torch's shape inference."""
     case = Case("ZBVZeroBubble", chunks=2, layers=9, static=static)
     trace = Trace(enabled=True)
     pipeline, _ = make(case, trace=trace)
@@ -197,7 +197,7 @@ def test_shape_inference_gets_along_with_reentrant_checkpoints(schedule: str, ch
 
 
 def rehearsed(rank: int, world_size: int) -> list[bool]:
-    """torch's inference alone, without the step."""
+    """Only torch's inference, without the step."""
     case = Case("1F1B", layers=9, static=False)
     trace = Trace(enabled=True)
     pipeline, _ = make(case, trace=trace)
@@ -221,7 +221,7 @@ def test_inference_alone_changes_nothing() -> None:
 
 
 class _Outputs(SchedulerHook):
-    """Remembers the memory of hidden states without keeping it."""
+    """Records the memory of hidden states without keeping it alive."""
 
     def __init__(self) -> None:
         self.storages: list[StorageWeakRef] = []
@@ -231,7 +231,7 @@ class _Outputs(SchedulerHook):
 
 
 def left_behind(rank: int, world: int) -> int:
-    """Hidden states that live after a step, with Python's collector off."""
+    """Hidden states that are alive after a step, with Python's collector off."""
     hook, case = _Outputs(), Case(micro_batches=6)
     pipeline, _ = make(case, [hook])
     gc.collect()
@@ -244,5 +244,5 @@ def left_behind(rank: int, world: int) -> int:
 
 
 def test_what_a_stage_has_sent_is_freed_without_a_collection() -> None:
-    """A message that knew its operation, which knows the message, kept all hidden states."""
-    assert run_ranks(left_behind, 2)[0] <= 1  # the last one's gradient was taken from it
+    """A reference cycle between a message and its operation would keep all hidden states alive."""
+    assert run_ranks(left_behind, 2)[0] <= 1  # the last one's gradient was computed from it

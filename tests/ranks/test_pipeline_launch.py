@@ -1,4 +1,4 @@
-"""Pipelines as users start them: the demo beside one process, and ranks that die in a run."""
+"""Pipelines on the command line: the demo compared with one process, and ranks that die."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_demo_through_a_pipeline_has_the_losses_of_one_process(tmp_path: Pat
 
 
 class _Ends(SchedulerHook):
-    """In the second step, one rank is killed, or its loss raises."""
+    """In the second step one rank is killed, or its loss raises."""
 
     def __init__(self, how: str, output: Path) -> None:
         self.how, self.output, self.steps = how, output, 0

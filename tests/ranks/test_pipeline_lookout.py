@@ -1,4 +1,4 @@
-"""No rank of a pipeline waits for the timeout, a minute here, where another one failed alone."""
+"""If one rank of a pipeline fails, no other waits for the timeout, which is a minute here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def inferred(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def run(rank: int, world_size: int, case: Case, where: str, culprit: int) -> list[str]:
-    """The culprit's program catches its error and does nothing more; the others go on and on."""
+    """The failing rank's program catches its error and stops; the others continue."""
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL + 1)
     hook = Trips()
     pipeline, _ = make(case, hooks=[hook])
@@ -66,11 +66,11 @@ def run(rank: int, world_size: int, case: Case, where: str, culprit: int) -> lis
     store.set(f"done {rank}", "")
     store.wait([f"done {r}" for r in range(world_size)])
     assert took < SOON, f"{where}: {took:.1f} s, {found}"
-    if where == "inference":  # on no rank of a stage alone: all have failed, so all can go on
+    if where == "inference":  # all ranks of a stage have failed, so all can continue
         if rank == culprit:
             hooked.remove()
         assert pipeline.step(given) is not None
-    elif rank == culprit:  # and when it calls again, it is told at once
+    elif rank == culprit:  # when it calls again, it raises at once
         with pytest.raises(CollectiveError, match="spilt"):
             pipeline.step(given)
     return found

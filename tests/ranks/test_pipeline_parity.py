@@ -1,9 +1,9 @@
-"""Under every schedule the loss and every gradient equal one process within 1e-10.
+"""With every schedule the loss and every gradient equal one process within 1e-10.
 
 In each set every possible pair of values of the options below occurs together at least once. In the
 thorough set of four ranks any three of: schedule, mesh, number of micro-batches, activation
 checkpointing or none, weights re-gathered or kept, occur in all combinations, too. Every case also
-compares what it gathers and reduces, in order, with what the plan says.
+compares its gathers and reductions, in order, with the plan.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ OPTIONS: dict[str, list[Any]] = {
     "output": ["local", "vocabulary"],
     "static": [True, False],
 }  # fmt: skip
-# Blocks by the number of stages: one each, and two uneven cuts, of which one re-gathers.
+# Blocks by the number of stages: one each, and two uneven splits, one of which re-gathers.
 LAYERS = {
     2: {"one": 2, "uneven": 5, "more": 7},
     4: {"one": 4, "uneven": 5, "more": 9},
@@ -114,20 +114,20 @@ def case_of(c: Combination) -> Case:
 
 
 def work(c: Combination) -> float:
-    """Blocks run for all micro-batches, beside what every case takes (about 40 of them)."""
+    """Block forwards of all micro-batches, in addition to what every case takes (about 40)."""
     case = case_of(c)
     return 40 + case.micro_batches * case.layers
 
 
 def together() -> list[Combination]:
-    """What must occur, on unevenly cut blocks: two of the eight combinations of the last three
+    """Required cases, on unevenly split blocks: two of the eight combinations of the last three
     values for each schedule and mesh, which differ in all three.
 
     The next mesh, and the next schedule, has another such pair, so that of the five options any
     three occur in all combinations.
     """
     found = []
-    opposite = list(product((0, 1), repeat=3))[:4]  # of a pair the one that begins with 0
+    opposite = list(product((0, 1), repeat=3))[:4]  # of each pair the one that begins with 0
     for (i, schedule), (j, mesh) in product(enumerate(EVERY["schedule"]), enumerate(EVERY["mesh"])):
         one = opposite[(i + j) % 4]
         for chosen in (one, [1 - index for index in one]):
@@ -250,7 +250,7 @@ def test_gradients_of_all_stages_are_clipped_by_one_norm() -> None:
 
 
 def replicated(rank: int, world_size: int) -> list[tuple[Found, int, int]]:
-    """Two replicas, no optimizer: collectives of a step's gradients, and what they should be."""
+    """Two replicas, no optimizer: collectives of a step's gradients, and the expected ones."""
     found = []
     for case in (
         Case("1F1B"),
@@ -263,7 +263,7 @@ def replicated(rank: int, world_size: int) -> list[tuple[Found, int, int]]:
         cut = sum(len(c.replicated.sharded) for c in pipeline.communicators)
         whole = case.weights.get("accumulation") == "full"  # counts its reductions within the group
         within = cut * (1 if whole else case.micro_batches)
-        among_replicas = cut + len(pipeline.communicators)  # the small ones of a chunk together
+        among_replicas = cut + len(pipeline.communicators)  # and a chunk's replicated parameters
         found.append((compare(case, pipeline, plain, losses), done, within + among_replicas))
     return found
 

@@ -1,4 +1,4 @@
-"""What ``internsp plan`` prints of a pipeline is what a training step then does, rank by rank."""
+"""What ``internsp plan`` prints of a pipeline is what a training step does, rank by rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def settings(changes: Changes) -> Config:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the printed table, or its like of a step: how many, and their bytes."""
+    """A line of the printed table, or the same figures of a step: number and bytes."""
 
     gathers: int
     gathered: str
@@ -55,7 +55,7 @@ class Row:
 
 
 class _Messages:
-    """Counts what a rank's stages ask of other stages."""
+    """Counts the messages between a rank's stages and other stages."""
 
     def __init__(self, stages: list[PipelineStage]) -> None:
         self.count = self.nbytes = 0
@@ -132,7 +132,7 @@ def test_a_step_gathers_reduces_and_receives_what_the_plan_printed() -> None:
 
 
 def test_the_cases_take_more_than_one_slots_worth_of_gathers() -> None:
-    """Else re-gathering would not be seen."""
+    """Otherwise re-gathering would not be tested."""
     for changes in (CASES[0], CASES[4]):
         plan = make_pipeline_plan(settings(changes), WORLD)
         for rank in plan.ranks:

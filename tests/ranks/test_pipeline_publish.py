@@ -1,4 +1,4 @@
-"""New values arrive while the next step's first forwards run, block by block, on every stage."""
+"""The parameter all-gather overlaps the next step's first forwards, block by block, per stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Order = list[tuple[list[str], list[str]]]
 
 
 def published(rank: int, world_size: int, case: Case) -> tuple[Order, float]:
-    """For each chunk its blocks and what happened in the second step; the parameters' gap."""
+    """For each chunk its blocks and the events of the second step; the parameters' gap."""
     trace = Trace(enabled=True)
     pipeline, plain = make(case, trace=trace)
     for communicator in pipeline.communicators:

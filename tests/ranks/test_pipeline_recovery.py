@@ -1,4 +1,4 @@
-"""The step after a failed one: right where all ranks have failed, else refused on all of them."""
+"""The step after a failed one: right if all ranks have failed, otherwise refused on all of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.support.compare import TOLERANCE, gap
 from tests.support.pipeline import Case, batches, compare, make, plain_loss
 from tests.support.ranks import ranks, run_ranks
 
-TIMEOUT = 12  # seconds: the groups'; whoever is told does not wait for it
+TIMEOUT = 12  # seconds: the groups'; a rank that gets the error does not wait for it
 
 
 class Boom(Exception):
-    """What a user's hook raises."""
+    """The exception of a user's hook."""
 
 
 class _Trap(torch.autograd.Function):
@@ -39,7 +39,7 @@ class _Trap(torch.autograd.Function):
 
 
 class _Trips(SchedulerHook):
-    """Raises at one place, on every rank that comes there."""
+    """Raises at one point, on every rank that reaches it."""
 
     def __init__(self) -> None:
         self.where, self.micro_batch, self.now = "", 0, 0
@@ -79,7 +79,7 @@ def _setup(case: Case) -> tuple[Pipeline, nn.Module, _Trips, list[torch.optim.Op
 
 
 def _fails(call: Callable[[], Any], what: str) -> str:
-    """It raises, and names the cause in words: its own, by torch's errors, or another rank's."""
+    """It raises, and names the cause: its own, an error of torch, or another rank's error."""
     try:
         call()
     except Exception as error:
@@ -125,11 +125,11 @@ def test_the_step_after_one_that_failed_on_all_ranks_is_right(
             if call == pipeline.evaluate and "forward" not in hook.where:
                 continue
             start = time.monotonic()
-            # What it has sent must not be taken for the next step's: other micro-batches.
+            # Messages that it has sent must not reach the next step, which has other micro-batches.
             _fails(lambda call=call: call(given[::-1]), what)
             assert time.monotonic() - start < TIMEOUT / 2, what
         where, hook.where = hook.where, ""
-        # Sums of a step that has not come to its end are gone, without zero_grad().
+        # Sums of an aborted step are discarded, without zero_grad().
         for optimizer in optimizers if where == "after_last_micro_batch" else ():
             optimizer.zero_grad()
         found = compare(case, pipeline, plain, pipeline.step(given))
@@ -158,10 +158,10 @@ def test_a_failed_step_does_not_take_earlier_steps_gradients_along_in_silence() 
     for failing in (pipeline.step, pipeline.evaluate):
         pipeline.step(given)
         fail(lambda call=failing: call(given))
-        pipeline.step(given)  # right in itself, but what it is added to is gone
+        pipeline.step(given)  # right in itself, but the sums to which it is added are lost
         _fails(optimizer.step, "has taken with it the gradients of the micro-batches before it")
         optimizer.zero_grad()
-        fail(lambda: pipeline.step(given))  # nothing was there before it: nothing is missed
+        fail(lambda: pipeline.step(given))  # there were no sums before it: nothing is missing
         pipeline.step(given)
         found = optimizer.gather_gradients()
         assert found
@@ -183,7 +183,7 @@ def test_what_a_failed_step_has_added_to_a_gradient_is_not_taken_for_one(
     hook.where, hook.micro_batch = "after_last_micro_batch", -1
     _fails(lambda: pipeline.step(given), hook.where)
     hook.where = ""
-    for _ in range(2):  # before anything runs: the pipeline goes on
+    for _ in range(2):  # before anything runs: the pipeline can continue
         _fails(lambda: pipeline.step(given), "has taken with it the gradients")
     for call in (own.step, lambda: own.param_groups[0]["params"][0].grad.full_tensor()):
         _fails(call, "a step of the pipeline that failed has added a part of its gradient")
@@ -198,7 +198,7 @@ def test_what_a_failed_step_has_added_to_a_gradient_is_not_taken_for_one(
 
 def finished(rank: int, world_size: int, culprit: int) -> list[str]:
     """One rank fails when the other has, or may have, nothing left to do in the step."""
-    case = Case(timeout=4)  # the one that has finished may wait for it in the next step
+    case = Case(timeout=4)  # the finished rank may wait for the failed one in its next step
     pipeline, _, hook, _ = _setup(case)
     given = batches(case, pipeline.mesh)
     if rank == culprit:
@@ -206,7 +206,7 @@ def finished(rank: int, world_size: int, culprit: int) -> list[str]:
         _fails(lambda: pipeline.step(given), hook.where)
         hook.where = ""
     else:
-        assert pipeline.step(given) is not None  # its part went well: it may have gone on from it
+        assert pipeline.step(given) is not None  # its part succeeded: it may be in the next step
     return [_fails(lambda: pipeline.step(given), "failed first: Boom") for _ in range(2)]
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline refuses before anything runs, after which it can be used as if never asked."""
+"""Errors that a pipeline raises before anything runs; it can be used normally afterwards."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ def asked(rank: int, world_size: int) -> list[str]:
 
 def test_a_hook_that_calls_evaluate_is_told_so() -> None:
     own, others = run_ranks(asked, 2)
-    for error in own:  # and again in the next step, which begins anew on both
+    for error in own:  # and again in the next step, which starts fresh on both ranks
         assert "step() or evaluate() of a pipeline was called on rank 0 while it runs" in error
     for error in others:
         assert "rank 0, pipeline rank 0, failed first: OrderError: step() or evaluate()" in error
 
 
 def logits(rank: int, world_size: int, case: Case) -> tuple[list[Any], str]:
-    """Without labels the last chunk gives logits: to be looked at, but no loss."""
+    """Without labels the last chunk returns logits, but there is no loss."""
     pipeline, _ = make(case)
     pipeline.criterion = lambda output, batch: output
     without = batches(case, pipeline.mesh)

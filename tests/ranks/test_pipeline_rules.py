@@ -1,4 +1,4 @@
-"""What a pipeline refuses before it runs, its chunks and stages by themselves, first causes."""
+"""What a pipeline refuses before it runs; chunks and stages alone; first causes of failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def refusal(kind: type[Exception], call: Callable[[], Any]) -> str:
 
 
 def refused(rank: int, world_size: int) -> tuple[list[str], list[list[bool]]]:
-    """What is said of wrong numbers and a wrong plan; which chunks may split."""
+    """Errors for wrong numbers and a wrong plan; which chunks may split backward."""
     told = [refusal(ConfigError, lambda: make(Case("DualPipeV", chunks=1)))]
     real = pipeline_module.schedule_order
 
@@ -52,7 +52,7 @@ def test_wrong_numbers_and_wrong_plans_are_refused_before_anything_runs() -> Non
 
 
 def alone(rank: int, world_size: int) -> list[tuple[bool, bool, str]]:
-    """Of each chunk: gathers are its own, every gradient is there, and what autograd.grad says."""
+    """For each chunk: its gathers, all gradients, and the result of autograd.grad."""
     trace = Trace(enabled=True)
     case = Case(
         "ZBVZeroBubble", chunks=2, weight=2, layers=9, weights={"accumulation": "full"}
@@ -92,7 +92,7 @@ def test_a_chunk_by_itself_after_steps_and_evaluations_is_an_ordinary_model() ->
 
 
 def by_hand(rank: int, world_size: int, case: Case) -> Found:
-    """Our stages under a schedule that somebody else made, with scaling left on."""
+    """Our stages under a schedule made by the user, with scaling left on."""
     pipeline, plain = make(case)
     tokens = case.tokens(pipeline.mesh.data)
     schedule: Any = pipeline.kind.cls(
@@ -119,7 +119,7 @@ def test_stages_under_a_schedule_of_ones_own_are_right_and_never_scaled() -> Non
 
 
 def watched(rank: int, world_size: int) -> list[str]:
-    """Rank 0 fails first each time. What each time is raised."""
+    """Rank 0 fails first each time; returns the errors."""
     mesh = ParallelMesh.create(1, 1, 2, device_type="cpu", timeout_seconds=20)
     watches = [PipelineFailureGuard(mesh, (), lambda: "", lambda: None) for _ in range(3)]
     store, told = default_store(), []

@@ -1,4 +1,4 @@
-"""A step of more micro-batches than were agreed: the schedule runs several times in a step."""
+"""A step with more micro-batches than configured: the schedule runs several times per step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES = [
 
 
 class Ends(SchedulerHook):
-    """How often a chunk's last micro-batch was told."""
+    """How often the last micro-batch was announced to a chunk."""
 
     count = 0
 

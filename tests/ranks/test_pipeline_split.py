@@ -1,4 +1,4 @@
-"""Split backward: every weight gets its gradient, at the weight phase, without another gather."""
+"""Split backward: every weight gets its gradient in its weight backward, not gathered again."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_ours_are_right_on_the_case_where_fsdp2_loses_gradients(schedule: str) -
     case = Case(schedule, chunks=2, weight=2)
     resharded = run_ranks(fsdp, 4, case, True)
     assert sum(absent + wrong for absent, wrong, _ in resharded) > 0
-    kept = run_ranks(fsdp, 4, case, False)  # the comparison itself is right
+    kept = run_ranks(fsdp, 4, case, False)  # without the split the comparison succeeds
     assert all(absent + wrong == 0 and right > 0 for absent, wrong, right in kept)
     for loss, gradient, *_ in run_ranks(ours, 4, case):
         assert loss < TOLERANCE
@@ -81,7 +81,7 @@ def test_ours_are_right_on_the_case_where_fsdp2_loses_gradients(schedule: str) -
 
 
 class _Parts(SchedulerHook):
-    """Events of the trace at the end of each pass, with what the pass was."""
+    """Events of the trace at the end of each pass, with the kind of pass."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -139,7 +139,7 @@ def test_a_chunk_that_recomputes_computes_both_gradients_at_once(schedule: str) 
 def test_a_weight_part_is_right_when_its_weights_memory_is_gone(
     schedule: str, together: int
 ) -> None:
-    # Three blocks in every split chunk: between its two parts others have taken their slots.
+    # Three blocks in every split chunk: between its two parts other blocks have used their slots.
     weights = {"memory_pool": False, "coalesce_bytes": together}
     case = Case(schedule, chunks=2, weight=2, layers=14, weights=weights)
     for loss, gradient, *_ in run_ranks(ours, 4, case):

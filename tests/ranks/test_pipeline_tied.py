@@ -1,4 +1,4 @@
-"""Weights that several stages share, as a tied head: one in gradients, norms and steps."""
+"""Weights that several stages share, such as a tied head: gradients, norms and steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tied(schedule: str = "1F1B", **changes: Any) -> Case:
 
 
 def same(pipeline: Pipeline, found: dict[str, Any], wanted: dict[str, Any], what: str) -> None:
-    """All names of this rank's chunks, copies by theirs. Collective."""
+    """All names of this rank's chunks, copies by the name of their weight. Collective."""
     copies = {
         place.name: wanted[weight.name]
         for weight in pipeline.tied.weights
@@ -54,10 +54,10 @@ def same(pipeline: Pipeline, found: dict[str, Any], wanted: dict[str, Any], what
 
 
 def trains(case: Case, steps: int = 3, alter: Any = lambda model: None) -> list[str]:
-    """A plain loop, with a norm and momentum; copies stay one weight to the bit.
+    """A plain loop, with a norm and momentum; copies stay equal to the bit.
 
     Returns:
-        What is tied.
+        The tied weights.
     """
     pipeline, plain = make(case, alter=alter)
     everything = [p for chunk in pipeline.chunks for p in chunk.parameters()]
@@ -118,7 +118,7 @@ def optimizers(pipeline: Pipeline, **options: Any) -> list[ZeroOptimizer]:
 )
 @ranks(4)
 def test_a_zero_optimizer_steps_and_clips_as_one_process(case: Case) -> None:
-    """Two of the pipeline's for one of the optimizer's; gradients are complete after each."""
+    """Two steps of the pipeline per optimizer step; gradients are complete after each."""
     pipeline, plain = make(case)
     ours = optimizers(pipeline)
     theirs = torch.optim.AdamW(plain.parameters(), lr=0.02, eps=1e-3)
@@ -139,7 +139,7 @@ def test_a_zero_optimizer_steps_and_clips_as_one_process(case: Case) -> None:
 
 
 class Scaled(nn.Module):
-    """An embedding times a number, with a bias that the model's head has too."""
+    """A scaled embedding, with a bias that the model's head has too."""
 
     def __init__(self, inner: nn.Embedding, bias: nn.Parameter) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Scaled(nn.Module):
 
 
 class Looked(nn.Module):
-    """A block that looks at the vocabulary: a third place of the embedding's weight."""
+    """A block that uses the embedding's weight: a third stage with a copy."""
 
     def __init__(self, block: nn.Module, weight: nn.Parameter) -> None:
         super().__init__()
@@ -176,14 +176,14 @@ def looked(model: Any) -> None:
 
 
 def one_weight(model: Any) -> None:
-    """Of two blocks a large weight, of three a small one."""
+    """Two blocks share a large weight, three a small one."""
     first, *_, fourth, last = model.layers
     last.attention.wq.weight = first.attention.wq.weight
     first.ffn_norm.weight = fourth.ffn_norm.weight = last.ffn_norm.weight
 
 
 def one_block(model: Any) -> None:
-    """The same modules, as ALBERT has them (arXiv 1909.11942)."""
+    """Shared modules, as in ALBERT (arXiv 1909.11942)."""
     model.layers[4], model.layers[3] = model.layers[0], model.layers[1]
 
 
@@ -363,7 +363,7 @@ def test_a_rank_that_fails_lets_no_other_wait_for_its_gradient(rank: int, where:
 
 
 class Square(nn.Module):
-    """A block of a user's own."""
+    """A user-defined block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,7 +374,7 @@ class Square(nn.Module):
 
 
 class Stage(nn.Module):
-    """One of two stages of a user's own, with a table each, made by itself."""
+    """One of two user-defined stages, which create their tables separately."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ class Stage(nn.Module):
 
 @ranks(4)
 def test_stages_of_ones_own_say_what_is_tied(rank: int) -> None:
-    """The last stage leaves its copy unused in the first step: it has the other's gradient."""
+    """The last stage does not use its copy in the first step: it gets the other's gradient."""
     mesh = mesh_of(2, 1, 2)
     number, plain = mesh.pipeline_rank, [Stage(0), Stage(1)]
     plain[1].out.weight = plain[0].table.weight

@@ -1,4 +1,4 @@
-"""Whole training runs through a pipeline: the same numbers, resumed, sampled, reported."""
+"""Complete training runs through a pipeline: the same values, resumed, sampled, reported."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_steps_and_evaluations_equal_one_process(tmp_path: Path) -> None:
             report = (tmp_path / f"{world}-{i}" / "report.html").read_text()
             assert _sample(report) == _sample(sample), changes[i]
             parallel = changes[i]["parallel"]
-            if world == parallel["pipeline"] * parallel.get("weight", 1):  # nothing is published
+            if world == parallel["pipeline"] * parallel.get("weight", 1):  # no parameter all-gather
                 planned = make_pipeline_plan(config(**changes[i]), world).ranks[0].schedule
                 assert rows[1].gathered_bytes == planned.nbytes("AG"), changes[i]
             name = changes[i]["pipeline"]["schedule"]
@@ -127,8 +127,8 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     assert [(r.step, r.loss, r.grad_norm) for r in rows] == [
         (w.step, w.loss, w.grad_norm) for w in wanted
     ]
-    # As many chunks in other places (rank 0 has the first and third, not the first and last), or
-    # none: sums come in another order, so to the last bits.
+    # As many chunks on other ranks (rank 0 has the first and third, not the first and last), or no
+    # pipeline: sums are in another order, so equal to rounding.
     for number, changes in enumerate((pipelined("Interleaved1F1B", 2), pipelined("1F1B"))):
         other = config(**{**changes, "checkpoint": again["checkpoint"]})
         folder = tmp_path / f"other{number}"
@@ -173,7 +173,7 @@ def counted(rank: int, world_size: int, settings: Config, folder: str) -> list[s
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         train(settings, Path(folder), [hook])
-    # torch's schedules look for steps that they have seen themselves.
+    # torch's schedules check for steps that they have executed themselves.
     assert not [w for w in told if "lr_scheduler" in str(w.message)]
     return hook.calls
 
@@ -195,7 +195,7 @@ def test_hooks_fire_in_the_trainer_with_a_pipeline_and_without(tmp_path: Path) -
 
 
 def stopped(rank: int, world_size: int, settings: Config, folder: str) -> int:
-    """The last stage alone is asked to stop, before its first step."""
+    """Only the last stage gets a stop request, before its first step."""
     with StopRequest() as stop:
         stop.requested = rank == 1
         train(settings, Path(folder))
@@ -208,7 +208,7 @@ def test_a_stop_asked_of_one_stage_ends_all_after_the_step(tmp_path: Path) -> No
 
 
 def otherwise(rank: int, world_size: int, settings: Config, folder: str) -> str:
-    """A plan with one reduction more than the step will launch."""
+    """A plan with one reduction more than the step launches."""
     real = Pipeline.planned
 
     def longer(self: Pipeline, overlap: bool = True, runs: int = 1) -> Schedule:

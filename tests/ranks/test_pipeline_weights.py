@@ -1,4 +1,4 @@
-"""Two-part backwards of models that are not as regular as the zoo's: every weight all the same."""
+"""Split backward of models less regular than the zoo's: every weight gets its gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 12
 
 
 class _WithBranch(nn.Module):
-    """A block and a linear layer that only some rows of a batch go through."""
+    """A block and a linear layer that only some rows of a batch use."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ ZBV: dict[str, Any] = {"schedule": "ZBVZeroBubble", "chunks": 2, "weight": 2}
 CASES = {
     "frozen": Other(**ZBV, frozen="embed|wo|w2|norm"),
     "idle": Other(**ZBV, wrapped=_WithBranch, which=(1, 2, 3)),
-    # Three blocks of its chunk share two slots, so that it has gone when weight parts run.
+    # Three blocks of its chunk share two slots: a block is overwritten before its weight backward.
     "needs its weight": Other(**ZBV, layers=12, wrapped=_Normed, which=(4,)),
 }
 
@@ -82,7 +82,7 @@ def run(rank: int, world_size: int) -> dict[str, tuple[float, list[str], list[st
 
 
 def one(case: Other) -> tuple[float, list[str], list[str], list[bool]]:
-    """The worst gradient, what was gathered and reduced, what was planned; which chunks split."""
+    """The worst gradient, the gathers and reductions, the planned ones; which chunks split."""
     trace = Trace(enabled=True)
     pipeline, plain = make(case, trace=trace)
     mesh = pipeline.mesh

@@ -34,7 +34,7 @@ def test_the_file_of_the_page_prints_what_the_page_shows(tmp_path: Path) -> None
 def example(
     rank: int, world_size: int, source: str
 ) -> tuple[dict[str, int], list[bool], dict[str, bool]]:
-    """Runs the page's Python: what is cut where, triggers inside blocks, gradients in fp64."""
+    """Runs the page's Python: sharding, triggers inside blocks, gradients in fp64."""
     variables: dict[str, Any] = {}
     exec(compile(source, "plan.md", "exec"), variables)
     torch, communicator = variables["torch"], variables["communicator"]

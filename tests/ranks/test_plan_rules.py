@@ -1,4 +1,4 @@
-"""What rules of the plan say of some weights is what happens, and changes no number."""
+"""Rules of the plan for single weights take effect, and change no value."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def test_ignored_parameters_stay_what_they_were_and_belong_to_the_user() -> None
     own = torch.optim.SGD(mine.values(), lr=0.1)
     plain = torch.optim.SGD(twin.plain.parameters(), lr=0.1)
     for step in range(3):
-        twin.ours.extra = torch.nn.Identity()  # the modules are looked through again
+        twin.ours.extra = torch.nn.Identity()  # the modules are examined again
         twin.backward()
         for parameter in mine.values():
             assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)  # the user's own business
+            dist.all_reduce(parameter.grad)  # left to the user
         wanted = gradients(twin.plain)
         check({n: p.grad for n, p in mine.items()}, {n: wanted[n] for n in names}, f"step {step}")
         for optimizer in (ours, own, plain):
@@ -170,7 +170,7 @@ def test_ranks_whose_models_bring_other_rules_all_refuse(rank: int) -> None:
 
 
 def piped(rank: int, world_size: int, case: Case) -> tuple[float, float]:
-    """Rules for blocks of several stages; loss and gradients beside one process."""
+    """Rules for blocks of several stages; loss and gradients compared with one process."""
     pipeline, plain = make(case)
     kept = {unit.name for c in pipeline.communicators for unit in c.blocks
             if c.plan is not None and unit.block in c.plan.policy.kept}  # fmt: skip

@@ -1,6 +1,6 @@
 """Quantized all-gathers: every rank computes with equal rounded values, and nothing else changes.
 
-The oracle rounds the weights of one process by itself, piece by piece as they lie on the ranks.
+The reference rounds the weights of one process itself, shard by shard.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LARGE = {"quantize_min_elements": 600}  # w1 and w2 of a block, but neither q no
 
 
 def rounded(whole: Tensor, ranks: int, kind: str) -> Tensor:
-    """What ``whole`` is after a journey of its rows, cut over ``ranks``."""
+    """The values of ``whole`` after a quantized all-gather, its rows sharded over ``ranks``."""
     rows = -(-len(whole) // ranks)
     parts = []
     for part in whole.detach().split(rows):
@@ -47,7 +47,7 @@ def rounded(whole: Tensor, ranks: int, kind: str) -> Tensor:
 
 
 class Rounding:
-    """Gives a model on one process rounded weights, and its own back."""
+    """Sets rounded weights in a model on one process, and restores the original ones."""
 
     def __init__(self, model: nn.Module, names: set[str], ranks: int, kind: str) -> None:
         self.members = [(n, p) for n, p in model.named_parameters() if n in names]
@@ -102,7 +102,7 @@ def test_loss_and_every_gradient_are_those_of_rounded_weights() -> None:
                         close(whole, wanted, f"{what}: loss", 1e-10)
                         wanted.backward()
                         found.backward()
-                twin.check_step(optimizers, what)  # of the values that were never rounded
+                twin.check_step(optimizers, what)  # of the values without rounding
             with Rounding(twin.plain, names, 2, kind), torch.inference_mode():
                 everybody, _ = twin.batch()
                 close(twin.ours(*everybody), twin.plain(*everybody), f"{what}: evaluation", 1e-10)

@@ -1,4 +1,4 @@
-"""The README's example is run as it stands."""
+"""The README's example runs unchanged."""
 
 from __future__ import annotations
 

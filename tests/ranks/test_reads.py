@@ -1,4 +1,4 @@
-"""Weights that are read, returned, written into and put in by any way: right, or refused."""
+"""Weights read, returned, written or replaced in any way: the result is right, or refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Weights that a function computes with in place of their module, as ``mamba2`` its convolution's.
+"""Weights used by a function instead of their module, like the convolution's in ``mamba2``.
 
-Also where data leave them unused on some ranks, and in blocks that checkpoint themselves.
+Also where some ranks' data do not use them, and in blocks that checkpoint themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Kernel(Block):
     """Never calls its convolutions; some rows need the second one, and the linear layer.
 
     Args:
-        own: whether it recomputes its activations by itself, as transformers' blocks do, and in
+        own: whether it recomputes its activations itself, as blocks of transformers do, and in
             which form of torch's checkpoint.
     """
 
@@ -58,7 +58,7 @@ class Kernel(Block):
 
 
 class Model(Tiny):
-    """Of a row, the first id says which of its blocks want everything."""
+    """The first id of a row selects the blocks that use all weights for it."""
 
     def __init__(self, own: bool | None = None, layers: int = 3) -> None:
         super().__init__(partial(Kernel, own=own), layers=layers)
@@ -102,7 +102,7 @@ def test_weights_that_a_kernel_reads_are_right_where_ranks_leave_them_unused() -
 
 
 class Lowering(Model):
-    """Autocasts its blocks itself, where it is entered without."""
+    """Enters autocast around its blocks if autocast is off."""
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

@@ -22,7 +22,7 @@ from tests.support.ranks import ranks
 
 
 def mixtures(model: Any, x: Tensor) -> dict[str, Callable[[], Any]]:
-    """Operations of ``embed.weight`` and of what is made of it with plain tensors, by name."""
+    """Operations of ``embed.weight``, and of tensors made of it, with plain tensors, by name."""
     table, whole = model.embed.weight, torch.zeros(11, 6).double()
     average, still = whole.clone(), table.detach()
     return {
@@ -46,7 +46,7 @@ def mixtures(model: Any, x: Tensor) -> dict[str, Callable[[], Any]]:
 
 
 def loss_and_terms(twin: Twin) -> None:
-    """A term of the parameters beside a loss: refused where it is added, right as it says."""
+    """A term of the parameters added to a loss: refused there, and right as the error proposes."""
     ours, (everybody, mine) = twin.ours, twin.batch()
 
     def loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What cannot be right is refused in words, whatever the size of the weights, and nothing is lost.
+"""What cannot be right is refused with an error, for any size of the weights, without damage.
 
 After each refusal the next step is right.
 """
@@ -28,7 +28,7 @@ SMALL = {"min_shard_elements": 10**6}
 
 
 def sizes() -> list[tuple[ParallelMesh, dict[str, Any]]]:
-    """Large weights, small ones that travel together, replicated ones, and a group of one."""
+    """Large weights, coalesced weights, replicated parameters, and a group of one rank."""
     two, one = mesh_of(2), mesh_of(1)
     return [(two, {}), (two, ALL), (two, SMALL), (one, {})]
 
@@ -76,7 +76,7 @@ class Clamping(Block):
 
 
 class Bounded(nn.Module):
-    """An embedding by hand, which bounds the rows that it looks up."""
+    """A user-defined embedding lookup, which clamps its indices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Mapped(Tiny):
 
 
 class Smuggling(Block):
-    """Hands a tensor past its output: what it read of its child's weight is kept by nothing."""
+    """Passes a tensor outside its output: nothing keeps what it read of its child's weight."""
 
     stash: list[Tensor]
 
@@ -119,7 +119,7 @@ class Smuggled(Tiny):
 
 
 def replaced(make: Callable[..., Twin], checkpoint: Any) -> None:
-    """Parameters put in the place of ours: told by identity, whole plain tensors are used."""
+    """Parameters that replace ours are recognized by identity; unsharded plain tensors are used."""
     twin = make(partial(Tiny, layers=2))
     _, mine = twin.batch()
     call, named = torch.func.functional_call, dict(twin.ours.named_parameters())
@@ -207,7 +207,7 @@ def test_what_is_hooked_or_compiled_later_is_refused_by_name() -> None:
             still_right(twin, register)
         lbfgs = torch.optim.LBFGS(ours.parameters())
         raises(StructureError, partial(lbfgs.step, partial(ours, *mine)), "LBFGS", "AdamW")
-        ours.layers[0].activation = nn.GELU()  # has nothing to reduce
+        ours.layers[0].activation = nn.GELU()  # has no parameters to reduce
         values = {k: v.detach().clone() for k, v in twin.plain.state_dict().items()}
         ours.load_state_dict(values, assign=True)
         still_right(twin, "a load that assigns")

@@ -1,4 +1,4 @@
-"""Replicas exchange reduced gradients while backward runs: one order, one gradient, the same bits.
+"""Replicas exchange reduced gradients during backward: one order, one gradient, the same bits.
 
 Gradients and, after steps of a ``ZeroOptimizer``, parameters are compared with one process's.
 """
@@ -28,7 +28,7 @@ PLAIN, ZERO = False, True
 
 
 class Loop:
-    """A model beside one process's, each with its optimizer.
+    """A model and the same on one process, each with its optimizer.
 
     Args:
         zero: a ``ZeroOptimizer``, else torch's.
@@ -48,7 +48,7 @@ class Loop:
         )
 
     def step(self, what: str = "") -> None:
-        """Of both models, then compare."""
+        """Run both models, then compare."""
         if not self.zero:
             self.twin.check_gradients(what)
         for optimizer in (self.ours, self.theirs):
@@ -79,7 +79,7 @@ def during(rank: int, world: int, zero: bool) -> None:
             if zero:
                 launches = loop.launches()
                 early = [launch for launch in launches if launch.startswith("EX")]
-                if step == 0:  # how many backwards a step has is not known yet
+                if step == 0:  # the number of backwards per step is not known yet
                     assert not early, early
                 else:
                     assert early == ["EX head", "EX layers.3", "EX layers.2", "EX layers.1"], early
@@ -100,7 +100,7 @@ def test_a_blocks_exchange_starts_while_the_blocks_below_compute(zero: bool) -> 
 
 
 class Fickle(Block):
-    """Data decide which of its weights are used."""
+    """Its data select the weights that are used."""
 
     left_out: frozenset[str] = frozenset()
 
@@ -115,7 +115,7 @@ class Fickle(Block):
 
 
 def unused(rank: int, world: int, zero: bool, config: dict[str, Any]) -> list[list[str]]:
-    """Each rank leaves out other weights, in each step; one process is not compared."""
+    """Each rank skips other weights in each step; not compared with one process."""
     loop = Loop(zero, partial(Tiny, Fickle), **config)
     generator = torch.Generator().manual_seed(rank)
     found = []
@@ -157,7 +157,7 @@ def parity(rank: int, world: int, zero: bool) -> None:
     ]
     for settings, make in cases:
         loop = Loop(zero, make, **settings)
-        for step in range(2):  # in the second it is known where replicas exchange
+        for step in range(2):  # in the second it is known when replicas exchange
             loop.twin.backward()
             loop.step(f"{settings}, {make}, {step}")
 
@@ -169,7 +169,7 @@ def test_gradients_equal_one_process_s(zero: bool) -> None:
 
 
 def micro_batches(rank: int, world: int, zero: bool) -> None:
-    """As many as the last time, more, fewer; put off by the program; said to be the last."""
+    """As many as in the last step, more, fewer; deferred by the program; declared the last."""
     loop = Loop(zero, partial(Tiny, tied=True))
     communicator = loop.communicator
     for step, count in enumerate((1, 1, 3, 3, 2, 2, 1)):
@@ -186,13 +186,13 @@ def micro_batches(rank: int, world: int, zero: bool) -> None:
         launches = loop.launches()
         assert first(launches, "EX layers.3") < first(launches, "RS layers.0"), kind
         loop.step(f"{kind} {step}")
-    for step in range(2):  # what is put off, and what is not, by turns
+    for step in range(2):  # deferred and not deferred in turn
         for _ in range(2):
             with communicator.no_replica_sync():
                 loop.twin.backward()
             loop.twin.backward()
         loop.step(f"by turns {step}")
-    with communicator.replica_sync(True):  # wrong: one more comes
+    with communicator.replica_sync(True):  # wrong: another backward follows
         loop.twin.backward()
     loop.twin.backward()
     loop.step("one more than was said")
@@ -221,7 +221,7 @@ class Between(Tiny):
 
 
 def more_gradients(rank: int, world: int, zero: bool) -> None:
-    """Weights that get more gradients when they seem to be complete."""
+    """Weights that get more gradients after they seemed to be complete."""
     loop = Loop(zero, Between)
     for step in range(3):
         loop.twin.backward()
@@ -240,7 +240,7 @@ def more_gradients(rank: int, world: int, zero: bool) -> None:
         for one, other in zip(*losses, strict=True):
             (one + other).backward()
         loop.step(f"a loss of two forwards, {step}")
-    # An older graph that was kept: nothing has told that its weights get one more gradient.
+    # An older graph that was kept: nothing has announced that its weights get another gradient.
     for step in range(2):
         everybody, mine = loop.twin.batch()
         kept = loop.twin.plain(*everybody), loop.twin.ours(*mine)
@@ -258,7 +258,7 @@ def test_a_weight_with_more_gradients_to_come_is_waited_for_or_exchanged_again(z
 
 
 def frozen(rank: int, world: int, zero: bool) -> None:
-    """Frozen and thawed between steps."""
+    """Frozen and unfrozen between steps."""
     loop = Loop(zero, partial(Tiny, tied=True))
     for names in (
         ("layers.1", "layers.2.wo"), (), ("layers.0", "layers.1", "embed"), ("layers.3",), (),
@@ -385,7 +385,7 @@ def test_a_step_after_a_failed_or_dropped_one_is_right(zero: bool) -> None:
 
 
 def direct(rank: int, world: int) -> None:
-    """A term of the parameters themselves, in a backward of its own after an early exchange."""
+    """A term of the parameters themselves, in a separate backward after an early exchange."""
     loop = Loop(ZERO)
     for step in range(3):
         loop.twin.backward()

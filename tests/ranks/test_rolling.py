@@ -1,7 +1,7 @@
-"""The trigger "rolling": space is handed on weight by weight, and every rule holds (DESIGN 4.1).
+"""Trigger "rolling": slots are reused weight by weight, and every rule holds (DESIGN 4.1).
 
-It is a case of most rules' own tests, of the printed schedule in ``test_rules_order.py``, and of
-the covering sets of ``test_parity.py``; here is what it alone could get wrong.
+Most rules' own tests have it as a case, and so do the printed schedule in ``test_rules_order.py``
+and the covering sets of ``test_parity.py``; this file tests what is specific to it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Repeating(Block):
 
 
 class Uneven(Block):
-    """Blocks whose weights have other sizes than those two further on."""
+    """Blocks whose weights differ in size from those two blocks later."""
 
     made = 0
 
@@ -67,7 +67,7 @@ class Uneven(Block):
 
 
 class TwoOutputs(nn.Module):
-    """Its second output has no part of the weight, and its gradient comes late in the block's."""
+    """Its second output does not depend on the weight, and its gradient is computed late."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_weights_used_twice_uneven_blocks_and_outputs_without_a_weights_part() -
 
 @ranks(2)
 def test_a_place_is_handed_on_after_the_last_use_once_uses_have_been_counted() -> None:
-    """When the place of a weight is handed on, in the first forward and later."""
+    """When the byte range of a weight is released, in the first forward and later."""
     mesh = mesh_of(2)
     for block, last in ((Block, "w2"), (Repeating, "again")):
         twin = Twin(partial(Tiny, block, layers=4), mesh, trigger="rolling")
@@ -140,7 +140,7 @@ def test_a_place_is_handed_on_after_the_last_use_once_uses_have_been_counted() -
 
 
 class Sometimes(Block):
-    """Uses one weight a second time when it is told to."""
+    """Uses one weight a second time if ``twice`` is set."""
 
     twice = False
 

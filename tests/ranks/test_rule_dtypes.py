@@ -1,4 +1,4 @@
-"""Dtypes by rule: weights travel and compute in them, inputs and outputs are cast."""
+"""Dtypes by rule: weights are gathered and used in them, inputs and outputs are cast."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FULL = ActivationCheckpointConfig(mode="full")
 
 
 def lower(model: nn.Module, names: Sequence[str], output: torch.dtype | None = None) -> None:
-    """On one process: the modules compute in fp32, inputs cast; so do all other blocks in fp64."""
+    """On one process: the modules compute in fp32 with cast inputs; all other blocks in fp64."""
     for name, module in model.named_modules():
         if name not in names and not (name.startswith("layers.") and name.count(".") == 1):
             continue
@@ -43,7 +43,7 @@ def lower(model: nn.Module, names: Sequence[str], output: torch.dtype | None = N
 
 
 class Low(Twin):
-    """One process takes the ranks' rows one by one, so that its fp32 gradients are theirs."""
+    """One process takes the ranks' rows one by one, so that its fp32 gradients equal theirs."""
 
     def backward(self, **options: Any) -> None:
         (ids, labels), mine = self.batch(**options)
@@ -78,7 +78,7 @@ def test_blocks_of_another_dtype_compute_in_it_and_those_after_them_in_their_own
     names = ["layers.1", "layers.2"]
     for checkpoint in (None, FULL, ActivationCheckpointConfig(mode="full", reentrant=True)):
         trained(names, rules, None, checkpoint=checkpoint)
-    trained(names, rules, None, coalesce_bytes=65536)  # taken at the blocks' entries
+    trained(names, rules, None, coalesce_bytes=65536)  # unsharded at block entry
 
 
 @ranks(2)
@@ -103,5 +103,5 @@ def test_inputs_are_not_cast_where_a_rule_says_so_and_compiled_blocks_are_refuse
     asked: list[torch.dtype] = []
     twin.ours.register_forward_pre_hook(lambda _, args: asked.append(args[0].dtype))
     with pytest.raises((RuntimeError, TypeError, IndexError)):
-        twin.ours(torch.ones(2, 3, dtype=HIGH))  # as ids: they are no integers, and stay fp64
+        twin.ours(torch.ones(2, 3, dtype=HIGH))  # used as ids, but not integers: they stay fp64
     assert asked == [HIGH]

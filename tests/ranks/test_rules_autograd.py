@@ -1,4 +1,4 @@
-"""WP-9: what autograd can be asked for, and what it cannot; checkpointing by the user himself."""
+"""WP-9: supported and unsupported uses of autograd; checkpointing by the user."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_autograd_cannot_do_is_an_error_everywhere_and_the_next_step_is_rig
             model(*batch).backward(inputs=[model.get_parameter(n) for n in names])
         twin.check_gradients("backward(inputs=...)")
         next_step("after backward(inputs=...)")
-        # Of an input, autograd.grad is right, and leaves no weight's gradient behind.
+        # autograd.grad of an input is right, and leaves no weight's gradient behind.
         features = Twin(FromFeatures, mesh)
         x = torch.randn(2 * world_size, 3, 6, dtype=torch.float64, requires_grad=True)
         mine_x = x.detach()[2 * rank : 2 * rank + 2].requires_grad_(True)
@@ -72,7 +72,7 @@ def test_what_autograd_cannot_do_is_an_error_everywhere_and_the_next_step_is_rig
 
 
 class Wrapped(Tiny):
-    """Checkpoints segments of ``span`` blocks by torch's own function, around the blocks' calls."""
+    """Checkpoints segments of ``span`` blocks with torch's function, around the blocks' calls."""
 
     span, reentrant, early = 1, False, True
 
@@ -90,7 +90,7 @@ class Wrapped(Tiny):
 
 
 class Inside(Block):
-    """Checkpoints half of itself, and a linear layer alone."""
+    """Checkpoints half of the block, and one linear layer separately."""
 
     reentrant = False
 
@@ -126,12 +126,12 @@ def test_checkpointing_written_by_the_user_around_and_inside_blocks_is_right() -
             twin = Twin(partial(Tiny, block), mesh, **config)  # type: ignore[arg-type]
             twin.backward()
             twin.check_gradients(f"{config}, checkpoint in {block.__name__}")
-            # A recompute that stops early leaves forward by an exception: that is no failure.
+            # A recompute that stops early leaves forward by an exception, which is not a failure.
             assert twin.communicator.recovery.failures == 0
 
 
 class Custom:
-    """An output that no hook can look into."""
+    """An output type that hooks cannot search for tensors."""
 
     def __init__(self, loss: Tensor) -> None:
         self.loss = loss

@@ -1,4 +1,4 @@
-"""WP-13: compiled blocks see plain tensors, give eager's numbers and send eager's messages."""
+"""WP-13: compiled blocks see plain tensors, give eager's values and launch eager's collectives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FULL = ActivationCheckpointConfig(mode="full", fraction=0.5)
 
 
 class Gated(nn.Module):
-    """A user's module with parameters of its own, one cut and one small."""
+    """A user-defined module with parameters, one sharded and one replicated."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def test_compiled_blocks_equal_eager_with_the_same_messages(
         (Block, {}, None), (Own, {}, FULL), (Own, {"granularity": "module"}, None),
         (Block, {"trigger": "rolling"}, FULL),
     ]  # fmt: skip
-    # A compiler in C++ takes its time: one case, with a recomputed block and another.
+    # Compiling C++ is slow: one case, with one recomputed block and one other.
     layers = 3 if backend == "aot_eager" else 2
     for block, config, checkpoint in cases if backend == "aot_eager" else cases[1:2]:
         messages = []
@@ -88,8 +88,8 @@ def test_compiled_blocks_equal_eager_with_the_same_messages(
 @pytest.mark.unmeasured
 @ranks(2, timeout=300)
 def test_classes_collected_by_another_thread_leave_guards_alone_that_are_being_checked() -> None:
-    """torch.compile frees the guards of a class that is gone, and lets go of the interpreter to
-    check them: a process died."""
+    """torch.compile frees the guards of a class that no longer exists, and releases the GIL to
+    check them: a process crashed."""
     compiler, go, end = compiled.torch.compile, threading.Event(), threading.Event()
 
     def collect() -> None:
@@ -107,7 +107,7 @@ def test_classes_collected_by_another_thread_leave_guards_alone_that_are_being_c
         return call
 
     def enable(*_: Any) -> None:
-        gc.enable()  # for the call that follows, and not before: the last class is garbage yet
+        gc.enable()  # only for the next call: the last class is not collected yet
 
     def local() -> nn.Module:
         class Local(Block):
@@ -129,7 +129,7 @@ def test_classes_collected_by_another_thread_leave_guards_alone_that_are_being_c
                 gc.freeze()
                 gc.collect()
                 gc.set_threshold(50_000, 0, 0)
-                sys.setswitchinterval(10)  # nothing takes the interpreter that is not given it
+                sys.setswitchinterval(10)  # the GIL is not switched unless it is released
             twin.ours.layers[0].register_forward_pre_hook(enable)  # type: ignore[union-attr]
             twin.backward()
             gc.disable()

@@ -1,4 +1,4 @@
-"""WP-10: errors leave order behind, and nobody waits for a collective that will not come."""
+"""WP-10: after errors the state is consistent, and no rank waits for a missing collective."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TIMEOUT = 3.0
 
 
 class Boom(Exception):
-    """What a user's code raises."""
+    """An exception of the user's code."""
 
 
 class Failing(Block):
-    """Raises where it is told: before, in the middle or in backward."""
+    """Raises where ``where`` says: before, in the middle or in backward."""
 
     where = ""
 
@@ -54,7 +54,7 @@ class Failing(Block):
 
 
 class Classified(Tiny):
-    """Its last layer has no name that we know: it is reduced at the end of backward."""
+    """Its last layer is outside the blocks: it is reduced at the end of backward."""
 
     def __init__(self) -> None:
         super().__init__(Failing)
@@ -82,7 +82,7 @@ def test_the_step_after_an_exception_that_all_ranks_met_is_right(world_size: int
                 layer.where = where
                 raises(Boom, lambda twin=twin: twin.ours(*twin.batch()[1]).backward())
                 layer.where = ""
-                # Nothing of the failed pass is left, and nothing is missing.
+                # Nothing of the failed pass remains, and nothing is missing.
                 twin.backward()
                 twin.check_gradients(f"{config} after {where} of block {block}")
                 twin.zero_grad()
@@ -107,7 +107,7 @@ def test_the_step_after_an_exception_that_all_ranks_met_is_right(world_size: int
         twin.zero_grad()
         twin.backward()
         twin.check_gradients("after a failed evaluation")
-        # Blocks by themselves after a failed forward, and after a failed backward.
+        # Blocks called directly after a failed forward, and after a failed backward.
         for where in ("middle", "backward"):
             twin.ours.layers[1].where = where  # type: ignore[index, union-attr, assignment]
             raises(Boom, lambda twin=twin: twin.ours(*twin.batch()[1]).backward())
@@ -120,7 +120,7 @@ def test_the_step_after_an_exception_that_all_ranks_met_is_right(world_size: int
 
 
 class Short(Tiny):
-    """May leave its last blocks out."""
+    """May skip its last blocks."""
 
     last = 4
 
@@ -143,7 +143,7 @@ def alone(rank: int, world_size: int, where: str, other: str, block: int) -> lis
         twin.ours.last = 3
     layer.where = where if rank == 0 else other
     start, found = time.monotonic(), []
-    for _ in range(3):  # a loop that catches everything and goes on
+    for _ in range(3):  # a loop that catches everything and continues
         try:
             twin.ours(*twin.batch()[1]).backward()
         except (Boom, CollectiveError, OrderError) as error:
@@ -181,7 +181,7 @@ def test_ranks_that_failed_in_different_places_do_not_go_on_together() -> None:
 
 
 class Sparing(Failing):
-    """Has a weight that a pass may leave out."""
+    """Has a weight that a pass may not use."""
 
     spared = False
 
@@ -200,7 +200,7 @@ def test_a_failed_pass_leaves_no_mark_of_use_and_no_mark_of_presence() -> None:
     for config, checkpoint in (({}, None), (ALL, HALF), (ROLLING, None)):
         twin = Twin(partial(Tiny, Sparing), mesh, checkpoint, **config)
         first, last = twin.ours.layers[0], twin.ours.layers[3]  # type: ignore[index]
-        # A first gather that could not be launched: its place in the slot holds nothing.
+        # The first all-gather could not be launched: its byte range in the slot is not valid.
         local = first.w1.weight._local_tensor
         kept = local.data
         local.data = kept.float()

@@ -1,4 +1,4 @@
-"""WP-3, WP-11, WP-14: a slot's contents are used again when they are right, and only then."""
+"""WP-3, WP-11, WP-14: a slot's contents are reused if they are right, and only then."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FULL = ActivationCheckpointConfig(mode="full")
 
 
 class Middle(Tiny):
-    """Gives the loss and an auxiliary loss from the middle, and keeps a tensor of a block."""
+    """Returns the loss and an auxiliary loss from the middle, and keeps a tensor of a block."""
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
         x = self.embed(ids)
@@ -118,7 +118,7 @@ def test_nothing_that_happens_between_two_steps_leaves_a_stale_weight() -> None:
             twin.check_step(optimizers, what)
 
         def warm(twin: Twin = twin) -> None:
-            """After a backward the first blocks, embedding and head are whole and up to date."""
+            """After a backward the first blocks, embedding and head are unsharded and current."""
             twin.backward()
             twin.zero_grad()
 
@@ -150,7 +150,7 @@ def test_nothing_that_happens_between_two_steps_leaves_a_stale_weight() -> None:
         for model, state in ((twin.ours, saved), (twin.plain, plain_saved)):
             copied = {k: v.clone() for k, v in state.items()}
             model.load_state_dict(copied, assign=True)
-        # On one process the parameters are others now; ours are the same, with new values.
+        # One process has new parameters now; ours are the same objects with new values.
         optimizers[:] = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in pair]
         twin.check_parameters("assigned")
         step("after load_state_dict(assign=True)")
@@ -206,7 +206,7 @@ def test_a_weight_changed_between_forward_and_backward_is_an_error() -> None:
 
 @ranks(2)
 def test_weights_that_are_still_in_a_slot_are_not_gathered_again() -> None:
-    """A step from rest gathers 3L - 2 blocks' weights less what is still there."""
+    """A first step gathers 3L - 2 blocks, less those that are still in their slots."""
     mesh = mesh_of(2)
     for layers in (2, 3, 5):
         twin = Twin(partial(Tiny, layers=layers), mesh)
@@ -222,7 +222,7 @@ def test_weights_that_are_still_in_a_slot_are_not_gathered_again() -> None:
         for step in range(2):
             with twin.communicator.unchanged():
                 forward().backward()
-                # L in forward; the last two are still there when backward begins.
+                # L in forward; the last two are still in their slots when backward begins.
                 assert gathers() == layers + (layers - 2), f"{layers} blocks, step {step}"
                 forward().backward()  # nothing writes in between: the first two are, too
                 assert gathers() == 2 * (layers - 2), f"{layers} blocks, second micro-batch"

@@ -1,4 +1,4 @@
-"""WP-2 where data decide: weights, uses, blocks and the head that only some ranks need."""
+"""WP-2 where data decide: parameters, uses, blocks and the head that only some ranks use."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ FULL = ActivationCheckpointConfig(mode="full")
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
 MODULE = {"granularity": "module"}
-CHOICES = 6  # what a token's id may ask of a block
+CHOICES = 6  # what a token's id may select in a block
 
 
 class Choosy(nn.Module):
-    """A block whose weights are used as often as the ids say: never, once or twice.
+    """A block whose weights are used as often as the ids select: never, once or twice.
 
-    Each row's choice of ``CHOICES`` skips other weights; the last one skips the whole block.
+    Each row's choice of ``CHOICES`` skips other weights; the last one skips the entire block.
     """
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
-        self.first = nn.Linear(width, width)  # idle ones at both ends of the order and inside
+        self.first = nn.Linear(width, width)  # unused ones at both ends of the order and inside
         self.q = nn.Linear(width, width)
         self.wo = nn.Linear(width, width, bias=False)
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
@@ -59,7 +59,7 @@ class Choosy(nn.Module):
 
 
 class Data(Tiny):
-    """Of some ranks all rows have a loss below the top blocks: no gradient comes through these."""
+    """On some ranks all rows have a loss below the top blocks, which get no gradient."""
 
     def __init__(self, tied: bool = False, layers: int = 4) -> None:
         super().__init__(Choosy, layers=layers, tied=tied)
@@ -71,7 +71,7 @@ class Data(Tiny):
             x = layer(x, (ids[:, 0] + number) % CHOICES)
             early = x if number == 1 else early
         assert labels is not None
-        below = ids[:, 1] % 3 == 0  # of these rows the loss knows two blocks, and not the head
+        below = ids[:, 1] % 3 == 0  # the loss of these rows uses two blocks, and not the head
         if below.all():
             return early.square().sum()
         logits = self.head(self.norm(x))
@@ -82,7 +82,7 @@ class Data(Tiny):
 
 
 class Deep(Data):
-    """Every block's output has a loss of its own, through the one head."""
+    """The output of every block has a loss, through the same head."""
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         assert labels is not None
@@ -114,10 +114,10 @@ OTHERS: tuple[Case, ...] = (
 
 @dataclass(frozen=True)
 class Drawn:
-    """Models of which data leave weights idle.
+    """Models in which data leave parameters unused.
 
     Args:
-        forwards: so many losses are added up for each backward.
+        forwards: the number of losses that are added for each backward.
     """
 
     cases: tuple[Case, ...]
@@ -159,12 +159,12 @@ DRAWN = {
 def one_loss(
     twin: Twin, rank: int, world_size: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """One process's and this rank's, of new data: each rank asks for one or two choices."""
+    """One process's and this rank's batch, of new data: each rank selects one or two choices."""
     rows = torch.randint(0, CHOICES, (world_size, 2), generator=generator)
     rows[:, 1] = torch.where(rows[:, 1] % 2 == 0, rows[:, 0], rows[:, 1])
     ids = torch.randint(0, VOCABULARY, (world_size, 2, 3), generator=generator)
     ids[..., 0] = rows
-    ids[..., 1] = ids[:, :1, 1]  # often a whole rank's
+    ids[..., 1] = ids[:, :1, 1]  # often that of all rows of a rank
     labels = (ids + 1) % VOCABULARY
     everyone = twin.plain(ids.flatten(0, 1), labels.flatten(0, 1))
     return everyone, twin.ours(ids[rank], labels[rank])
@@ -187,7 +187,7 @@ def test_weights_idle_on_some_ranks_are_right_with_every_order_of_gathers(
                 total.backward()
             for a, b in zip(twin.plain.parameters(), twin.ours.parameters(), strict=True):
                 if b.grad is None and a.grad is not None and not a.grad.any():
-                    a.grad = None  # one process masks rows that here are a rank's, who skips them
+                    a.grad = None  # one process masks rows of ranks that skip them here
             what = f"{config}, {checkpoint}, step {step}"
             twin.check_step(optimizers, what)
 
@@ -200,7 +200,7 @@ def _keep(kept: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> N
 def test_ranks_need_not_take_their_loss_from_the_same_place_of_the_model(
     rank: int, world_size: int
 ) -> None:
-    """Of two forwards in one backward, a rank takes one's loss from hidden states it has kept."""
+    """Of two forwards in one backward, a rank computes one's loss from stored hidden states."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for config in ({"overlap": False}, {"overlap": False} | MODULE, {"overlap": False} | ROLLING):
         twin = Twin(Tiny, mesh, **config)
@@ -219,7 +219,7 @@ def test_ranks_need_not_take_their_loss_from_the_same_place_of_the_model(
 
 
 class Sometimes(Tiny):
-    """Two weights beside the blocks, a large and a small one, of which data may use none."""
+    """Two weights outside the blocks, a large and a small one, which data may not use."""
 
     def __init__(self) -> None:
         super().__init__(layers=2)
@@ -253,7 +253,7 @@ def asked(rank: int, world_size: int) -> list[int]:
         count[0] = 0
         ids = torch.full((2, 1, 3), 2)
         ids[:, 0, 0] = torch.tensor(firsts)
-        for part in ids:  # one process sees them one by one
+        for part in ids:  # one process runs them one by one
             twin.plain(part, part).backward()
         twin.ours(ids[rank], ids[rank]).backward()
         twin.check_gradients(f"{firsts}, kept {keep}")
@@ -269,7 +269,7 @@ def test_the_host_reads_other_ranks_flags_only_where_they_decide_between_none_an
 
 @ranks(2)
 def test_a_backward_that_comes_to_no_block_reduces_the_head_in_any_order_of_blocks() -> None:
-    """Only what lies above the blocks is trained, so that backward comes to none of them."""
+    """Only parameters above the blocks are trained, so that backward reaches no block."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for config in ({}, {"unexpected_order": "gather"}, {"unexpected_order": "gather"} | MODULE):
         for tied in (False, True):

@@ -1,6 +1,6 @@
-"""WP-1, WP-4, WP-6: unsharded weights live in slots, slots have one holder.
+"""WP-1, WP-4, WP-6: unsharded weights live in slots, a slot has one holder at a time.
 
-Reductions are bounded.
+Reductions in flight are bounded.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def live_storages(nbytes: int) -> int:
 def count_blocks(
     mesh: ParallelMesh, depth: int, reuse: bool, checkpoint: Any, kept: int, trigger: str
 ) -> None:
-    gc.collect()  # the model before this one
-    gc.freeze()  # what lives now is of no interest, and get_objects leaves it out
-    # A block's bytes are like no other storage's: the count below cannot be confused.
+    gc.collect()  # the model of the previous case
+    gc.freeze()  # get_objects does not return what is alive now
+    # No other storage has the size of a block, so that the count below is unambiguous.
     twin = Twin(
         partial(Tiny, layers=6), mesh, checkpoint, memory_pool=reuse, prefetch_depth=depth,
         keep_unsharded=kept, trigger=trigger,
@@ -66,11 +66,11 @@ def count_blocks(
         twin.backward()
     allowed = depth + 1 + kept
     if not reuse:
-        allowed = 0  # memory of its own for each weight, not for a block
+        allowed = 0  # each weight has separate memory, not a block's
     assert most == allowed, f"{most} whole blocks at depth {depth}, pool {reuse}"
     assert most_bytes == pool.slot_nbytes, "the stated bytes are exact"
     assert not twin.communicator.state.handles, "a gather is waited for once, and then forgotten"
-    # Outside the slots nothing of a block's whole size is left.
+    # Outside the slots no storage of an unsharded block is left.
     assert live_storages(block) <= allowed
 
 
@@ -89,7 +89,7 @@ def test_whole_block_weights_never_exceed_the_slots() -> None:
 
 
 class Experts(Block):
-    """A block whose second half is a grouped product, as experts compute it."""
+    """A block whose second half is a grouped matrix product, as experts use it."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__(width)
@@ -179,7 +179,7 @@ def test_autocast_inside_the_model_is_noticed_where_a_weight_is_used() -> None:
 
 
 class Mixed(Block):
-    """Uses one weight in two precisions, so that its slot holds only one of them at a time."""
+    """Uses one weight in two dtypes, so that its slot holds only one of them at a time."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -200,7 +200,7 @@ def test_a_weight_used_in_two_precisions_is_whole_in_each_where_it_is_needed() -
 
 
 class Borrowing(Tiny):
-    """The third block uses a weight of the first, whose slot it has."""
+    """The third block uses a weight of the first, which has the same slot."""
 
     def blocks(self, x: Tensor) -> Tensor:
         first, third = self.layers[0], self.layers[2]

@@ -1,4 +1,4 @@
-"""WP-2, WP-8, WP-12: one order on all ranks, whatever a rank's data; overlap changes nothing."""
+"""WP-2, WP-8, WP-12: one order on all ranks, for any data; overlap changes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.ranks import ranks
 FULL = ActivationCheckpointConfig(mode="full")
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
-# Without the marks of a timeline.
+# Without the timeline's marks.
 COMMUNICATION = ("AG", "WAIT", "USE", "FREE", "RS", "FINISH")
 
 
@@ -58,13 +58,13 @@ def test_blocks_in_another_order_are_an_error_everywhere_or_gathered_on_demand()
                 gather.backward()
                 gather.check_gradients(f"gather {order}")
             everybody, _ = gather.batch()
-            with torch.no_grad():  # no backward ends what a forward has prefetched in vain
+            with torch.no_grad():  # no backward follows to end what a forward has prefetched
                 for _ in range(2):
                     close(gather.ours(*everybody), gather.plain(*everybody), f"gather {order}")
 
 
 class Routed(Block):
-    """Four experts; tokens choose by their values, so that a rank may leave some idle."""
+    """Four experts; tokens choose by their values, so that a rank may leave some unused."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__(width)
@@ -85,7 +85,7 @@ class Routed(Block):
 
 
 class Pair(nn.Module):
-    """Two weights; on a rank whose tokens do not choose the first, one alone has a gradient."""
+    """Two weights; on a rank whose tokens do not choose the first, one has no gradient."""
 
     route: Tensor | None = None
 
@@ -104,7 +104,7 @@ class Pair(nn.Module):
 
 
 class Extra(Tiny):
-    """Weights outside blocks, embedding and head, of which a rank may use none."""
+    """Weights outside blocks, embedding and head, which a rank may not use."""
 
     def __init__(self, block: Any = Routed) -> None:
         super().__init__(block, layers=3)
@@ -150,7 +150,7 @@ def test_a_weight_idle_on_one_rank_takes_its_place_with_zeros(
     for config, checkpoint in cases:
         twin = Twin(partial(Extra, block), mesh, checkpoint, **config)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (twin.plain, twin.ours)]
-        # Ids of each rank decide its experts and its image: some idle on one rank, some on all.
+        # Ids of each rank select experts and the image: some unused on one rank, some on all.
         for firsts in ((0, 10), (10, 1), (7, 2), (8, 3), (4, 9), (9, 9)):
             everybody, mine = [], []
             for r in range(world_size):
@@ -197,7 +197,7 @@ def assert_same(found: list[str], wanted: list[str], what: str) -> None:
 
 
 class Tailed(Block):
-    """Ends in a small weight, before large ones in backward."""
+    """Ends in a small weight, which comes before large ones in backward."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__(width)
@@ -248,7 +248,7 @@ def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same
     planned = simulate(one.communicator.plan).lines()
     kinds = ("USE", "FREE", "RS", "FINISH")
     assert one.trace.lines(kinds) == [line for line in planned if line.split()[0] in kinds]
-    # Replicas: the plan has a line a unit, a plain loop an exchange a weight, in the same order.
+    # Replicas: the plan has a line per unit, a plain loop an exchange per weight, in equal order.
     units = [line.split()[-1] for line in planned if line.startswith("EX ")]
     weights = [event.weight for event in one.trace.events if event.kind == "EX"]
     own = [next(unit for unit in units if name.startswith(f"{unit}.")) for name in weights]
@@ -257,11 +257,11 @@ def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same
 
 
 class Partly(Block):
-    """Autocast for its last layer only: small neighbors of which one travels in another dtype."""
+    """Autocast only for its last layer: one of two coalesced weights has another dtype."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__(width)
-        self.large = nn.Linear(width, 64 * width)  # so that weights are not taken at the entry
+        self.large = nn.Linear(width, 64 * width)  # so that the block does not unshard at entry
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.wo(torch.tanh(self.q(self.norm(x))))
@@ -290,7 +290,7 @@ def test_autocast_for_a_part_of_what_travels_together_rounds_no_other_gradient()
 
 
 class Precise(Block):
-    """Has a small weight in a wider dtype, as a router of experts may be."""
+    """Has a small weight in a wider dtype, as a router of experts may have."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__(width)

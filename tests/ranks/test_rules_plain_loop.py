@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Scaled(nn.Module):
-    """Several own parameters, two of them cut, used in an order that is not the declared one."""
+    """Several direct parameters, two of them sharded, used in another order than declared."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Scaled(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Row cut, grouped weights, own parameters, rows fewer than ranks, registered out of order."""
+    """Row-sharded and grouped weights, direct parameters, fewer rows than ranks, any order."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def train(twin: Twin, optimizer: Any, micro_batches: int, what: str, steps: int 
     for step in range(steps):
         for _ in range(micro_batches):
             twin.backward()
-            # Complete when backward returns, whatever comes next.
+            # Complete when backward returns, whatever follows.
             twin.check_gradients(f"{what}, step {step}")
         norms = [
             torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (twin.plain, twin.ours)
@@ -164,7 +164,7 @@ def test_frozen_weights_and_blocks_keep_no_gradient_and_may_be_thawed() -> None:
     for together in ({}, SOME, ALL, ROLLING):
         train(Twin(partly, mesh, **together), OPTIMIZERS["foreach"], 1, f"frozen {together}")  # type: ignore[arg-type]
     train(Twin(partly, mesh, HALF), OPTIMIZERS["sgd"], 2, "frozen, recomputed")
-    # Thawed and frozen while training.
+    # Unfrozen and frozen while training.
     twin = Twin(partly, mesh)
     twin.backward()
     for model in (twin.plain, twin.ours):

@@ -1,4 +1,4 @@
-"""WP-3 turned round: an optimizer writes no shard that a gather may still be reading."""
+"""WP-3 in reverse: an optimizer writes no shard that an all-gather may still be reading."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_gather_that_nobody_used_arrives_before_its_shard_is_written() -> None
             twin.backward()
             block = twin.communicator.blocks[0]
             twin.communicator.queue.contents.clear()
-            twin.communicator.prefetch_pass("forward")  # and it does not come
+            twin.communicator.prefetch_pass("forward")  # and the pass does not follow
             flying = len(state.handles)
             assert flying > sum(w.needs_gather for w in block.weights), "embedding and first block"
             twin.trace.clear()

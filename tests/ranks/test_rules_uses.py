@@ -1,4 +1,4 @@
-"""WP-5 in what users' models do: odd sizes, pass-through outputs, inference mode, hooks."""
+"""WP-5 in patterns of users' models: odd sizes, pass-through outputs, inference mode, hooks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_few_blocks_no_cut_weights_and_blocks_without_a_graph() -> None:
 
 
 class Biased(nn.Module):
-    """Own cut parameters; passes its second argument on, as attention biases are."""
+    """Direct sharded parameters; passes its second argument on, as attention biases are."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Biased(nn.Module):
 
 
 class Passing(nn.Module):
-    """A block with keyword arguments that returns one of its inputs beside its result."""
+    """A block with keyword arguments that returns its result and one of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_inference_mode_first_and_hooks_of_the_user() -> None:
     ):  # fmt: skip
         twin = Twin(Tiny, where, **config)  # type: ignore[arg-type]
         everybody, _ = twin.batch()
-        with torch.inference_mode():  # before the first step: it makes views and buffers
+        with torch.inference_mode():  # before the first step: it creates views and buffers
             close(twin.ours(*everybody), twin.plain(*everybody), "inference mode")
         steps(twin, f"after inference mode, {config}")
     watched = Twin(Tiny, mesh, HALF)

@@ -1,4 +1,4 @@
-"""A program may write weights by any way, and no forward sees old ones (WP-11)."""
+"""A program may write weights in any way, and no forward sees old ones (WP-11)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def evaluate(twin: Twin, what: str) -> None:
 
 
 def one_rank(twin: Twin, rank: int, weight: int) -> None:
-    """Rank 0 alone writes its rows of every cut weight."""
+    """Only rank 0 writes its rows of every sharded weight."""
     twin.backward()
     twin.zero_grad()
     for (_, a), (_, b) in zip(
@@ -114,8 +114,8 @@ def one_rank(twin: Twin, rank: int, weight: int) -> None:
     twin.zero_grad()
 
 
-# The first case is measured; the others in one start of ranks, which saves them torch's searches
-# for how a DTensor operation is cut.
+# Only the first case is measured by coverage; the others share one start of ranks, in which
+# torch caches its sharding propagation for DTensor operations.
 @pytest.mark.parametrize(
     ("weight", "cases"),
     [
@@ -134,7 +134,7 @@ def test_weights_written_by_any_way_between_two_passes_are_seen_by_the_next(
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in pair]
         for way in WAYS:
             what = f"{way.__name__} {weight} {config}"
-            twin.backward()  # the first blocks, embedding and head are whole now
+            twin.backward()  # the first blocks, embedding and head are unsharded now
             for model in pair:
                 way(model)
             evaluate(twin, f"after {what}")
@@ -149,7 +149,7 @@ def test_weights_written_by_any_way_between_two_passes_are_seen_by_the_next(
                 optimizer.step()
             twin.zero_grad()
         saved = [[p.data.clone() for p in m.parameters()] for m in pair]
-        for copied in (True, False):  # an average swapped in for an evaluation, and out again
+        for copied in (True, False):  # averaged weights swapped in for an evaluation, and out again
             for model, values in zip(pair, saved, strict=True):
                 for p, value in zip(model.parameters(), values, strict=True):
                     p.data.copy_(0.5 * value) if copied else p.data.copy_(value)
@@ -182,7 +182,7 @@ def test_weights_written_between_a_forward_and_its_backward_are_an_error() -> No
 @pytest.mark.parametrize("mode", ["none", "full"])
 @ranks(2)
 def test_one_weight_alone_written_between_them_is_named(mode: Any) -> None:
-    """It is gathered again, and nothing else has changed: only its own version tells (WP-14)."""
+    """It is gathered again, and nothing else has changed: only its version differs (WP-14)."""
     twin = Twin(Tiny, mesh_of(2), ActivationCheckpointConfig(mode=mode))
     loss = twin.ours(*twin.batch()[1])
     with torch.no_grad():
@@ -226,7 +226,7 @@ def test_contents_are_used_again_over_passes_only_where_nothing_writes_as_promis
 
 @ranks(2)
 def test_writes_after_a_zero_step_are_seen_too() -> None:
-    """A ``ZeroOptimizer`` packs the shards elsewhere and publishes late."""
+    """A ``ZeroOptimizer`` moves shards to other memory and gathers parameters late."""
     for weight in (1, 2):
         twin = Twin(Tiny, mesh_of(weight))
         plain = torch.optim.AdamW(twin.plain.parameters(), lr=0.01)

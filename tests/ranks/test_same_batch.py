@@ -1,4 +1,4 @@
-"""Ranks of a sequence group that were given other batches are told so, all of them, at once."""
+"""If ranks of a sequence group get different batches, all of them raise at once."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_later_batch_that_differs_fails_its_own_backward_and_is_in_no_step(
         loss(plain, SequenceLayout.create(ids(number))).backward()
         alone.step()
         alone.zero_grad()
-    with torch.no_grad():  # without a backward the next forward reads the answer
+    with torch.no_grad():  # without a backward the next forward reads the reply
         loss(model, given("values", rank, ring))
         mine = SequenceLayout.create(ids(5), rank=rank, size=2, ring=ring)
         raises(LayoutError, lambda: loss(model, mine), "rank 1 of the sequence group")

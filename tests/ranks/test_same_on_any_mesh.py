@@ -1,4 +1,4 @@
-"""As a user does it: dropout and steps of so many tokens, begun on one mesh, ended on another."""
+"""Dropout and ``batch_tokens`` in a run that changes its mesh, by command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving beside training, how it ends, and what a run goes on from by itself."""
+"""Asynchronous saving, how it ends, and which checkpoint a run resumes from automatically."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.ranks import ranks, run_ranks
 
 
 def steps(runner: StepRunner, saver: Saver, numbers: range) -> list[Path]:
-    """Train, and let a save go on as far as it is; the checkpoints that became valid."""
+    """Train, and advance a save as far as possible; the checkpoints that became valid."""
     found = []
     with StopRequest() as stop:
         for number in numbers:
@@ -41,7 +41,7 @@ def steps(runner: StepRunner, saver: Saver, numbers: range) -> list[Path]:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended; a child that its parent has not waited for has, too."""
+    """Whether the process has ended; also true for a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def test_saving_goes_on_beside_training_and_leaves_no_trace(rank: int, tmp_path:
     session = Session.create(config({"weight": 2}))
     runner, saver = StepRunner(session), Saver(session, tmp_path / "beside", "run")
     assert steps(runner, saver, range(2)) == []
-    # What the first step's state is, saved by itself.
+    # The state after the first step, saved separately.
     alone = save(session, tmp_path / "alone", 2, "run")
     _, writer = saver.prepare()
     process = writer._process.pid
@@ -70,7 +70,7 @@ def test_saving_goes_on_beside_training_and_leaves_no_trace(rank: int, tmp_path:
     assert path == tmp_path / "beside" / "step-000002"
     found, expected = whole(path), whole(alone)
     assert [n for n in expected if bits(found[n]) != bits(expected[n])] == [], "of step 2"
-    # Without a wait: steps alone bring the next one to its end.
+    # Without a wait: only further steps finish the next save.
     dist.barrier()
     saver.start(5, 60)
     number, done = 5, list[Path]()
@@ -79,7 +79,7 @@ def test_saving_goes_on_beside_training_and_leaves_no_trace(rank: int, tmp_path:
         number += 1
     assert done == [tmp_path / "beside" / "step-000005"]
     assert names(tmp_path / "beside") == ["latest", "step-000002", "step-000005"]
-    # A run that ends by an exception takes back what it has not finished.
+    # A run that ends by an exception removes an unfinished save.
     dist.barrier()
     if rank == 1:
         os.kill(process, signal.SIGSTOP)
@@ -148,7 +148,7 @@ def by_itself(rank: int, world: int, folder: str, runs: list[dict[str, Any]]) ->
 
 
 def test_a_run_goes_on_by_itself_on_other_ranks_and_takes_every_row_once(tmp_path: Path) -> None:
-    """Begun on two ranks, gone on with on three and on one, beside one that never stops."""
+    """Started on two ranks, resumed on three and on one, compared with a run that never stops."""
     # A schedule that does not depend on train.steps.
     saving = {"checkpoint": {"every": 2, "keep_last": 2}, "optimizer": {"min_lr_ratio": 1.0}}
     one, other = tmp_path / "one", tmp_path / "other"
@@ -156,7 +156,7 @@ def test_a_run_goes_on_by_itself_on_other_ranks_and_takes_every_row_once(tmp_pat
     run_ranks(by_itself, 1, str(one), [whole_run])
     run_ranks(by_itself, 2, str(other), [{"mesh": {"weight": 2}, "train": {"steps": 3}, **saving}])
     assert names(other / "checkpoints") == ["latest", "step-000002", "step-000003"]
-    # The newest is damaged: the one before is taken, and its run goes on.
+    # The newest is damaged: the one before is used.
     with (other / "checkpoints" / "step-000003" / "rank-00001.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
@@ -196,7 +196,7 @@ def test_another_batch_goes_on_at_the_next_row_and_random_states_follow_a_rule(
     assert any("2 ranks saved, 1 go on: random states are derived anew" in note for note in notes)
     assert torch.initial_seed() == derived_seed(0, 3, 0)
     assert len({derived_seed(0, 3, 0), derived_seed(0, 3, 1), derived_seed(0, 4, 0)}) == 3
-    # Another order of the data than the one that was begun is noticed.
+    # An order of the data that differs from the saved one is detected.
     content["data"]["token"] += 1
     write_manifest(path, content)
     with pytest.raises(InternspError, match="use the version of numpy with which "):

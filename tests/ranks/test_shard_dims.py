@@ -1,4 +1,4 @@
-"""Weights cut on any dimension by rule: what is read, gradients and steps are one process's."""
+"""Weights sharded on any dimension by rule: reads, gradients and steps are one process's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.ranks import ranks
 
 
 class Grouped(Block):
-    """A block with a stack of matrices ``[3, 6, 5]``, as experts have; notes what it reads."""
+    """A block with a stack of matrices ``[3, 6, 5]``, as experts have; records what it reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Grouped(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.read = {"stack": self.stack.detach().clone(), "w1": self.w1.weight.detach().clone()}
         inner = torch.einsum("...i,gij->...gj", x, self.stack)
-        # As a kernel for groups does: a matrix of each, transposed and not.
+        # As a grouped kernel does: one matrix for each group, transposed and not.
         back = sum(inner[..., g, :] @ self.stack[g].T for g in range(3))
         return super().forward(x + back)
 
@@ -73,7 +73,7 @@ def test_weights_cut_on_any_dimension_train_as_on_one_process(
     twin.check_parameters("after the steps")
     for name, parameter in twin.plain.named_parameters():
         found = dict(twin.ours.named_parameters())[name]
-        assert found.stride() == parameter.stride(), name  # torch's, of the whole
+        assert found.stride() == parameter.stride(), name  # that of the unsharded tensor
         whole = found.full_tensor()  # type: ignore[operator]
         assert whole.stride() == parameter.stride(), name
         close(whole, parameter.detach(), f"{name}, gathered by DTensor")

@@ -1,4 +1,4 @@
-"""Weights that several modules share, and modules that stand at several places, train alike."""
+"""Weights shared by several modules, and modules used in several places, train as one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FULL = ActivationCheckpointConfig(mode="full")
 
 
 class TwoHeads(Tiny):
-    """Two projections to the vocabulary, of which neither is in a block, share a weight."""
+    """Two projections to the vocabulary, neither in a block, share a weight."""
 
     def __init__(self) -> None:
         super().__init__(layers=2)
@@ -70,7 +70,7 @@ def small_ones() -> nn.Module:
 
 
 def twice() -> nn.Module:
-    """One block stands at two places."""
+    """One block is used twice."""
     model = Tiny(layers=2, tied=True)
     model.layers.append(model.layers[0])
     return model
@@ -104,7 +104,7 @@ def everywhere() -> nn.Module:
 
 
 class Adapted(Block):
-    """A block that begins with a module of its model's choice."""
+    """A block that begins with a module given by its model."""
 
     def __init__(self, adapter: nn.Module) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Adapted(Block):
 
 
 def modules_of_several(layers: int = 4, modules: int = 1) -> nn.Module:
-    """Blocks share whole modules, in turn."""
+    """Blocks share entire modules, in turn."""
     torch.manual_seed(0)
     made = [nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(modules)]
     numbers = iter(range(layers))
@@ -123,7 +123,7 @@ def modules_of_several(layers: int = 4, modules: int = 1) -> nn.Module:
 
 
 def head_in_a_block() -> nn.Module:
-    """A module of the root's stands in a block, too."""
+    """A module of the root is also part of a block."""
     model = Tiny(Reader, layers=3)
     model.layers[1].table = model.head  # type: ignore[union-attr]
     return model
@@ -147,7 +147,7 @@ MODELS: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
 def test_shared_weights_and_blocks_move_as_on_one_process_or_are_refused() -> None:
     for number, (make, config) in enumerate(MODELS):
         for zero in (False, True):
-            # Each model with one of two meshes, and small weights that travel together or not.
+            # Each model with one of two meshes, and small weights coalesced or not.
             together = ALL if (number + zero) % 2 else {}
             twin = Twin(make, mesh_of(1 + (number + zero) % 2), **config, **together)
             start = {n: p.detach().clone() for n, p in twin.plain.named_parameters()}

@@ -1,4 +1,4 @@
-"""Distributed attention against one process, in fp64, by value."""
+"""Distributed attention compared with one process, in fp64, by value."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_objects_with_different_groups_live_in_one_process(rank: int) -> None:
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         outs.append((attend(*leaves, layout), leaves, up, layout))
     wanted = one_process(4, 2, 9, None, None)
-    # The objects are gone; their graphs still run, in an order of their own.
+    # The objects are deleted; their graphs still run, in another order.
     for out, leaves, up, layout in reversed(outs):
         got = [out, *torch.autograd.grad(out, leaves, up)]
         for a, b in zip(got, wanted, strict=True):

@@ -1,4 +1,4 @@
-"""Checkpointed attention: same numbers, and selective checkpointing repeats no all-to-all."""
+"""Checkpointed attention: same values, and selective checkpointing repeats no all-to-all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 def count_collectives(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts what reaches torch.distributed, whatever the trace says."""
+    """Counts calls of torch.distributed, independently of the trace."""
     real, calls = dist.all_to_all_single, [0]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -228,5 +228,5 @@ def test_a_compiled_block_leaves_its_graph_for_attention_and_compiles_once(
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
         # Four exchanges forward, four in each of the two backwards, none in recompute.
         assert len([e for e in trace.events if e.kind == "A2A"]) == 12
-    # One graph before attention and one after it, whatever the documents are.
+    # One graph before attention and one after it, for any documents.
     assert len(graphs) == 2

@@ -1,4 +1,4 @@
-"""Token loss in every mode against one cross entropy over the whole sequence, in fp64."""
+"""Token loss in every mode compared with one cross entropy over the full sequence, in fp64."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_arbitrary_upstream_gradients_reach_the_right_tokens(rank: int) -> None:
     lengths = (3, 0, 4, 2)
     group = ExchangeGroup.of(dist.group.WORLD)
     torch.manual_seed(5)
-    # Logits far apart: without the highest of all shards the sums would overflow.
+    # Very different logits: without the maximum over all shards the sums would overflow.
     logits = torch.randn(2, 9, 5, dtype=torch.float64) * 300
     labels = torch.randint(0, 5, (2, 9))
     labels[1, 4] = -100
@@ -92,14 +92,14 @@ def test_arbitrary_upstream_gradients_reach_the_right_tokens(rank: int) -> None:
     torch.testing.assert_close(got, losses[:, here], **CLOSE)
     (grad,) = torch.autograd.grad(got, mine, upstream[:, here])
     torch.testing.assert_close(grad, wanted[:, here], **CLOSE)
-    # Fewer words than ranks: some shards are empty.
+    # A smaller vocabulary than ranks: some shards are empty.
     few = logits[:, here, :2].clone().requires_grad_()
     targets = labels.clamp(max=1)
     got = vocabulary_parallel_cross_entropy(few, targets[:, here], group, lengths)
     wanted = F.cross_entropy(logits[..., :2].flatten(0, 1), targets.flatten(), reduction="none")
     torch.testing.assert_close(got, wanted.view(2, 9)[:, here], **CLOSE)
     got.sum().backward()
-    # Gathered logits: every rank's gradient of every position arrives at its owner.
+    # Gathered logits: every rank's gradient of every position is sent to its owner.
     own = logits[:, here].clone().requires_grad_()
     gathered = gather_logits(own, group, lengths)
     torch.testing.assert_close(gathered, logits, atol=0, rtol=0)
@@ -108,7 +108,7 @@ def test_arbitrary_upstream_gradients_reach_the_right_tokens(rank: int) -> None:
 
 
 class OpenedHead(nn.Module):
-    """A head that hands out its weight once, and whose guard sees the result."""
+    """A head that returns its weight once, and whose hooks see the result."""
 
     def __init__(self) -> None:
         super().__init__()

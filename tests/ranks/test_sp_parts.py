@@ -1,5 +1,5 @@
-"""An attention sublayer whose heads are exchanged in parts, beside one process and beside the
-exchange as a whole, by value in fp64."""
+"""An attention sublayer whose heads are exchanged in parts, compared with one process and with the
+exchange in one piece, by value in fp64."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_so_they_do_with_as_many_ranks_as_heads_and_more(name: str) -> None:
     assert gradient <= TOLERANCE
 
 
-# Beside the exchange as a whole, which the cases above hold to one process.
+# Compared with the exchange in one piece, which the cases above compare with one process.
 
 MODEL = Case(length=13, model=SIZES).model_config()
 Prepare = Callable[[nn.Module], None]
@@ -97,7 +97,7 @@ def nothing(model: nn.Module) -> None:
 def build(
     mesh: ParallelMesh, in_parts: bool, before: Prepare = nothing, **more: Any
 ) -> tuple[nn.Module, Trace]:
-    """The same model each time; ``before`` gets it before it is made parallel."""
+    """The same model each time; ``before`` changes it before it is parallelized."""
     generator = torch.Generator().manual_seed(0)
     model = model_zoo.build(MODEL, dtype=torch.float64, generator=generator)
     before(model)
@@ -156,7 +156,7 @@ def test_messages_and_waits_are_those_of_the_order_and_none_is_left() -> None:
             names = {"SEND": "A2A", "WAIT": "A2A_WAIT"}
             assert seen == [(names[a.kind], a.what) for x in lists for a in x if a.kind in names]
     own = messages.peer_exchanges(attentions(model)[0].group)  # type: ignore[arg-type]
-    assert len(own._in_flight) <= 1  # at most what is expected next
+    assert len(own._in_flight) <= 1  # at most the next expected one
 
 
 @ranks(2)
@@ -173,7 +173,7 @@ def test_a_step_has_the_same_bits_without_overlap() -> None:
 
 
 def hook_on(path: str, only: int | None) -> Prepare:
-    """A forward hook on a module of the first block, on one rank or on all; it notes shapes."""
+    """A forward hook on a module of the first block, on one rank or on all; it records shapes."""
 
     def prepare(model: nn.Module) -> None:
         model.seen = []  # type: ignore[assignment]
@@ -200,7 +200,7 @@ def test_a_hook_of_a_users_sees_what_it_would_on_one_rank_too(path: str, only: i
 
 
 class Adapter(nn.Module):
-    """A linear layer and a small one beside it, as LoRA has them."""
+    """A linear layer and a small one added to it, as in LoRA."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Adapter(nn.Module):
 
 
 class Doubled(ParallelLinearWithCommExt):
-    """A user's own layer."""
+    """A user-defined layer."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 2
@@ -244,7 +244,7 @@ def patch(model: nn.Module) -> None:
 
 
 class Passing(nn.Module):
-    """A wrapper that answers for the layer inside."""
+    """A wrapper that forwards attributes of the layer inside."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -383,14 +383,14 @@ def run_own(own: Any, x: Tensor, turn: Any = fused.NO_ROTATION) -> Tensor:
 @ranks(2)
 def test_sizes_and_dtypes_that_do_not_fit_are_refused_by_name() -> None:
     x = torch.randn(1, 3, 16, dtype=torch.float64)
-    # Rows beyond those of the heads would be left out in silence.
+    # Rows beyond those of the heads would be ignored silently.
     with pytest.raises(LayoutError, match=r"projection of q of mine has 24 rows .* give it 16"):
         run_own(own_sublayer(24), x)
     own = own_sublayer()
     own.out = ParallelLinearWithCommExt(20, 16, False, dtype=torch.float64)
     with pytest.raises(LayoutError, match=r"out-projection of mine has 20 .* give it 16"):
         run_own(own, x)
-    # gloo ends a process that is sent more bytes than it has posted.
+    # gloo aborts a process that receives more bytes than it expects.
     narrow = (Tensor.float, Tensor.double)
     with pytest.raises(LayoutError, match=r"q of mine became torch\.float32 where torch\.float64"):
         run_own(own_sublayer(), x, narrow)
@@ -491,11 +491,11 @@ def test_a_rank_whose_peer_has_gone_is_told_which_attention_it_waited_in(
         attend(*given)
 
 
-# Faults, put in: each must be seen.
+# Deliberate faults: each must be detected.
 
 
 def shifted(shape: messages.ExchangeShape, rank: int) -> slice:
-    """A peer's positions are put where another's are."""
+    """A peer's positions are stored in another peer's range."""
     return REAL_AT(shape, (rank + 1) % 2)
 
 
@@ -550,7 +550,7 @@ def seen(
     """Gradients are right without the fault and wrong with it."""
     wanted, _ = build(mesh, False)
     step(wanted, mesh, length)
-    # What is posted and not waited for must hold rubbish, not what was there before.
+    # Receive buffers that are not waited for must hold NaN, not earlier contents.
     patched.setattr(messages.torch, "empty", poisoned)
     model, _ = build(mesh, True)
     step(model, mesh, length)

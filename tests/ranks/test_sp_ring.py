@@ -1,6 +1,6 @@
-"""Attention that is cut by positions: outputs and gradients equal one process, whatever the ring.
+"""Attention sharded by positions: outputs and gradients equal one process, for any ring.
 
-All in fp64. Ranks hold what the layout deals them; keys and values travel in every form.
+All in fp64. Ranks hold the positions of the layout; keys and values are sent in every form.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_every_form_equals_one_process(rank: int, world_size: int, ring: int, ne
     heads, around = groups(world_size, ring, near)
     axes = SequenceAxes.create(world_size, ring, near)
     cases = list(itertools.product(HEADS, SHAPES))
-    if world_size == 8:  # some: as many processes as that are slow
+    if world_size == 8:  # a few: so many processes are slow
         cases = cases[1::4]
     ways = itertools.cycle(itertools.product(FORMS, ("contiguous", "zigzag", "level")))
     for (case, shape), (form, balance) in zip(cases, ways, strict=False):
@@ -100,7 +100,7 @@ def test_without_a_layout_positions_follow_one_another(rank: int) -> None:
     got = [out, *torch.autograd.grad(out, leaves, inputs(2, 1, 10)[3][:, here])]
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b[:, here], **CLOSE)
-    # The first half is needed by the second, nothing the other way; gradients go home.
+    # The second half needs the first, not the other way round; gradients are sent back.
     lines = [(e.kind, e.phase, e.weight, e.nbytes) for e in trace.events if e.kind == "RING"]
     block = 2 * 2 * 5 * DEPTH * 8
     assert lines == (
@@ -129,7 +129,7 @@ def test_ranks_hold_what_their_numbers_say_where_there_is_no_layout(rank: int, n
 def test_another_order_of_the_layout_or_the_groups_is_refused_and_one_dealt_to_no_ring_is_right(
     rank: int, near: str
 ) -> None:
-    """Put in on purpose. No rank sends anything, so none waits for one that has raised."""
+    """A deliberate mistake. No rank sends anything, so none waits for one that has raised."""
     axes = SequenceAxes.create(4, 2, near)
     other = "ring" if near == "heads" else "heads"
     ids = torch.zeros(2, 12, dtype=torch.long)
@@ -153,7 +153,7 @@ def test_another_order_of_the_layout_or_the_groups_is_refused_and_one_dealt_to_n
 
 @ranks(2)
 def test_faults_that_others_had_are_seen(rank: int) -> None:
-    """Put in on purpose: a backward that reads the last block's keys, dropped documents."""
+    """A deliberate mistake: backward reads the last block's keys, or documents are dropped."""
     heads, around = groups(2, 2)
     shape = (16, [[0, 5], [0, 5]], True, None)
     wanted = one_process((2, 2), shape)

@@ -60,7 +60,7 @@ CASES = (
 @pytest.mark.slow(15)
 @ranks(2)
 def test_every_combination_of_options_brings_a_run_back_to_the_bit(rank: int) -> None:
-    """H17: full x cpu_offload, and from rank 0 alone; 16-bit weights with their masters."""
+    """H17: full x cpu_offload, and from rank 0 only; 16-bit weights with their masters."""
     for case in CASES:
         two = Case(**{**case.__dict__, "steps": 2})
         s = setup(two)
@@ -70,7 +70,7 @@ def test_every_combination_of_options_brings_a_run_back_to_the_bit(rank: int) ->
             for offload in (False, True):
                 options = StateDictOptions(full_state_dict=full, cpu_offload=offload)
                 model, optimizer = get_state_dict(s.model, s.optimizer, options=options)
-                alone = full and offload  # then torch gives it to rank 0 alone
+                alone = full and offload  # then torch returns it on rank 0 only
                 assert bool(optimizer.get("state")) == (rank == 0 or not alone)
                 used = optimizer["state"]["norm.weight"] if rank == 0 or not alone else {}
                 for value in used.values():
@@ -82,7 +82,7 @@ def test_every_combination_of_options_brings_a_run_back_to_the_bit(rank: int) ->
         end = whole(s.model)
         for model, optimizer, given in kept:
             other = fresh(two)
-            # Not by set_state_dict, which leaves a rank without a model's state out of that part.
+            # Not by set_state_dict, which excludes a rank without a model state from that part.
             set_optimizer_state_dict(other.model, other.optimizer, optimizer, options=given)
             set_model_state_dict(other.model, model, options=given)
             assert train(other, two, rank, 2, start=2) == expected, f"{case}, {given}"
@@ -142,7 +142,7 @@ def _there_and_back(
 ) -> None:
     full = StateDictOptions(full_state_dict=True)
     theirs: Any = get_optimizer_state_dict(plain, adamw, options=full)
-    back = fresh(case)  # from one process, whose state of unused parameters does not exist
+    back = fresh(case)  # from one process, which has no state of unused parameters
     loose = StateDictOptions(full_state_dict=True, strict=False)
     set_model_state_dict(back.model, plain.state_dict(), options=full)
     set_optimizer_state_dict(back.model, back.optimizer, theirs, options=loose)

@@ -1,4 +1,4 @@
-"""Layers that torch's ``parallelize_module`` has cut are cut once more, and train as whole ones.
+"""Layers that torch's ``parallelize_module`` has sharded are sharded again, and train right.
 
 Two tensor ranks by two weight ranks, on meshes of either order of axes.
 """
@@ -39,9 +39,9 @@ ROWS, LENGTH, STEPS = 2, 6, 3
 
 
 class Gated(nn.Module):
-    """A block with an uneven middle, a parameter of its own, and a gain that is read past a layer.
+    """A block with an uneven middle, a direct parameter, and a gain read from outside its layer.
 
-    Nothing in it asks for sizes of a weight, so that it runs whole and cut alike.
+    Nothing in it uses sizes of a weight, so that it runs both sharded and unsharded.
     """
 
     def __init__(self, width: int = 6) -> None:
@@ -71,7 +71,7 @@ def plan(layers: int, sequence: bool) -> dict[str, Any]:
     for i in range(layers):
         block = f"layers.{i}"
         found[f"{block}.q"], found[f"{block}.wo"] = ColwiseParallel(), RowwiseParallel()
-        # 13 columns over two ranks: torch's layers need a DTensor in between to know of that.
+        # 13 columns over two ranks: torch's layers need a DTensor in between to know the size.
         found[f"{block}.w1"] = ColwiseParallel(use_local_output=False)
         found[f"{block}.w2"] = RowwiseParallel()
         if sequence:
@@ -85,7 +85,7 @@ def plan(layers: int, sequence: bool) -> dict[str, Any]:
 
 
 def meshes(order: str) -> tuple[ParallelMesh, DeviceMesh]:
-    """Ours, and the user's tensor ranks: neighbors or not."""
+    """Our mesh, and the user's tensor ranks: neighbors or not."""
     if order == "ours":
         mesh = mesh_of(2, tensor=2)
         return mesh, mesh.tensor_mesh
@@ -96,7 +96,7 @@ def meshes(order: str) -> tuple[ParallelMesh, DeviceMesh]:
 
 
 def batch(step: int, mesh: ParallelMesh) -> tuple[Any, Any]:
-    """(everybody's, mine) ids and labels: tensor ranks have the same rows."""
+    """(all ranks', this rank's) ids and labels: tensor ranks have the same rows."""
     generator = torch.Generator().manual_seed(step)
     shape = (2, ROWS * mesh.data, LENGTH)
     both = torch.randint(0, VOCABULARY, shape, generator=generator)
@@ -173,7 +173,7 @@ def test_gradients_norm_and_steps_of_layers_cut_twice_are_one_processs(
     check(parameters(ours), {n: p + 2 for n, p in parameters(plain).items()}, "edited whole")
     for name, parameter in ours.named_parameters():
         close(parameter.full_tensor().detach(), parameters(plain)[name] + 2, name)  # type: ignore[operator]
-    for name, parameter in plain.named_parameters():  # whole values, as one process has them
+    for name, parameter in plain.named_parameters():  # unsharded values, as on one process
         dict(ours.named_parameters())[name].data = parameter.data + 1
     check(parameters(ours), {n: p + 1 for n, p in parameters(plain).items()}, "whole values")
 
@@ -181,7 +181,7 @@ def test_gradients_norm_and_steps_of_layers_cut_twice_are_one_processs(
 def check_saved_and_loaded(
     ours: nn.Module, plain: nn.Module, other: nn.Module, folder: Path
 ) -> None:
-    """The state dictionary is of DTensors in two dimensions, which DCP saves and loads again."""
+    """The state dictionary consists of 2-D DTensors, which DCP saves and loads again."""
     state = ours.state_dict()
     for name, value in state.items():
         assert isinstance(value, DTensor), name
@@ -191,7 +191,7 @@ def check_saved_and_loaded(
     shared = [str(folder)]
     dist.broadcast_object_list(shared)
     dcp.save(state, checkpoint_id=shared[0])
-    dcp.load(other.state_dict(), checkpoint_id=shared[0])  # by one process, whole
+    dcp.load(other.state_dict(), checkpoint_id=shared[0])  # on one process, unsharded
     check(parameters(other), parameters(plain), "loaded whole")
     for parameter in ours.parameters():
         parameter.data.zero_()
@@ -201,7 +201,7 @@ def check_saved_and_loaded(
 
 @ranks(4)
 def test_tied_weights_frozen_blocks_and_logits_that_are_a_dtensor(rank: int) -> None:
-    """Tied weights, whose placement is one; a frozen block; logits that are a DTensor."""
+    """Tied weights, whose placement is the same; a frozen block; logits that are a DTensor."""
     torch.manual_seed(0)
     plain = Tiny(layers=2, tied=True).double()
     plain.layers[0].requires_grad_(False)
@@ -225,7 +225,7 @@ def test_tied_weights_frozen_blocks_and_logits_that_are_a_dtensor(rank: int) -> 
 
 
 def placed(mesh: ParallelMesh, tensor_mesh: DeviceMesh, *placements: Any) -> nn.Module:
-    """A model whose first ``q`` is placed so."""
+    """A model whose first ``q`` has this placement."""
     model = Tiny(layers=2)
     weight = model.layers[0].q.weight  # type: ignore[union-attr]
     made = DTensor.from_local(weight.detach(), tensor_mesh, placements, run_check=False)
@@ -247,11 +247,11 @@ def test_what_cannot_be_cut_further_is_refused_by_name_on_every_rank(rank: int) 
     refused(ours, placed(ours, grid, Shard(0), Shard(1)), name, "a tensor rank and a weight")
     refused(ours, placed(ours, tensor, Partial()), "q.weight is placed P", "redistribute it")
     refused(ours, Tiny(layers=2), "2 tensor ranks, but no parameter is a DTensor", "tensor_mesh")
-    # One rank's alone: its tensor peers, whose stage is another, learn of it too.
+    # Only on one rank: its tensor peers, in another stage, raise too.
     model = placed(ours, tensor, Shard(0) if rank else Partial())
     words = "is placed" if not rank else "were given different parameters"
     raises(StructureError, lambda: parallelize(model, ours), words)
-    # First values that differ: of what tensor ranks hold alike, not of their parts.
+    # Initial values that differ: of what tensor ranks replicate, not of their shards.
     torch.manual_seed(rank % 2)
     model = parallelize_module(Tiny(layers=2), tensor, {"layers.*.q": ColwiseParallel()})
     raises(StructureError, lambda: parallelize(model, ours), "starts with other values on ranks")

@@ -1,5 +1,5 @@
-"""Every command as a user sees it: on a terminal of 40 columns, without colour, below a notebook,
-into a pipe."""
+"""Every command's output: on a terminal of 40 columns, without color, in a notebook, in a
+pipe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def environment(more: dict[str, str]) -> dict[str, str]:
 
 
 def on_terminal(folder: Path, more: dict[str, str], *words: str, status: int = 0) -> str:
-    """What a command writes to a terminal of 40 columns."""
+    """The output of a command on a terminal of 40 columns."""
     import fcntl
     import termios
 
@@ -46,7 +46,7 @@ def on_terminal(folder: Path, more: dict[str, str], *words: str, status: int = 0
     try:
         while more_of_it := os.read(above, 65536):
             written += more_of_it
-    except OSError:  # Linux's end of file, once the other end is closed
+    except OSError:  # end of file on Linux, once the other end is closed
         pass
     os.close(above)
     text = written.decode().replace("\r\n", "\n")
@@ -56,8 +56,8 @@ def on_terminal(folder: Path, more: dict[str, str], *words: str, status: int = 0
 
 
 def misfits(text: str) -> list[str]:
-    """Lines wider than the terminal though they could be broken, and cut words."""
-    # A panel that is drawn again begins after a carriage return.
+    """Lines wider than the terminal that could have been broken, and cut words."""
+    # A panel that is redrawn begins after a carriage return.
     lines = ESCAPES.sub("", text.replace("\r", "\n")).split("\n")
     return [line for line in lines if "…" in line or (len(line) > 40 and len(line.split()) > 1)]
 
@@ -85,7 +85,7 @@ def test_a_live_run_fits_forty_columns_and_leaves_its_last_figures(folder: Path,
     last = ESCAPES.sub("", live[live.rindex("step 3/3") :])
     assert f"loss {rows[-1].loss:.4f}" in last
     assert f"held-out {rows[-1].eval_loss:.4f}" in last
-    assert live.count("\x1b[?25l") == live.count("\x1b[?25h") == 1  # the cursor is back
+    assert live.count("\x1b[?25l") == live.count("\x1b[?25h") == 1  # the cursor is visible again
     assert all(row.mfu == pytest.approx((row.tflops or 0) / 0.01) for row in rows)
     assert "MFU (median)" in (folder / "runs" / "seen" / "report.html").read_text()
 

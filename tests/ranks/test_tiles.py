@@ -1,4 +1,4 @@
-"""Feed-forwards in tiles: the same numbers, hooks that fire once, as many tiles on every rank."""
+"""Feed-forwards in tiles: the same values, hooks fire once, the same number on every rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.pipeline import Case as PipelineCase
 from tests.support.pipeline import batches, compare, make
 from tests.support.ranks import ranks, run_ranks
 
-EACH = {"coalesce_bytes": 0}  # every weight travels by itself, and is taken in its module
+EACH = {"coalesce_bytes": 0}  # every weight is gathered separately, and unsharded in its module
 CASES = {
     "plain": Case(2, 1, 40, weights=EACH, checkpoint={"tiles": 2}),
     "uneven, packed, no tokens": Case(
@@ -115,7 +115,7 @@ def test_the_loss_has_the_same_bits_and_hooks_fire_as_without_tiles(mode: str) -
 
 
 def once_a_tile(rank: int, world: int) -> tuple[int, int]:
-    """How often a step of tiles takes weights and hands gradients on: ours, and one whose tiles
+    """How often a tiled step unshards weights and passes gradients on: ours, and one whose tiles
     are calls of the module (fault 33)."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     counts = []
@@ -137,7 +137,7 @@ def once_a_tile(rank: int, world: int) -> tuple[int, int]:
 
 def counted(inner: Any, count: list[int]) -> Any:
     def call(self: Any, weight: Any, *args: Any) -> Any:
-        count[0] += weight.unit.block >= 0  # embedding and head are asked by the same class
+        count[0] += weight.unit.block >= 0  # embedding and head are in the same class
         return inner(self, weight, *args)
 
     return call
@@ -151,7 +151,7 @@ def test_hooks_that_fire_once_a_tile_would_be_seen() -> None:
 
 
 class Talking(nn.Module):
-    """A feed-forward whose ranks talk in each call, as one with experts does."""
+    """A feed-forward whose ranks communicate in each call, as one with experts does."""
 
     calls = 0
 
@@ -169,7 +169,7 @@ class Talking(nn.Module):
 
 
 def talk(rank: int, world: int, lengths: tuple[int, int], by_length: bool) -> tuple[int, bool]:
-    """Calls of the module, and whether all have met; tiles by the rank's own length if wanted."""
+    """Calls of the module, and whether all ranks took part; perhaps tiles by the rank's length."""
     module, count = Talking(), 4
     if by_length:
         count = -(-lengths[rank] // 32)
@@ -192,7 +192,7 @@ def test_a_tile_count_that_differs_between_ranks_would_be_seen() -> None:
 
 
 class Live(torch.autograd.Function):
-    """The identity; counts the bytes of what it was given while its graph lives."""
+    """The identity; counts the bytes of its inputs while its graph is alive."""
 
     bytes = most = 0
 
@@ -245,7 +245,7 @@ def test_the_activations_of_one_tile_live_at_a_time() -> None:
 
 
 def test_what_a_tile_draws_is_drawn_again_in_backward() -> None:
-    """Dropout: the gradient is that of the very forward, and later draws are not disturbed."""
+    """Dropout: the gradient belongs to the same forward, and later random numbers do not change."""
     torch.manual_seed(0)
     module = Wide().double()
     plain = copy.deepcopy(module)

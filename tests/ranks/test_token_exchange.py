@@ -22,7 +22,7 @@ SENT = "TOKENS"
 
 
 class Swapped(torch.autograd.Function):
-    """Halves of the tokens change places between ranks; in backward their gradients do."""
+    """Halves of the tokens are swapped between ranks; in backward their gradients are."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, of: Exchange) -> Tensor:
@@ -35,7 +35,7 @@ class Swapped(torch.autograd.Function):
 
 
 class Exchange(nn.Module):
-    """Twice it is nothing. On one process (no ``trace``) it is nothing at once."""
+    """Applied twice it is the identity; on one process (no ``trace``) it always is."""
 
     trace: Trace | None = None
 
@@ -52,7 +52,7 @@ class Exchange(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Counts the tokens of its experts; what is behind both exchanges has a name."""
+    """Counts the tokens of its experts; a module after both exchanges can be the trigger."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def twin(checkpoint: ActivationCheckpointConfig | None = None, **config: Any) ->
 
 @ranks(2)
 def test_weights_wait_until_a_blocks_tokens_have_travelled() -> None:
-    """With the prefetch trigger behind them, in forward and where activations are recomputed."""
+    """With the prefetch trigger after them, in forward and where activations are recomputed."""
     for checkpoint in (None, FULL):
         gated = twin(checkpoint)
         for _ in range(2):
@@ -109,7 +109,7 @@ def _passes(lines: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _gathered(lines: list[str], phase: str = "") -> list[int]:
-    """At each exchange (of a phase): how many blocks' gathers have been launched until then."""
+    """At each exchange (of a phase): how many blocks' gathers have been launched so far."""
     seen: set[str] = set()
     found = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""torch's own modules that read weights past the modules that own them (DESIGN 4.3)."""
+"""torch's own modules that read weights of other modules (DESIGN 4.3)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
     def __init__(self, separate: bool = False) -> None:
         super().__init__()
-        keys = WIDTH - 1 if separate else WIDTH  # then q, k and v have weights of their own
+        keys = WIDTH - 1 if separate else WIDTH  # then q, k and v have separate weights
         self.attention = nn.MultiheadAttention(
             WIDTH, 2, batch_first=True, kdim=keys, vdim=keys, add_bias_kv=separate
         )
@@ -47,7 +47,7 @@ def encoder(first: bool) -> nn.Module:
 
 
 class Recurrent(nn.Module):
-    """``nn.LSTM`` and kin hold their parameters in a list, which is what they compute with."""
+    """``nn.LSTM`` and similar modules hold their parameters in a list, with which they compute."""
 
     def __init__(self, kind: type[nn.RNNBase] = nn.LSTM, **options: Any) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Recurrent(nn.Module):
 
 
 class Listed(nn.Module):
-    """A user's own module that keeps its parameters in a list and a dictionary as well."""
+    """A user-defined module that also keeps its parameters in a list and a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def test_they_are_right_when_recomputed(
 
 
 class Stacked(Tiny):
-    """``nn.TransformerEncoder``, which looks at its first layer's weights before it calls it."""
+    """``nn.TransformerEncoder``, which reads its first layer's weights before it calls it."""
 
     def __init__(self) -> None:
         super().__init__(partial(encoder, False), layers=1)
@@ -152,7 +152,7 @@ def test_a_stack_of_encoder_layers_with_padding_is_right_in_training_and_evaluat
 
 
 def moved(rank: int, world: int) -> None:
-    """An LSTM renews its list itself (in ``model.to``); it holds shards at rest."""
+    """An LSTM renews its list itself (in ``model.to``); it holds shards between passes."""
     mesh = ParallelMesh.create(weight=2, sequence=1, device_type="cpu")
     twin = Twin(partial(Tiny, Recurrent), mesh, trigger="qkv")
     for layer in twin.ours.layers:  # type: ignore[union-attr]
@@ -171,7 +171,7 @@ def test_an_lstms_list_holds_shards_at_rest_and_may_be_renewed() -> None:
 
 
 def changed(rank: int, world: int, options: Any) -> None:
-    """Another tensor in such a list would be passed over in silence."""
+    """Another tensor in such a list would be ignored silently."""
     mesh = ParallelMesh.create(weight=2, sequence=1, device_type="cpu")
     twin = Twin(partial(Tiny, Listed), mesh, trigger="qkv", **options)
     held = twin.ours.layers[1].kept["all"]  # type: ignore[index, union-attr]

@@ -1,4 +1,4 @@
-"""Whole training runs: the same numbers on every mesh, resumed or not, in every precision."""
+"""Complete training runs: the same values on every mesh, resumed or not, in every precision."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Changes = dict[str, dict[str, Any]]
 def config(**changes: dict[str, Any]) -> Config:
     """A tiny run on the committed text; ``changes`` by section."""
     sections: Changes = {
-        # A large eps and init keep the norms well conditioned: bytes that were hardly seen have
-        # tiny embeddings, whose gradients magnify rounding.
+        # A large eps and init keep the norms well conditioned: bytes that hardly occur have tiny
+        # embeddings, whose gradients magnify rounding.
         "model": {
             "hidden_size": 32, "layers": 3, "heads": 4, "kv_heads": 2, "norm_eps": 1e-2,
             "init_std": 0.05,
@@ -77,8 +77,8 @@ OPTIMIZERS: list[Changes] = [
     {**SHORT, "optimizer": {"name": "adamw", "max_grad_norm": 1.0}},
     {**SHORT, "optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0, "max_grad_norm": 1.0}},
 ]
-# What is left out here, each mesh of four with the other optimizer, test_zero_parity.py compares,
-# and fifty steps.
+# Not compared here: each mesh of four with the other optimizer, and fifty steps; see
+# test_zero_parity.py.
 MESHES: list[tuple[int, dict[str, Any], tuple[int, ...]]] = [
     (2, {"weight": 2, "sequence": 2}, (0, 1)),
     (4, {"weight": 2, "sequence": 4}, (0,)),
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name_on_every_rank(tmp_path
 
 
 def stopped(rank: int, world_size: int, settings: Config, folder: str) -> int:
-    """Rank 1 alone is asked to stop, before its first step."""
+    """Only rank 1 gets a stop request, before its first step."""
     with StopRequest() as stop:
         stop.requested = rank == 1
         train(settings, Path(folder))

@@ -1,4 +1,4 @@
-"""``internsp train`` of models of transformers: as one process, and as documents one by one."""
+"""``internsp train`` of models of transformers: as one process, and as separate documents."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def read_of(settings: Config) -> tuple[dict[str, int], int]:
 
 
 def read_whole(folder: Path) -> None:
-    """Folders whose tensors are not the model's, one by one: transformers reads them."""
+    """Folders whose tensors are not one to one the model's: transformers reads them."""
     from safetensors.torch import load_file, save_file
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -198,7 +198,7 @@ def read_whole(folder: Path) -> None:
 
 
 def command(rank: int, folder: Path, output: Path) -> dict[str, Any] | None:
-    """A whole run, and another that goes on from the second step's checkpoint."""
+    """A complete run, and another that resumes from the second step's checkpoint."""
     from transformers import GenerationMixin
 
     calls, own = [], GenerationMixin.generate

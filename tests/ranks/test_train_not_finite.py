@@ -1,4 +1,4 @@
-"""Training runs that meet values that are not finite: skipped, said, counted, never kept."""
+"""Runs with values that are not finite: steps are skipped, reported, counted, never saved."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def faulty(session: Session, rank: int, fault: str, steps: tuple[int, ...]) -> N
         first: Tensor = output[0] if isinstance(output, tuple) else output
         if fault == "gradient":
             first.register_hook(lambda gradient: gradient * math.nan)
-        if fault == "loss":  # a constant: no gradient knows of it
+        if fault == "loss":  # a constant: it has no gradient
             return (first + math.inf, *output[1:])
         return None
 
@@ -124,7 +124,7 @@ def test_steps_are_skipped_counted_and_said_and_a_run_of_them_stops_with_what_it
     assert "and" in text
     assert "more parameters (1 in a row, train.max_skipped_steps = 3)" in text
     assert "gradients were not finite: 2." in (some / "report.html").read_text()
-    # Too many: all ranks stop after the third, with the weights of step 2, and can go on.
+    # Too many: all ranks stop after the third, with the weights of step 2, and can resume.
     assert skipped(stuck) == [0, 0, 1, 2, 3]
     assert stopped.startswith("gradients were not finite in 3 steps in a row, the last of them ")
     assert "step 5: not finite on rank" in stopped
@@ -134,13 +134,13 @@ def test_steps_are_skipped_counted_and_said_and_a_run_of_them_stops_with_what_it
     assert "step-000005" in stuck_text
     assert "The run failed: gradients were not finite" in (stuck / "report.html").read_text()
     assert skipped(again) == [1, 1], "a run of another folder counts its own"
-    # A loss alone is only said.
+    # A loss alone is only reported.
     assert skipped(loss) == [0] * 6
     assert "step 2: the loss is inf, but its gradients are finite: the step was taken" in loss_text
 
 
 def keep_all(rank: int, world_size: int, made: Config, folder: str) -> tuple[Outcome, str]:
-    """A checkpoint that is not finite, as another program may have written it, resumed from."""
+    """Resumes from a checkpoint that is not finite, as another program may have written it."""
     real = saver._require_finite
     saver._require_finite = lambda *args: None
     try:

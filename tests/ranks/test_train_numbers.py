@@ -1,4 +1,4 @@
-"""A run compares replicas, tells of spikes, and ends when the held-out loss stays."""
+"""A run compares replicas, reports spikes, and ends when the held-out loss stops falling."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def flip(rank: int, world_size: int, folder: str, weight: int, which: str) -> st
     def after(session, step: int) -> None:
         if step == 4 and rank == 1:
             for communicator in session.communicators:
-                communicator.wait_until_ready()  # what an optimizer still sends would overwrite it
+                communicator.wait_until_ready()  # a parameter all-gather would overwrite it
             parameters = dict(session.modules[0].named_parameters())
             name = next(name for name in parameters if which in name)
             tensor = parameters[name]

@@ -1,4 +1,4 @@
-"""A run from Python: a function, a Trainer with parts of one's own, launchers' variables."""
+"""A run from Python: a function, a Trainer with user-defined parts, launchers' variables."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Notes(internsp.Callback):
 
 
 class Tiny(nn.Module):
-    """A model of a program's own: a forward of ids to logits, as anyone writes it."""
+    """A user's model: an ordinary forward of ids to logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_own_model_loss_data_and_optimizer_step_as_on_one_process(tmp_path: Path
     for said, found in run_ranks(with_everything_own, 2, str(tmp_path / "run")):
         for name, wanted in model.named_parameters():
             torch.testing.assert_close(found[name], wanted.detach(), rtol=0, atol=1e-10)
-        # A checkpoint is written beside the steps that follow it.
+        # A checkpoint is written while the following steps run.
         assert [s for s in said if "-" not in s] == ["step 1", "step 2", "step 3", "end"]
         assert [s for s in said if "-" in s] == ["step-000002", "step-000003"]
         assert said.index("step-000002") > said.index("step 2")
@@ -202,7 +202,7 @@ def test_callbacks_are_told_in_order_on_every_rank_and_one_rank_may_stop_all(
 ) -> None:
     first, second = run_ranks(stopped, 2, str(tmp_path / "run"))
     assert first == second
-    # The step that was under way when rank 1 asked is the last one.
+    # The step that was running when rank 1 requested the stop is the last one.
     assert [s for s in first if "-" not in s] == [
         "step 1", "evaluation 2", "step 2", "step 3", "evaluation 4", "step 4", "end",
     ]  # fmt: skip
@@ -243,7 +243,7 @@ def test_what_a_part_of_ones_own_would_leave_without_effect_is_refused(
 
 
 def listed(rank: int, world: int, folder: str) -> tuple[list[list[float]], list[str]]:
-    """Losses of an iterator's and a list's batches; what is said of mistakes."""
+    """Losses of an iterator's and a list's batches; errors of invalid ones."""
 
     class Losses(internsp.Callback):
         def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""transformers.Trainer over a parallel model: each logged number and weight as on one process.
+"""transformers.Trainer with a parallel model: each logged value and weight as on one process.
 
-The example of the documents is what runs. Its labels are masked unevenly, so that ranks have other
-numbers of tokens, and its loss is computed by transformers in fp32, whatever the model's dtype:
-losses that are logged agree to 2e-6, weights and gradient norms of the fp64 model to 1e-10 (of fp32
-adapters over a bf16 model to 1e-6).
+The example of the documents is run. Its labels are masked unevenly, so that ranks have different
+numbers of tokens. transformers computes its loss in fp32 for any dtype of the model: logged losses
+agree to 2e-6, weights and gradient norms of the fp64 model to 1e-10 (of fp32 adapters on a bf16
+model to 1e-6).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def one(
     folder: Path, weight: int, sequence: int, lora: bool = False, resume: str | None = None,
     **changes: Any,
 ) -> Run:
-    """Train 4 steps by the example, evaluate, predict, save."""
+    """Train 4 steps with the example, evaluate, predict, save."""
     from safetensors.torch import load_file
 
     from examples import transformers_trainer as example
@@ -66,17 +66,17 @@ def one(
     settings["include_num_input_tokens_seen"] = "all"
     data = int(os.environ.get("WORLD_SIZE", "1")) // sequence
     accumulate = 2
-    if lora:  # bf16 rounds as a micro-batch's size has it; an evaluation is a mean over batches
+    if lora:  # bf16 rounding depends on a micro-batch's size; an evaluation is a mean over batches
         accumulate = 8 // data
         settings["per_device_eval_batch_size"] = 4 // data
     args = example.arguments(str(folder), accumulate, sequence, **settings)
     model = example.make_model(lora, torch.float64)
     trainer = example.make_trainer(model, args, weight, TEXT, sequence)
-    if sequence > 1:  # as dropout wants it; the order of the data must not follow
+    if sequence > 1:  # required with dropout; the order of the data must not depend on it
         torch.manual_seed(int(os.environ["RANK"]))
     trainer.train(resume_from_checkpoint=resume)
     predicted = trainer.predict(example.sequences(TEXT, example.BATCH, seed=3))
-    # No number of ranks divides it, so that rows which fill the last batch must go again.
+    # No number of ranks divides it, so that rows are repeated to fill the last batch.
     uneven = trainer.predict(example.sequences(TEXT, 13, seed=4)).predictions
     trainer.save_model()
     torch.distributed.barrier()  # the first rank has written
@@ -94,11 +94,11 @@ def one(
 def runs(
     rank: int, world: int, weight: int, sequence: int, folder: Path
 ) -> dict[str, Run] | None:
-    if world > 1:  # as torchrun says it; without, accelerate takes a process for the only one
+    if world > 1:  # as under torchrun; without it accelerate assumes a single process
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
         os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     cases = dict(CASES) if world < 4 else {"clipped": CASES["clipped"]}
-    if sequence == world:  # one data rank: its own tokens are all there are
+    if sequence == world:  # one data rank: it has all tokens
         cases["recomputed"] = CASES["recomputed"] | {"average_tokens_across_devices": False}
     found = {
         name: one(folder / name, weight, sequence, **changes) for name, changes in cases.items()
@@ -124,7 +124,7 @@ def runs(
 
 
 def hostile(rank: int, checkpoint: Path) -> None:
-    """No pickle is written for us to read, and none is read: what is wrong is named."""
+    """No pickle is written or read; errors name the invalid file."""
     from internsp.train.state_folder import load_state
 
     names = sorted(path.name for path in checkpoint.rglob("*") if path.is_file())
@@ -152,7 +152,7 @@ def hostile(rank: int, checkpoint: Path) -> None:
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -162,7 +162,7 @@ class Bomb:
 
 
 def refused(folder: Path) -> None:
-    """Every argument that cannot be followed is named, all at once."""
+    """All unsupported arguments are named in one error."""
     from examples import transformers_trainer as example
     from internsp.clients.trainer import Trainer
 

@@ -1,9 +1,9 @@
-"""The tutorial, read literally: its files are written, its commands run, its output compared.
+"""The tutorial, followed literally: its files are written, its commands run, its output compared.
 
-Every page has a folder of its own. Of a ``console`` block the lines that begin with ``$`` are
-commands, and what stands below is a part of what they print: in this order, each shown line a line
-of it (several commands' outputs may mix: a shown line need not follow at once). ``...`` stands for
-any text, a decimal number for one within five percent, and one of MiB for half to twice as many.
+Every page has a separate folder. In a ``console`` block the lines that begin with ``$`` are
+commands, and the lines below are a part of their output: each must match a printed line, in this
+order (outputs of several commands may mix, so matches need not be consecutive). ``...`` matches any
+text, a decimal number one within five percent, and a number of MiB half to twice as many.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def commands_of(console: str) -> list[tuple[str, list[str]]]:
 
 
 def says(shown: str, printed: str) -> bool:
-    """Whether a printed line is what a page shows."""
+    """Whether a printed line matches a line of the page."""
     figures = [(m.group(), shown[m.end() :]) for m in VARIES.finditer(shown)]
     wanted = "".join(
         re.escape(text) + (mark and ("(.*)" if mark == "..." else r"([\d.e+-]+)"))
@@ -49,12 +49,12 @@ def says(shown: str, printed: str) -> bool:
 
 
 def close(shown: float, found: str, factor: float) -> bool:
-    """Whether two figures differ by no more than a factor, or a unit of the third digit."""
+    """Whether two figures differ by no more than a factor, or one unit of the third digit."""
     return shown / factor - 1e-3 <= float(found) <= shown * factor + 1e-3
 
 
 def missing(shown: list[str], printed: str) -> str | None:
-    """The first shown line that does not come in its turn."""
+    """The first shown line that does not follow in order."""
     lines = iter(printed.splitlines())
     for line in shown:
         if line != "..." and not any(says(line, one) for one in lines):
@@ -62,8 +62,8 @@ def missing(shown: list[str], printed: str) -> str | None:
     return None
 
 
-# What these two run, other tests run with smaller sizes: agents that start ranks again
-# (test_elastic), plans of the longest sequence (unit/test_longest).
+# Other tests run these two with smaller sizes: agents that restart ranks (test_elastic), plans of
+# the longest sequence (unit/test_longest).
 LONG = {"failure", "long_sequence"}
 
 
@@ -89,7 +89,7 @@ def test_a_page_of_the_tutorial_does_what_it_says(page: Path, tmp_path: Path) ->
 
 
 def follow(page: Path, folder: Path, environment: dict[str, str]) -> int:
-    """Write a page's files, run its commands; how many there were."""
+    """Write a page's files, run its commands; returns the number of commands."""
     ran = 0
     for language, title, body in BLOCK.findall(page.read_text()):
         if title:

@@ -1,4 +1,4 @@
-"""Units below blocks, nested and of several modules: every gradient and step is one process's."""
+"""Units below blocks, nested and of several modules: gradients and steps are one process's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Feed(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, feed-forward, and a rest that is used before, between and after them."""
+    """Attention, feed-forward, and other parameters used before, between and after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Ordered(nn.Module):
 
 
 class Checkpointed(Tiny):
-    """As transformers do it: the user's own checkpoint goes around each layer."""
+    """As in transformers: the user's checkpoint wraps each layer."""
 
     reentrant = False
 
@@ -218,7 +218,7 @@ class Tied(Tiny):
 
 
 class Unused(Tiny):
-    """On one rank no gradient comes through one of the layers."""
+    """On one rank one of the layers gets no gradient."""
 
     skips = 0
 
@@ -252,7 +252,7 @@ def test_shared_frozen_and_unused_weights_of_units_are_right(rank: int) -> None:
 
 @ranks(2)
 def test_ranks_whose_data_skip_a_layer_take_its_place(rank: int) -> None:
-    """Under a recompute, too: what the recompute of other ranks gathers is gathered here."""
+    """Also in a recompute: what the recompute of other ranks gathers is gathered here."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     three = {"match": ["layers.*.attention", "layers.*.feed.w?"], "unit": "each"}
     for rule in (EACH, three):  # as many units as slots, and more
@@ -312,7 +312,7 @@ def test_losses_of_two_forwards_micro_batches_and_failures_leave_units_right() -
 
 
 class Towers(nn.Module):
-    """A vision tower's blocks beside a decoder's, and a batch that has no picture."""
+    """Blocks of a vision tower and of a decoder, and a batch without a picture."""
 
     def __init__(self) -> None:
         super().__init__()

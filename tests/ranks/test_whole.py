@@ -1,4 +1,4 @@
-"""Whole parameters outside of training, by value against one process (FEATURES part D)."""
+"""Unsharded parameters outside of training, by value against one process (FEATURES part D)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.zero import Case, batch, setup, share
 
 
 class Full(Tiny):
-    """With a buffer that modules share, a frozen weight, and one that the model itself owns."""
+    """With a buffer that modules share, a frozen weight, and a direct weight of the root."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__(layers=3, tied=tied)
@@ -60,7 +60,7 @@ def same(ours: nn.Module, plain: nn.Module, what: str) -> None:
 
 
 def step(twin: Twin, what: str) -> None:
-    """A step of both is exact to rounding; then the one process takes our very bits."""
+    """Run a step of both, equal up to rounding; then copy our bits to the one process."""
     twin.backward()
     twin.check_step(
         [torch.optim.SGD(m.parameters(), lr=0.05, foreach=False) for m in (twin.plain, twin.ours)],
@@ -83,7 +83,7 @@ def each(model: nn.Module, change: Callable[[Tensor], Any], but: str = "") -> No
 @ranks(4)
 def test_the_parameters_are_those_of_one_process_and_training_goes_on() -> None:
     """F4 (unpadded, offloaded), F7, F8 (tied), F9 (originals as Parameters), F11 (before a
-    forward), F12: at each mesh, before any forward and after steps, which stay exact.
+    forward), F12: on each mesh, before any forward and after steps, which stay exact.
     """
     for weight, tied, config in ((1, True, {}), (2, True, ALL), (4, False, {})):
         twin = Twin(partial(Full, tied), mesh_of(weight), **config)
@@ -100,7 +100,7 @@ def test_the_parameters_are_those_of_one_process_and_training_goes_on() -> None:
                         assert twin.ours.head.weight is twin.ours.embed.weight
                     assert twin.ours.layers[0].table is twin.ours.seen  # type: ignore[union-attr]
                     held = list(twin.ours.parameters())
-                    each(twin.ours, lambda p: p.fill_(7))  # to be dropped
+                    each(twin.ours, lambda p: p.fill_(7))  # to be discarded
                     twin.ours.get_buffer("seen").fill_(7)
             gone = [weakref.ref(p) for p in held]
             del held
@@ -113,7 +113,7 @@ def test_the_parameters_are_those_of_one_process_and_training_goes_on() -> None:
 
 @ranks(2)
 def test_without_recursion_the_blocks_below_stay_sharded() -> None:
-    """F1: recurse, or only the given module's own; a module in a block is one of its own."""
+    """F1: recurse, or only the given module's parameters; a module in a block may be given."""
     twin = Twin(Full, mesh_of(2))
 
     def whole() -> set[str]:
@@ -142,7 +142,7 @@ def test_without_recursion_the_blocks_below_stay_sharded() -> None:
 
 @ranks(4)
 def test_equal_writes_reach_every_shard_and_different_ones_none(rank: int) -> None:
-    """F2: writes are compared, F4: offloaded ones too; rows that ranks wrote are never mixed."""
+    """F2: writes are compared, F4: offloaded ones too; different writes are never mixed."""
     for weight in (2, 4):
         twin = Twin(Full, mesh_of(weight))
         step(twin, "before")
@@ -194,7 +194,7 @@ def test_with_rank0_what_the_first_rank_wrote_is_written_everywhere(rank: int) -
         step(twin, f"weight {weight}, after")
     mesh = mesh_of(1, pipeline=2)
     stage = mesh.pipeline_rank
-    twin = Twin(Tiny, mesh, seed=stage)  # a model of its own for each stage
+    twin = Twin(Tiny, mesh, seed=stage)  # a different model for each stage
     with internsp.full_params(twin.ours, write="rank0"):
         each(twin.ours, lambda p: p.add_(rank + 1))
     each(twin.plain, lambda p: p.add_(2 * stage + 1))  # written by rank 0, and by rank 2
@@ -207,7 +207,7 @@ def test_with_rank0_what_the_first_rank_wrote_is_written_everywhere(rank: int) -
 
 @ranks(2)
 def test_whole_gradients_are_shown_and_what_is_made_of_them_is_stepped_with(rank: int) -> None:
-    """F5: gradients, of a plain loop and of a ZeroOptimizer; written back, dropped."""
+    """F5: gradients, of a plain loop and of a ZeroOptimizer; written back, discarded."""
     twin = Twin(Full, mesh_of(2))
     twin.backward()
     for write in ("none", "shards", "rank0"):
@@ -329,14 +329,14 @@ def test_sixteen_bit_weights_are_shown_and_written_in_full_precision(rank: int) 
             gradient = gradients[name] + decay * written[name]
             wanted = written[name] - 1e-2 * gradient
             torch.testing.assert_close(found[name], wanted, atol=1e-7, rtol=1e-6)
-        s.model.head.weight.data.fill_(0.25)  # by another way: it is the truth, and exact
+        s.model.head.weight.data.fill_(0.25)  # written otherwise: it is the truth, and exact
         assert torch.equal(shown()["head.weight"], torch.full_like(found["head.weight"], 0.25))
         assert {v.dtype for v in shown(dtype=torch.float64).values()} == {torch.float64}
 
 
 @ranks(2)
 def test_it_is_refused_where_a_pass_or_a_step_runs_and_none_begins_inside(rank: int) -> None:
-    """F10: at rest only; in a step, nested, or with a forward inside one clear error each."""
+    """F10: only between steps; in a step, nested, or with a forward inside a clear error each."""
     twin = Twin(Full, mesh_of(2))
     open_it: Callable[[], Any] = lambda: internsp.full_params(twin.ours).__enter__()  # noqa: E731
 
@@ -389,7 +389,7 @@ def test_it_is_refused_where_a_pass_or_a_step_runs_and_none_begins_inside(rank: 
 @pytest.mark.unmeasured
 @ranks(2)
 def test_an_exception_puts_everything_back_on_all_ranks(rank: int) -> None:
-    """Safe under exceptions, of all ranks or of one; after a failed forward; refused alone."""
+    """Consistent after exceptions, of all ranks or one; after a failed forward; refused alone."""
     mesh = mesh_of(2, timeout=4)
     twin = Twin(Full, mesh)
 
@@ -451,7 +451,7 @@ def test_an_exception_puts_everything_back_on_all_ranks(rank: int) -> None:
 
 @ranks(2)
 def test_states_are_loaded_inside_and_other_objects_are_taken_by_value() -> None:
-    """F8: tied weights have one value, however it was given; ``assign=True``, LSTM's own list."""
+    """F8: tied weights have one value, however it was set; ``assign=True``, LSTM's own list."""
     twin = Twin(partial(Full, True), mesh_of(2))
     torch.manual_seed(5)
     other = Full(True).double()
@@ -499,7 +499,7 @@ def test_states_are_loaded_inside_and_other_objects_are_taken_by_value() -> None
 @pytest.mark.parametrize("world_size", [4])
 @ranks()
 def test_experts_of_all_ranks_stand_one_after_another(world_size: int, rank: int) -> None:
-    """F1 to F3 on the experts' axis, cut by other degrees, and with experts of each rank's own."""
+    """F1 to F3 on the experts' axis, with other degrees, and with different experts per rank."""
     cases = (Experts(weight=2, expert_weight=1), Experts(weight=2, expert_weight=1, expert=2),
              Experts(weight=1, expert_weight=2, expert=2), Experts(weight=4, expert=4,
              expert_weight=1))  # fmt: skip
@@ -523,7 +523,7 @@ def test_experts_of_all_ranks_stand_one_after_another(world_size: int, rank: int
 @pytest.mark.unmeasured
 @ranks(2)
 def test_units_are_streamed_one_at_a_time_and_are_those_of_one_process(rank: int) -> None:
-    """F4, F6, F9 of the iterator: every value once, one unit alive, agreed upon at each unit."""
+    """F4, F6, F9 of the iterator: every value once, one unit alive, consensus at each unit."""
     twin = Twin(partial(Full, True), mesh_of(2, timeout=4))
     step(twin, "before")
     found: dict[str, Tensor] = {}
@@ -535,7 +535,7 @@ def test_units_are_streamed_one_at_a_time_and_are_those_of_one_process(rank: int
         found |= {name: value.clone() for name, value in values.items()}
         order.append((unit, len(values)))
         for value in values.values():
-            value.fill_(3)  # memory of its own
+            value.fill_(3)  # separate memory
         del value
     wanted = {n: p.detach() for n, p in twin.plain.named_parameters()}
     wanted["seen"] = twin.plain.get_buffer("seen")
@@ -578,7 +578,7 @@ def test_units_are_streamed_one_at_a_time_and_are_those_of_one_process(rank: int
 
 @ranks(2)
 def test_a_pipelines_chunks_are_whole_between_its_steps(rank: int) -> None:
-    """F1, F2, F10 with several chunks a rank: all at once, not inside a step."""
+    """F1, F2, F10 with several chunks per rank: all at once, not inside a step."""
     case = PipelineCase(schedule="Interleaved1F1B", chunks=2, layers=4, micro_batches=2)
     refused = []
 

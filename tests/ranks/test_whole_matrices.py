@@ -1,4 +1,4 @@
-"""Optimizers that step whole matrices: experts, classes of a user, messages, failures, refusals."""
+"""Optimizers of unsharded matrices: experts, user classes, messages, failures, refusals."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ STEPS = 4
 
 
 class OwnMuon(torch.optim.Muon):
-    """Not torch's own: its state is its owner's, and values and gradients travel."""
+    """Not torch's own: its state stays on one rank, and values and gradients are sent."""
 
 
 class Lamb(torch.optim.Optimizer):
-    """A step scaled by the parameter's own norm, and state that is no tensor."""
+    """A step scaled by the parameter's norm, and state that is no tensor."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -43,7 +43,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 def stacked(rank: int, world: int, cases: list[Mixed], cls: Any) -> list[float]:
-    """Muon of the experts' matrices, each by itself, and of the dense ones; AdamW of the rest."""
+    """Muon for each of the experts' matrices, and for the dense ones; AdamW for the others."""
     found = []
     for case in cases:
         pair = Pair(case)
@@ -97,7 +97,7 @@ def test_experts_in_one_parameter_are_stepped_matrix_by_matrix(
 
 
 def declared(rank: int, world: int) -> list[tuple[float, int]]:
-    """A class of a user's own, and a subclass of Muon, whose state lies with owners."""
+    """A user-defined class, and a subclass of Muon, whose state is kept by owning ranks."""
     found = []
     for weight, zero in ((2, None), (2, 1), (4, None)):
         model, reference = little(), little()
@@ -161,8 +161,8 @@ def test_matrices_travel_in_one_order_few_at_a_time_and_in_the_bytes_that_are_sa
     if optimizer == "muon":
         large -= sum(used[n].numel() for n in ("embed.weight", "head.weight"))
         small = {}
-    # Of four ranks each has a quarter of a large matrix, of two replicas a half of a small one,
-    # which both weight ranks step.
+    # Each of four ranks has a quarter of a large matrix, each of two replicas a half of a small
+    # one, which both weight ranks step.
     wanted = each * (large * 3 // 4 + 2 * sum(small.values()) // 2)
     assert abs(sum(moved for _, _, moved in found) - wanted) <= 0.05 * wanted
 
@@ -268,7 +268,7 @@ def test_what_cannot_be_stepped_whole_is_refused_by_name(rank: int) -> None:
 
 @ranks(2)
 def test_a_plain_loop_is_told_that_shards_are_not_stepped_whole(rank: int) -> None:
-    """Muon would give other numbers on each mesh, and Adafactor fail within torch."""
+    """Muon would give different values on each mesh, and Adafactor fails within torch."""
     for weight, cls in ((2, torch.optim.Muon), (2, torch.optim.Adafactor), (1, torch.optim.Muon)):
         model = little()
         parallelize(model, mesh_of(weight), WeightParallelConfig(min_shard_elements=20))
@@ -280,7 +280,7 @@ def test_a_plain_loop_is_told_that_shards_are_not_stepped_whole(rank: int) -> No
             named = f"internsp.ZeroOptimizer(communicator, {cls.__name__}"
             raises(StructureError, optimizer.step, "sharded over ranks", named)
             continue
-        optimizer.step()  # each rank has whole matrices
+        optimizer.step()  # each rank has unsharded matrices
         reference = little()
         reference(ids, labels).backward()
         torch.optim.Muon([p for p in reference.parameters() if p.dim() == 2], lr=1e-2).step()

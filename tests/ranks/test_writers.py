@@ -1,4 +1,4 @@
-"""Metrics in TensorBoard's and W&B's files, read back: every row, a step once, nothing sent."""
+"""Metrics files of TensorBoard and W&B, read back: every row, a step once, nothing uploaded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ writers = ["tensorboard", "wandb"]
 processes = 2
 """
 
-# A program of a user's, whose TensorBoard fails at the third step.
+# A user's program, whose TensorBoard fails at the third step.
 PROGRAM = f"""
 import torch.utils.tensorboard as tensorboard
 import internsp
@@ -92,7 +92,7 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def texts(folder: Path) -> str:
-    """What else the event files say, configuration and hyperparameters."""
+    """The other contents of the event files: configuration and hyperparameters."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(folder))
@@ -132,7 +132,7 @@ class Drawn:
 
 @contextmanager
 def proxy() -> Iterator[tuple[dict[str, str], list[bytes]]]:
-    """Variables by which all that speaks to the network does so here, and what was said."""
+    """Variables that redirect network access to a local server, and the requests it received."""
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -148,14 +148,14 @@ def proxy() -> Iterator[tuple[dict[str, str], list[bytes]]]:
         threading.Thread(target=listen, daemon=True).start()
         where = f"http://127.0.0.1:{server.getsockname()[1]}"
         names = ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy")
-        # What asks for a server: only the configuration is to be believed.
+        # Settings of a server: only the configuration counts.
         yield dict.fromkeys(names, where) | {"WANDB_MODE": "online"}, heard
         server.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
-    """Two stages train six steps; they go on from the fourth, to the eighth."""
+    """Two stages train six steps; they resume from the fourth, to the eighth."""
     folder = tmp_path_factory.mktemp("drawn")
     (folder / "config.toml").write_text(CONFIG)
     (folder / "tmp").mkdir()

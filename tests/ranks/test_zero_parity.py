@@ -92,7 +92,7 @@ def trained(rank: int, world: int, cases: list[Case]) -> list[Trained]:
 
 
 def compare(world: int, cases: list[Case]) -> list[tuple[Case, float, float]]:
-    """(case, furthest loss or norm, furthest parameter) of each rank and case."""
+    """(case, largest difference of loss or norm, of parameters) of each rank and case."""
     ranks = run_ranks(trained, world, cases)
     found = []
     for i, case in enumerate(cases):
@@ -128,7 +128,7 @@ def test_fifty_steps_in_fp32_equal_one_process_within_1e_5(world: int, cases: li
 
 
 def gradients(rank: int, world: int) -> dict[str, float]:
-    """The largest error of an unsharded gradient, by way of asking for it."""
+    """The largest error of an unsharded gradient that is read before the step."""
     found = {}
     for name in ("sum", "mean", "finished", "direct", "direct mean", "side", "tied"):
         config = {"reduction": "mean" if "mean" in name else "sum"}
@@ -152,7 +152,7 @@ def gradients(rank: int, world: int) -> dict[str, float]:
         got = s.optimizer.gather_gradients()
         expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
         found[name] = max(gaps(got, expected).values())
-        # Looking changes nothing: the step uses the same gradient.
+        # Reading changes nothing: the step uses the same gradient.
         norm = torch.nn.utils.get_total_norm(list(expected.values())).item()
         s.optimizer.step()
         found[f"norm after {name}"] = abs(s.optimizer.grad_norm - norm) / norm
@@ -162,7 +162,7 @@ def gradients(rank: int, world: int) -> dict[str, float]:
 def one_process_loss(
     model: Little, ids: torch.Tensor, labels: torch.Tensor, world: int, ranks: tuple[int, ...]
 ) -> torch.Tensor:
-    """The rows of ``ranks`` alone take the branch."""
+    """Only the rows of ``ranks`` use the branch."""
     if not ranks:
         return model(ids, labels)
     rows = [model(share(ids, r), share(labels, r), side=r in ranks) for r in range(world)]
@@ -175,7 +175,7 @@ def test_whole_gradients_are_those_of_one_process_however_their_reductions_are_f
 
 
 def idle(rank: int, world: int, optimizer: str) -> tuple[float, bool, float]:
-    """A weight that no rank uses must not decay, and one that comes later starts at step one."""
+    """A weight that no rank uses must not decay; one used later starts at step one."""
     case = Case(weight=1 if optimizer == "adamw" else 2, steps=3, optimizer=optimizer)
     s = setup(case)
     before = whole(s.model)["side.weight"]
@@ -226,14 +226,14 @@ def test_without_overlap_the_bits_are_the_same(optimizer: str) -> None:
 
 
 def low_precision(rank: int, world: int) -> tuple[list[float], list[float], float, float]:
-    """bf16 with an fp32 master beside fp32, and steps smaller than bf16 can hold."""
+    """bf16 with an fp32 master compared with fp32, and steps smaller than bf16 can represent."""
     losses = []
     for dtype in (torch.float32, torch.bfloat16):
         case = Case(weight=2, steps=40, dtype=dtype)
         losses.append([loss for loss, _ in train(setup(case), case, rank, world)])
     moved = []
     for dtype in (torch.float32, torch.bfloat16):
-        # 0.02 of a bf16 step at a time: without a master nothing would ever move.
+        # 0.02 of a bf16 step at a time: without a master weight nothing would ever change.
         case = Case(weight=2, optimizer="sgd", steps=60, dtype=dtype, options={"lr": 1e-4})
         s = setup(case)
         before = whole(s.model)

@@ -1,4 +1,4 @@
-"""What ZeroOptimizer promises beside its numbers: slices, messages, publishing, refusals."""
+"""Properties of ZeroOptimizer besides its values: slices, messages, all-gathers, refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.zero import Case, alone, batch, furthest, little, setup, shar
 
 
 def kept(rank: int, world: int) -> list[str]:
-    """Parameters of which some tensor still holds the first storage, once they are packed."""
+    """Parameters of which some tensor still holds the first storage after they were moved."""
     s = setup(Case(weight=2))
     return [
         m.name
@@ -39,7 +39,7 @@ def test_shards_are_not_kept_a_second_time_beside_the_buckets() -> None:
 
 
 def memory(rank: int, world: int) -> tuple[int, int, int, int]:
-    """(elements of exp_avg here, cut elements and small ones in all, bytes of state as told)."""
+    """(elements of exp_avg here, sharded and replicated elements in all, reported state bytes)."""
     s = setup(Case(weight=2, zero=2, dtype=torch.float32))
     ids, labels = batch(0, world)
     s.model(share(ids, rank), share(labels, rank), side=True).backward()
@@ -55,7 +55,7 @@ def memory(rank: int, world: int) -> tuple[int, int, int, int]:
 def test_optimizer_state_exists_for_each_ranks_slice_alone() -> None:
     found = run_ranks(memory, 4)
     cut, small = found[0][1], found[0][2]
-    # Cut weights once in all; replicated parameters once for each of the two weight ranks.
+    # Sharded weights once in all; replicated parameters once for each of the two weight ranks.
     assert sum(elements for elements, *_ in found) == cut + 2 * small
     assert all(told == 2 * 4 * elements for elements, _, _, told in found)
     assert max(elements for elements, *_ in found) < 0.4 * (cut + small)
@@ -100,8 +100,8 @@ def messages(rank: int, world: int, weight: int, zero: int) -> dict[str, Any]:
 
 def test_gradients_go_by_reduce_scatter_and_only_small_ones_by_all_reduce() -> None:
     for found in run_ranks(messages, 2, 1, 2):
-        assert found["summed"] == [found["flat"], 1]  # the small ones, and the norm
-        assert found["exchanged"] == found["big"][::-1]  # as backward completes them
+        assert found["summed"] == [found["flat"], 1]  # the replicated parameters, and the norm
+        assert found["exchanged"] == found["big"][::-1]  # in the order of backward
         assert found["reduced"] == 4 * sum(found["big"]) // 2 + 4 * found["flat"]
         assert found["gathered"] == 4 * sum(found["all"]) // 2
 
@@ -135,7 +135,7 @@ def reading(rank: int, world: int) -> tuple[list[str], list[bool]]:
     before = whole(s.model)
     s.optimizer.zero_grad()
     quiet.append(parameter.grad is None)
-    s.optimizer.step()  # nothing is left to step with
+    s.optimizer.step()  # there is nothing left to step with
     norm = s.optimizer.grad_norm
     after = whole(s.model)
     quiet += [norm == 0.0, all(torch.equal(before[n], after[n]) for n in before)]
@@ -157,7 +157,7 @@ def test_an_unfinished_gradient_cannot_be_read_or_set_and_can_be_dropped() -> No
 
 
 def late(rank: int, world: int, weight: int) -> tuple[float, list[str], list[float]]:
-    """Training with late publications; the order of waits in a forward; other readers."""
+    """Training with late parameter all-gathers; the order of waits in a forward; other readers."""
     case = Case(weight=weight, steps=4, trace=True)
     s = setup(case, blocks=2)
     publish_late(s.communicator)
@@ -198,21 +198,21 @@ def test_a_late_publication_is_waited_for_by_whoever_reads_block_by_block(weight
     for apart, order, readers in run_ranks(late, world, weight):
         assert apart < 1e-10
         assert all(value == value for value in readers), readers
-        # Block 0 computes before block 1 is there.
+        # Block 0 computes before block 1's values arrive.
         assert order.index("WAIT layers.0") < order.index("USE layers.1")
         assert order.index("USE layers.0") < order.index("WAIT layers.1")
         assert order.index("USE layers.0") < order.index("WAIT head")
 
 
 def failing(rank: int, world: int) -> tuple[list[str], float]:
-    """An exception in a second micro-batch, met by all ranks; then a whole new one."""
+    """An exception in a second micro-batch, on all ranks; then a complete new one."""
     s = setup(Case(weight=2))
     ids, labels = batch(0, world)
     mine = share(ids, rank), share(labels, rank)
     raised = []
     for where in ("backward", "forward"):
         s.model(*mine).backward()
-        s.optimizer.finish_reductions()  # sums in slices must be forgotten too
+        s.optimizer.finish_reductions()  # sums in slices must be discarded too
         block = s.model.layers[1]
         broken = (
             block.register_full_backward_hook(_explode)
@@ -224,7 +224,7 @@ def failing(rank: int, world: int) -> tuple[list[str], float]:
         except RuntimeError as error:
             raised.append(str(error))
         broken.remove()
-        if where == "forward":  # without what was lost no step goes on (test_discarded)
+        if where == "forward":  # without the lost part no step continues (test_discarded)
             raises(GradientError, s.optimizer.gather_gradients, "zero_grad()")
         s.optimizer.zero_grad()
     s.model(*mine).backward()
@@ -258,7 +258,7 @@ class Filter(Tiny):
 
 
 def early() -> None:
-    """An optimizer that was made before its model became parallel."""
+    """An optimizer that was made before its model was parallelized."""
     model = little()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parallelize(model, mesh_of(2), WeightParallelConfig(min_shard_elements=20))
@@ -307,7 +307,7 @@ def refused(rank: int, world: int) -> list[str]:
             found.append("taken")
         except (TypeError, ValueError) as error:
             found.append(str(error))
-    assert fresh.plain is not None  # a refusal leaves the plain loop as it was
+    assert fresh.plain is not None  # a refusal leaves the plain loop unchanged
     return found
 
 
@@ -373,7 +373,7 @@ def test_a_step_returns_the_closures_loss_or_nothing_as_torchs_does() -> None:
 
 @ranks(2)
 def test_schedules_that_look_for_a_momentum_take_it() -> None:
-    """OneCycleLR changes betas with the learning rate; it asks the optimizer's defaults."""
+    """OneCycleLR changes betas with the learning rate; it reads the optimizer's defaults."""
     s = setup(Case(weight=2))
     theirs = torch.optim.AdamW(little().parameters(), lr=0.1)
     for optimizer in (s.optimizer, theirs):

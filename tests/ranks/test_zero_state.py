@@ -1,4 +1,4 @@
-"""ZeroOptimizer: fp16 loss scaling, saving and resuming, values written by others."""
+"""ZeroOptimizer: fp16 loss scaling, saving and resuming, values written by the program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.zero import Case, Setup, batch, setup, share, train, whole
 
 
 def overflow(rank: int, world: int, weight: int) -> list[dict[str, Any]]:
-    """Rank 1 alone overflows in step 1 of 3; with and without clipping."""
+    """Only rank 1 overflows in step 1 of 3; with and without clipping."""
     found = []
     for bound in (1.0, None):
         case = Case(weight=weight, optimizer="sgd", dtype=torch.float16, max_grad_norm=bound)
@@ -99,7 +99,7 @@ def advance(s: Setup, schedule: Any, case: Case, rank: int, world: int, steps: r
 
 
 def resume(rank: int, world: int, cases: list[Case], first: int, folder: str) -> list[bool]:
-    """7 steps at once against ``first`` steps, a checkpoint, and the rest by new objects."""
+    """7 steps at once compared with ``first`` steps, a checkpoint, and the rest by new objects."""
     same = []
     for index, case in enumerate(cases):
         s, schedule = make(case)
@@ -111,7 +111,7 @@ def resume(rank: int, world: int, cases: list[Case], first: int, folder: str) ->
         dcp.save({"model": s.model, "optimizer": s.optimizer}, checkpoint_id=path)
         rest = schedule.state_dict()
         s, schedule = make(case)
-        with torch.no_grad():  # other values, so that what is not loaded shows
+        with torch.no_grad():  # other values, to detect what is not loaded
             for parameter in s.model.parameters():
                 parameter.mul_(0.5)
         dcp.load({"model": s.model, "optimizer": s.optimizer}, checkpoint_id=path)
@@ -164,7 +164,7 @@ LOCAL = [
 
 
 def moved(rank: int, world: int, case: Case, folder: str) -> None:
-    """Save slices on one mesh, load them on others and save again: the same whole state."""
+    """Save slices on one mesh, load them on others and save again: the same unsharded state."""
     meshes = [(2, 2), (1, 4), (4, 1), (2, 1), (1, 2), (2, 2)]
     wanted: Any = None
     for number, (weight, zero) in enumerate(meshes):
@@ -187,7 +187,7 @@ def moved(rank: int, world: int, case: Case, folder: str) -> None:
 
 
 def everything(s: Setup) -> dict[str, torch.Tensor]:
-    """All optimizer state, whole, and what no step has used is not there."""
+    """All optimizer state, unsharded; state that no step has used does not exist."""
     state, found = s.optimizer.state_dict(), {}
     for index, entry in state["state"].items():
         for kind, value in entry.items():
@@ -235,7 +235,7 @@ def test_slices_of_another_rank_or_model_are_refused_and_nothing_is_taken(rank: 
 
 
 def written(rank: int, world: int, dtype: torch.dtype) -> float:
-    """Values loaded, edited and given new storage between steps are what the next step starts from.
+    """The next step starts from values loaded, edited or given new storage between steps.
 
     The learning rate is zero: whatever was written must still be there after a step.
     """
@@ -270,7 +270,7 @@ def test_values_written_between_steps_are_kept(dtype: torch.dtype) -> None:
 
 @ranks(2)
 def test_a_state_dict_is_copied_and_written_by_torch_alone() -> None:
-    """Its values lie in no buffer of ours: of a view into one torch would copy no ``DTensor``."""
+    """Its values are in no buffer of ours: torch would not copy a ``DTensor`` into such a view."""
     s = setup(Case(weight=2))
     s.model(*batch(0, 1)).backward()
     s.optimizer.step()

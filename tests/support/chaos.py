@@ -1,14 +1,14 @@
-"""Lets faults happen to a rank of a training run, at counted points.
+"""Injects faults into one rank of a training run, at counted points.
 
 A point is the n-th launch of a kind of collective (``AG``, ``RS``, ``EX``, ``PUBLISH`` of
-:class:`internsp.wp.collectives.Collectives`; ``DIST``: torch.distributed's own), the k-th
-optimizer step (``step``), or the n-th operation on the run's folder by the rank (``file``) or by
-the process that writes its checkpoints (``writer``). ``before`` or ``after`` it the rank is killed
-(SIGKILL), stopped (SIGSTOP), raises, waits, leaves without a word, meets a full disk, or gets a
-signal; ``cut`` takes the link away, where the campaign runs in a network of its own.
+:class:`internsp.wp.collectives.Collectives`; ``DIST``: one that torch.distributed launches), the
+k-th optimizer step (``step``), or the n-th operation on the run's folder by the rank (``file``) or
+by the process that writes its checkpoints (``writer``). ``before`` or ``after`` the point the rank
+is killed (SIGKILL), stopped (SIGSTOP), raises, waits, exits silently, finds the disk full, or gets
+a signal. ``cut`` takes the network link down, if the campaign runs in its own network namespace.
 
-:func:`run` is what a launcher starts in the place of ``train``; its plan lies in a file beside the
-run's folder. The library knows nothing of all this.
+A launcher starts :func:`run` instead of ``train``; the list of faults is read from a file next to
+the run's folder. The library contains no code for any of this.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 
 
 def plan_of(output: Path) -> Path:
-    """Where the plan of a run in ``output`` lies."""
+    """The file with the faults of a run in ``output``."""
     return output.with_name(output.name + ".plan")
 
 
 def log_of(output: Path) -> Path:
-    """Where a run in ``output`` says which faults happened, which rows it took, who it was."""
+    """The log of a run in ``output``: faults that happened, rows that it took, process ids."""
     return output.with_name(output.name + ".log")
 
 
 def lines_of(output: Path) -> list[dict[str, Any]]:
-    """What a run in ``output`` has said so far."""
+    """The entries that a run in ``output`` has logged so far."""
     log = log_of(output)
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 def run(config: Config, output: Path) -> None:
-    """One rank of a run, with the faults of its plan."""
+    """Run one rank, with the faults that its plan lists."""
     rank = int(os.environ["RANK"])
     given = json.loads(plan_of(output).read_text())
     faults = [fault for fault in given["faults"] if fault["rank"] == rank]
@@ -64,7 +64,7 @@ def run(config: Config, output: Path) -> None:
     }  # fmt: skip
     tell(log, process="rank", rank=rank, started=started(os.getpid()))
     os.environ[PLAN] = json.dumps(plan)
-    disk.__file__ = chaos_files.__file__  # what a rank starts to write its checkpoints
+    disk.__file__ = chaos_files.__file__  # the program that a rank starts to write its checkpoints
     for name in given.get("mistakes", ()):
         MISTAKES[name]()
     files = files_of(plan, "file")
@@ -100,7 +100,7 @@ def _distributed(counter: Counter) -> None:
 
 
 def _steps(plan: dict[str, Any]) -> None:
-    """Optimizer steps: which rows they take is written down, before any of them is trained on."""
+    """Log the rows of each optimizer step before the step trains on any of them."""
     step = StepRunner.step
     faults = [fault for fault in plan["faults"] if fault["point"] == "step"]
 
@@ -122,7 +122,7 @@ def _steps(plan: dict[str, Any]) -> None:
 
 
 def link(up: bool) -> None:
-    """Take the loopback device of this process's network up or down (its own namespace's only)."""
+    """Take the loopback device of this process's network namespace up or down."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
         request = struct.pack("16sh14x", b"lo", 0)
         (flags,) = struct.unpack("16xh14x", fcntl.ioctl(handle, _SIOCGIFFLAGS, request))
@@ -130,11 +130,11 @@ def link(up: bool) -> None:
         fcntl.ioctl(handle, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags))
 
 
-# Mistakes put into the library on purpose, which a campaign must find.
+# Deliberate mistakes in the library, which a campaign must detect.
 
 
 def _repeats_a_batch() -> None:
-    """A run that goes on takes the rows of one step again."""
+    """A resumed run trains on the rows of one step a second time."""
     from internsp.train import run as module
 
     load = module.checkpoint.load
@@ -148,7 +148,7 @@ def _repeats_a_batch() -> None:
 
 
 def _forgets_moments() -> None:
-    """A run that goes on has other optimizer state than was saved."""
+    """A resumed run loads optimizer state that differs from what was saved."""
     from internsp.train import checkpoint
 
     optimizer_state = checkpoint._optimizer_state
@@ -165,7 +165,7 @@ def _forgets_moments() -> None:
 
 
 def _believes_files() -> None:
-    """Digests are not compared."""
+    """Digests of checkpoint files are not compared."""
     from internsp.train import manifest
 
     manifest.damage = lambda *_: []  # type: ignore[assignment]

@@ -1,9 +1,9 @@
-"""What is on a disk after a crash: a save's file operations, recorded, and played back up to one.
+"""Simulates a disk after a crash: records the file operations of a save and replays some of them.
 
-A process that is killed leaves all operations up to that moment. A machine that loses power leaves
-less: of a file what was flushed (fsync), and of the rest a part, or zeros; of a folder the names as
-they were when it was flushed, and some of the changes since, in their order, each folder's by
-itself. That is what POSIX promises, and file systems on which code was only ever killed keep more.
+If a process is killed, all operations up to that moment are on disk. If the machine loses power,
+less is: of a file the data that was flushed (fsync), and any part of the rest, or zeros; of a
+folder the entries that it had when it was flushed, and some of the later changes, in order but
+independently for each folder. This is all that POSIX promises; most file systems keep more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Operation = tuple[str, tuple[Any, ...]]
 
 
 class Recorder(Files):
-    """Writes down every operation below ``folder``, in this process, within :meth:`recording`.
+    """Records every operation of this process below ``folder``, inside :meth:`recording`.
 
     Attributes:
         done: operations by name, with paths relative to ``folder``.
@@ -34,7 +34,7 @@ class Recorder(Files):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, operations are counted and written down."""
+        """A context in which operations are counted and recorded."""
         import builtins
         import io
 
@@ -49,7 +49,7 @@ class Recorder(Files):
             io.open = builtins.open = opened
 
     def around(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Also writes it down, if it did not fail."""
+        """Perform an operation, and record it if it did not fail."""
         operation = self._named(call, args, options)
         result = super().around(call, *args, **options)
         self.done.append(operation)
@@ -79,7 +79,7 @@ class Recorder(Files):
 
 @dataclass(eq=False)
 class File:
-    """A file: what a process reads in it, and what was flushed."""
+    """A file: its contents as a process reads them, and the part that was flushed."""
 
     data: bytes = b""
     flushed: bytes = b""
@@ -94,10 +94,10 @@ class Link:
 
 @dataclass(eq=False)
 class Folder:
-    """A folder: its names, those that were flushed, and the changes since.
+    """A folder: its entries, the flushed entries, and the changes since the flush.
 
     Attributes:
-        changes: names that each one takes away, and what it adds, in order.
+        changes: for each change the names that it removes and the entries that it adds, in order.
     """
 
     names: dict[str, Any] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Folder:
     changes: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
 
     def change(self, gone: list[str], new: dict[str, Any]) -> None:
-        """One change that is never seen in half."""
+        """One atomic change: all of it is visible or nothing."""
         self.changes.append((gone, new))
         _change(self.names, gone, new)
 
@@ -117,7 +117,7 @@ def _change(names: dict[str, Any], gone: list[str], new: dict[str, Any]) -> None
 
 
 def played(operations: list[Operation]) -> Folder:
-    """The disk after ``operations``, which began in an empty folder."""
+    """The disk after ``operations`` on an empty folder."""
     root = Folder()
     for name, args in operations:
         _play(root, name, args)
@@ -135,7 +135,7 @@ def _play(root: Folder, name: str, args: tuple[Any, ...]) -> None:
     elif name == "open":
         if last not in above.names:
             above.change([], {last: File()})
-        else:  # to write anew
+        else:  # replace the contents
             above.names[last].data = b""
     elif name == "write":
         above.names[last].data += args[1]
@@ -168,7 +168,7 @@ def _find(root: Folder, path: str) -> tuple[Folder, str]:
 
 
 def write_out(node: Folder, path: Path, power: random.Random | None) -> None:
-    """Make ``path`` what a process finds after the crash; with ``power``, that was lost."""
+    """Turn ``path`` into what a process finds after the crash; ``power``: power was lost."""
     path.mkdir()
     names = dict(node.names)
     if power is not None:

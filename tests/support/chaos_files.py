@@ -1,9 +1,11 @@
-"""Faults at counted file operations of a process: what :mod:`tests.support.chaos` has in common
-with the process that writes checkpoints, in whose place this file is started.
+"""Injects faults at counted file operations of a process.
+
+:mod:`tests.support.chaos` uses this module in a rank; it is also started instead of the process
+that writes checkpoints.
 
 An operation changes the file system below one folder: opening to write, each write, flush to disk,
-rename, removal, link. It is counted where Python's ``os`` and ``io`` are called, so that nothing of
-the library knows of it. Imports neither torch nor internsp.
+rename, removal, link. It is counted where Python's ``os`` and ``io`` are called, so that the
+library needs no hook. Imports neither torch nor internsp.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ from collections.abc import Callable
 from typing import Any
 
 PLAN = "INTERNSP_CHAOS"
-"""Environment: a rank's plan as JSON, for the process that it starts."""
+"""Environment variable: a rank's plan as JSON, for the process that it starts."""
 FATAL = ("kill", "stop", "raise", "full", "leave")
 Hit = Callable[[], None]
-_open, _write = os.open, os.write  # those that are not counted
+_open, _write = os.open, os.write  # the original functions, not counted
 
 
 class Injected(RuntimeError):
-    """A fault that was put in on purpose."""
+    """A fault that was injected on purpose."""
 
 
 def tell(log: str, **said: Any) -> None:
-    """Append a line to the campaign's log, at once and whole."""
+    """Append one line to the campaign's log with a single write."""
     line = json.dumps({"at": time.monotonic(), "pid": os.getpid(), **said}) + "\n"
     handle = _open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -42,7 +44,7 @@ def tell(log: str, **said: Any) -> None:
 
 
 def do(fault: dict[str, Any], log: str) -> None:
-    """Let ``fault`` happen to this process, here."""
+    """Inject ``fault`` into this process."""
     kind = fault["kind"]
     tell(log, fault=fault["id"])
     if kind == "kill":
@@ -62,14 +64,14 @@ def do(fault: dict[str, Any], log: str) -> None:
 
 
 class Counter:
-    """Counts the points of one kind that a process passes, and lets its faults happen there."""
+    """Counts the points of one kind that a process reaches, and injects its faults there."""
 
     def __init__(self, faults: list[dict[str, Any]], log: str) -> None:
         self._faults, self._log = faults, log
         self.count = 0
 
     def around(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """``call`` as the next point."""
+        """Perform ``call`` as the next point."""
         self.count += 1
         here = [fault for fault in self._faults if fault["n"] == self.count]
         for fault in here:
@@ -83,13 +85,13 @@ class Counter:
 
 
 class _File:
-    """A file open for writing, whose writes count; a full disk takes half of one first."""
+    """A file open for writing, whose writes are counted; a full disk accepts half of one first."""
 
     def __init__(self, file: Any, files: Files) -> None:
         self._file, self._files = file, files
 
     def write(self, data: Any) -> int:
-        """Counted."""
+        """A counted write."""
         return self._files.write(self._file, data)
 
     def __enter__(self) -> _File:
@@ -103,7 +105,7 @@ class _File:
 
 
 class Files(Counter):
-    """Operations below ``folder``. Once the disk is full, it stays so for this process."""
+    """Counts operations below ``folder``. Once the disk is full, it stays full for this process."""
 
     def __init__(self, faults: list[dict[str, Any]], log: str, folder: str) -> None:
         super().__init__(faults, log)
@@ -111,7 +113,7 @@ class Files(Counter):
         self._full = False
 
     def install(self) -> None:
-        """From now on, in this process."""
+        """Start counting in this process."""
         for name in ("rename", "replace", "unlink", "mkdir", "rmdir", "symlink", "fsync", "open"):
             setattr(os, name, self._counted(getattr(os, name), name))
         io.open = builtins.open = self._opened(io.open)
@@ -161,13 +163,13 @@ class Files(Counter):
 
 
 def files_of(plan: dict[str, Any], process: str) -> Files:
-    """The counter of a rank's own operations (``file``) or of its writer's (``writer``)."""
+    """The counter of a rank's own operations (``file``) or of its writer process (``writer``)."""
     faults = [fault for fault in plan["faults"] if fault["point"] == process]
     return Files(faults, plan["log"], plan["folder"])
 
 
 def main() -> None:
-    """The process that writes checkpoints, under its plan, with its own ``argv``."""
+    """Run the process that writes checkpoints, under its plan, with its own ``argv``."""
     plan = json.loads(os.environ[PLAN])
     tell(plan["log"], process="writer", rank=plan["rank"], started=started(os.getpid()))
     files = files_of(plan, "writer")
@@ -179,7 +181,7 @@ def main() -> None:
 
 
 def started(pid: int) -> str:
-    """When a process started, which no other of its number shares; empty: it has ended."""
+    """The start time of a process, to recognize reused process ids; empty: it has ended."""
     try:
         with _read(f"/proc/{pid}/stat") as file:
             words = file.read().rpartition(")")[2].split()

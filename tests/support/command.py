@@ -1,12 +1,12 @@
-"""Python as a user starts it, without its start: forked from the tests' server.
+"""Runs Python programs as a user would, but forked from the tests' server to save start-up time.
 
-The server has imported what a command or a program needs, which takes three seconds of a core. What
-is forked is a process of its own all the same, with its own folder, environment, standard streams,
-exit status and children; and the children of it that are Python's (a run's server of ranks, the
-ranks of torchrun) are forked in their turn, as its true children.
+The server has already imported what a command or a program needs, which takes three seconds of
+CPU time. The forked process is still a separate process, with its own folder, environment, standard
+streams, exit status and children. Python children that it starts (the fork server of a run, the
+ranks of torchrun) are forked in the same way and are its real children.
 
-Python itself is started by ``tests/unit/test_wheel.py``, ``tests/unit/test_cli.py``,
-``tests/ranks/test_orphans.py`` and others that are about processes or imports.
+``tests/unit/test_wheel.py``, ``tests/unit/test_cli.py``, ``tests/ranks/test_orphans.py`` and other
+tests of processes or imports start a new Python interpreter instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TORCHRUN = ("-m", "torch.distributed.run")
 def internsp(
     *words: str, cwd: Path, environment: Mapping[str, str] | None = None, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``internsp WORDS`` to its end; the rest as :func:`python`."""
+    """Run ``internsp WORDS`` to its end; other arguments as in :func:`python`."""
     return python("-m", "internsp", *words, cwd=cwd, environment=environment, check=check)
 
 
@@ -47,12 +47,12 @@ def python(
     timeout: float = 300,
     check: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python WORDS`` to its end, with nothing to read from.
+    """Run ``python WORDS`` to its end, with empty standard input.
 
     Args:
         words: ``-m`` and a module, or a program's file; then their arguments.
-        environment: the whole of it; None: this process's.
-        check: assert that the status is 0.
+        environment: all environment variables; None: those of this process.
+        check: assert that the exit status is 0.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         running = begin(words, cwd, output.fileno(), errors.fileno(), environment)
@@ -84,9 +84,9 @@ def begin(
     """Start ``python WORDS``.
 
     Args:
-        output: where it writes, a handle that stays the caller's; ``errors`` likewise.
-        terminal: from where it reads; None: there is nothing to read.
-        session: it leads a session, and a group of processes, of its own.
+        output: an open file for its standard output, which the caller closes; ``errors`` likewise.
+        terminal: the file for its standard input; None: empty input.
+        session: start it as the leader of a new session and process group.
     """
     start_server()
     handles = [None if handle is None else _Handle(handle) for handle in (terminal, output, errors)]
@@ -99,7 +99,7 @@ def begin(
 
 
 class _Handle:
-    """Of an open file; in the process that it is sent to it is another number."""
+    """The number of an open file; the receiving process gets its own number for it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -119,7 +119,7 @@ def _live(
     handles: list[_Handle | None],
     session: bool,
 ) -> None:
-    """The process, from its first line to its exit status."""
+    """The forked process, from its first line to its exit status."""
     if session:
         os.setsid()
     for number, handle in enumerate(handles):
@@ -128,7 +128,7 @@ def _live(
             os.close(handle.number)
     if handles[0] is not None:
         sys.stdin = os.fdopen(0, closefd=False)
-    # Nobody's child, with a folder of its own for sockets.
+    # Detach from the parent process: a separate folder for sockets, no parent recorded.
     process.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
     process._parent_process = None  # type: ignore[attr-defined]
     util.spawnv_passfds = _server  # type: ignore[attr-defined]
@@ -137,12 +137,12 @@ def _live(
 
 
 def _run(words: Sequence[str], cwd: str, environment: Mapping[str, str]) -> NoReturn:
-    """What Python does with its command line; SystemExit at the end."""
+    """Do what Python does with its command line; raises SystemExit at the end."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
     process.ORIGINAL_DIR = cwd  # from where multiprocessing finds a program's file
-    tempfile.tempdir = None  # the server's
+    tempfile.tempdir = None  # drop the server's cached value
     encoding = environment.get("PYTHONIOENCODING")
     sys.stdout, sys.stderr = (
         os.fdopen(number, "w", buffering, encoding=encoding, errors=how, closefd=False)
@@ -165,7 +165,7 @@ _execute: Callable[..., None] = subprocess.Popen._execute_child  # type: ignore[
 
 
 def _server(path: Any, words: Sequence[Any], handles: Sequence[int]) -> int:
-    """In place of what starts a fork server: its modules are here already."""
+    """Replaces the start of a fork server: its modules are already loaded here."""
     code = words[-1]
     if "multiprocessing.forkserver" not in code:
         return _spawn(path, words, handles)
@@ -178,13 +178,13 @@ def _server(path: Any, words: Sequence[Any], handles: Sequence[int]) -> int:
 
 
 def _child(self: Any, args: Any, *given: Any) -> None:
-    """In place of what Popen does to start Python; anything else as before."""
+    """Replaces how Popen starts Python; starts any other program unchanged."""
     words = [args] if isinstance(args, str) else [os.fspath(word) for word in args]
     rest = words[2:] if words[1:2] == ["-u"] else words[1:]
     if words[0] != sys.executable or not rest or (rest[0][0] == "-" and rest[0] != "-m"):
         return _execute(self, args, *given)
     _, _, _, kept, cwd, environment, _, _, _, *handles, _, _, _, _, _, session, _ = given
-    theirs = [handles[0], handles[3], handles[5]]  # of the two ends of each stream
+    theirs = [handles[0], handles[3], handles[5]]  # the child's end of each stream
 
     def live() -> None:
         if session:
@@ -224,7 +224,7 @@ def _fork(live: Callable[[], object], handles: Sequence[int]) -> int:
 
 
 def _forget_as_exec_would(kept: Sequence[int]) -> None:
-    """Handlers of signals, handles that are not to be inherited, and children."""
+    """Remove inherited signal handlers, file handles and child processes."""
     process._children = set()  # type: ignore[attr-defined]
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
     util._run_after_forkers()  # type: ignore[attr-defined]
@@ -232,10 +232,11 @@ def _forget_as_exec_would(kept: Sequence[int]) -> None:
         if callable(signal.getsignal(number)):
             python = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, python)
-    # Replaced, not closed: what holds one closes it when it is collected, and not another's then.
+    # Replaced, not closed: the object that owns it closes it when it is collected, and by then the
+    # number might belong to another file.
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/dev/fd"):
         handle = int(name)
-        with suppress(OSError):  # that of the listing itself
+        with suppress(OSError):  # the handle that listed the folder
             if handle > 2 and handle not in kept and not os.get_inheritable(handle):
                 os.dup2(nothing, handle, inheritable=False)

@@ -1,14 +1,14 @@
-"""Ranks beside one process: the one comparison of gradients and parameters, by value.
+"""Compares gradients and parameters on several ranks with those of one process, by value.
 
 A parity test compares the gradient of every parameter after a backward, and every parameter after
-steps with these gradients: with :func:`check`, or with :func:`gaps` where a parent process judges
-what its ranks have found. A name too few or too many, a gradient on one side only, another shape or
-a NaN is a difference like any other.
+steps with these gradients. It uses :func:`check`, or :func:`gaps` where the parent process
+evaluates the results of its ranks. A missing or additional name, a gradient on one side only, a
+different shape and a NaN all count as differences.
 
-In fp64 a difference may be ``TOLERANCE`` of the largest element of the whole tensor, or of
-``FLOOR`` of the largest of all tensors compared with it, where that is more: a gradient that is
-zero but for rounding (queries of one-token documents) has no size of its own. Each rank compares
-its own part: together the ranks compare every element, and nothing is gathered.
+In fp64 the allowed difference is ``TOLERANCE`` of the largest element of the full tensor, or of
+``FLOOR`` of the largest element of all tensors in the comparison, whichever is more: a gradient
+that is zero except for rounding (queries of one-token documents) has no scale by itself. Each rank
+compares its own shard: the ranks together compare every element, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Values = Mapping[str, Tensor | None]
 
 
 def parameters(*models: nn.Module) -> dict[str, Tensor]:
-    """Every parameter by name; of several models (a pipeline's chunks) all of them."""
+    """Every parameter by name; for a list of models (a pipeline's chunks) those of all of them."""
     return {name: p.detach() for model in models for name, p in model.named_parameters()}
 
 
@@ -47,9 +47,9 @@ def gap(found: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
     """The largest difference over the largest element; infinite for NaN or another shape.
 
     Args:
-        found: the whole tensor, or a ``DTensor``, of which this rank's part is compared.
-        wanted: the whole tensor on one process.
-        floor: what is divided by where the largest element is smaller.
+        found: the full tensor, or a ``DTensor``, of which this rank's shard is compared.
+        wanted: the full tensor of one process.
+        floor: the divisor where the largest element is smaller than this.
     """
     if found.shape != wanted.shape:
         return math.inf
@@ -67,10 +67,10 @@ def gap(found: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
 
 
 def gaps(found: Values, wanted: Values, floor: float | None = None) -> dict[str, float]:
-    """The gap of every name; infinite where one side alone has the name or a value.
+    """The gap of every name; infinite where only one side has the name or a value.
 
     Args:
-        floor: by default ``FLOOR`` of the largest element of all that is wanted.
+        floor: by default ``FLOOR`` of the largest element of all wanted tensors.
     """
     if floor is None:
         sizes = [float(v.detach().abs().max()) for v in wanted.values() if v is not None]
@@ -110,14 +110,14 @@ def check(found: Values, wanted: Values, what: str = "", tolerance: float = TOLE
 
 
 def close(found: Any, wanted: Any, what: str, tolerance: float = TOLERANCE) -> None:
-    """Assert that one tensor equals one process's (below 1e-3 by the difference itself)."""
+    """Assert that one tensor equals that of one process (absolute difference below 1e-3)."""
     assert found.shape == wanted.shape, f"{what}: {list(found.shape)} for {list(wanted.shape)}"
     apart = gap(found, wanted, 1e-3)
     assert apart <= tolerance, f"{what} differs by {apart:.3g} of its largest element"
 
 
 def after_a_step(ours: Iterable[nn.Module], plain: nn.Module) -> dict[str, float]:
-    """Gaps of the parameters after a step of SGD with the gradients that are there. Collective."""
+    """Gaps of the parameters after an SGD step with the present gradients. Collective."""
     ours = list(ours)
     for model in (*ours, plain):
         torch.optim.SGD(model.parameters(), lr=0.05, foreach=False).step()
@@ -126,9 +126,9 @@ def after_a_step(ours: Iterable[nn.Module], plain: nn.Module) -> dict[str, float
 
 
 def on_all_stages(names: Iterable[str], wanted: Values) -> dict[str, Tensor | None]:
-    """Of ``wanted`` those of this rank's chunks, once all ranks together have them all. Collective.
+    """The tensors of ``wanted`` that belong to this rank's chunks. Collective.
 
-    A pipeline's rank has some of a model's parameters; none may be on no rank.
+    A rank of a pipeline holds some of a model's parameters; every parameter must be on some rank.
     """
     own = list(names)
     everyone: list[list[str]] = [[]] * dist.get_world_size()
@@ -139,7 +139,7 @@ def on_all_stages(names: Iterable[str], wanted: Values) -> dict[str, Tensor | No
 
 
 def local_part(whole: Tensor, like: Any) -> Tensor:
-    """This rank's part of ``whole`` by torch's own rule for the placements of ``like``."""
+    """This rank's shard of ``whole``, computed by DTensor from the placements of ``like``."""
     part = whole.detach()
     for axis, placement in enumerate(like.placements):
         if isinstance(placement, Shard):

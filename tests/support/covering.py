@@ -1,4 +1,4 @@
-"""Rows of values in which every pair of two axes' values that can be occurs. Pure."""
+"""Rows of values in which every possible pair of values of two axes occurs. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 Row = dict[str, Any]
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
-_TRIED = 400  # rows of which the best is taken
+_TRIED = 400  # candidate rows, of which the best is taken
 
 
 def pairs(row: Mapping[str, Any]) -> set[Pair]:
@@ -30,11 +30,11 @@ def covering(
     cost: Callable[[Row], float],
     seed: int = 0,
 ) -> list[Row]:
-    """Few legal rows with every pair that some legal row has; the same for the same seed.
+    """A few legal rows with every pair that occurs in a legal row; deterministic for a seed.
 
     Args:
         axes: values (hashable) by axis.
-        cost: of a row; one is taken that covers most new pairs for what it costs.
+        cost: of a row; the rows with most new pairs for their cost are taken.
     """
     every = rows_of(axes, legal)
     places: dict[Pair, int] = {}
@@ -45,7 +45,7 @@ def covering(
         missing |= mask
     found: list[Row] = []
     while missing:
-        wanted = missing & -missing  # one pair that must come; of the rows that have it the best
+        wanted = missing & -missing  # an uncovered pair; the best row with it is taken
         tried = [n for n, mask in enumerate(masks) if mask & wanted]
         tried = source.sample(tried, min(_TRIED, len(tried)))
         best = max(tried, key=lambda n: (masks[n] & missing).bit_count() / cost(every[n]))
@@ -55,7 +55,7 @@ def covering(
 
 
 def _mask(row: Row, places: dict[Pair, int]) -> int:
-    """The pairs of a row as bits, each of which has a place."""
+    """The pairs of a row as bits of an integer; each pair has its own bit."""
     found = 0
     for pair in itertools.combinations(row.items(), 2):
         found |= 1 << places.setdefault(pair, len(places))

@@ -1,8 +1,8 @@
-"""``internsp`` as torchrun starts it, with faults: ``-m tests.support.elastic train ...``.
+"""``internsp`` under torchrun, with faults: ``-m tests.support.elastic train ...``.
 
-The environment says what happens: ``INTERNSP_DIE`` is ``RESTART RANK STEP`` (the rank is killed
-before that step of that start), ``INTERNSP_SLOW`` how many seconds a step takes at least, and
-``INTERNSP_WAIT`` a step before which a rank that is alone waits until it is asked to stop.
+Environment variables choose the faults: ``INTERNSP_DIE`` is ``RESTART RANK STEP`` (the rank is
+killed before that step of that restart), ``INTERNSP_SLOW`` the least duration of a step in seconds,
+and ``INTERNSP_WAIT`` a step before which a rank that runs alone waits for a stop request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from internsp.train.stop import StopRequest
 
 
 def faulty() -> None:
-    """Steps are late, and one kills its rank."""
+    """Slow down steps, and kill one rank."""
     step = StepRunner.step
     dies = [int(word) for word in os.environ.get("INTERNSP_DIE", "").split()]
     here = [int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK")]

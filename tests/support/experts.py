@@ -1,7 +1,7 @@
-"""A little mixture of experts for tests, as one process has it and as ranks share it, in fp64.
+"""A small mixture of experts in fp64, on one process and with expert parallelism.
 
-Each token goes to the expert with the largest router logit. Where ranks own different experts, the
-tokens travel by an all-to-all over the expert group, there and back.
+Each token goes to the expert with the largest router logit. Where ranks hold different experts,
+tokens are exchanged by an all-to-all over the expert group, and returned by another.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from internsp.trace import Trace
 from tests.support.compare import gaps, gradients, parameters
 from tests.support.meshes import mesh_of
 
-VOCABULARY, WIDTH, LENGTH, ROWS = 11, 6, 5, 2  # ROWS: of each rank
+VOCABULARY, WIDTH, LENGTH, ROWS = 11, 6, 5, 2  # ROWS: per rank
 
 
 class Exchange(torch.autograd.Function):
-    """Rows to the ranks of a group, ``send[p]`` of them to rank ``p``; backward returns them."""
+    """Send ``send[p]`` rows to each rank ``p`` of a group; backward returns them."""
 
     @staticmethod
     def forward(
@@ -43,7 +43,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Grouped(nn.Module):
-    """``number`` experts of two maps in 3-D weights, of which this rank owns ``number / ranks``."""
+    """``number`` experts of two 3-D weights each, of which this rank holds ``number / ranks``."""
 
     def __init__(self, number: int, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -70,10 +70,10 @@ class Grouped(nn.Module):
         return self.down(F.gelu(hidden), counts)
 
     def elsewhere(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows sorted by expert, to the experts' owners and back."""
+        """Send rows sorted by expert to the ranks that hold the experts, and return the results."""
         assert self.group is not None
         table = counts.view(self.ranks, -1)
-        theirs = torch.empty_like(table)  # [from rank, own expert]
+        theirs = torch.empty_like(table)  # [from rank, local expert]
         dist.all_to_all_single(theirs, table, group=self.group)
         send, receive = table.sum(1).tolist(), theirs.sum(1).tolist()
         arrived = Exchange.apply(rows, send, receive, self.group)
@@ -85,7 +85,7 @@ class Grouped(nn.Module):
 
 
 class Bias(nn.Module):
-    """One bias an expert: small, and yet not the same on all ranks."""
+    """One bias per expert: a small parameter that nevertheless differs between ranks."""
 
     def __init__(self, number: int, width: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Bias(nn.Module):
 
 
 class Listed(nn.Module):
-    """Experts as modules of their own; one without a token stays idle."""
+    """Each expert is a separate module; without a token its parameters are unused."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Listed(nn.Module):
 
 
 class Block(nn.Module):
-    """Dense weights, then experts. ``wo`` triggers the next gather."""
+    """Dense weights, then experts. ``wo`` is the prefetch trigger."""
 
     def __init__(self, number: int, group: dist.ProcessGroup | None, listed: bool) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Mixture(nn.Module):
 
 @dataclass
 class Case:
-    """How the ranks of one test share a mixture."""
+    """How the ranks of one test share a mixture of experts."""
 
     weight: int = 1
     expert_weight: int | None = None
@@ -170,7 +170,7 @@ class Case:
 
 
 class Pair:
-    """A mixture on one process (``plain``) and the same over a mesh (``ours``). Collective."""
+    """The model on one process (``plain``) and over a mesh (``ours``). Collective."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -200,7 +200,7 @@ class Pair:
             activation_checkpoint=ActivationCheckpointConfig(**case.checkpoint),
             trace=self.trace,
         )
-        self.communicator.state.pool.poison = True  # a slot that changes hands is full of NaN
+        self.communicator.state.pool.poison = True  # a slot is filled with NaN when it is reused
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """ids and labels ``[2, rows of all ranks, LENGTH]`` of one micro-batch."""
@@ -210,11 +210,11 @@ class Pair:
         return both[0], both[1]
 
     def backward(self, step: int, plain: bool = True, once: bool = False) -> float:
-        """All micro-batches of one step on both models; returns the global loss of ours.
+        """Run all micro-batches of one step on both models; returns the global loss of ours.
 
         Args:
-            once: replicas exchange sums after the last alone, and reductions are finished in each
-                micro-batch, as a plan has it.
+            once: all-reduce over replicas after the last micro-batch only, and finish reductions in
+                each micro-batch, as the plan of a pipeline does.
         """
         total = torch.zeros((), dtype=torch.float64)
         rank = self.mesh.rank
@@ -237,7 +237,7 @@ class Pair:
         return total.item()
 
     def whole(self) -> dict[str, Tensor]:
-        """Every parameter of ours, whole, cloned. Collective."""
+        """Every parameter of ours, unsharded and cloned. Collective."""
         return {
             n: p.full_tensor().detach().clone()  # type: ignore[operator]
             for n, p in self.ours.named_parameters()

@@ -1,4 +1,4 @@
-"""docs/from_fsdp.md, read: its tables, its Python blocks, and what each cell of code is."""
+"""Reads docs/from_fsdp.md: its tables, its Python blocks, and the kind of each code cell."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from internsp.config import Config
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "from_fsdp.md"
 WORDS = ("nothing to write", "not yet", "none")
-"""What stands in place of code; the page says what each means."""
+"""Placeholders in code; the page explains each."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row: what another system has, what is written here, and a note."""
+    """One row: what another system has, the equivalent here, and a note."""
 
     system: str
     theirs: str
@@ -27,17 +27,17 @@ class Row:
 
     @property
     def codes(self) -> list[str]:
-        """Code of the column "here"."""
+        """The code snippets of the column "here"."""
         return code_in(self.here)
 
 
 def code_in(text: str) -> list[str]:
-    """What stands in backticks."""
+    """The snippets between backticks."""
     return re.findall(r"`([^`]+)`", text)
 
 
 def rows(text: str) -> list[Row]:
-    """Every row of the tables whose head is ``theirs | here | note``, by system (its heading)."""
+    """Every row of the tables with the header ``theirs | here | note``, by system (its heading)."""
     found, system, inside = [], "", False
     for line in text.splitlines():
         if line.startswith("## "):
@@ -61,7 +61,7 @@ def blocks(text: str) -> list[str]:
 
 
 def option(code: str) -> tuple[str, str] | None:
-    """Section and key, where ``code`` is a key of a configuration file; it may be a wrong key."""
+    """Section and key, if ``code`` is a key of a configuration file (perhaps an unknown key)."""
     found = re.fullmatch(r"([a-z_]+)\.([a-z_]+)( = .*)?", code)
     if found is None or found[1] not in Config.model_fields:
         return None
@@ -72,11 +72,11 @@ def option(code: str) -> tuple[str, str] | None:
 
 
 LIVE = {"optimizer", "model"}
-"""Sections whose names are those of objects in the tables' lines, too: `optimizer.grad_norm`."""
+"""Sections with the same names as objects in the tables' code: `optimizer.grad_norm`."""
 
 
 def wrong_option(code: str) -> str | None:
-    """What pydantic says of a key that does not exist, or of a value that it does not take."""
+    """pydantic's errors for an unknown key or an invalid value."""
     named = option(code)
     assert named is not None, f"{code} is no option"
     section: Any = Config.model_fields[named[0]].annotation
@@ -90,13 +90,13 @@ def wrong_option(code: str) -> str | None:
 
 
 def lines(found: Iterable[Row]) -> list[str]:
-    """Python in the column "here", each once; several pieces of one row are one program."""
+    """Python in the column "here", without duplicates; the snippets of a row form one program."""
     programs = ("\n".join(c for c in row.codes if option(c) is None) for row in found)
     return list(dict.fromkeys(program for program in programs if program))
 
 
 def settings(found: Iterable[Row]) -> list[dict[str, Any]]:
-    """What the column "here" sets in ``[weight_parallel]``, each once."""
+    """What the column "here" sets in ``[weight_parallel]``, without duplicates."""
     codes = dict.fromkeys(code for row in found for code in row.codes)
     return [
         tomllib.loads(code)["weight_parallel"]

@@ -1,6 +1,6 @@
-"""Keeps what the fork server has loaded out of its ranks' garbage collections.
+"""Excludes what the fork server has loaded from garbage collection in its ranks (``gc.freeze``).
 
-A full collection looks at every object of torch and its like, 0.3 seconds of a core in each rank.
+A full collection visits every object of torch and other libraries: 0.3 s of CPU time per rank.
 """
 
 import gc

@@ -1,6 +1,6 @@
-"""Tiny ``transformers`` models, and one that is cut beside the same on one process.
+"""Tiny ``transformers`` models, sharded and on one process.
 
-Importing this module has the ranks' fork server load ``transformers``, which takes seconds, once.
+Importing this module makes the ranks' fork server load ``transformers`` once (several seconds).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ for _module in ("transformers.modeling_utils", "transformers.models.auto.modelin
         support.PRELOAD.insert(0, _module)
 
 VOCABULARY = 41
-# Bodies and losses that go through float32 whatever the model's dtype.
+# Bodies and losses that compute in float32 regardless of the model's dtype.
 SINGLE = 1e-5
 _SIZES = {
     "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -46,7 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny(family: str, **changes: Any) -> Any:
-    """A causal model of two blocks in fp64 with weights large enough for each to matter."""
+    """A causal model of two blocks in fp64, with weights large enough for each to matter."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     options = _SIZES | FAMILIES[family] | changes
@@ -74,13 +74,13 @@ class HuggingTwin:
         self.communicator.state.pool.poison = True
 
     def batches(self, make: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
-        """What each data rank is given; the ranks of a sequence group are given the same."""
+        """The batch of each data rank; the ranks of a sequence group get the same one."""
         return [make(data) for data in range(self.mesh.data)]
 
     def compare(
         self, make: Callable[[int], dict[str, Any]], what: str, tolerance: float = SINGLE
     ) -> None:
-        """Losses and every gradient of a step, and every parameter after one of SGD."""
+        """Losses and every gradient of a step, and every parameter after one step of SGD."""
         given = self.batches(make)
         losses = [self.plain(**batch).loss for batch in given]
         sum(losses).backward()  # type: ignore[union-attr]
@@ -95,13 +95,13 @@ class HuggingTwin:
 
 
 def ids(data: int, rows: int = 2, length: int = 11) -> Tensor:
-    """``[rows, length]`` tokens that no special one is among."""
+    """Token ids ``[rows, length]`` without special tokens."""
     generator = torch.Generator().manual_seed(100 + data)
     return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
 
 
 def plain_batch(data: int) -> dict[str, Any]:
-    """Whole rows; labels beside the ids, some of which do not count, unevenly over ranks."""
+    """Rows without padding; some labels are ignored, a different number on each rank."""
     tokens = ids(data)
     labels = tokens.clone()
     labels[0, 7:] = -100
@@ -109,8 +109,8 @@ def plain_batch(data: int) -> dict[str, Any]:
 
 
 def padded_batch(data: int) -> dict[str, Any]:
-    """Two rows padded on the right. Eager attention of queries that see no key is NaN in fp64, so
-    no window is all padding."""
+    """Two rows padded on the right. In eager attention a query that sees no key is NaN in fp64,
+    so no sliding window contains padding only."""
     batch = plain_batch(data)
     mask = torch.ones_like(batch["input_ids"])
     mask[0, 7:], mask[1, 9:] = 0, 0
@@ -129,14 +129,14 @@ def padded_left(data: int) -> dict[str, Any]:
 
 
 def packed_batch(data: int) -> dict[str, Any]:
-    """Three documents in a row, one of them over the border of two ranks, said by positions."""
+    """Three documents in a row, one of them across two ranks; ``position_ids`` mark them."""
     rows = [torch.cat([torch.arange(n) for n in sizes]) for sizes in ((4, 5, 2), (1, 7, 3))]
-    # With a cache, which is the default, transformers does not look for documents.
+    # With a cache, which is the default, transformers does not detect packed documents.
     return plain_batch(data) | {"position_ids": torch.stack(rows), "use_cache": False}
 
 
 def sums(model: nn.Module, batch: dict[str, Any], part: slice = slice(None)) -> Tensor:
-    """A loss of the user's own, in fp64 throughout: squares of the logits, weighted by position."""
+    """A user-defined loss in fp64 throughout: squares of the logits, weighted by position."""
     logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
     length = batch["input_ids"].shape[1]
     weights = torch.linspace(-1.0, 1.0, length, dtype=logits.dtype)[part]

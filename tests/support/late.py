@@ -1,4 +1,4 @@
-"""A publication that comes as late as it can, so that a read before it shows."""
+"""Delays the parameter all-gather as long as possible, so that a read before its wait shows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from internsp.wp.communicator import ISPCommunicator
 
 
 class Late:
-    """Happens only when somebody waits for it; until then there is NaN.
+    """An all-gather that runs only in ``wait``; until then its output is NaN.
 
     Args:
-        real: what gathers (``Collectives._send_all_gather``).
+        real: the function that gathers (``Collectives._send_all_gather``).
     """
 
     def __init__(self, real: Any, output: Tensor, piece: Tensor) -> None:
@@ -25,7 +25,7 @@ class Late:
 
 
 def publish_late(communicator: ISPCommunicator) -> None:
-    """From now on, of a communicator whose ``ZeroOptimizer`` is made or not."""
+    """Delay the parameter all-gathers of a communicator, before or after ``ZeroOptimizer``."""
     for between in communicator.state.between.values():
         publication = between.publication
         real = publication._send_all_gather

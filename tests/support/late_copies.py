@@ -1,4 +1,4 @@
-"""A link to host memory whose copies are late: what a device with streams may do."""
+"""A link to host memory whose copies run late, as they may on a device with streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from internsp.host import HostLink, Pairs
 
 
 class Late:
-    """Copies that happen when they are waited for, behind those of their direction before them."""
+    """Copies that run when they are waited for, after earlier ones of the same direction."""
 
     def __init__(self, queue: deque[Late], work: Callable[[], None]) -> None:
         self._queue, self._work, self.over = queue, work, False
@@ -31,9 +31,9 @@ class Late:
 
 
 class LateLink(HostLink):
-    """Its copies happen as late as they may, and what they write is NaN until then.
+    """A link whose copies run as late as allowed; their targets are NaN until then.
 
-    The two directions overtake each other, as two streams do.
+    The two directions are independent of each other, as two streams are.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class LateLink(HostLink):
 
 
 class HastyLink(LateLink):
-    """Wrong on purpose: it gives memory back before its copy has ended."""
+    """Deliberately wrong: it frees memory before its copy has ended."""
 
     def _finish_oldest_copy(self) -> None:
         _, _, then = self._copies_to_host.popleft()
@@ -71,7 +71,7 @@ def spoil(pairs: Pairs) -> None:
 
 
 def install(kind: type[HostLink], monkeypatch: pytest.MonkeyPatch | None = None) -> None:
-    """Models that are made parallel from now on, in this process, have links of this kind."""
+    """Models parallelized from now on in this process use links of this kind."""
     if monkeypatch is None:
         parallel.HostLink = kind  # type: ignore[misc]
     else:

@@ -1,7 +1,7 @@
-"""A launcher to be killed, hung up on and asked to stop.
+"""A launcher for tests that kill it, send SIGHUP, or request a stop.
 
-Two local ranks write ``rankN`` (their process id) and wait to be asked, then write ``savedN``.
-Under torchrun (``-m tests.support.launched FOLDER``) each process is a rank of its own.
+Two local ranks write ``rankN`` (their process id), wait for a stop request, then write ``savedN``.
+Under torchrun (``-m tests.support.launched FOLDER``) each process is one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from internsp.train.stop import StopRequest
 
 
 def wait(config: Config, folder: Path) -> None:
-    """What each rank runs."""
+    """The function that each rank runs."""
     rank = os.environ["RANK"]
     with StopRequest() as stop:
         partial = folder / f"partial{rank}"
@@ -29,13 +29,13 @@ def wait(config: Config, folder: Path) -> None:
 
 
 def main() -> int:
-    """The launcher, or a rank of torchrun."""
+    """Run the launcher, or one rank under torchrun."""
     folder = Path(sys.argv[1])
     if "RANK" in os.environ:
         end_with_launcher()
         wait(Config(), folder)
         return 0
-    from internsp.cli.launch import start  # loads torch, which no rank of torchrun needs here
+    from internsp.cli.launch import start  # imports torch, which a torchrun rank does not need here
 
     return start(wait, Config(launch=LaunchConfig(processes=2)), folder)
 

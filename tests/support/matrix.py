@@ -1,6 +1,6 @@
-"""One row of the parity matrix: a small model cut and run in one way, beside one process.
+"""One row of the parity matrix: a small model parallelized in one way, compared with one process.
 
-See ``tests/ranks/test_parity_matrix.py``. Ranks import this file, which draws no rows.
+See ``tests/ranks/test_parity_matrix.py``. Ranks import this file, which does not draw rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def world_of(row: Row) -> int:
-    """Ranks of a row; two at least of a stage, over which weights are cut."""
+    """The number of ranks of a row; at least two per stage, over which weights are sharded."""
     return int(row["pipeline"] * max(2, row["heads"] * row["ring"]))
 
 
@@ -56,7 +56,7 @@ def legal(row: Row) -> bool:
         world_of(row) <= MOST_RANKS
         and (row["near"] == "heads" or (row["heads"] > 1 and row["ring"] > 1))
         and (row["offload"] is None or row["checkpoint"] != "none")
-        # Stages receive hidden states of one shape, of one position at least.
+        # Stages receive hidden states of a fixed shape with at least one position.
         and (row["documents"] != "a rank without positions" or sequence > 1)
     )
 
@@ -73,7 +73,7 @@ def length_of(row: Row) -> int:
 
 
 def documents_of(row: Row, number: int) -> list[int] | None:
-    """Where the documents of a row of data begin."""
+    """The positions at which the documents of a row of data begin."""
     if row["documents"] == "many":
         return [0, 1, 4 + number % 2, 9, 11]
     if row["documents"] == "longer than a rank":
@@ -82,12 +82,12 @@ def documents_of(row: Row, number: int) -> list[int] | None:
 
 
 def layout_of(row: Row, micro_batch: int, data: slice, rank: int, mesh: Any) -> SequenceLayout:
-    """Of these rows of data; of one process where there is no mesh."""
+    """The step's loss of these rows of data; on one process if there is no mesh."""
     generator = torch.Generator().manual_seed(micro_batch)
     shape = (4, length_of(row))
     ids = torch.randint(0, VOCABULARY, shape, generator=generator)
     starts = [documents_of(row, n) for n in range(4)]
-    labels = None  # given where sequences are so short that none would be left
+    labels = None  # given where sequences are so short that no label would be left
     if row["documents"] == "a rank without positions":
         labels = torch.randint(0, VOCABULARY, shape, generator=generator)[data]
     cut = {}
@@ -117,7 +117,7 @@ def run_row(row: Row, averaged: bool = False) -> dict[str, float]:
     """The gaps of the loss and of every gradient of this rank. Collective.
 
     Args:
-        averaged: put in on purpose: each rank has the mean of its own tokens, and these are
+        averaged: a deliberate mistake: each rank divides by its own tokens, and the results are
             averaged over ranks.
     """
     sequence = row["heads"] * row["ring"]
@@ -184,7 +184,7 @@ def _staged(
 
 
 def compare(rank: int, world: int, rows: list[Row]) -> list[str]:
-    """What differs, by row: nothing."""
+    """The differences of each row; none are expected."""
     found = []
     for row in rows:
         apart = {name: value for name, value in run_row(row).items() if not value <= TOLERANCE}
@@ -193,7 +193,7 @@ def compare(rank: int, world: int, rows: list[Row]) -> list[str]:
     return found
 
 
-# Faults that others had, each with the row that is meant for it
+# Faults known from other libraries, each with the row that must detect it
 
 _PLAIN: Row = {axis: values[0] for axis, values in AXES.items()}
 FAULTS: dict[str, Row] = {
@@ -206,7 +206,7 @@ FAULTS: dict[str, Row] = {
 
 
 def faulty(rank: int, world: int, fault: str) -> tuple[list[str], list[str]]:
-    """What differs without and with a fault."""
+    """The differences without and with a fault."""
     row = FAULTS[fault]
     right = compare(rank, world, [row])
     with pytest.MonkeyPatch.context() as patch:
@@ -242,7 +242,7 @@ def _without_documents() -> Any:
 
     def made(ids: Tensor, **given: Any) -> SequenceLayout:
         layout = create(ids, **given)
-        if layout.size == 1:  # the one process beside has them
+        if layout.size == 1:  # the single process has them
             return layout
         return replace(layout, documents=Documents.create([(0,)] * len(ids), layout.length))
 

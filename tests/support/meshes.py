@@ -1,4 +1,4 @@
-"""Meshes of the calling ranks, each made once: its groups take longer than many a case to run."""
+"""Meshes of the calling ranks, cached: creating process groups takes longer than most cases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def mesh_of(
     device: str = "cpu",
     **degrees: Any,
 ) -> ParallelMesh:
-    """The mesh with these degrees. Collective at its first call in a process; lives as long."""
+    """The mesh with these degrees. Collective on first use; kept until the process ends."""
     return ParallelMesh.create(
         weight, sequence, pipeline, device_type=device, timeout_seconds=timeout, **degrees
     )

@@ -1,4 +1,4 @@
-"""A row of metrics with usual values, for tests that care about a few of them."""
+"""A row of metrics with usual values, for tests that check only a few of them."""
 
 from __future__ import annotations
 

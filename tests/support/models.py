@@ -1,4 +1,4 @@
-"""Tiny plain models, written as for one device, and a parallel model beside one process's."""
+"""Tiny plain models, and a parallel model together with the same model on one process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from internsp.trace import Trace
 from tests.support.compare import TOLERANCE, check, gradients, parameters
 
 VOCABULARY = 11  # odd, so that no number of ranks divides the rows
-CUT = 20  # elements from which on these models' parameters are cut
-SOME, ALL = {"coalesce_bytes": 400}, {"coalesce_bytes": 65536}  # small weights that share launches
-ROLLING = {"trigger": "rolling"}  # leases by weight
+CUT = 20  # these models' parameters of at least this many elements are sharded
+SOME, ALL = {"coalesce_bytes": 400}, {"coalesce_bytes": 65536}  # small weights are coalesced
+ROLLING = {"trigger": "rolling"}  # per-parameter prefetch
 
 
 class Block(nn.Module):
@@ -70,7 +70,7 @@ class Tiny(nn.Module):
 
 
 class Reordered(Tiny):
-    """Runs its blocks in the order that it is told."""
+    """Runs its blocks in the order ``order``."""
 
     order: tuple[int, ...] = (0, 2, 1, 3)
 
@@ -81,7 +81,7 @@ class Reordered(Tiny):
 
 
 class Twin:
-    """A model on one process (``plain``) and the same cut over a mesh (``ours``), in fp64."""
+    """A model on one process (``plain``) and the same sharded over a mesh (``ours``), in fp64."""
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ class Twin:
             activation_checkpoint=checkpoint,
             trace=self.trace,
         )
-        self.communicator.state.pool.poison = True  # a slot that changes hands is full of NaN
+        self.communicator.state.pool.poison = True  # a slot is filled with NaN when it is reused
         self._generator = torch.Generator().manual_seed(seed + 1)
 
     def batch(self, rows: int = 2, length: int = 5) -> tuple[Any, Any]:
-        """(everybody's, mine): ids and labels for one forward of each model."""
+        """(all ranks' batch, this rank's batch): ids and labels for one forward of each model."""
         shape = (2, rows * self.mesh.world_size, length)
         both = torch.randint(0, VOCABULARY, shape, generator=self._generator)
         mine = both[:, self.mesh.rank * rows : (self.mesh.rank + 1) * rows]
@@ -121,16 +121,16 @@ class Twin:
         self.ours(*mine).backward()
 
     def check_gradients(self, what: str = "", tolerance: float = TOLERANCE) -> None:
-        """Every ``.grad`` equals one process's; absent ones are absent."""
+        """Every ``.grad`` equals that of one process; ``None`` is ``None`` in both."""
         what = f"{what}: gradients"
         check(gradients(self.ours), gradients(self.plain), what, tolerance)
 
     def check_parameters(self, what: str = "", tolerance: float = TOLERANCE) -> None:
-        """Every parameter equals one process's."""
+        """Every parameter equals that of one process."""
         check(parameters(self.ours), parameters(self.plain), what, tolerance)
 
     def check_step(self, optimizers: Iterable[Any], what: str = "") -> None:
-        """Every gradient, then every parameter after a step of both models' ``optimizers``."""
+        """Check every gradient, then every parameter after a step of both ``optimizers``."""
         self.check_gradients(what)
         for optimizer in optimizers:
             optimizer.step()
@@ -143,14 +143,14 @@ class Twin:
         self.ours.zero_grad()
 
     def lines(self, *kinds: str) -> list[str]:
-        """Recorded events of some kinds since the last call; clears the trace."""
+        """Recorded events of these kinds since the last call; clears the trace."""
         found = self.trace.lines(kinds)
         self.trace.clear()
         return found
 
 
 def raises(kind: type[BaseException], call: Callable[[], Any], *words: str) -> str:
-    """Assert that ``call()`` raises ``kind`` with ``words`` in its message; returns that."""
+    """Assert that ``call()`` raises ``kind`` with ``words`` in its message; returns the message."""
     with pytest.raises(kind) as caught:
         call()
     for word in words:

@@ -1,4 +1,4 @@
-"""Covering sets: few combinations in which every pair of option values occurs together."""
+"""Covering sets: a few combinations in which every pair of option values occurs together."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def covering(
     cost: Callable[[Combination], float] = lambda _: 1.0,
     given: Iterable[Combination] = (),
 ) -> list[Combination]:
-    """A small list of combinations that covers every possible pair, the same at every call.
+    """A small list of combinations that covers every possible pair; deterministic.
 
-    Greedy: of ``tries`` random combinations around an uncovered pair, the one that covers most for
-    what it costs.
+    Greedy: of ``tries`` random combinations that contain an uncovered pair, the one that covers
+    most pairs for its cost is taken.
 
     Args:
         possible: whether a combination, perhaps of some options only, may occur.
         cost: the work that a combination takes, in any unit.
-        given: values of some options that must occur together, each in a combination of its own,
-            whatever they cover.
+        given: values of some options that must occur together, each in a separate combination,
+            regardless of the pairs that it covers.
     """
     generator = random.Random(seed)
     left = all_pairs(options, possible)

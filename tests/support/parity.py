@@ -1,4 +1,4 @@
-"""A parallel model beside one process's: the loss and every gradient, by value, in fp64."""
+"""Compares the loss and every gradient of a parallel model with one process, by value, in fp64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCABULARY = 37  # odd: neither 2 nor 4 ranks divide the rows of embedding and h
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the space in which gradients must equal one process's."""
+    """One configuration in which gradients must equal those of one process."""
 
     weight: int = 1
     sequence: int = 1
@@ -52,7 +52,7 @@ def batch(case: Case, rows: int, micro_batch: int) -> tuple[Tensor, Any, Tensor 
     generator = torch.Generator().manual_seed(1000 * case.seed + micro_batch)
     ids = torch.randint(0, VOCABULARY, (rows, case.length), generator=generator)
     boundaries = None
-    if case.packed:  # documents that end inside and across the ranks' parts, one of one token
+    if case.packed:  # documents that end within and across ranks' ranges, one with a single token
         boundaries = [[0, 1, case.length // 2 + row % 2, case.length - 2] for row in range(rows)]
     labels = None
     if case.one_rank_without_tokens:
@@ -68,10 +68,10 @@ def batch(case: Case, rows: int, micro_batch: int) -> tuple[Tensor, Any, Tensor 
 def run_case(
     case: Case, device: str = "cpu", mesh: ParallelMesh | None = None
 ) -> tuple[float, float]:
-    """Run ``case`` on the calling ranks, on ``device``, or on a ``mesh`` of its degrees.
+    """Run ``case`` on the calling ranks, on ``device``, or on a given ``mesh`` of its degrees.
 
     Returns:
-        The gap of the loss, and the largest of all gradients and of all parameters after a step.
+        The gap of the loss, the largest of all gradients, and of all parameters after a step.
     """
     axes = {"ring": case.ring, "near": case.near} if case.ring > 1 else {}
     mesh = mesh or mesh_of(case.weight, case.sequence, device=device, **axes)

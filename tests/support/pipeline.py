@@ -1,4 +1,4 @@
-"""A pipeline beside one process: the loss and every gradient, by value, in fp64."""
+"""Compares the loss and every gradient of a pipeline with one process, by value, in fp64."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Case:
         return model_zoo.build(config, dtype=torch.float64, generator=generator)
 
     def layout(self, number: int, rows: slice, rank: int = 0, size: int = 1) -> SequenceLayout:
-        """Micro-batch ``number`` of all data ranks, cut to ``rows`` and to one sequence rank."""
+        """Micro-batch ``number`` of all data ranks, only ``rows`` and one sequence rank."""
         return self.layouts([number], rows, rank, size)
 
     def layouts(
         self, numbers: Iterable[int], rows: slice, rank: int = 0, size: int = 1
     ) -> SequenceLayout:
-        """:meth:`layout` of several micro-batches, one below the other."""
+        """The :meth:`layout` of several micro-batches, concatenated by rows."""
         batches = [self._batch(number, 4) for number in numbers]
         boundaries = [row for _, documents in batches for row in (documents or [])[rows]]
         return SequenceLayout.create(
@@ -91,11 +91,11 @@ def make(
     alter: Callable[[nn.Module], None] = lambda model: None,
     mesh: ParallelMesh | None = None,
 ) -> tuple[Pipeline, nn.Module]:
-    """The pipeline of the calling rank, and the whole model on one process.
+    """The pipeline of the calling rank, and the full model on one process.
 
     Args:
-        alter: changes the model before it is cut.
-        mesh: of the degrees of ``case``; ``None``: one is made.
+        alter: changes the model before it is split.
+        mesh: with the degrees of ``case``; ``None``: create one.
     """
     mesh = mesh or mesh_of(
         case.weight,
@@ -127,7 +127,7 @@ def make(
 
 
 def batches(case: Case, mesh: ParallelMesh) -> list[MicroBatch]:
-    """What this rank hands in."""
+    """This rank's arguments of a pipeline step."""
     layouts = [case.mine(mesh, m) for m in range(case.micro_batches)]
     return [
         MicroBatch((at.input_ids,), {"layout": at, "labels": at.labels, "loss_chunk": 5})
@@ -136,7 +136,7 @@ def batches(case: Case, mesh: ParallelMesh) -> list[MicroBatch]:
 
 
 def plain_loss(case: Case, model: nn.Module, data: int) -> Tensor:
-    """The loss of one step on one process, all micro-batches as one."""
+    """The loss of one step on one process, with all micro-batches as a single batch."""
     at = case.layouts(range(case.micro_batches), slice(0, data))
     loss: Tensor = model(at.input_ids, layout=at, labels=at.labels)[0]
     return loss / at.valid_tokens
@@ -144,7 +144,7 @@ def plain_loss(case: Case, model: nn.Module, data: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Found:
-    """Gaps: of the loss, the largest of this rank's gradients, and of parameters after a step."""
+    """Gaps of the loss, and the largest of this rank's gradients and of parameters after a step."""
 
     loss: float
     gradient: float
@@ -152,7 +152,7 @@ class Found:
 
 
 def compare(case: Case, pipeline: Pipeline, plain: nn.Module, losses: list[Tensor]) -> Found:
-    """What a step gave, beside one process's. Collective."""
+    """Gaps of a finished step to one process. Collective."""
     wanted = plain_loss(case, plain, pipeline.mesh.data)
     wanted.backward()
     total = torch.stack(losses).sum().double() if losses else torch.zeros((), dtype=torch.float64)
@@ -161,10 +161,10 @@ def compare(case: Case, pipeline: Pipeline, plain: nn.Module, losses: list[Tenso
 
 
 def gradient_gaps(pipeline: Pipeline, plain: nn.Module, steps: int = 1) -> dict[str, float]:
-    """Of every parameter of this rank, and none is on no rank. Collective.
+    """Gap of every parameter of this rank; also checks that each is on some rank. Collective.
 
     Args:
-        steps: so many times one process's gradient is wanted.
+        steps: factor of one process's gradient.
     """
     found = gradients(*pipeline.chunks)
     wanted = on_all_stages(found, gradients(plain))

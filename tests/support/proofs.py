@@ -1,4 +1,4 @@
-"""Tests that tables of documents name as proofs, ``ranks/test_x`` or ``ranks/test_x::test_y``."""
+"""Finds the tests that tables of documents cite: ``ranks/test_x`` or ``ranks/test_x::test_y``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Sources = dict[str, str]  # of test files, by "ranks/test_x"
 
 
 def sources() -> Sources:
-    """Every test file, unparsed."""
+    """The source of every test file."""
     return {
         path.relative_to(TESTS).with_suffix("").as_posix(): path.read_text()
         for path in sorted(TESTS.rglob("test_*.py"))
@@ -19,14 +19,14 @@ def sources() -> Sources:
 
 
 def tests_of(source: str) -> set[str]:
-    """Names of the tests of a file; what they call is none."""
+    """Names of the test functions of a file; helpers that they call do not count."""
     functions = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
     return {node.name for node in functions if node.name.startswith("test_")}
 
 
 def absent(table: Mapping[str, Iterable[str]], tests: Sources) -> list[str]:
-    """What is said of each row's proofs that are not there."""
-    names: dict[str, set[str]] = {}  # parsed once, and only what is named
+    """An error for each cited test that does not exist."""
+    names: dict[str, set[str]] = {}  # parsed once, and only cited files
     found = []
     for row, proofs in table.items():
         for proof in proofs:

@@ -1,8 +1,8 @@
-"""Run a test on several ranks: real processes, a gloo group, failures that explain themselves.
+"""Runs a test on several ranks: real processes, a gloo group, failures with full tracebacks.
 
-The processes come from a fork server that has torch loaded already, so that a group of two starts
-in a fraction of a second. :func:`ranks` stands on a test whose whole body runs on every rank;
-:func:`run_ranks` is for tests that compare what ranks return, or run several groups.
+The processes come from a fork server that has already loaded torch, so that a group of two starts
+in a fraction of a second. Use :func:`ranks` as the decorator of a test whose body runs on every
+rank, and :func:`run_ranks` in a test that compares the ranks' results or runs several groups.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-# What ranks would otherwise import one by one, each for itself (about a second of a core).
+# What each rank would otherwise import itself (about a second of CPU time).
 PRELOAD = [
     "torch",
     "torch.distributed",
@@ -45,26 +45,26 @@ PRELOAD = [
     "hypothesis",
     "internsp.train.run",
     "internsp.model_zoo",
-    "tools.overlap.rank",  # and what its variants need: FSDP2
+    "tools.overlap.rank",  # needed by its variants: FSDP2
     "transformers.trainer",  # this and the next where they are installed: 1.3 s
     "transformers.models.llama.modeling_llama",
-    "coverage",  # which each measured rank would import
+    "coverage",  # otherwise imported by each measured rank
     __name__,  # before coverage changes what starts a process, see _Unmeasured
-    "tests.support.frozen",  # the last
+    "tests.support.frozen",  # must be last
 ]
 GROUP_TIMEOUT_SECONDS = 30.0
-STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 is a run's own
+STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 is used by training runs
 
 
 class RankError(AssertionError):
-    """Raised in the test's process: some rank failed, died, or did not come to an end."""
+    """Raised in the test's process: a rank raised, died, or did not finish."""
 
 
 class _Unmeasured(ForkServerProcess):
-    """A rank that coverage leaves alone: rank 0 runs the same lines, and a tracer doubles the time.
+    """A rank without coverage: rank 0 runs the same code, and tracing doubles the time.
 
-    Coverage measures processes by another ``_bootstrap`` in their base class; this one is kept as
-    it was when the fork server loaded this module, without coverage.
+    Coverage measures processes by replacing ``_bootstrap`` of their base class; this class keeps
+    the original, as it was when the fork server loaded this module without coverage.
     """
 
     _bootstrap = BaseProcess._bootstrap  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ def ranks(
     and ``world_size``.
 
     Args:
-        number: None where ``world_size`` is one of the test's parameters, which then says it.
+        number: None: use ``world_size``, which is then one of the test's parameters.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -88,11 +88,11 @@ def ranks(
 
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
-            __tracebackhide__ = True  # pytest shows the rank's traceback, not also this one
+            __tracebackhide__ = True  # pytest shows the rank's traceback instead
             world_size = arguments["world_size"] if number is None else number
             run_ranks(_run_body, world_size, test, arguments, timeout=timeout)
 
-        # What pytest reads, to know which fixtures and parameters to hand in.
+        # pytest reads the signature to find the fixtures and parameters to pass.
         theirs = [p for p in of_body.parameters.values() if p.name not in ours]
         test.__signature__ = of_body.replace(parameters=theirs)  # type: ignore[attr-defined]
         return pytest.mark.ranks(test)
@@ -101,7 +101,7 @@ def ranks(
 
 
 def _run_body(rank: int, world_size: int, test: Any, arguments: dict[str, Any]) -> None:
-    """The body of ``test``, which travels as its module-level name: that is the decorated one."""
+    """The body of ``test``; it pickles as its module-level name, the decorated function."""
     body = test.__wrapped__
     known = arguments | {"rank": rank, "world_size": world_size}
     result = body(**{name: known[name] for name in inspect.signature(body).parameters})
@@ -118,13 +118,13 @@ def run_ranks(
     (which also fill ``torch.empty`` with NaN).
 
     Raises:
-        RankError: a rank raised (the message is the traceback of the first in time, one line for
-            others), a rank died by itself, or ``timeout`` seconds passed (the ranks still alive and
-            their stacks). The other ranks are killed at once.
+        RankError: a rank raised (the message is the traceback of the earliest failure and one line
+            for each other rank), a rank died, or ``timeout`` seconds passed (the ranks still alive
+            and their stacks). The other ranks are killed at once.
     """
     context = multiprocessing.get_context("forkserver")
     start_server()
-    # In this process, since a file as a store is polled: a mesh took twice as long to make.
+    # In this process, because a file store is polled: creating a mesh took twice as long with it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes = [
@@ -146,10 +146,10 @@ def run_ranks(
 
 
 def start_server() -> None:
-    """Start the fork server, once, with torch loaded and coverage kept out of the server itself.
+    """Start the fork server once, with torch loaded and without coverage in the server itself.
 
-    Rank 0 is measured by coverage's multiprocessing support, which starts in it; a server that
-    measures too would hand it a second tracer.
+    Coverage's multiprocessing support measures rank 0 and starts in it; a server that is measured
+    too would pass a second tracer on to it.
     """
     multiprocessing.set_forkserver_preload(PRELOAD)
     with _environment(
@@ -191,7 +191,7 @@ def _wait(processes: list[Any], folder: Path, deadline: float, timeout: float) -
         bad = False
         for sentinel in ready:
             bad = "value" not in _outcome(folder, running.pop(sentinel)) or bad
-        if bad:  # where the others are tells why, when one has waited for them in vain
+        if bad:  # the other ranks' stacks explain a rank that waited in vain
             failure = _failure(processes, folder)
             alive = sorted(r for r in running.values() if not _outcome(folder, r))
             raise RankError(f"{failure}\n{_stacks(processes, alive, folder)}".rstrip())
@@ -206,7 +206,7 @@ def _outcome(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def _failure(processes: list[Any], folder: Path) -> str:
-    """The first failure in time in full; a rank that fails later mostly misses its peer."""
+    """The earliest failure in full; later failures are mostly consequences (a missing peer)."""
     raised: list[tuple[float, int, str, str]] = []
     died: list[int] = []
     for rank, process in enumerate(processes):
@@ -228,7 +228,7 @@ def _failure(processes: list[Any], folder: Path) -> str:
 
 
 def _stacks(processes: list[Any], alive: list[int], folder: Path) -> str:
-    """Ask the ranks that hang where they are (their Python stacks, by signal)."""
+    """Request the Python stacks of the ranks that hang, by a signal."""
     for rank in alive:
         with contextlib.suppress(ProcessLookupError):
             os.kill(processes[rank].pid, STACK_SIGNAL)
@@ -250,20 +250,20 @@ def _kill(processes: list[Any]) -> None:
 
 
 def _wait_for_peers(folder: Path, world_size: int) -> None:
-    """Leave together: a rank that leaves early closes connections its peers may be making or using.
+    """Exit together: a rank that exits early closes connections that its peers may be using.
 
-    Not a barrier of the group, which would fail in its turn; a peer that fails ends this wait too,
-    because the parent then kills all.
+    Not a barrier of the group, which would fail after an error; if a peer fails, this wait ends
+    too, because the parent then kills all ranks.
     """
     while not all((folder / f"outcome{rank}").exists() for rank in range(world_size)):
         time.sleep(0.002)
 
 
 class _OneTransport(dist.ProcessGroupGloo):
-    """Gloo's group, whose connections are served by one thread of the process.
+    """A gloo group whose connections are served by one thread of the process.
 
-    Gloo starts such a thread for each group, and each wakes a hundred times a second, whatever it
-    waits for: with ten groups a rank and a dozen ranks a tenth of two cores.
+    Gloo starts such a thread for each group, and each wakes up a hundred times a second: with ten
+    groups per rank and a dozen ranks this takes a tenth of two cores.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -312,7 +312,7 @@ def _rank_main(
                 "time": time.monotonic(),
             }
             data = pickle.dumps(outcome)
-        # Renamed when complete: the parent may look at any moment.
+        # Renamed when complete: the parent may read it at any moment.
         (home / f"partial{rank}").write_bytes(data)
         (home / f"partial{rank}").rename(home / f"outcome{rank}")
         if "value" in outcome:

@@ -15,7 +15,7 @@ from tests.support.models import VOCABULARY, Block, Tiny
 
 
 class Table(nn.Module):
-    """Gives its weight away, in several ways; a view of it and not a copy."""
+    """Exposes its weight in several ways; a view, not a copy."""
 
     def __init__(self, rows: int = 6, width: int = 6, kind: str = "tuple") -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class Given:
 
 
 class Positions(Block):
-    """Adds rows of tables that its modules have returned."""
+    """Adds rows of tables that its modules return."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__(width)
         self.rows, self.turned, self.kept = (Table(kind=k) for k in ("tuple", "dict", "data"))
 
     def forward(self, x: Tensor) -> Tensor:
-        # At the end of the block, where backward begins and nothing else has waited for a weight.
+        # At the end of the block, where backward begins and no hook has waited for a weight yet.
         x = super().forward(x)
         whole, (rows,) = self.rows(x.shape[1])
         turned = self.turned(x.shape[1])
@@ -55,7 +55,7 @@ class Positions(Block):
 
 
 class Handing(Block):
-    """A block that returns a view of a weight of its own beside its result."""
+    """A block that returns its result and a view of one of its weights."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__(width)
@@ -66,7 +66,7 @@ class Handing(Block):
 
 
 class Handed(Tiny):
-    """Uses what each block has returned after the block, and a table beside the blocks."""
+    """Uses each block's returned view after the block, and a table outside the blocks."""
 
     def __init__(self, block: Callable[[], nn.Module] = Handing, **options: Any) -> None:
         super().__init__(block, **options)
@@ -83,7 +83,7 @@ class Handed(Tiny):
 
 
 class Adding(nn.Module):
-    """Writes into its input and returns it; into its second as well, which it does not return."""
+    """Writes in place into its two inputs and returns only the first."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Adding(nn.Module):
 
 
 class InPlace(Block):
-    """So does the block itself."""
+    """A block that writes into its inputs."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__(width)
@@ -110,7 +110,7 @@ class InPlace(Block):
 
 
 class Entering(Tiny):
-    """Its blocks' inputs may be written into."""
+    """A model whose blocks' inputs may be written in place."""
 
     def blocks(self, x: Tensor) -> Tensor:
         x = x * 1.5
@@ -120,7 +120,7 @@ class Entering(Tiny):
 
 
 class Keeping(torch.autograd.Function):
-    """``x * scale + x @ mix``, which keeps its operands past torch's saved tensors."""
+    """``x * scale + x @ mix``, which stores its operands without ``save_for_backward``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, mix: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Keeping(torch.autograd.Function):
 
 
 class Scaled(Block):
-    """Parameters of its own, large and small, used at the start, at the end and by a function."""
+    """Direct parameters, large and small, used at the start, at the end and by a function."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__(width)
@@ -148,7 +148,7 @@ class Scaled(Block):
 
 
 class Reading(Block):
-    """Uses weights of its children without calling them, and calls them, too."""
+    """Uses weights of its children without calling them, and also calls them."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__(width)
@@ -161,7 +161,7 @@ class Reading(Block):
     def forward(self, x: Tensor) -> Tensor:
         assert self.q.weight.dtype == x.dtype
         assert self.q.weight.shape == (6, 6)
-        with torch.no_grad():  # the first read of it has no graph, the second has
+        with torch.no_grad():  # the first read has no graph, the second has one
             scale = 1 + self.never.bias.abs().sum()
         h = F.linear(torch.tanh(x), self.never.weight, self.never.bias * scale) @ self.q.weight
         for weight in self.plain:
@@ -177,17 +177,17 @@ class Symmetric(nn.Module):
 
 
 class Normalized(Block):
-    """``weight_norm`` in both forms, ``spectral_norm``, a parametrisation and pruning."""
+    """``weight_norm`` in both forms, ``spectral_norm``, a parametrization and pruning."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__(width)
-        with torch.no_grad():  # else what the hooks leave behind could not be copied
+        with torch.no_grad():  # otherwise the tensors that the hooks create could not be copied
             self.q = weight_norm(nn.Linear(width, width))
             self.wo = parametrizations.weight_norm(nn.Linear(width, width))
             self.w1 = prune.l1_unstructured(self.w1, "weight", 0.3)
             self.mirrored = nn.Linear(width, width)
             parametrize.register_parametrization(self.mirrored, "weight", Symmetric())
-            # In evaluation mode: else each recompute goes on with its iteration.
+            # In evaluation mode: otherwise each recompute would advance the power iteration.
             self.spectral = parametrizations.spectral_norm(nn.Linear(width, width)).eval()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class Normalized(Block):
 
 
 class Called(Block):
-    """Calls a child with other weights, and reads its own after that."""
+    """Calls a child with substituted weights, then reads the child's own weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         other = {"weight": self.q.weight * 2 + 1}

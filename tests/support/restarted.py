@@ -1,8 +1,8 @@
-"""A run that torchrun starts again: its rank 1 kills itself, once a checkpoint is valid.
+"""A run that torchrun restarts: rank 1 kills itself once a checkpoint is valid.
 
-``-m tests.support.restarted FOLDER``: before that all files of tensors of the checkpoint are
-removed or damaged, so that only copies in memory are left of it. A copy of the checkpoints, as they
-then are, lies beside the folder under :data:`LOST`.
+``-m tests.support.restarted FOLDER``: first all tensor files of the checkpoint are removed or
+damaged, so that only the copies in memory are left. A copy of the checkpoints in that state is kept
+next to the folder under :data:`LOST`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ LOST = "lost"
 
 
 class Killed(SchedulerHook):
-    """Looks before each forward whether there is a checkpoint."""
+    """Checks before each forward whether there is a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self._checkpoint = folder / "checkpoints" / "step-000003"
 
     def before_forward(self, *_: Any, **__: Any) -> None:
-        """Once, on rank 1."""
+        """Damage the checkpoint and kill rank 1, once."""
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
         if first and os.environ["RANK"] == "1" and (self._checkpoint / "manifest.json").exists():
             (self._checkpoint / "rank-00001.safetensors").unlink()
@@ -43,13 +43,13 @@ class Killed(SchedulerHook):
 
 
 def settings(**checkpoint: Any) -> Any:
-    """A save at step 3 alone, so that there is nothing else to go on from."""
+    """Save at step 3 only, so that there is no other checkpoint to resume from."""
     checkpoint = {"every": 3, "keep_last": 1, **checkpoint}
     return config({"weight": 2}, train={"steps": STEPS}, checkpoint=checkpoint)
 
 
 def main() -> None:
-    """A rank."""
+    """Run one rank."""
     end_with_launcher()
     folder = Path(sys.argv[1])
     train(settings(peer=True), folder, [Killed(folder)])

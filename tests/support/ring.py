@@ -1,4 +1,4 @@
-"""Groups of a sequence that is cut by heads and by positions."""
+"""Groups of a sequence that is sharded by heads and by positions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 def groups(
     size: int, ring: int, near: str = "heads"
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Of ``size`` ranks, this one's that share heads, and those with the same heads. Collective."""
+    """This rank's groups of ``size`` ranks: those sharing heads, and the ring. Collective."""
     shares = size // ring
     rows = [[n * shares + i for i in range(shares)] for n in range(ring)]
     columns = [[n * shares + i for n in range(ring)] for i in range(shares)]

@@ -1,4 +1,4 @@
-"""Whole training runs beside one process's: every step's loss, and every weight at the end."""
+"""Complete training runs compared with one process: every step's loss and the final weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Changes = dict[str, dict[str, Any]]
 
 
 def config(*changes: Changes) -> Config:
-    """A tiny run in fp64 on the committed text, saved at its end; ``changes`` by section."""
+    """A tiny fp64 run on the committed text, saved at its end; ``changes`` by section."""
     sections: Changes = {
         "model": {
             "hidden_size": 22, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 6,
@@ -41,7 +41,7 @@ def config(*changes: Changes) -> Config:
 
 
 class Ran:
-    """What a run has left."""
+    """The results of a run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,12 +51,12 @@ class Ran:
         return read_metrics(self.folder / "metrics.jsonl")
 
     def weights(self, step: int = 3) -> dict[str, Tensor]:
-        """Weights and optimizer state."""
+        """The final weights and optimizer state."""
         tensors = whole(self.folder / "checkpoints" / f"step-{step:06d}")
         return {name: value for name, value in tensors.items() if value.is_floating_point()}
 
     def equals(self, wanted: Ran, what: str = "", step: int = 3) -> None:
-        """Every step that was run here, and what it has come to, at 1e-10."""
+        """Check every step that was run here and the final state, at 1e-10."""
         others = {row.step: row for row in wanted.rows}
         assert self.rows[-1].step == step
         for row in self.rows:
@@ -76,7 +76,7 @@ def run(rank: int, world_size: int, runs: list[tuple[Config, str]]) -> None:
 
 
 def run_all(folder: Path, world: int, runs: dict[str, list[Changes]]) -> dict[str, Ran]:
-    """Run each on ``world`` ranks, one after another."""
+    """Run each configuration on ``world`` ranks, one after another."""
     folders = {name: folder / f"{world}-{number}" for number, name in enumerate(runs)}
     given = [(config(*changes), str(folders[name])) for name, changes in runs.items()]
     run_ranks(run, world, given, timeout=240)

@@ -31,8 +31,8 @@ sys.exit(status if status >= 0 else 128 - status)
 def commands() -> Iterator[Path]:
     """A folder for ``PATH`` with ``internsp``, ``python`` and ``torchrun``.
 
-    What is asked for by one of these names gets its words, folder, environment and streams, and the
-    shell its exit status.
+    A command with one of these names is forked from the server with the caller's arguments, folder,
+    environment and streams; the shell gets its exit status.
     """
     with (
         tempfile.TemporaryDirectory(prefix="shell-") as folder,
@@ -57,7 +57,7 @@ def _answer(door: socket.socket) -> None:
     while True:
         try:
             asks, _ = door.accept()
-        except OSError:  # the end
+        except OSError:  # the connection was closed
             return
         threading.Thread(target=_perform, args=(asks,), daemon=True).start()
 

@@ -1,6 +1,6 @@
-"""Long tests run without coverage's tracer: it takes a quarter of what they take, or as much again.
+"""Runs long tests without coverage's tracer, which adds 25 % to 100 % to their time.
 
-What they run, shorter tests run, too; so one run of all tests both measures and stays short.
+Shorter tests cover the same code, so that one run of all tests both measures and stays short.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 from unittest.mock import patch
 
 STARTS = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
-"""Environment by which coverage starts in a process that this one starts."""
+"""Environment variables by which coverage starts in a child process."""
 
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """No tracer inside, neither in this process nor in one that is started there."""
+    """A context without a tracer, in this process and in processes that it starts."""
     traces = sys.gettrace(), threading.gettrace()
     environment = {name: os.environ.pop(name) for name in STARTS if name in os.environ}
     prepared = spawn.get_preparation_data
 
     def plain(name: str) -> dict[str, Any]:
-        """Without what makes processes of multiprocessing start coverage."""
+        """A context in which processes of multiprocessing do not start coverage."""
         return {key: value for key, value in prepared(name).items() if key != "stowaway"}
 
     sys.settrace(None)

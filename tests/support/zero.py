@@ -1,4 +1,4 @@
-"""A little model, and pairs of one process and ranks that train it, for tests of ZeroOptimizer."""
+"""A small model, and pairs of one process and ranks that train it, for ZeroOptimizer tests."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from internsp.wp.communicator import ISPCommunicator
 from tests.support.meshes import mesh_of
 from tests.support.models import VOCABULARY, Tiny
 
-WIDTH, LENGTH, ROWS = 6, 5, 2  # ROWS: of each rank
+WIDTH, LENGTH, ROWS = 6, 5, 2  # ROWS: per rank
 CLASSES: dict[str, Any] = {
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
     "rmsprop": torch.optim.RMSprop,
     "adafactor": torch.optim.Adafactor,
-    "muon": torch.optim.AdamW,  # of the rest
+    "muon": torch.optim.AdamW,  # for the other parameters
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-2, "weight_decay": 0.1},
     "sgd": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01},
     "rmsprop": {"lr": 1e-3, "momentum": 0.5, "weight_decay": 0.01},
     "adafactor": {"lr": 5e-2, "weight_decay": 0.1},
-    "muon": {"lr": 1e-2, "weight_decay": 0.1},  # of the rest
+    "muon": {"lr": 1e-2, "weight_decay": 0.1},  # for the other parameters
 }
 MUON = {"lr": 2e-2, "momentum": 0.9, "weight_decay": 0.1}
 
 
 class Little(Tiny):
-    """``model(ids, labels)`` -> the sum of the token losses. ``side`` is used on request."""
+    """``model(ids, labels)`` -> the sum of the token losses. ``side`` is used only on request."""
 
     def __init__(self, blocks: int = 2, tied: bool = False) -> None:
         super().__init__(layers=blocks, width=WIDTH, tied=tied)
@@ -54,7 +54,7 @@ class Little(Tiny):
 
 
 def little(dtype: torch.dtype = torch.float64, blocks: int = 2, tied: bool = False) -> Little:
-    """The same values for the same arguments, everywhere."""
+    """The same values for the same arguments on every rank."""
     torch.manual_seed(0)
     return Little(blocks, tied).double().to(dtype)
 
@@ -76,7 +76,7 @@ def share(tensor: Tensor, rank: int) -> Tensor:
 
 @dataclass
 class Case:
-    """How to cut, and what to train with."""
+    """How to shard, and the optimizer to train with."""
 
     weight: int = 1
     zero: int | None = None
@@ -93,15 +93,15 @@ class Case:
 
 @dataclass
 class Setup:
-    """A model cut over ranks, with its optimizer."""
+    """A sharded model with its optimizer."""
 
     model: Little
     communicator: ISPCommunicator
     optimizer: ZeroOptimizer
 
 
-# A communicator takes its hook off torch's optimizers when it is collected, and torch does not
-# bear that in the middle of a step: nothing is collected while a test runs.
+# A communicator removes its hook from torch's optimizers when it is collected, and torch fails if
+# that happens during a step: garbage collection is off while a test runs.
 _KEPT: list[Setup] = []
 
 
@@ -115,7 +115,7 @@ def groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
 
 
 def own_groups(model: nn.Module, case: Case, decay: float) -> list[dict[str, Any]]:
-    """:func:`groups`, and before them, with ``muon``, the matrices of blocks."""
+    """The :func:`groups`, preceded with ``muon`` by the matrices of blocks."""
     made = groups(model, decay)
     if case.optimizer != "muon":
         return made
@@ -127,7 +127,7 @@ def own_groups(model: nn.Module, case: Case, decay: float) -> list[dict[str, Any
 
 
 def setup(case: Case, scaler: LossScaler | None = None, blocks: int = 2) -> Setup:
-    """Collective. The pool poisons slots, so that a stale read shows."""
+    """Build the model. Collective. Reused slots are filled with NaN, so that a stale read shows."""
     model = little(case.dtype, blocks, case.tied)
     mesh = mesh_of(case.weight, zero=case.zero)
     config = WeightParallelConfig(min_shard_elements=20, **case.config)
@@ -148,7 +148,7 @@ def setup(case: Case, scaler: LossScaler | None = None, blocks: int = 2) -> Setu
 
 
 def train(s: Setup, case: Case, rank: int, world: int, start: int = 0) -> list[tuple[float, float]]:
-    """(global loss, gradient norm) of each step."""
+    """Train; (global loss, gradient norm) of each step."""
     found = []
     for step in range(start, start + case.steps):
         total = torch.zeros((), dtype=torch.float64)
@@ -165,7 +165,7 @@ def train(s: Setup, case: Case, rank: int, world: int, start: int = 0) -> list[t
 
 
 def alone(case: Case, world: int) -> tuple[Little, list[tuple[float, float]]]:
-    """The same on one process, with torch alone."""
+    """The same training on one process, with torch alone."""
     model = little(case.dtype, tied=case.tied)
     settings = dict(SETTINGS[case.optimizer])
     made = own_groups(model, case, settings.pop("weight_decay"))
@@ -190,7 +190,7 @@ def alone(case: Case, world: int) -> tuple[Little, list[tuple[float, float]]]:
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, whole, cloned. Collective."""
+    """Every parameter, unsharded and cloned. Collective."""
     return {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()}  # type: ignore[operator]
 
 

@@ -1,4 +1,4 @@
-"""A device of any kind, by torch's common calls: a stand-in's calls are counted, none is CUDA's."""
+"""Any device type, by torch's device-independent calls: a mock counts them, none is CUDA's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from internsp.wp.slots import MemoryPool
 
 KIND = "xpu"  # a type that this build of torch has no devices of
 SOURCES = Path(__file__).parents[2] / "internsp"
-# Flash attention, apex, the history of allocations that torch keeps of CUDA alone, and the plan of
+# Flash attention, apex, torch's allocation history, which exists for CUDA only, and the plan of
 # what a run on CUDA keeps.
 OF_CUDA_ALONE = {
     "sp/kernels.py",
@@ -34,7 +34,7 @@ OF_CUDA_ALONE = {
 
 
 class StandIn:
-    """What ``torch.accelerator`` and a device's module answer; notes each call."""
+    """A mock of ``torch.accelerator`` and of a device's module; records each call."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -70,7 +70,7 @@ class StandIn:
 
 
 class Event:
-    """A stand-in's, which takes a second from one to the next."""
+    """A mock event; consecutive events are a second apart."""
 
     made = 0
 
@@ -133,7 +133,7 @@ def test_streams_events_memory_and_random_state_are_the_devices_own(stand_in: St
     assert isinstance(clock, DeviceClock)
     first, second = clock.mark(), clock.mark()
     assert clock.seconds(second) - clock.seconds(first) == pytest.approx(1.0)
-    # Idle before the clock's base is recorded, or it would stand behind work of before; and after.
+    # Synchronized before the clock's base is recorded, which would otherwise wait for earlier work.
     sync, stream = ("synchronize", 1), ("current_stream", 1)
     assert stand_in.calls == [stream, sync, stream, sync, stream, stream]
     assert peak_memory_bytes(device) == 1235

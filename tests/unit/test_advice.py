@@ -1,4 +1,4 @@
-"""What the report advises, from traces made by hand: each situation gets its own remedy."""
+"""The report's advice, from hand-made traces: each situation gets its own remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def event(
 
 
 def step(gathers: dict[str, tuple[float, float, float]], end: float = 10.0) -> list[Event]:
-    """Blocks used one after another: unit -> (launch of its gather, arrival, when it is wanted)."""
+    """Blocks used one after another: unit -> (launch of its gather, arrival, time of first use)."""
     events = []
     for unit, (launch, arrival, wanted) in gathers.items():
         events.append(event("AG", launch, arrival, unit, "forward", MIB))

@@ -1,4 +1,4 @@
-"""``tools/bench_gpu.py`` in its tiny form on a CPU: it trains the same, and can see when not."""
+"""``tools/bench_gpu.py`` with tiny sizes on a CPU: it trains the same, and detects differences."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_failed_transfer_is_told_to_whoever_waits(link: ThreadLink) -> None:
     work = link.send([(torch.zeros(4), torch.zeros(5))], 0)
     with pytest.raises(RuntimeError, match="an emulated transfer failed"):
         work.wait()
-    link.send([(torch.zeros(4), torch.zeros(4))], 0).wait()  # the thread lives on
+    link.send([(torch.zeros(4), torch.zeros(4))], 0).wait()  # the thread is still alive
 
 
 def test_a_tied_model_keeps_equal_shards_and_sums_their_gradients() -> None:
@@ -160,7 +160,7 @@ def test_streams_at_odds_train_what_one_plain_process_does() -> None:
 def test_a_wait_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.gpu.link._Job.wait", lambda job: None)
     monkeypatch.setattr(emulation, "STREAMS", {"defaults": ({}, {})})
-    # On the host contents are compared, and that raises first; on a device only numbers can tell.
+    # On the host contents are compared, and that raises first; on a device only values can differ.
     monkeypatch.setattr("internsp.wp.contents.Contents.check", lambda contents: None)
     (row,) = emulation.run_streams(replace(TINY, delay_ms=20.0), CPU)
     assert row["reason"] is not None
@@ -185,7 +185,7 @@ def test_the_emulated_link_hides_what_it_can_and_the_pool_says_its_bytes() -> No
 def test_all_parts_run_and_the_page_gets_them_between_its_marks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start_server()  # the tests' own, before the benchmark starts one
+    start_server()  # the tests' server, before the benchmark starts one
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- gpu -->\nold\n<!-- /gpu -->\nafter\n")
     arguments = [

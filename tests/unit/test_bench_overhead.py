@@ -1,6 +1,6 @@
-"""``tools/bench_overhead.py`` measures what it says: same work in all variants, ratios of medians.
+"""``tools/bench_overhead.py``: equal work in all variants, ratios of medians.
 
-No test of speed: the figures are in ``docs/overhead.md``.
+This does not test speed: the figures are in ``docs/overhead.md``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def four_ranks() -> Iterator[None]:
         yield
 
 
-# 7 weights a block, embedding and head; in backward the last two blocks are still there.
+# 7 weights a block, embedding and head; in backward the last two blocks are still in their slots.
 APART = {
     "c10d._allgather_base_": 7 * 3 + 2 + 7,
     "c10d.alltoall_base_": 7 * 3 + 2,
     "c10d.allreduce_": 1,
 }
-# All weights are small: a block's travel together.
+# All weights are small: those of a block are coalesced.
 TOGETHER = {
     "c10d.allgather_into_tensor_coalesced_": 3 + 1,
     "c10d._allgather_base_": 2,
@@ -57,7 +57,7 @@ def test_all_variants_compute_one_loss_and_only_the_parallel_ones_communicate(
     assert told["losses"] == pytest.approx(dict.fromkeys(bench.VARIANTS, plain), rel=1e-6)
     assert told["collectives"]["plain"] == {}
     assert told["collectives"]["internsp"] == ours
-    # One flat gather a block and pass, and one for the root, which stays gathered.
+    # One coalesced gather per block and pass, and one for the root, which stays unsharded.
     assert told["collectives"]["fsdp2"] == {
         "c10d._allgather_base_": 2 * 3 + 1,
         "c10d._reduce_scatter_base_": 3 + 1,
@@ -98,7 +98,7 @@ def test_what_is_timed_yields_the_gradient_of_a_model_made_of_repeated_shards() 
 
     for (name, whole), shard in zip(plain.named_parameters(), ours.parameters(), strict=True):
         expected = whole.grad
-        if whole.ndim > 1:  # a fake exchange gives a rank all of its own pieces
+        if whole.ndim > 1:  # a fake exchange returns a rank's own parts to it
             expected = expected.view(options.world, -1, whole.shape[1]).sum(0)
         torch.testing.assert_close(shard.grad.to_local(), expected, msg=name)
 

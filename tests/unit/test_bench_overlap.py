@@ -1,4 +1,4 @@
-"""The benchmark of overlap: its arithmetic by hand, its network's commands, its refusals."""
+"""The overlap benchmark: its formulas by hand, its network's commands, its refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SECOND = 125_000  # bytes that take one second at 1 Mbit/s
 def test_two_slots_save_two_of_three_l_passes() -> None:
     assert passes(8) == 3 - 2 / 8
     assert passes(8, slots=3) == 3 - 3 / 8
-    assert passes(1) == 2  # one block never leaves its slot
+    assert passes(1) == 2  # one block always stays in its slot
     assert least_bytes(800, layers=8, ranks=2) == pytest.approx(800 / 2 * 22 / 8)
     assert least_bytes(800, layers=8, ranks=4) == pytest.approx(800 * 3 / 4 * 22 / 8)
 
@@ -73,7 +73,7 @@ def test_a_played_schedule_hides_what_fits_and_shows_its_two_ends() -> None:
     forward = [
         line("AG", "forward", "a", 1.0),
         line("AG", "forward", "b", 1.0),
-        line("WAIT", "forward", "a"),  # 0 .. 1: the first gather cannot be hidden
+        line("WAIT", "forward", "a"),  # 0 .. 1: the first gather cannot be overlapped
         line("USE", "forward", "a"),  # 1 .. 2, while b arrives
         line("WAIT", "forward", "b"),
         line("USE", "forward", "b"),  # 2 .. 3
@@ -140,7 +140,7 @@ def test_where_little_is_lost_every_loss_counts_instead_of_the_decrease() -> Non
     agreement = Agreement(each=2e-3, seen=0.02)
     assert agreement.refuses([2.0, 1.997], [2.0, 1.999]) is None, "rounding"
     assert "step 1" in (agreement.refuses([2.0, 1.99], [2.0, 1.999]) or "")
-    # The loss is near enough, what it lost is not: 0.107 instead of 0.1.
+    # The loss is close enough, its decrease is not: 0.107 instead of 0.1.
     assert "fell by" in (agreement.refuses([2.0035, 1.8965], [2.0, 1.9]) or "")
 
 
@@ -287,7 +287,7 @@ def test_chunked_collectives_of_fsdp_keep_every_element_in_place(
 
 
 class Recorder:
-    """Stands for iproute2: remembers commands, knows which namespaces exist, may fail at one."""
+    """A mock of iproute2: records commands, knows which namespaces exist, may fail at one."""
 
     def __init__(self, fail: str = "") -> None:
         self.commands: list[str] = []
@@ -324,7 +324,7 @@ def test_namespaces_carry_the_process_id_and_are_all_removed(ranks: int) -> None
     assert len(limits) == ranks
     assert "tc -n ispbench77r0 qdisc replace dev ispeth root tbf rate 600000kbit" in limits[0]
     assert sum("qdisc del" in c for c in run.commands) == ranks
-    # Nothing is ever made outside a namespace.
+    # Nothing is ever created outside a namespace.
     assert all(" netns " in c for c in run.commands if c.startswith("ip link add"))
 
 
@@ -374,7 +374,7 @@ def test_figures_go_between_the_marks_of_their_preset(tmp_path: Path) -> None:
 
 
 class FakeSession:
-    """Answers like two ranks; each variant takes the seconds and has the losses it is told."""
+    """Replies like two ranks; each variant has the given times and losses."""
 
     def __init__(self, told: dict[str, tuple[float, list[float]]]) -> None:
         self.told = told

@@ -1,4 +1,4 @@
-"""Where the link stood still: hand-made steps of two ranks, counted by hand."""
+"""Idle time of the link: hand-made steps of two ranks, counted by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EVENTS = [
 
 
 def samples(busy: list[tuple[float, float]], end: float = 10.0) -> list[tuple[float, float]]:
-    """The counter every half second of a link that sends at full rate in ``busy``."""
+    """The counter every half second of a link that sends at full rate during ``busy``."""
     times = [i / 2 for i in range(int(end * 2) + 1)]
     return [(t, SECOND * sum(max(0.0, min(b, t) - a) for a, b in busy)) for t in times]
 
@@ -70,7 +70,7 @@ def test_a_collective_can_travel_only_once_the_last_rank_has_launched_it() -> No
         (0.0, 1.0, idle.FLYING), (1.0, 1.5, idle.BEHIND), (1.5, 3.0, idle.FLYING),
         (3.0, 4.0, idle.NOTHING),
     ]  # fmt: skip
-    # While one waits for the other rank, an earlier one still has the link.
+    # While one waits for the other rank, an earlier one still occupies the link.
     assert idle.causes([[(0.0, 2.0), (1.0, 3.0)], [(0.0, 2.0), (1.5, 3.0)]], 3.0) == [
         (0.0, 3.0, idle.FLYING)
     ]
@@ -114,7 +114,7 @@ def test_without_a_trace_only_phases_are_told_and_without_a_counter_nothing() ->
     assert (told["blocks"], told["causes"]) == ([], {})
     assert set(told["phases"]) == {"forward", "backward", "optimizer"}
     assert "by block" not in idle.sentence("FSDP2", told)
-    # Ranks that cannot be matched, collective by collective, are not guessed at.
+    # Ranks whose collectives cannot be matched one by one are not evaluated.
     unlike = idle.found([profile(EVENTS), profile(EVENTS[:-2])], RATE)
     assert unlike is not None
     assert unlike["causes"] == {}

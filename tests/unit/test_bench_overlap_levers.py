@@ -1,4 +1,4 @@
-"""Levers of the benchmark: micro-batches, hybrid groups, one group for both, weights in pieces."""
+"""Options of the benchmark: micro-batches, hybrid groups, one shared group, weights in pieces."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tools.overlap.variants import with_shared_group
 
 
 def test_each_turn_between_passes_saves_the_blocks_in_the_slots() -> None:
-    # Three micro-batches: six passes of gathers meet at five turns; each saves two blocks.
+    # Three micro-batches: six passes of gathers with five turns; each saves two blocks.
     assert passes(8, micro_batches=3) == 9 - 5 * 2 / 8
-    assert passes(2, micro_batches=3) == 1 + 3  # two blocks never leave their slots
+    assert passes(2, micro_batches=3) == 1 + 3  # two blocks always stay in their slots
     assert least_bytes(800, 8, 2, micro_batches=3) == pytest.approx(400 * (9 - 10 / 8))
 
 
@@ -95,7 +95,7 @@ def test_a_shared_group_changes_a_copy_of_the_mesh_only() -> None:
 
 @dataclass
 class FakeGroup:
-    """Two ranks in this process that send the same; ``shift`` puts pieces out of place."""
+    """Two ranks in this process that send the same; ``shift`` moves pieces out of place."""
 
     shift: int = 0
 

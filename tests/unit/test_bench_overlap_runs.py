@@ -1,4 +1,4 @@
-"""The benchmark of overlap as a command: one tiny run, and what a stopped one leaves behind."""
+"""The overlap benchmark as a command: one tiny run, and the leftovers of a stopped one."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_two_ranks_on_loopback_end_to_end(tmp_path: Path, bench: Bench) -> None:
         assert row["unsharded_bytes"] == row["slot_bytes"], name
     payloads = [summary["variants"][name]["payload"] / ours["payload"] for name in levers]
     assert payloads[1] == payloads[2] < payloads[0] < 1 < payloads[3]
-    assert ours["sent"] is None  # not known on a shared loopback
+    assert ours["sent"] is None  # unknown on a shared loopback
     assert files["picture"].stat().st_size > 1000
     assert "| internsp |" in files["markdown"].read_text()
 

@@ -1,4 +1,4 @@
-"""``tools/bench/ranks.py``: ranks answer, refuse, fail alone and die; the parent says which."""
+"""``tools/bench/ranks.py``: ranks reply, refuse, fail alone or die; the parent names the rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that are refused: every number of a configuration has two sane bounds."""
+"""Invalid values: every number of a configuration has a lower and an upper bound."""
 
 from __future__ import annotations
 

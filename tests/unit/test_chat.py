@@ -1,4 +1,4 @@
-"""Chats and instructions: the template's own tokens, of which the assistant's alone count."""
+"""Chats and instructions: the template's own tokens; only the assistant's tokens are labels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MARKED = (
     "{% generation %}{{ m['content'] }} <end> {% endgeneration %}{% else %}{{ m['content'] }} "
     "<end> {% endif %}{% endfor %}{% if add_generation_prompt %}<s> assistant {% endif %}"
 )
-# Forgets what the assistant said before its last turn, as templates of reasoning models do.
+# Drops the assistant's earlier turns, like templates of reasoning models.
 FORGETS = (
     "{% for m in messages %}{% if loop.last or m['role'] != 'assistant' %}<s> {{ m['role'] }} "
     "{{ m['content'] }} <end> {% endif %}{% endfor %}"
@@ -52,7 +52,7 @@ COUNTS = ["hi", "<end>", "fine", "thanks", "<end>"]
 
 
 def tokenizer_folder(folder: Path, template: str | None = PLAIN) -> Path:
-    """A tokenizer of words, as transformers keeps one."""
+    """A tokenizer of words, in transformers' format."""
     tokenizers = pytest.importorskip("tokenizers", reason="the extra 'data' is not installed")
     from transformers import PreTrainedTokenizerFast
 
@@ -75,7 +75,7 @@ def source(folder: Path, rows: list[dict[str, Any]], **changes: object) -> DataS
 
 
 def said(row: Row) -> tuple[list[str], list[str]]:
-    """The words of a padded row, and those that count."""
+    """The words of a padded row, and those that are labels."""
     words = [WORDS[int(n)] for n in row.ids]
     out = {n for begin, end in row.ignored for n in range(begin, end)}
     length = row.ignored[-1][0] if row.ignored and row.ignored[-1][1] == len(words) else len(words)
@@ -91,7 +91,7 @@ def test_a_chat_is_what_its_template_says_and_the_assistants_words_count(
     made = source(tmp_path, [{"messages": CHAT}], index=how)
     row = made.row(0)
     assert said(row) == (TEXT.split(), COUNTS)
-    # Of the labels of a layout, cut over ranks or not, exactly those are left.
+    # Exactly those are labels in a layout, sharded over ranks or not.
     ids, out = torch.from_numpy(row.ids)[None], [row.ignored]
     layouts = [SequenceLayout.create(ids, rank=r, size=3, ignored=out) for r in range(3)]
     labels = torch.cat([layout.labels for layout in layouts], 1)[0].tolist()

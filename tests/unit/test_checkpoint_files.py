@@ -1,4 +1,4 @@
-"""Tensors get into a checkpoint's files and out again; no pickle is written, and none is read."""
+"""Tensors are written to a checkpoint's files and read back; no pickle is written or read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints as folders, and their manifests: by number, by one rename, refused where hostile."""
+"""Checkpoint folders and their manifests: by number, by one rename, refused if malicious."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from internsp.train.run_folder import RunFolder
 
 
 def save(folder: Path, step: int, content: str = "new") -> Path:
-    """A checkpoint of one file, which says what it is."""
+    """A checkpoint of one file with its number as contents."""
     final = folder_of(folder, step)
     partial = partial_of(final, "a-1")
     write_part(partial, "data", memoryview(content.encode()))
@@ -143,7 +143,7 @@ def test_later_checkpoints_are_moved_with_the_rows_beside_them_and_no_more_found
 
 
 def whole(folder: Path) -> dict[str, Any]:
-    """A manifest of one tensor in two chunks, as JSON, and the file that it speaks of."""
+    """A manifest of one tensor in two chunks, as JSON, and the file that it lists."""
     folder.mkdir(exist_ok=True)
     (folder / "rank-00000.safetensors").write_bytes(bytes(range(64)))
     digest = hashlib.sha256(bytes(range(64))).hexdigest()
@@ -185,7 +185,7 @@ def test_every_flipped_bit_of_manifest_and_file_is_noticed(tmp_path: Path) -> No
         path.write_bytes(flipped)
         was, now = chr(right[place]), chr(flipped[place])
         if (was == " " and now.isspace()) or was.lower() == now.lower():
-            with suppress(ConfigError):  # the same to JSON: 1e-05 as 1E-05, \u00fc as \u00FC
+            with suppress(ConfigError):  # equal in JSON: 1e-05 as 1E-05, \u00fc as \u00FC
                 assert read(tmp_path) == made
         else:
             with pytest.raises(ConfigError, match=str(path)):
@@ -286,7 +286,7 @@ def test_a_run_goes_on_only_where_latest_can_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "latest").symlink_to("step-000001")
     assert folder._begin(resumed) == ("run", [])
     (tmp_path / "checkpoints" / "latest").unlink()
-    (tmp_path / "checkpoints" / "latest").mkdir()  # a copy that followed links
+    (tmp_path / "checkpoints" / "latest").mkdir()  # as in a copy that followed links
     with pytest.raises(ConfigError, match=r"latest is a folder, not a link to the newest"):
         folder._begin(resumed)
 

@@ -1,4 +1,4 @@
-"""The head of a transformers model on some tokens at a time: the same numbers, less memory."""
+"""The head of a transformers model on chunks of tokens: the same values, less memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0,
 }  # fmt: skip
-# Plain; a soft cap; a scale; a mixture that is asked for its router's logits; a bias.
+# Plain; a soft cap; a scale; a mixture with router logits in its output; a bias.
 CHUNKED: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma2": {"final_logit_softcapping": 0.5},
@@ -31,7 +31,7 @@ CHUNKED: dict[str, dict[str, Any]] = {
     },
     "phi": {"num_key_value_heads": 2},
 }  # fmt: skip
-# A scale before the head, an input that the class asks for.
+# A scale before the head, an input that the class needs.
 WHOLE: dict[str, dict[str, Any]] = {
     "minicpm3": {
         "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
@@ -52,7 +52,7 @@ def tiny(family: str, **changes: Any) -> Any:
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that has the vocabulary as a dimension, beside weights."""
+    """Elements of the largest tensor with the vocabulary as a dimension, weights excluded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Largest(TorchDispatchMode):
 
 
 def loss_of(model: Any, head: ChunkedHead | None) -> tuple[Tensor | None, int]:
-    """The summed loss with its gradients, and on how many tokens there were logits at a time."""
+    """The summed loss with its gradients, and the most tokens that had logits at a time."""
     ids = torch.randint(1, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     labels = ids.masked_fill(ids % 3 == 0, -100)
     model.zero_grad()
@@ -106,7 +106,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(family: str, tied: bool) -
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
         for name, p in model.named_parameters():
             torch.testing.assert_close(p.grad, gradients[name], rtol=1e-10, atol=1e-10)
-    loss_of(model, None)  # nothing of it stays
+    loss_of(model, None)  # no state of it remains
     assert vars(model).keys().isdisjoint({"forward", model.base_model_prefix})
 
 

@@ -1,4 +1,4 @@
-"""The command: exit status and words for every class of mistake, and how ranks start and stop."""
+"""The command: exit status and message of every class of error; how ranks start and stop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch, tmp_path):
-    """No launcher around, and a folder of its own with a right configuration in it."""
+    """No launcher's variables, and an empty folder with a valid configuration."""
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -267,7 +267,7 @@ def _break(config: Config, output: Path) -> None:
     if os.environ["RANK"] == "1":
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    try:  # as a pipeline stage wraps what its backward meets
+    try:  # as a pipeline stage wraps an error of its backward
         raise RuntimeError("Connection reset by peer")
     except RuntimeError as error:
         raise RuntimeError("Failed to run stage backward") from error

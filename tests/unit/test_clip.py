@@ -1,4 +1,4 @@
-"""``internsp.clip_grad_norm_`` is used as torch's own."""
+"""``internsp.clip_grad_norm_`` is used like torch's."""
 
 from __future__ import annotations
 

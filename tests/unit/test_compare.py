@@ -1,4 +1,4 @@
-"""The comparison with one process finds every way in which ranks may differ from it."""
+"""The comparison with one process detects every way in which ranks may differ from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations: what is read, what is refused, and that every mistake is named at once."""
+"""Configurations: what is accepted, what is refused, and that all errors are named at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``model.family = "hf"``: sizes come from the folder's config.json, and nothing contradicts it."""
+"""``model.family = "hf"``: sizes come from the folder's config.json; contradictions are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covering arrays: every pair that can be, and nothing else."""
+"""Covering arrays: every possible pair, and nothing else."""
 
 from __future__ import annotations
 

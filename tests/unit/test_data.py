@@ -115,7 +115,7 @@ def test_one_pass_sees_no_token_twice_and_the_next_pass_is_cut_and_ordered_anew(
 
 def test_order_depends_on_the_seed_and_on_the_rows_taken_alone() -> None:
     one, same, other = own_text(seed=1), own_text(seed=1), own_text(seed=2)
-    same.train_batch(40)  # no state: what was asked before changes nothing
+    same.train_batch(40)  # no state: earlier calls change nothing
     assert torch.equal(one.train_batch(7).ids, same.train_batch(7).ids)
     assert not torch.equal(one.train_batch(7).ids, other.train_batch(7).ids)
     assert not torch.equal(one.train_batch(7).ids, one.train_batch(8).ids)

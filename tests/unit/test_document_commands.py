@@ -1,4 +1,4 @@
-"""Commands in documents: the tool, the configuration and every option that they name exist."""
+"""Commands in documents: the tool, the configuration and every option that they use exist."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def options_in(words: str) -> list[str]:
 
 
 def source_of(tool: str) -> str:
-    """All in which a tool may declare an option: its file, its package, what overlap shares."""
+    """The files in which a tool may declare an option: its file, its package, shared options."""
     path = ROOT / (tool if tool.endswith(".py") else tool.replace(".", "/"))
     files = [path] if path.is_file() else [*path.glob("*.py"), path.with_suffix(".py")]
     own = [file.read_text() for file in files if file.is_file()]
@@ -42,10 +42,10 @@ def source_of(tool: str) -> str:
 
 
 def mistakes(line: str) -> list[str]:
-    """What a command names and there is not."""
+    """Names in a command that do not exist."""
     if tool := re.search(r"python\S* (?:-m )?(tools[\w./]*)", line):
         source = source_of(tool[1])
-        told = [option.removeprefix("no-") for option in options_in(line)]  # tyro's way to say no
+        told = [option.removeprefix("no-") for option in options_in(line)]  # tyro's negated form
         names = [rf"\b({option}|{option.replace('-', '_')})\b" for option in told]
         absent = [
             f"--{o}" for o, name in zip(told, names, strict=True) if not re.search(name, source)

@@ -1,4 +1,4 @@
-"""Dropout's masks: SplitMix64's bits, evenly spread, independent, and asked for by position."""
+"""Dropout's masks: SplitMix64's bits, evenly distributed, independent, requested by position."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from internsp.layers import dropout
 from internsp.layers.dropout import Dropout, block_keys, dropout_mask, row_keys, token_keys
 from internsp.sp import SequenceLayout
 
-# Of a generator that began with 1234567: Rosetta Code, "Pseudo-random numbers/Splitmix64".
+# From a generator that began with 1234567: Rosetta Code, "Pseudo-random numbers/Splitmix64".
 KNOWN = [
     6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431,
     16408922859458223821,
@@ -42,7 +42,7 @@ def test_words_are_those_of_splitmix64() -> None:
 
 
 def test_a_mask_is_the_same_for_ever() -> None:
-    """A run that goes on with a later version draws the masks that it would have drawn."""
+    """A run that resumes with a later version draws the same masks."""
     digest = hashlib.sha256(mask(0.1, first=1 << 40).numpy().tobytes()).hexdigest()
     assert digest[:16] == "12687ad4bc1b9010"
 
@@ -57,7 +57,7 @@ def test_a_share_of_the_elements_is_dropped_and_the_mean_stays(share: float) -> 
     assert float(gone.double().mean()) == pytest.approx(share, abs=spread + 2**-16)
     kept = out.detach()[~gone]
     assert kept.numpy() == pytest.approx(1 / (1 - share), rel=1e-4)
-    # Exactly unbiased: what is kept is scaled by the very probability of 65,536ths.
+    # Exactly unbiased: kept values are scaled by the exact probability in 65,536ths.
     assert module.scale * (1 - dropout.steps_of(share) / 65536) == pytest.approx(1, rel=1e-15)
     out.sum().backward()
     assert torch.equal(x.grad, out.detach())

@@ -1,4 +1,4 @@
-"""The environment that a launcher makes: what is missing or makes no sense is told before torch."""
+"""A launcher's environment: missing or invalid variables are reported before torch is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool that compares families: its options, its settings, what it calls right."""
+"""The tool that compares families: its options, its settings, its criterion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``docs/features.md``: a row a behavior, names that exist, and tests that are there."""
+"""``docs/features.md``: one row per behavior, names that exist, and tests that exist."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERY = [f"{part}{number}" for part, last in PARTS.items() for number in range(1
 EVERY += [f"fault {number}" for number in range(1, 43)]
 ROW = re.compile(r"^\| ([A-Z]\d+|fault \d+) \| (.*) \|$")
 
-Table = dict[str, list[str]]  # cells behind the id, by row
+Table = dict[str, list[str]]  # cells after the id, by row
 Classes = dict[str, tuple[set[str], list[str]]]  # own members and bases, by name
 
 
@@ -43,7 +43,7 @@ def proofs_of(table: Table) -> Table:
 
 
 def self_made(function: ast.FunctionDef) -> set[str]:
-    """Attributes that a method gives ``self``."""
+    """Attributes that a method sets on ``self``."""
     return {
         node.attr
         for node in ast.walk(function)
@@ -76,14 +76,14 @@ def defined() -> tuple[Classes, set[str]]:
 
 
 def has(name: str, member: str) -> bool:
-    """Whether a class, or one that it derives from, has a member."""
+    """Whether a class or one of its bases has a member."""
     classes, _ = defined()
     own, bases = classes.get(name, (set(), []))
     return member in own or any(has(base, member) for base in bases)
 
 
 def option(text: str) -> str | None:
-    """What is wrong with ``section.key`` or ``section.key = value``; None: nothing."""
+    """The error in ``section.key`` or ``section.key = value``; None: none."""
     section, _, key = text.partition(" = ")[0].partition(".")
     if key not in sections()[section].model_fields:
         return f"{section} has no option {key}"
@@ -96,7 +96,7 @@ def option(text: str) -> str | None:
 
 
 def unknown(name: str) -> str | None:
-    """What is wrong with a quoted name of ours; None: nothing, or it is not ours."""
+    """The error in a quoted name of ours; None: none, or it is not ours."""
     if name.startswith(("torch.", "nn.", "transformers.")):
         return None
     if name.startswith("python -m "):
@@ -121,7 +121,7 @@ def unknown(name: str) -> str | None:
 
 
 def mistakes(text: str, tests: Sources, wanted: Mapping[str, int]) -> Iterator[str]:
-    """What the page says that is not so, and what it leaves out."""
+    """Wrong statements of the page, and omissions."""
     found = rows(text)
     counts = Counter(row for row, _ in found)
     for row in sorted({*wanted, *counts}):
@@ -178,7 +178,7 @@ def test_a_wrong_row_is_found(text: str, mistake: str | None) -> None:
 
 
 def test_every_option_is_read_by_the_code_that_it_is_for() -> None:
-    """An option that is accepted and goes nowhere is a fault of others (fault 2)."""
+    """An option that is accepted without effect is a fault of other libraries (fault 2)."""
     files = [*(ROOT / "internsp").rglob("*.py"), *(ROOT / "model_zoo").rglob("*.py")]
     read = {
         node.attr

@@ -1,4 +1,4 @@
-"""Operations of a token: the formula against torch's own count, and what is known of devices."""
+"""FLOPs per token: the formula compared with torch's own count, and figures of devices."""
 
 from __future__ import annotations
 

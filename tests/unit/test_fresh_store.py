@@ -1,4 +1,4 @@
-"""Each start of the ranks has a part of the store for itself, whatever earlier ones have left."""
+"""Each start of the ranks has a separate part of the store, independent of earlier ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from internsp.mesh.fresh_store import for_this_start
 
 
 def start(store: dist.TCPStore, size: int) -> list[str]:
-    """One start: every rank says something and reads what rank 0 says."""
+    """One start: every rank writes something and reads what rank 0 wrote."""
     heard = [""] * size
 
     def rank(number: int) -> None:

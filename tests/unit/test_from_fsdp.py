@@ -1,4 +1,4 @@
-"""docs/from_fsdp.md names all that is public in FSDP, and options of ours that exist."""
+"""docs/from_fsdp.md names everything public in FSDP, and existing options of internsp."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def arguments(function: Any) -> set[str]:
 
 
 def members(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(dotted name, argument or "") of all that is public of one public name."""
+    """(dotted name, argument or "") of everything public in one public name."""
     yield name, ""
     if not inspect.isclass(value):
         yield from ((name, argument) for argument in arguments(value))
@@ -71,7 +71,7 @@ def installed(system: str) -> set[tuple[str, str]]:
 
 
 def documented(found: list[Row]) -> set[tuple[str, str]]:
-    """What the column "theirs" has, in the same form."""
+    """The contents of the column "theirs", in the same form."""
     pairs = set()
     for row in found:
         for code in code_in(row.theirs):

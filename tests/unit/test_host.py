@@ -1,4 +1,4 @@
-"""Host memory beside a device with streams, made by hand: who stands behind whom."""
+"""Host memory and a device with streams, by mocks: the order of streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KIND = torch.device("xpu", 0)  # a type that this build of torch has no devices 
 
 
 class Stream:
-    """Notes what is queued on it, and on which stream all streams' work is queued now."""
+    """Records what is queued on it, and on which stream all streams' work is queued now."""
 
     here: Any = None
     made: Any = None
@@ -42,7 +42,7 @@ class Stream:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[bool]]:
-    """Where it computes; whether each piece of host memory is pinned."""
+    """The computing device; whether each host buffer is pinned."""
     Stream.made = []
     compute, pinned, empty = Stream(KIND), list[bool](), torch.empty
     monkeypatch.setattr(Stream, "here", compute)

@@ -1,4 +1,4 @@
-"""Indices: the same sequences as from memory, made once, reused while right, whole or not there."""
+"""Indices: the same sequences as from memory, built once, reused while valid, whole or absent."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_an_index_is_reused_until_its_data_or_what_made_it_change(tmp_path: Path
     with path.open("ab") as file:
         file.write(b'{"text": "one more"}\n')
     assert "the data have changed" in said()
-    # Another column or tokenizer has an index of its own; a folder's own walk finds none of them.
+    # Another column or tokenizer has a separate index; reading a folder finds none of them.
     path.write_text("".join(json.dumps({"text": t, "body": t[:9]}) + "\n" for t in TEXTS))
     said()
     assert "there was none" in said(text_field="body")
@@ -267,7 +267,7 @@ print(rows, total, grown * 1024)
 def test_a_file_several_times_larger_than_the_memory_that_is_left_is_indexed_and_read(
     kind: str, tmp_path: Path
 ) -> None:
-    """Under a limit (``RLIMIT_DATA``) that holding the tokens breaks, all of a pass is read."""
+    """Under a limit (``RLIMIT_DATA``) too small to hold the tokens, a complete pass is read."""
     room, size = 72 << 20, 144 << 20
     path = tmp_path / "large.jsonl"
     line = "the same words again and again " * 64

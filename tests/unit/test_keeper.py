@@ -1,4 +1,4 @@
-"""The process that keeps copies of checkpoints' files: what it holds, and when it ends."""
+"""The process that keeps copies of checkpoints' files: its contents, and when it ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGE = os.urandom(1 << 20) * 5
 
 @pytest.fixture
 def launcher() -> Iterator[subprocess.Popen[bytes]]:
-    """A process in whose place torchrun's agent would be."""
+    """A process that stands for torchrun's agent."""
     process = subprocess.Popen(["sleep", "600"])
     yield process
     process.kill()
@@ -67,7 +67,7 @@ def test_of_each_owner_the_newest_valid_copy_and_one_more_are_kept(
     assert put(here, other, 1, []) is None
     assert put(here, second, 0, [first]) is None
     assert held(here) == {digest_of(x) for x in (first, second, other)}
-    # It was not made valid: it goes before the next one comes.
+    # It did not become valid: it is deleted before the next one is stored.
     assert put(here, third, 0, [first]) is None
     assert held(here) == {digest_of(x) for x in (first, third, other)}
     assert put(here, LARGE, 0, [third]) is None
@@ -93,7 +93,7 @@ def test_a_sender_that_ends_in_between_leaves_nothing(launcher: subprocess.Popen
             raw.sendall(data)
     assert put(here, b"whole", 1, []) is None
     assert held(here) == {digest_of(b"whole")}
-    # Over the network a key is asked for.
+    # Over the network a key is required.
     network = {"host": "localhost", **KeeperConnection(here).request("listen")}
     assert held(network) == held(here)
     assert put(network, LARGE, 2, []) is None
@@ -115,7 +115,7 @@ def test_it_ends_with_the_launcher_alone(
         timeout=20, check=False,
     )  # fmt: skip
     assert second.returncode == 0, "there is one already"
-    process.send_signal(signal.SIGTERM)  # what ends ranks does not end it
+    process.send_signal(signal.SIGTERM)  # signals that end ranks do not end it
     connection = KeeperConnection(here)
     assert put(here, LARGE, 0, []) is None
     with socket.socket(socket.AF_UNIX) as raw:  # one is coming
@@ -127,7 +127,7 @@ def test_it_ends_with_the_launcher_alone(
     connection.close()
     assert put(here, LARGE, 0, []) is not None
     assert set(Path("/dev/shm").iterdir()) <= before
-    assert subprocess.run(  # a launcher that has ended
+    assert subprocess.run(  # stands for a launcher that has ended
         [sys.executable, "-I", keeper.__file__, str(launcher.pid), here["name"]],
         timeout=20, check=False,
     ).returncode == 0  # fmt: skip

@@ -1,4 +1,4 @@
-"""``tools.longest``: a recipe as a user runs it, the search, and what counts as lack of memory."""
+"""``tools.longest``: a recipe as a user runs it, the search, and what counts as out of memory."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ PEAKS = {
     ],
 )  # fmt: skip
 def test_a_rank_takes_what_is_planned_and_dies_with_a_tenth_less(name: str) -> None:
-    start_server()  # the tests' own, which does not know what the tool wants of MKL
+    start_server()  # the tests' server, without the tool's setting for MKL
     case, length = PEAKS[name]
     budget = MemoryBudget(Config.model_validate(case.settings(length)), case.world)
     each = [sum(n for _, n in budget.at(length, rank)[0]) for rank in range(len(budget.ranks))]

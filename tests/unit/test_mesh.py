@@ -1,4 +1,4 @@
-"""The arithmetic of meshes: three factorings of the same ranks, and what is refused."""
+"""The arithmetic of meshes: three groupings of the same ranks, and refusals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_experts_are_cut_inside_and_owned_outside_of_an_expert_weight_group() ->
     assert shape.ranks("expert_gradient") == shape.ranks("expert_weight")
     assert shape.ranks("expert")[:4] == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
     assert shape.ranks("expert_replica")[:3] == [[0, 6], [1, 7], [2, 8]]
-    assert shape.ranks("expert_replica")[6] == [12, 18]  # a pipeline stage of its own
+    assert shape.ranks("expert_replica")[6] == [12, 18]  # a separate pipeline stage
     assert (shape.experts.replicas, shape.experts.expert, shape.experts.size) == (2, 3, 2)
     assert shape.ranks("replica")[0] == [0, 2, 4, 6, 8, 10]  # dense weights: as without experts
     assert [shape.experts.coordinates(inside) for inside in (0, 1, 2, 7, 11)] == [

@@ -1,4 +1,4 @@
-"""metrics.jsonl survives kills, resumes and NaN; the display says what the rows say."""
+"""metrics.jsonl survives kills, resumes and NaN; the display shows the values of the rows."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_the_live_panel_shows_the_figures_of_the_last_step(monkeypatch):
 def test_time_left_is_the_median_step_times_the_steps_left():
     history = RunHistory(total_steps=13)
     assert history.seconds_left() is None
-    for seconds in (60.0, 2.0, 2.0):  # a slow first step does not spoil the estimate
+    for seconds in (60.0, 2.0, 2.0):  # a slow first step does not distort the estimate
         history.add(step(1, step_seconds=seconds))
     assert history.seconds_left() == 20.0
 

@@ -1,4 +1,4 @@
-"""Mixtures: each text's share, its own order, the same on every mesh and after every stop."""
+"""Mixtures: each text's share and order; the same on every mesh and after every stop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_sequence_of_each_text_comes_once_in_its_order_and_shares_hold(
     count = 5 * BLOCK + 77
     seen: list[list[int]] = [[] for _ in weights]
     for number in range(count):
-        if number % 500 == 0:  # what was taken is known without going through it
+        if number % 500 == 0:  # the state is computed without replaying the rows
             assert mixture.taken(number) == [len(own) for own in seen]
         text, own = mixture.locate(number)
         seen[text].append(own)

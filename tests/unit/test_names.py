@@ -1,4 +1,4 @@
-"""Patterns of dotted names: anchored, part by part, against the plainest meaning of each sign."""
+"""Patterns of dotted names: anchored, part by part, compared with a naive implementation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_name_matches_itself_and_nothing_longer(parts: list[str]) -> None:
 
 
 def accepts(text: str, signs: list[str], at: int = 0) -> bool:
-    """Whether the signs of one part match ``text`` from ``at`` on, by trying every way."""
+    """Whether a part's pattern matches ``text`` from ``at`` on, by trying every way."""
     if not signs:
         return at == len(text)
     sign, rest = signs[0], signs[1:]

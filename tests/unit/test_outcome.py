@@ -1,4 +1,4 @@
-"""Which of several failures is told as the cause, and which process is stopped."""
+"""Which of several failures is reported as the cause, and which process is stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model is cut: balanced by cost, nothing empty, names as in the whole model."""
+"""Where a model is split: balanced by cost, no empty chunk, names as in the full model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_products_are_what_costs_and_the_heads_count_four_thirds() -> None:
         )
         return [len(blocks) for blocks in split_model(model, 2)]
 
-    # The last stage gives a block away as soon as its head costs as much: four thirds of 8 x 6.
+    # The last stage loses a block as soon as its head costs as much: four thirds of 8 x 6.
     assert [blocks_of_each(rows) for rows in (5, 6)] == [[3, 3], [4, 2]]
 
 

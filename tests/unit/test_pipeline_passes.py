@@ -1,4 +1,4 @@
-"""The trainer's sums over a pipeline's micro-batches; the pipeline itself is a stand-in."""
+"""The trainer's sums over a pipeline's micro-batches; the pipeline itself is a mock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from internsp.train.passes import PipelinedStep
 
 
 class _Pipeline:
-    """Its last chunk returns 1, 2, ... for the micro-batches; keeps what they became."""
+    """Its last chunk returns 1, 2, ... for the micro-batches; records the scaled losses."""
 
     criterion: Callable[[Tensor, MicroBatch], Tensor]
 

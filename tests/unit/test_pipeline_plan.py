@@ -1,4 +1,4 @@
-"""Plans of pipelines: torch's own order, checked before it runs; gathers counted by hand."""
+"""Plans of pipelines: torch's own order, validated before it runs; gathers counted by hand."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ RECEIVED = [
 def test_what_a_rank_would_do_before_it_has_what_it_needs_is_refused(
     early: str, late: str
 ) -> None:
-    """torch would send nothing, or compute from a buffer that nobody has filled."""
+    """torch would send nothing, or compute from a buffer that was never received."""
     order = {0: list(SENT), 1: list(RECEIVED)}
     assert check_order(order, lambda stage: stage, 2)
     rank = next(r for r in order if {early, late} <= {step.kind for step in order[r]})
@@ -190,7 +190,7 @@ def chunk(blocks: int, keep: bool = False) -> ChunkLayout:
 
 
 def gathers(name: str, blocks: int, keep: bool = False) -> int:
-    """Of rank 0 of two, with four micro-batches."""
+    """Rank 0 of two, with four micro-batches."""
     order, chunks = order_of(name)
     stages = SCHEDULES[name].stages_of(0, 2, chunks)
     places = compute_actions(computations(order, 0), stages, dict.fromkeys(stages, True))
@@ -241,10 +241,10 @@ def test_a_pass_gathers_for_the_next_one_before_its_own_last_use() -> None:
 
 def test_with_prefetch_per_module_too_weight_by_weight() -> None:
     found = lines("GPipe", 4, ("AG", "USE", "FREE"), per_module=True)
-    # The next forward's first weight comes while this one's last is in use...
+    # The next forward's first weight is gathered while this one's last is in use...
     at = found.index("USE forward b3.v")
     assert found[at + 1 : at + 3] == ["AG forward b0.u", "FREE forward b3.v"]
-    # ...and the next backward's too.
+    # ...and the next backward's, too.
     at = found.index("USE backward b0.v")  # a backward gathers nothing between its reductions
     assert found[at - 2 : at] == ["AG backward b0.u", "AG backward b3.v"]
     assert found.index("AG backward b3.u", at) > found.index("USE backward b0.u", at)

@@ -1,4 +1,4 @@
-"""``internsp plan`` of a pipeline: what it says is what runs, and the picture shows all of it."""
+"""``internsp plan`` of a pipeline: it prints what runs, and the picture shows all of it."""
 
 from __future__ import annotations
 

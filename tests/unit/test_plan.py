@@ -1,4 +1,4 @@
-"""``internsp plan``: figures by hand, and what it prints."""
+"""``internsp plan``: figures checked by hand, and the printed text."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ TABLE = 272 * 16 * 4
 def test_bytes_of_collectives_follow_the_law_of_reused_boundaries() -> None:
     schedule = make_plan(config(), 2).schedule
     layers = 4
-    # Each block is gathered twice but for the last two, which are still there; embedding and head
-    # once. A rank receives half of every weight.
+    # Each block is gathered twice except the last two, which are still in their slots; embedding
+    # and head once. A rank receives half of every weight.
     assert schedule.nbytes("AG") == ((2 * layers - 2) * BLOCK + 2 * TABLE) // 2
     assert schedule.nbytes("RS") == (layers * BLOCK + 2 * TABLE) // 2
     assert schedule.count("AG") == (2 * layers - 2) * 7 + 2
@@ -91,7 +91,7 @@ def test_zero_cuts_the_optimizer_state_over_the_replicas() -> None:
 
 
 def test_experts_are_planned_over_their_own_groups() -> None:
-    """Here the feed-forward layers are named experts: cut over 4 ranks, the rest over 2."""
+    """Here the feed-forward layers are experts: sharded over 4 ranks, all others over 2."""
     changes: dict[str, dict[str, object]] = {
         "parallel": {"weight": 2, "sequence": 2, "expert_weight": 4},
         "weight_parallel": {"min_shard_elements": 64, "experts": ["feed_forward"]},
@@ -232,7 +232,7 @@ def test_kept_blocks_save_the_gathers_and_cost_the_memory_that_the_plan_prints()
     two = config(weight_parallel={"min_shard_elements": 64, "keep_unsharded": 2})
     plan, usual = make_plan(two, 2), make_plan(config(), 2)
     assert plan.chunk.policy.kept == {0, 2}
-    # Blocks 1 and 3 move and have two slots: all four are whole when backward begins.
+    # Blocks 1 and 3 move and have two slots: all four are unsharded when backward begins.
     assert plan.schedule.nbytes("AG") == usual.schedule.nbytes("AG") - 2 * BLOCK // 2
     whole = "unsharded weights (slots, exact)"
     assert dict(plan.memory)[whole] == dict(usual.memory)[whole] + 2 * BLOCK

@@ -68,7 +68,7 @@ def test_a_long_step_of_all_blocks_takes_what_a_line_through_short_ones_of_few_s
     step = observe(settings, 1, length, tiles, layers, recomputing, offload or None)
     peak = planned.kept + planned.working
     assert planned.kept == pytest.approx(step.kept, rel=0.01)
-    if 0 < recomputing < layers:  # what others keep is gone before the last recompute
+    if 0 < recomputing < layers:  # kept activations are freed before the last recompute
         assert step.peak <= peak * 1.01
     else:
         assert peak == pytest.approx(step.peak, rel=0.01)
@@ -127,7 +127,7 @@ def test_host_memory_bounds_what_is_offloaded() -> None:
 
 @pytest.mark.parametrize("ring", [1, 2])
 def test_exchanges_and_a_ring_are_counted_as_they_run(ring: int) -> None:
-    """All blocks at once, with what each operator allocates; and a row that says how much."""
+    """All blocks at once, with each operator's allocations; and a row with the total."""
     settings = config({"mode": "selective"}, parallel={"sequence": 2, "ring": ring})
     shape, local = MeshShape(2, **settings.degrees()), 3000
     planned = ActivationModel(settings, shape).at(2 * local)
@@ -143,7 +143,7 @@ def test_exchanges_and_a_ring_are_counted_as_they_run(ring: int) -> None:
 
 
 def test_an_exchange_that_is_kept_longer_would_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put in on purpose: what was sent is not dropped when it has arrived."""
+    """A deliberate mistake: send buffers are not freed after the message has arrived."""
     settings = config({"mode": "full"}, parallel={"sequence": 2})
     place = ModelPart(MeshShape(2, **settings.degrees()))
 
@@ -275,7 +275,7 @@ def test_a_process_takes_what_is_planned_and_dies_with_a_fifth_less() -> None:
         names = ("vocab_size", "hidden_size", "layers", "heads", "intermediate_size")
         model = {name: getattr(settings.model, name) for name in names}
         told = json.dumps([length, limit, model])
-        # Large pieces go back to the system when they are freed, as the plan takes it.
+        # Large pieces are returned to the system when they are freed, as the plan assumes.
         around = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             [sys.executable, "-c", CHILD, told], env=around, capture_output=True, text=True,
@@ -297,7 +297,7 @@ def test_dropout_keeps_a_byte_an_element_twice_a_block() -> None:
 
 
 def on(device: str, layers: int = 5, **changes: dict[str, Any]) -> Config:
-    """A model whose loss takes most of a short step, and whose blocks of a long one."""
+    """A model whose loss takes most memory of a short step, and whose blocks that of a long one."""
     return config(
         {"mode": "full", "offload": "all", "tiles": "auto"},
         model={"vocab_size": 8192, "hidden_size": 64, "layers": layers, "heads": 4, "kv_heads": 2},

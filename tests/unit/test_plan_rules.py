@@ -1,4 +1,4 @@
-"""The plan's rules: what they catch, what they say of a weight, every way to write one wrong."""
+"""The plan's rules: which weights they match, their settings, every way to write one wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CUT = {"min_shard_elements": 20}
 
 
 class WithRules(Tiny):
-    """A model that brings rules of its own."""
+    """A model with its own rules."""
 
     def weight_parallel_plan(self) -> list[dict[str, Any]]:
         return [{"match": "layers.*.w1", "shard_dim": 1, "coalesce_bytes": 1}]
@@ -180,7 +180,7 @@ def test_a_model_brings_rules_and_the_configurations_go_before_them() -> None:
         weight_parallel_plan = (PlanRule(match=("head",), shard_dim=1),)
 
     assert dims(model=Listed())["head.weight"] == 1
-    # Nothing to act on is no mistake of the configuration.
+    # A rule without an effect is not an error of the configuration.
     assert plan(model=WithRules(), min_shard_elements=10_000).blocks
 
 
@@ -211,7 +211,7 @@ def test_what_a_blocks_trigger_gathers_is_said_for_each_direction() -> None:
     assert targets(named) == [[[1], [2, 3], [3], [4]], by_depth[1]]
     head = {"match": "layers.2", "forward_prefetch": ["layers.3", "head"]}
     assert targets(head)[0] == [[1], [2], [3, 4], [4]]
-    last = {"match": "layers.3", "forward_prefetch": 0}  # the head comes with it at the latest
+    last = {"match": "layers.3", "forward_prefetch": 0}  # the head is gathered with it at last
     assert targets(last) == by_depth
     back = {"match": "layers.*", "backward_prefetch": 9, "forward_prefetch": 0}
     assert targets(back) == [[[], [], [], [4]], [[], [0], [1, 0], [2, 1, 0]]]

@@ -1,4 +1,4 @@
-"""What is found before ranks start: folders, disks, memory, devices, text; and in which words."""
+"""Checks before ranks start: folders, disks, memory, devices, text; and their messages."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_vocabulary_that_is_too_small_and_documents_without_a_token_are_refuse
     with Path("rows.jsonl").open("a") as file:
         file.write('{"text": "' + "a " * 400 + '"}\n')
     source = DataSource.create(small(data=data | {"held_out": 0.0}).data, global_batch=2)
-    # What holds no token is left out, with its end: else a batch may hold ends alone.
+    # A document without tokens is skipped with its end token: a batch could hold end tokens only.
     found = source.parts[0].train.documents
     assert found.read(0, len(found)).tolist() == [0] * 400 + [1]
     assert "model.vocab_size: 1 is less than the 2 ids" in told(
@@ -238,7 +238,7 @@ def test_a_closed_standard_output_is_no_traceback(monkeypatch, capfd) -> None:
     os.close(read)
     with os.fdopen(write, "w") as out:
         monkeypatch.setattr(sys, "stdout", out)
-        with pytest.raises(SystemExit):  # as rich ends a program whose reader has gone
+        with pytest.raises(SystemExit):  # as rich ends a program whose reader has closed the pipe
             cli.main(["plan", "run.toml"])
     with open("/dev/full", "w") as out:
         monkeypatch.setattr(sys, "stdout", out)

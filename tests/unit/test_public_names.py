@@ -25,21 +25,21 @@ DOCUMENTS = ["README.md", "internsp/wp/README.md", *DOCS]
 BY_PATH = {
     "internsp.train.run.train", "internsp.clients.trainer", "internsp.clients.trainer.Trainer",
 }  # fmt: skip
-# Layers and hooks speak to these; their methods name a chunk's own parts.
+# Layers and hooks use these; their methods have internal types of a chunk.
 MADE_BY_PARALLELIZE = {
     "EmbeddingWeightParallelCommunicator", "HeadWeightParallelCommunicator", "ISPCommunicator",
     "MemoryPool", "ShardedParameter",
 }  # fmt: skip
-# What properties and methods return, never made by a user.
+# Returned by properties and methods, never created by a user.
 RETURNED = {"PendingExchange", "Refused", "Schedule", "WeightAxis"}
-# In public signatures, and not for users. Each with why.
+# In public signatures, but not for users; each with the reason.
 UNNAMED = {
     "internsp.wp.collectives.Collectives": "an emulated link's; the docstring has its path",
 }
 
 
 def used_in(text: str) -> set[str]:
-    """Dotted names below ``internsp`` in a document's code: its blocks, and what is quoted."""
+    """Dotted names below ``internsp`` in a document's code blocks and quoted code."""
     blocks = re.findall(r"```.*?```", text, re.DOTALL)
     quoted = re.findall(r"`[^`\n]+`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     found: set[str] = set()
@@ -51,7 +51,7 @@ def used_in(text: str) -> set[str]:
 
 
 def undocumented(text: str) -> list[str]:
-    """Names that ``text`` uses and a user does not have."""
+    """Names in ``text`` that a user does not have."""
     return sorted(n for n in used_in(text) - BY_PATH if n.split(".")[1] not in TABLE)
 
 
@@ -70,9 +70,9 @@ def test_a_name_that_is_not_public_is_found_in_a_document() -> None:
 
 
 def signatures() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every function that a user calls or overrides: public ones, and of public classes.
+    """Every function that a user calls or overrides: public ones, and those of public classes.
 
-    A class with ``create`` is made by it, not by its ``__init__``.
+    A class with ``create`` is created by it, not by its ``__init__``.
     """
     for name in sorted(TABLE - MADE_BY_PARALLELIZE):
         value = getattr(internsp, name)
@@ -104,7 +104,7 @@ def classes_in(annotation: Any, function: Callable[..., Any]) -> set[str]:
 
 
 def missing(of: Iterator[tuple[str, Callable[..., Any]]]) -> dict[str, set[str]]:
-    """Our classes that signatures name and users cannot."""
+    """Our classes that signatures use and users cannot import."""
     public = {getattr(internsp, name) for name in TABLE if name != "errors"}
     known = {f"{c.__module__}.{c.__name__}" for c in public if isinstance(c, type)}
     found = {
@@ -126,7 +126,7 @@ def test_what_public_signatures_name_is_public() -> None:
 
 
 def test_what_a_callback_promises_to_return_is_used() -> None:
-    """InternEvo documents a return value of its callbacks that nothing looks at."""
+    """InternEvo documents a return value of its callbacks that it ignores."""
     hooks = {name: f for name, f in signatures() if name.startswith("SchedulerHook.")}
     assert len(hooks) >= 7
     assert {f.__annotations__["return"] for f in hooks.values()} == {"None"}

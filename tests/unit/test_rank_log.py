@@ -1,4 +1,4 @@
-"""A rank's log: one attempt is appended after another; the first line says where the rank is."""
+"""A rank's log: attempts are appended one after another; the first line names the rank's host."""
 
 from __future__ import annotations
 

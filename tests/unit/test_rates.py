@@ -1,4 +1,4 @@
-"""Learning rates: each schedule beside torch's own, and at a run's ends."""
+"""Learning rates: each schedule compared with torch's, and at both ends of a run."""
 
 from __future__ import annotations
 

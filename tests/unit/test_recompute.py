@@ -15,7 +15,7 @@ from tests.support.models import raises
 
 
 class Cache:
-    """As transformers' caches: each forward appends to it."""
+    """Like a cache of transformers: each forward appends to it."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []

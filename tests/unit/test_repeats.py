@@ -1,4 +1,4 @@
-"""What repeats is printed once: folded lists unfold to what they were."""
+"""Repetitions are printed once: folded lists unfold to the original ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report page: its numbers are read back out of the drawing and the tables."""
+"""The report page: its values are read back from the drawings and the tables."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def page(**changes):
 
 
 def svg(text, kind="chart"):
-    """The first drawing of a kind, parsed: also the proof that it is well formed."""
+    """The first drawing of a kind, parsed; this also proves that it is well formed."""
     found = re.search(rf'<svg class="{kind}".*?</svg>', text, re.S)
     assert found, f"no {kind} in the page"
     return ElementTree.fromstring(found.group())
@@ -74,7 +74,7 @@ def path_points(element):
 
 
 def axis(root, anchor, unit=""):
-    """Value -> place of an axis, fitted to its first and last label."""
+    """Value -> position on an axis, fitted to its first and last label."""
     at = "x" if anchor == "middle" else "y"
     labels = [t for t in root.iter("text") if t.get("class") == "tick" and t.text != "step"]
     marks = [

@@ -1,4 +1,4 @@
-"""``internsp report``: a page made again from a run's files, and runs side by side."""
+"""``internsp report``: a page regenerated from a run's files, and comparison of runs."""
 
 from __future__ import annotations
 

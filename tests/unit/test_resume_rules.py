@@ -1,4 +1,4 @@
-"""What a changed setting means to a run that goes on: taken over, refused or of no bearing."""
+"""Effect of a changed setting on a resumed run: accepted, refused or irrelevant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from internsp.errors import ConfigError
 
 
 def changed(world_size: int = 1, **changes: dict[str, Any]) -> tuple[list[str], ...]:
-    """What goes on from the default configuration, as JSON gives it, with ``changes``."""
+    """The settings of a run resumed from the default configuration, as JSON, with ``changes``."""
     saved = Config().model_dump(mode="json")
     return compare(saved, Config.model_validate(changes), world_size, world_size)
 

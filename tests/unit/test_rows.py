@@ -1,4 +1,4 @@
-"""JSONL and parquet: what cannot be read names the file and the row."""
+"""JSONL and parquet: errors name the file and the row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of rules in ``internsp/wp/README.md`` names the tests that prove each of them."""
+"""The table of rules in ``internsp/wp/README.md`` cites tests that exist for each rule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cited(source: str) -> set[str]:
 
 
 def mistakes(table: Table, tests: Sources) -> list[str]:
-    """What the table and the tests say of each other that is not so."""
+    """Mismatches between the table and the tests."""
     found = [f"WP-{n} is missing" for n in range(1, len(table) + 1) if f"WP-{n}" not in table]
     found += [f"{rule} has no test" for rule, proofs in table.items() if not proofs]
     found += absent(table, tests)

@@ -61,7 +61,7 @@ def test_a_lock_whose_file_was_removed_or_moved_holds_nothing_for_the_next(tmp_p
     first = RunLock.acquire(tmp_path / "run", "one")
     (tmp_path / "run").rename(tmp_path / "run.1")
     second = RunLock.acquire(tmp_path / "run", "two")
-    first.release()  # its path is the second one's now, which stays
+    first.release()  # its path belongs to the second one now, which remains
     assert json.loads((tmp_path / "run" / NAME).read_text())["run"] == "two"
     second.release()
 
@@ -70,9 +70,9 @@ def test_a_lock_whose_file_was_removed_or_moved_holds_nothing_for_the_next(tmp_p
     ("change", "free"),
     [
         ({}, False),
-        ({"started": "long ago"}, True),  # another process has the number now
+        ({"started": "long ago"}, True),  # another process has the same id now
         ({"pid": 2**22 + 1}, True),
-        ({"host": "elsewhere"}, False),  # nothing is known of its processes
+        ({"host": "elsewhere"}, False),  # nothing is known about its processes
     ],
     ids=["alive", "number reused", "ended", "another host"],
 )

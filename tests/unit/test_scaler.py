@@ -1,4 +1,4 @@
-"""The dynamic loss scale, and which optimizers may be cut."""
+"""The dynamic loss scale, and which optimizers may be sharded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_scale_halves_at_an_overflow_and_doubles_after_enough_good_steps() -
     for overflow in verdicts + [False] * 12:
         scaler.update(overflow)
         scales.append(scaler.scale)
-    assert scales[:9] == [8, 8, 4, 4, 4, 8, 4, 2, 2]  # an overflow starts the count anew
+    assert scales[:9] == [8, 8, 4, 4, 4, 8, 4, 2, 2]  # an overflow restarts the count
     assert scales[9:] == [2, 2, 4, 4, 4, 8, 8, 8, 16, 16, 16, 16]
     assert scaler.skipped_steps == 4
 
@@ -56,7 +56,7 @@ def test_settings_with_which_the_scale_cannot_adapt_are_refused(settings: dict[s
 
 
 class Lamb(torch.optim.Optimizer):
-    """A step scaled by the parameter's own norm."""
+    """A step scaled by the parameter's norm."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})

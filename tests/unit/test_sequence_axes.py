@@ -1,4 +1,4 @@
-"""Which ranks of a sequence share heads, and which are a ring: pure, in either order."""
+"""Which ranks of a sequence share heads, and which form a ring: pure, in either order."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_layout_of_the_other_order_is_refused_by_every_rank() -> None:
     axes = SequenceAxes.create(4, 2, "ring")
     for rank in range(4):
         axes.require_layout(SequenceLayout.create(ids, rank=rank, size=4, ring=2, near="ring").axes)
-        axes.require_layout(SequenceLayout.create(ids, rank=rank, size=4).axes)  # dealt to no ring
+        axes.require_layout(SequenceLayout.create(ids, rank=rank, size=4).axes)  # for no ring
         for ring in (2, 4):
             dealt = SequenceLayout.create(ids, rank=rank, size=4, ring=ring).axes
             with pytest.raises(LayoutError, match=r"ring = mesh\.ring and near = mesh\.near"):

@@ -1,4 +1,4 @@
-"""The site of the documentation is built, strictly and without the network."""
+"""The documentation site builds in strict mode and without the network."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_document_is_a_page_and_links_lead_somewhere(site: Path) -> None:
-    """Links within pages and to anchors are mkdocs' own to check: a wrong one ends the build."""
+    """mkdocs itself checks links within pages and to anchors: a wrong one fails the build."""
     for document in (ROOT / "docs").rglob("*.md"):
         assert (site / document.relative_to(ROOT / "docs")).with_suffix(".html").is_file()
     for page in ("index.html", "changes.html", "wp.html", "configuration.html"):

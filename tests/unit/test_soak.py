@@ -1,4 +1,4 @@
-"""The soak's own arithmetic, and one run of it."""
+"""The soak test's own arithmetic, and one run of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.soak import BEGIN, END, Segment
 
 
 def segments(leak: float, number: int = 6) -> list[Segment]:
-    """Ranks that hold 100 MB, an amount that varies, and what leaks in each step."""
+    """Ranks that hold 100 MB, a varying amount, and a leak in each step."""
     rng = random.Random(3)
     found = []
     for index in range(number):

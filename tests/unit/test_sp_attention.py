@@ -76,7 +76,7 @@ def test_a_rank_whose_heads_read_key_value_heads_unevenly_is_right() -> None:
 def _packed_reference(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[int, int]
 ) -> Tensor:
-    """What a variable-length kernel promises, for the adapters' tests."""
+    """A mock of a variable-length kernel, for the adapters' tests."""
     causal = window[1] == 0
     rows = []
     for a, b in zip(cu.tolist(), cu.tolist()[1:], strict=False):
@@ -92,7 +92,7 @@ def _packed_reference(
 def test_variable_length_kernels_are_told_the_same_mask(
     monkeypatch: pytest.MonkeyPatch, version: int | str, window: int | None, causal: bool
 ) -> None:
-    """The packages cannot run here; the adapters' dialects can be checked against a stand-in."""
+    """The packages cannot run here; the adapters' calls are checked with a mock."""
 
     def flash(q: Tensor, k: Tensor, v: Tensor, **told: Any) -> Any:
         assert torch.equal(told["cu_seqlens_q"], told["cu_seqlens_k"])

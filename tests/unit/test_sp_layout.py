@@ -1,4 +1,4 @@
-"""Sequence layout and head plan: pure cuts, checked against the whole."""
+"""Sequence layout and head split: pure functions, checked against the full sequence."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_given_labels_are_cut_as_they_are() -> None:
 def test_labels_positions_and_counts_of_every_share_are_those_of_the_whole(
     data: st.DataObject,
 ) -> None:
-    """Beside a loop over tokens: documents, ignored ranges, an index that is an id, any deal."""
+    """Compared with a loop over tokens: documents, ignored ranges, an index as id, any order."""
     length, rows = data.draw(st.integers(2, 40)), data.draw(st.integers(1, 3))
     size, ring = data.draw(st.sampled_from([(1, 1), (3, 1), (2, 2), (4, 2)]))
     balance = data.draw(st.sampled_from(["contiguous", "zigzag", "level", "auto"]))
@@ -125,7 +125,7 @@ def test_a_plan_gives_every_query_head_once_with_the_key_value_head_it_reads(
         kv_first, kv_stop = plan.key_value[rank]
         read = [kv_first + own for own in plan.kv_index(rank)]
         assert read == [head // group for head in range(first, stop)]
-        # Exactly what is read travels, each head once to each peer.
+        # Exactly what is read is sent, each head once to each peer.
         assert sorted(set(read)) == list(range(kv_first, kv_stop))
 
 

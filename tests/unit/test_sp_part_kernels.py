@@ -1,4 +1,4 @@
-"""Kernels of attention's parts: by value, and the CUDA one's calls by torch's own schemas."""
+"""Kernels of partial attention: by value, and the CUDA kernel's calls by torch's schemas."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Flash:
     """``aten::_flash_attention_forward`` and ``_backward`` on CUDA, written out: variable lengths,
     windows counted from the key that stands at the end, keys and values in groups.
 
-    Each call is first made of tensors without memory, by torch's own operator: a wrong argument is
-    refused there.
+    Each call is first made with tensors without memory, by torch's own operator, which refuses a
+    wrong argument.
     """
 
     def __init__(self) -> None:

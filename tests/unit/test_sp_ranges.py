@@ -1,4 +1,4 @@
-"""Attention over ranges as plain data: who sees what, what travels where, who holds what."""
+"""Attention over ranges as plain data: what each query sees, what is sent, who holds what."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Pairs = set[tuple[int, int]]
 def drawn(
     random: random.Random,
 ) -> tuple[tuple[Ranges, ...], MaskSpec, int]:
-    """Ranges of some ranks, in any order, what is seen, and a length."""
+    """Ranges of some ranks, in any order, what is visible, and a length."""
     length, size = random.randint(4, 30), random.choice([1, 2, 3, 4, 6])
 
     def spans(most: int) -> list[Span]:
@@ -54,7 +54,7 @@ def drawn(
 
 
 def wanted(queries: Ranges, keys: Ranges, spec: MaskSpec, row: int) -> Pairs:
-    """What queries see of keys, pair by pair, by the definition."""
+    """The keys that each query sees, pair by pair, by the definition."""
     document = [number for number, size in enumerate(spec.documents[row]) for _ in range(size)]
     q, k = ([p for start, stop in held for p in range(start, stop)] for held in (queries, keys))
     return {
@@ -65,7 +65,7 @@ def wanted(queries: Ranges, keys: Ranges, spec: MaskSpec, row: int) -> Pairs:
 
 
 def pairs_of(part: KernelCall, spec: MaskSpec) -> list[tuple[int, int]]:
-    """What a kernel computes of a part."""
+    """The result of a kernel for one part."""
     found = []
     for i in range(*part.q):
         for j in range(*part.k):
@@ -110,9 +110,9 @@ def test_what_ranks_need_of_blocks_is_what_their_parts_read() -> None:
 def passed_on(
     held: tuple[Ranges, ...], spec: MaskSpec, size: int, way: int
 ) -> dict[tuple[int, int], set[tuple[int, Ranges]]]:
-    """Of rings of ``size`` ranks, by their definition: what a rank sends in a step. A block goes to
-    the rank after the one that has it with all that this one and those after it need; around the
-    outer ring it goes when it comes to an inner one."""
+    """What a rank sends in a step of rings of ``size`` ranks, by their definition. A block is
+    sent to the next rank with everything that this one and those after it need; around the outer
+    ring it is sent when it arrives at an inner one."""
     needed = needed_spans(held, spec)
     found: dict[tuple[int, int], set[tuple[int, Ranges]]] = {}
     outer = len(held) // size
@@ -271,7 +271,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("near", NEAR)
 def test_an_inner_ring_is_of_ranks_that_follow_one_another_in_either_order(near: str) -> None:
-    """Between the nodes that hold one each a block goes once, not at every step."""
+    """Between nodes, each block is sent once, not at every step."""
     axes, spec = SequenceAxes.create(16, 8, near), MaskSpec(False, None, ((64,),))
     held = ring_ranges(rank_ranges(64, axes, "contiguous", spec), axes)
     node = 4 * axes.heads if near == "heads" else 4  # ranks; between a ring's are those of heads

@@ -1,4 +1,4 @@
-"""The order in which one attention sublayer's parts are made, sent and awaited."""
+"""The order in which the parts of one attention sublayer are computed, sent and waited for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = [2, 3, 5]
 
 
 def messages(orders: list[ExchangeOrder], stage: str, kind: str) -> Counter[tuple[int, int, str]]:
-    """Of all ranks, by sender, receiver and what."""
+    """Messages of all ranks, by sender, receiver and content."""
     found: Counter[tuple[int, int, str]] = Counter()
     for rank, each in enumerate(orders):
         for action in getattr(each, stage):

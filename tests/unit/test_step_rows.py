@@ -1,4 +1,4 @@
-"""A step of so many tokens: which rows it takes, and how they are dealt to ranks."""
+"""A step of a given number of tokens: which rows it uses, and how ranks share them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_of_a_filler_nothing_is_learned() -> None:
 
 
 class Place:
-    """Of a mesh what deals rows."""
+    """The part of a mesh that row assignment uses."""
 
     def __init__(self, data: int, data_rank: int, pipeline: int) -> None:
         self.data, self.data_rank, self.pipeline = data, data_rank, pipeline

@@ -116,7 +116,7 @@ def upward_imports(known: Sources) -> list[str]:
 
 
 def forbidden_imports(known: Sources) -> list[str]:
-    """Breaches of the narrower rules: wp and sp apart, sp and the zoo modest."""
+    """Violations of the narrower rules: wp and sp independent, few imports in sp and the zoo."""
     found = []
     for module, source in known.items():
         for name in imports(module, source, known):
@@ -151,7 +151,7 @@ def zoo_names(known: Sources) -> list[str]:
 
 
 def distributed_calls(source: str) -> list[str]:
-    """Collectives of torch.distributed that ``source`` uses, under whatever name it imported."""
+    """Collectives of torch.distributed that ``source`` uses, under any imported name."""
     tree = ast.parse(source)
     modules, functions = {"torch.distributed"}, {}
     for node in ast.walk(tree):
@@ -179,7 +179,7 @@ def distributed_calls(source: str) -> list[str]:
 
 
 def cycle(known: Sources) -> list[str]:
-    """Some cycle of imports (a package and its own modules aside), or nothing."""
+    """An import cycle (except between a package and its own modules), or nothing."""
     edges = {
         module: sorted(
             {n for n in imports(module, source, known, types=False) if not below(module, n)}

@@ -1,4 +1,4 @@
-"""What a model must not contain is found before it is cut; what outputs are whose."""
+"""Unsupported parts of a model are found before it is sharded; which outputs belong to whom."""
 
 from __future__ import annotations
 

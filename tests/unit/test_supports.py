@@ -1,4 +1,4 @@
-"""What cannot be split over a sequence group is listed with its name and the reason."""
+"""Modules that cannot run with sequence parallelism are listed with name and reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written fits the terminal that it goes to, and is plain where that is wanted."""
+"""Output fits the terminal that it is written to, and is plain where requested."""
 
 from __future__ import annotations
 

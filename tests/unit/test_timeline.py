@@ -1,4 +1,4 @@
-"""Overlap is computed from intervals: checked against traces made by hand."""
+"""Overlap is computed from intervals: compared with hand-made traces."""
 
 from __future__ import annotations
 

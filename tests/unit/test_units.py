@@ -1,4 +1,4 @@
-"""Units below blocks, pure: how a block is cut into them, what it takes, one order on all ranks."""
+"""Units below blocks, pure: how a block is divided, its bytes, one order on all ranks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_no_unit_has_is_the_rest_of_its_block_with_slots_of_its_own() -> No
     assert lowest.slots() == [unit, embedding, head, gate]
     assert sum(lowest.slots()) == made.min_slot_bytes() < plan().min_slot_bytes()
     last = plan({"match": ["layers.1.attention", "layers.1.feed"], "unit": "each"})
-    assert len(last.slots()) == 5  # one rest: no turns
+    assert len(last.slots()) == 5  # one unit for the others: no reuse
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Installed, not only cloned: a wheel of the checkout, in a folder of its own, trains the demo."""
+"""Installed, not only cloned: a wheel of the checkout in a separate folder trains the demo."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(*words: str, **options: object) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built by pip from a copy, so that the checkout stays as it is; nothing is downloaded."""
+    """Built by pip from a copy, so that the checkout is not changed; nothing is downloaded."""
     source = tmp_path_factory.mktemp("source")
     for name in SOURCES:
         if (ROOT / name).is_dir():

@@ -1,4 +1,4 @@
-"""Which parameters are experts', by patterns of consecutive parts of a name."""
+"""Which parameters belong to experts, by patterns of consecutive parts of a name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model() -> nn.Module:
 
 
 def experts_of(*patterns: str, expert: int = 1) -> tuple[set[str], set[str]]:
-    """(experts, those of them that are cut) in the first block, without its name."""
+    """(experts, the sharded ones among them) in the first block, without its name."""
     config = WeightParallelConfig(min_shard_elements=64, experts=patterns or ("experts",))
     made = model()
     found = [a for a in plan_sharding(made, read_structure(made), config, expert) if a.expert]

@@ -1,6 +1,6 @@
-"""WP-7: blocks and prefetch triggers are found by patterns; where none fits.
+"""WP-7: blocks and prefetch triggers are found by patterns.
 
-The error lists candidates.
+If none matches, the error lists candidates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.models import Block, Tiny
 
 
 class Odd(nn.Module):
-    """Blocks and parts with names that nobody would guess."""
+    """Blocks and parts with unusual names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_a_weight_shared_between_blocks_is_a_unit_beside_them() -> None:
     [
         ("out_proj", ["q", "wo", "w1"], 1),
         ("out_proj", ["attention.q", "attention.wo", "mlp.w1"], 1),
-        ("out_proj", ["q", "w1"], 2),  # a small out-projection: after all that is cut
+        ("out_proj", ["q", "w1"], 2),  # a small out-projection: after all sharded weights
         ("mlp", ["q", "wo", "w1", "w2"], 2),
         ("qkv", ["q", "wo"], -1),
     ],

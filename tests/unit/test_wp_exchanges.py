@@ -13,7 +13,7 @@ UNITS = 5
 
 
 def made(limit: int = 2) -> tuple[Reductions[WeightLayout], list[Parcel[WeightLayout]]]:
-    """A unit's two weights in a parcel of one byte; as many bytes of reductions as they like."""
+    """One unit with two weights in a parcel of one byte; no limit on reductions in flight."""
     parcels = [
         Parcel(f"u{unit}", tuple(WeightLayout(f"u{unit}.w{i}", 0, 8, 0, 0) for i in (0, 1)), 1)
         for unit in range(UNITS)
@@ -63,7 +63,7 @@ def test_a_parcel_leaves_when_the_second_unit_behind_it_is_reduced() -> None:
 def test_the_order_does_not_depend_on_how_early_exchanges_start(
     backwards: list[bool], limit: int
 ) -> None:
-    """Whatever was expected of each backward; a wrong expectation exchanges the rest again."""
+    """For any expected number of backwards; a wrong expectation exchanges the rest again."""
     reductions, parcels = made(limit)
     out: list[Action] = []
     for early in backwards:
@@ -86,7 +86,7 @@ def test_the_order_does_not_depend_on_how_early_exchanges_start(
         assert flying >= 0
     assert not flying
     assert most <= max(limit, 1)
-    # Each step begins anew.
+    # Each step starts fresh.
     again = [*backward(reductions, parcels, True), *reductions.complete()]
     assert names(again) == order
 

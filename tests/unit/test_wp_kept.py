@@ -1,4 +1,4 @@
-"""Which blocks stay unsharded: as many as the memory holds, where they save time on the link."""
+"""Which blocks stay unsharded: as many as fit the memory, where they save communication time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = sum(SIZES.values())
 
 
 def played(blocks: int, kept: tuple[int, ...], slowness: float, micro_batches: int) -> float:
-    """Seconds of a step: a block's forward takes 1, backward 2, a pass over the link `slowness`."""
+    """Seconds of a step: a block's forward takes 1, backward 2, a collective `slowness`."""
     policy = Policy(blocks, kept=frozenset(kept))
     units = []
     for index in range(blocks):

@@ -1,4 +1,4 @@
-"""WP-2, without a process group: all ranks launch in one order, whatever their data leave idle."""
+"""WP-2, without a process group: all ranks launch in one order, whatever parameters are unused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def named(uses: dict[tuple[int, str], int]) -> dict[str, int]:
 
 @st.composite
 def data(draw: st.DrawFn, exchanges: tuple[int, ...] = ()) -> BatchUsage:
-    """What one rank's data leave idle. With exchanges no rank passes a block over: it has them."""
+    """Unused parameters of one rank. With token exchanges no rank skips a block."""
     skipped = st.frozensets(st.integers(0, 6), max_size=0 if exchanges else 5)
     return BatchUsage(
         uses=named(draw(USES)),
@@ -138,7 +138,7 @@ def test_where_exchanges_need_no_order_of_all_groups_each_group_keeps_its_own(
 
 @pytest.mark.parametrize("how", [{}, {"per_module": True}, {"rolling": True}])
 def test_without_that_order_an_idle_weight_does_change_what_comes_first(how: Any) -> None:
-    """So that the property above is not true of everything."""
+    """Shows that the property above is not trivially true."""
     plan = chunk(2, **how)
     idle = BatchUsage(uses={"b1.w2": 0}, exchanges=(1,))
     one, other = (launches(plan, True, [d]) for d in (idle, BatchUsage(exchanges=(1,))))
@@ -155,7 +155,7 @@ def test_without_that_order_an_idle_weight_does_change_what_comes_first(how: Any
 def test_each_weight_has_one_turn_in_order_with_all_its_gradients(
     order: list[int], readied: list[int], at_close: bool
 ) -> None:
-    """As many as the forward has used it, or what there is when the block's backward is over."""
+    """As many as the forward has used it, or those ready when the block's backward is over."""
     weights = {n: WeightLayout(f"w{n}", 0, 20, 0, 64, needs_gather=False) for n in order}
     block = UnitLayout("b0", tuple(weights.values()), 0, 0)
     policy = Policy(1, one_order=at_close)

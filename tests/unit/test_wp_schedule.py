@@ -1,4 +1,4 @@
-"""The schedule is pure data: its laws hold for any chunk, with no process group."""
+"""The schedule is pure data: its rules hold for any chunk, without a process group."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ chunks = st.builds(
 
 
 @given(plan=chunks, micro_batches=st.integers(1, 2), overlap=st.booleans())
-# Small blocks leave the end of a large one's weights where they are, for the next micro-batch.
+# Small blocks do not overwrite the end of a large one's weights, kept for the next micro-batch.
 @example(plan=chunk(3, uneven=1, trigger_at=0), micro_batches=2, overlap=False)
 def test_what_is_used_was_gathered_into_its_slot_and_nothing_took_the_slot_since(
     plan: ChunkLayout, micro_batches: int, overlap: bool
@@ -91,7 +91,7 @@ def test_what_is_used_was_gathered_into_its_slot_and_nothing_took_the_slot_since
     where = {w.name: (u.slot, u, u.byte_range(w)) for u in units for w in u.weights}
 
     def taken_by(name: str) -> set[str]:
-        """Weights of other units whose bytes ``name`` takes; what lies beside them stays."""
+        """Weights of other units whose bytes ``name`` overwrites; others stay."""
         slot, unit, (start, end) = where[name]
         others = {n: x for n, (s, u, x) in where.items() if s == slot and u is not unit}
         return {n for n, (low, high) in others.items() if low < end and start < high}
@@ -283,7 +283,7 @@ def test_rolling_sends_what_other_triggers_send_block_by_block_in_the_order_of_t
     one, other = (simulate(p, micro_batches).lines(["AG"]) for p in (rolling, blocks))
     if len({w.slot_bytes for u in plan.blocks for w in u.weights}) == 1:
         assert sorted(one) == sorted(other), "equal shapes: what forward leaves is the same"
-    else:  # a smaller block leaves some of what lay under it
+    else:  # a smaller block leaves part of the earlier contents
         assert set(one) <= set(other)
     order = [line for line in other if ".q" in line and line.split()[2][0] == "b"]
     assert [line for line in one if line in order] == [line for line in order if line in one]

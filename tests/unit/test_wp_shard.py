@@ -1,4 +1,4 @@
-"""The arithmetic of a cut weight: padding at the global tail only, one contiguous whole."""
+"""The arithmetic of a sharded weight: padding at the global tail only, unsharded contiguous."""
 
 from __future__ import annotations
 

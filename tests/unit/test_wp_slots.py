@@ -1,4 +1,4 @@
-"""WP-1, WP-4: slots of stated size; whose bytes are whose, and when contents are forgotten."""
+"""WP-1, WP-4: slots of known size; who holds which bytes, and when contents are invalidated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from internsp.wp.slots import ALIGNMENT, MemoryPool, Unit, aligned
 
 @dataclass(eq=False)
 class Weight:
-    """What slots and queue ask of a weight."""
+    """The part of a weight that slots and queue use."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""When a rank may give up a wait: never while another order of events could still end it."""
+"""When a rank may abort a wait: never while another order of events could still end it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WP-4 on a device with streams, with streams and clocks made by hand: who stands behind whom."""
+"""WP-4 on a device with streams, with mock streams and clocks: which stream waits for which."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from internsp.wp.slots import SlotStreams
 
 @dataclass(eq=False)
 class FakeStream:
-    """Remembers, transitively, what it stands behind."""
+    """Records, transitively, what it waits for."""
 
     name: str
     behind: set[str] = field(default_factory=set)
@@ -109,7 +109,7 @@ def test_a_pooled_buffer_taken_on_another_stream_stands_behind_its_last_use() ->
 
 @dataclass
 class Recorded:
-    """Stands for a tensor of a device."""
+    """A mock of a device's tensor."""
 
     streams: list[FakeStream] = field(default_factory=list)
 
@@ -146,7 +146,7 @@ def test_the_cpu_has_neither_streams_nor_a_clock_of_its_own() -> None:
 
 
 class LateClock:
-    """Marks are numbers of a list; their times are told later."""
+    """Marks are indexes of a list; their times are set later."""
 
     def __init__(self, times: list[float]) -> None:
         self.times, self.marks, self.restarts = times, 0, 0
@@ -172,7 +172,7 @@ def test_a_trace_with_a_clock_gives_the_devices_times_once_they_are_known() -> N
     trace.waited(start, end)
     trace.record("WAIT", "layers.1", "w", "forward", start=start, end=end)
     trace.finish(gather)  # 15
-    trace.finish(other, 13.0)  # a CPU backend's thread tells the host's time
+    trace.finish(other, 13.0)  # a CPU backend's thread reports the host's time
     assert trace.exposed_seconds == pytest.approx(2.5)
     trace.resolve()
     assert [(e.kind, e.start, e.end) for e in trace.events] == [

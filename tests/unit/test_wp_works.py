@@ -1,4 +1,4 @@
-"""Works that are watched: told in turn, errors kept for who waits, no thread left behind."""
+"""Watched work handles: reported in order, errors kept for the waiter, no thread left behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from internsp.wp.collectives import WorkHandles
 
 
 class Gate:
-    """A work that is over when it is opened."""
+    """A work handle that completes when it is opened."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.opened = threading.Event()

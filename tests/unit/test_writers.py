@@ -1,4 +1,4 @@
-"""Writers for other programs: what is chosen wrongly is refused, what fails later costs no run."""
+"""Writers for other programs: invalid choices are refused, later failures do not end a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def chosen(*names: str, **report: Any) -> Config:
 
 
 class Kept:
-    """A writer that keeps what it gets, and does ``at`` its third row something else."""
+    """A writer that records what it gets, and calls ``at`` at its third row."""
 
     location = "here"
 
@@ -88,7 +88,7 @@ def test_a_writer_that_is_stuck_holds_up_neither_a_step_nor_the_end_for_long(
         one, told = opened(monkeypatch, wandb=Kept(go_on.wait))
         for number in range(1, count + 1):
             one.write(step(number))
-            if number == 3:  # the thread has it in hand, so that the next four wait
+            if number == 3:  # the thread is processing it, so that the next four wait
                 while one._open["wandb"]._rows.qsize():
                     pass
         one.close()
@@ -150,7 +150,7 @@ def test_a_choice_that_makes_no_sense_is_refused(report: dict[str, Any], wanted:
 
 
 class _Server(types.ModuleType):
-    """Stands for wandb: a run of which the server has three steps; a login may be lacking."""
+    """A mock of wandb: a run of which the server has three steps; a login may be missing."""
 
     class errors:
         class UsageError(Exception):
@@ -191,7 +191,7 @@ def test_a_server_is_asked_only_when_online_is_said_and_gets_no_step_twice(
     told: list[str] = []
     config = chosen("wandb", wandb_mode="online", wandb_project="mine", wandb_entity="us")
     one = Writers(config, tmp_path, "id", [step(1), step(2)], 2, told.append)
-    for number in (3, 4, 5):  # it goes on from a checkpoint of step 2
+    for number in (3, 4, 5):  # it resumes from a checkpoint of step 2
         one.write(step(number))
     one.close()
     given = [server.given[key] for key in ("mode", "id", "resume", "project", "entity")]

@@ -1,4 +1,4 @@
-"""The families by value: against a plain re-implementation, and against each other."""
+"""The families by value: compared with a plain implementation, and with each other."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def plain_rotary(x: Tensor) -> Tensor:
 
 
 def plain_llama(config: ModelConfig, w: Mapping[str, Tensor], ids: Tensor) -> Tensor:
-    """Logits ``[s, vocabulary]`` of one sequence, head by head, with nothing of internsp's."""
+    """Logits ``[s, vocabulary]`` of one sequence, head by head, without code of internsp."""
     dim = config.head_dim or config.hidden_size // config.heads
     share = config.heads // (config.kv_heads or config.heads)
 

@@ -1,1 +1,1 @@
-"""What the benchmarks share: options, rounds, tables, model, ranks, a schedule played on a link."""
+"""Shared by the benchmarks: options, rounds, tables, model, ranks, simulation of a schedule."""

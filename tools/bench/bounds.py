@@ -1,4 +1,4 @@
-"""A bound: what a schedule takes on one computing thread and one link, by arithmetic alone."""
+"""Lower bounds: the duration of a schedule on one computing thread and one link, computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MBIT = 125_000.0  # bytes per second
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a schedule, as :class:`internsp.plan.chunk.Line` has it, which imports torch."""
+    """One line of a schedule, like :class:`internsp.plan.chunk.ScheduleLine`, without torch."""
 
     kind: str
     phase: str
@@ -20,7 +20,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Played:
-    """What :func:`play` found, in seconds."""
+    """The result of :func:`play`, in seconds."""
 
     step: float
     computing: float
@@ -32,12 +32,12 @@ def play(
     lines: Sequence[Line], seconds: Mapping[tuple[str, str], float], rate_mbit: float,
     latency: float = 0.0,
 ) -> Played:
-    """Play a schedule on one computing thread and one link that sends one message at a time.
+    """Simulate a schedule on one computing thread and one link that sends one message at a time.
 
     ``AG`` and ``RS`` enter the link in the order of launch and take ``nbytes / rate``; ``USE``
     computes; ``WAIT`` lasts until the last message launched for its weight has arrived. Every rank
-    does the same at the same time and the link is full duplex, so one rank stands for all. It is a
-    bound: nothing here costs processor time but the model itself.
+    does the same at the same time and the link is full duplex, so one rank stands for all. The
+    result is a bound: communication itself costs no processor time here.
 
     Args:
         seconds: compute time of a use, by ``(phase, weight)``.
@@ -63,7 +63,7 @@ def play(
 
 
 def shares(numels: Mapping[str, int], phases: Mapping[str, float]) -> dict[tuple[str, str], float]:
-    """Compute seconds of every use: each phase's total spread over weights by their size."""
+    """Compute seconds of every use: each phase's total, divided among weights by their size."""
     total = sum(numels.values())
     return {
         (phase, weight): seconds * numel / total

@@ -1,7 +1,7 @@
-"""The model of the benchmarks: Llama blocks of the model zoo and nothing around them.
+"""The model of the benchmarks: only the Llama blocks of the model zoo.
 
-No embedding and no head, so that what travels is exactly what the byte laws are about. The input
-is a leaf that wants a gradient, as the output of an embedding does.
+Without embedding and head, so that the traffic is exactly that of the byte formulas. The input is
+a leaf that requires a gradient, like the output of an embedding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DTYPE = torch.bfloat16
 
 
 def model_config(sizes: Sizes) -> ModelConfig:
-    """The zoo's configuration of the blocks."""
+    """The model zoo's configuration of the blocks."""
     return ModelConfig(
         family="llama",
         hidden_size=sizes.hidden,
@@ -81,10 +81,10 @@ def fresh(sizes: Sizes, weights: Mapping[str, Tensor], device: str = "cpu") -> B
 
 
 def full_batch(sizes: Sizes, data: int, micro: int = 0) -> tuple[Tensor, Tensor]:
-    """Input and target of the ``data``-th sequences, not sharded, the same in every step.
+    """Input and target of the ``data``-th group of sequences, not sharded, the same in every step.
 
     Args:
-        micro: which micro-batch of the step; each has data of its own.
+        micro: index of the micro-batch in the step; each has different data.
     """
     seed = sizes.seed * 1000 + micro * sizes.ranks + data + 1
     generator = torch.Generator().manual_seed(seed)
@@ -94,7 +94,7 @@ def full_batch(sizes: Sizes, data: int, micro: int = 0) -> tuple[Tensor, Tensor]
 
 
 def batch(sizes: Sizes, rank: int, micro: int = 0) -> tuple[Tensor, Tensor]:
-    """One rank's part of its sequences: neighboring ranks share them where they are sharded."""
+    """One rank's part of its sequences: neighboring ranks share sequences if these are sharded."""
     data, part = divmod(rank, sizes.sequence_ranks)
     full = full_batch(sizes, data, micro)
     x, target = (w.detach().chunk(sizes.sequence_ranks, 1)[part].contiguous() for w in full)
@@ -102,7 +102,7 @@ def batch(sizes: Sizes, rank: int, micro: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def layout(sizes: Sizes, rank: int) -> SequenceLayout | None:
-    """Where the rank's part lies; ``None`` where sequences are not sharded."""
+    """The rank's range of positions; ``None`` if sequences are not sharded."""
     if sizes.sequence_ranks == 1:
         return None
     ids = torch.zeros(sizes.batch, sizes.sequence, dtype=torch.int64)
@@ -111,7 +111,7 @@ def layout(sizes: Sizes, rank: int) -> SequenceLayout | None:
 
 
 def exchanged_bytes(sizes: Sizes) -> float:
-    """Bytes a rank sends for attention in a step: q, k, v, the result, and their gradients."""
+    """Bytes a rank sends for attention in a step: q, k, v, the output, and their gradients."""
     shards = sizes.sequence_ranks
     tokens = sizes.micro_batches * sizes.batch * sizes.sequence / shards
     share = (sizes.kv_heads or sizes.heads) / sizes.heads
@@ -120,21 +120,21 @@ def exchanged_bytes(sizes: Sizes) -> float:
 
 
 def elements(sizes: Sizes) -> int:
-    """By which the summed loss of all ranks and micro-batches is divided."""
+    """The divisor of the summed loss of all ranks and micro-batches."""
     tokens = sizes.micro_batches * sizes.batch * sizes.sequence
     groups = sizes.ranks // sizes.sequence_ranks
     return groups * tokens * sizes.hidden
 
 
 def repeated(weight: Tensor, ranks: int) -> Tensor:
-    """Like ``weight``, but made of ``ranks`` copies of its first rows: all shards are equal."""
+    """Like ``weight``, but ``ranks`` copies of its first rows: all shards are equal."""
     return weight[: len(weight) // ranks].repeat(ranks, *[1] * (weight.ndim - 1))
 
 
 @contextmanager
 def process_group(backend: str, ranks: int = 1) -> Iterator[None]:
-    """A process group of this process alone; ``"fake"`` pretends to have ``ranks`` and sends
-    nothing: what it gathers are copies of this rank's own shard, at once."""
+    """A process group with this process only. ``"fake"`` pretends to have ``ranks`` and sends
+    nothing: its all-gathers return copies of this rank's own shard, at once."""
     store: Any = dist.HashStore()
     if backend == "fake":
         from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -1,6 +1,6 @@
-"""What the benchmarks' options have in common: sizes, checks that name the flag, outputs.
+"""Options that the benchmarks share: sizes, validation that names the flag, output files.
 
-Imports no torch, so that ``--help`` and the process that only directs ranks stay light.
+Imports no torch, so that ``--help`` and the process that starts the ranks stay light.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ OUTPUTS = ("json", "markdown", "mark", "picture")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model and its data: ``ranks`` share ``batch`` sequences each and every micro-batch.
+    """Sizes of a model and its data: ``ranks`` ranks with ``batch`` sequences per micro-batch each.
 
-    Neighboring ranks share sequences where these are sharded (``sequence_ranks``); ``None`` leaves
-    a size to the model zoo.
+    If sequences are sharded (``sequence_ranks``), neighboring ranks share them. ``None`` uses the
+    model zoo's default.
     """
 
     hidden: int
@@ -39,24 +39,24 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Options:
-    """Of every benchmark; a size left at none is filled in by the benchmark's ``resolve``."""
+    """Options of every benchmark; a size of ``None`` is set by the benchmark's ``resolve``."""
 
     rounds: int = 5
-    """Rounds; each runs every variant, in another order."""
+    """Rounds; each runs every variant, in a different order."""
     warm_up: int = 1
-    """Steps of a variant before those that count."""
+    """Steps of a variant before the measured ones."""
     json: Path | None = None
-    """Write everything measured to this file."""
+    """Write all measurements to this file."""
     markdown: Path | None = None
-    """Write the tables to this file, between its marks where it has them."""
+    """Write the tables to this file, between its marks if it has them."""
 
     @classmethod
     def read(cls, arguments: Sequence[str] | None, description: str | None) -> Self:
-        """From a command line; ends the process at a mistake in it."""
+        """Parse a command line; exits on an error."""
         return tyro.cli(cls, args=arguments, description=description)
 
     def fill(self, defaults: Mapping[str, Any]) -> Self:
-        """The same with ``defaults`` where nothing was given."""
+        """A copy with ``defaults`` where no value was given."""
         return replace(self, **{k: v for k, v in defaults.items() if getattr(self, k) is None})
 
     def require_at_least(self, least: int, *names: str, why: str = "") -> None:
@@ -74,43 +74,43 @@ class Options:
             )
 
     def size(self, name: str) -> int:
-        """A size that ``resolve`` has filled in."""
+        """A size that ``resolve`` has set."""
         value = getattr(self, name)
         assert isinstance(value, int), f"{name} is filled in by resolve"
         return value
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; where outputs go is left out."""
+        """Plain values, without the output files."""
         return {k: v for k, v in asdict(self).items() if k not in OUTPUTS}
 
 
 @dataclass(frozen=True)
 class Trained(Options):
-    """Of a benchmark that trains the model of :mod:`tools.bench.model`."""
+    """Options of a benchmark that trains the model of :mod:`tools.bench.model`."""
 
     hidden: int | None = None
     """Width of the blocks."""
     heads: int | None = None
     """Query heads."""
     intermediate: int | None = None
-    """Width of the feed-forward network; none: 8/3 of hidden, where no preset says."""
+    """Width of the feed-forward network; none: 8/3 of hidden, unless a preset sets it."""
     layers: int | None = None
     """Blocks."""
     batch: int = 1
-    """Sequences a rank."""
+    """Sequences per rank."""
     steps: int = 2
-    """Timed steps of a variant in a round."""
+    """Timed steps of a variant per round."""
     lr: float = 1.0
-    """Learning rate of plain SGD; the loss is a mean over elements, so its gradients are small."""
+    """Learning rate of plain SGD; large, since gradients of a mean over elements are small."""
     seed: int = 0
-    """Of weights, data and delays."""
+    """Seed of weights, data and delays."""
 
     def sizes(self, **changes: Any) -> Sizes:
-        """What the model takes of these options, and ``changes``."""
+        """The model's sizes from these options, with ``changes``."""
         own = {f.name: getattr(self, f.name) for f in fields(Sizes) if hasattr(self, f.name)}
         return Sizes(**{**own, **changes})
 
 
 def flag(name: str) -> str:
-    """Of a field, on the command line."""
+    """The flag of a field on the command line."""
     return f"--{name.replace('_', '-')}"

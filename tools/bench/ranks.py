@@ -1,7 +1,7 @@
-"""Ranks that stay and answer: processes from a fork server that has loaded torch once for all.
+"""Persistent ranks that serve requests: processes from a fork server that has loaded torch once.
 
 :class:`Session` is the parent's side, :func:`_serve` a rank's. This module imports no torch, so
-that the parent need not either.
+that the parent does not need it either.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PR_SET_PDEATHSIG, SIGKILL = 1, 9
 
 
 class RankError(RuntimeError):
-    """A rank ended, hung, or failed where the others did not; carries what it printed."""
+    """A rank ended, hung, or failed alone; the message contains its output."""
 
 
 class Refused(RuntimeError):
-    """All ranks failed at the same request: that request only is lost.
+    """All ranks failed in the same request; only that request is lost.
 
     Attributes:
         reason: rank 0's error, one line.
@@ -49,15 +49,15 @@ class Refused(RuntimeError):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank is to be.
+    """How to start a rank.
 
     Attributes:
-        worker: ``"module:name"`` of what a rank calls with ``arguments`` once it is in the gloo
-            group; requests are calls of the result's methods.
-        timeout: seconds that a collective, and an answer, may take.
-        interface: that the group talks over.
-        namespaces: the network namespace of each rank, as a file; empty: the parent's.
-        pin: bind rank r, gloo's threads included, to processor r modulo their number.
+        worker: ``"module:name"``, which a rank calls with ``arguments`` after it has joined the
+            gloo group; requests call methods of the result.
+        timeout: seconds allowed for a collective and for a reply.
+        interface: network interface of the group.
+        namespaces: network namespace of each rank, as a file; empty: the parent's.
+        pin: bind rank r, including gloo's threads, to processor r modulo their number.
     """
 
     worker: str
@@ -79,16 +79,16 @@ class _Rank:
             target=_serve, args=(rank, setup, home, self.log, theirs), daemon=True
         )
         self.process.start()
-        theirs.close()  # so that the pipe ends with the rank
+        theirs.close()  # so that the pipe closes when the rank ends
 
     def printed(self, lines: int = 25) -> str:
-        """The end of it."""
+        """The last part of a rank's output."""
         text = self.log.read_text(errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in text[-lines:])
 
 
 class Session(AbstractContextManager["Session"]):
-    """Processes of all ranks. ``ask`` sends one request to all and returns their answers."""
+    """The processes of all ranks. ``ask`` sends a request to all and returns their replies."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -110,10 +110,10 @@ class Session(AbstractContextManager["Session"]):
             self._end()
 
     def ask(self, call: str, **arguments: Any) -> list[Any]:
-        """Send a request to every rank and wait for every answer.
+        """Send a request to every rank and wait for all replies.
 
         Returns:
-            The answers by rank.
+            The replies by rank.
 
         Raises:
             RankError: when a rank ended, did not answer in time, or failed alone.
@@ -153,7 +153,7 @@ class Session(AbstractContextManager["Session"]):
                 except (EOFError, ConnectionError):
                     raise self._lost(waiting[pipe]) from None
                 del waiting[pipe]
-                if "error" in replies[pipe]:  # the others fail soon, or hang for it
+                if "error" in replies[pipe]:  # the others fail soon, or hang because of it
                     deadline = min(deadline, time.monotonic() + 20.0)
         return [replies[rank.pipe] for rank in self._ranks]
 
@@ -168,17 +168,17 @@ class Session(AbstractContextManager["Session"]):
         until = time.monotonic() + 3.0
         for rank in self._ranks:
             rank.process.join(timeout=max(0.0, until - time.monotonic()))
-            rank.process.kill()  # no effect on one that has ended
+            rank.process.kill()  # no effect on a process that has ended
             rank.process.join()
         self._ranks.clear()
         self._home.cleanup()
 
 
 def start_server(*modules: str) -> None:
-    """Start the fork server, once in a process, with ``modules`` and what they import loaded."""
+    """Start the fork server, once per process, with ``modules`` preloaded."""
     multiprocessing.set_forkserver_preload(list(modules))
     before = dict(os.environ)
-    # Read when torch is loaded; and the server must find what it is to load.
+    # Environment variables are read when torch is loaded; the path is needed for the imports.
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     path = [str(ROOT), *filter(None, [before.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
@@ -190,16 +190,16 @@ def start_server(*modules: str) -> None:
 
 
 def _serve(rank: int, setup: Setup, home: Path, log: Path, requests: Any) -> None:
-    """Join the group and answer until the parent closes the pipe. An error is an answer too; the
-    parent decides what it means."""
-    os.setsid()  # Ctrl-C is the parent's to handle
+    """Join the group and serve requests until the parent closes the pipe. An error is sent as a
+    reply; the parent decides what it means."""
+    os.setsid()  # only the parent handles Ctrl-C
     libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "prctl"):  # Linux: the fork server ends with the parent, and this with it
+    if hasattr(libc, "prctl"):  # Linux: with the parent the fork server ends, and then this process
         libc.prctl(PR_SET_PDEATHSIG, SIGKILL)
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for number in (1, 2):
         os.dup2(output, number)
-    if setup.namespaces:  # before any thread starts: each has the namespace of what started it
+    if setup.namespaces:  # before any thread starts: a thread has the namespace of its creator
         namespace = os.open(setup.namespaces[rank], os.O_RDONLY)
         if libc.setns(namespace, CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns", str(setup.namespaces[rank]))
@@ -225,10 +225,10 @@ def _serve(rank: int, setup: Setup, home: Path, log: Path, requests: Any) -> Non
         try:
             call, arguments = requests.recv()
         except EOFError:
-            os._exit(0)  # no farewell between ranks: one of them may be gone already
+            os._exit(0)  # no synchronization at exit: a peer may have ended already
         reply: dict[str, Any]
         try:
             reply = {"value": getattr(worker, call)(**arguments)}
-        except Exception as error:  # noqa: BLE001 - an answer, whatever it is
+        except Exception as error:  # noqa: BLE001 - sent as a reply, whatever it is
             reply = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         requests.send(reply)

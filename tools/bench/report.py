@@ -14,20 +14,20 @@ from tools.bench.options import Options
 
 
 def say(message: object) -> None:
-    """Progress, without times."""
+    """Print progress, without times."""
     print(message, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text, the head first; the first column names what the others measure."""
+    """Rows of text, the header first; the first column names the rows."""
 
     rows: Sequence[Sequence[str]]
     title: str = ""
     remarks: Sequence[str] = ()
 
     def text(self) -> list[str]:
-        """Lines for the terminal."""
+        """The table as lines for the terminal."""
         widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
         lines = [self.title] if self.title else []
         for first, *others in self.rows:
@@ -36,32 +36,32 @@ class Table:
         return [*lines, "", *self.remarks, ""]
 
     def markdown(self) -> list[str]:
-        """Lines of a page."""
+        """The table as lines of Markdown."""
         lines = [f"### {self.title}", ""] if self.title else []
         lines += markdown_rows(self.rows)
         return [*lines, "", *(f"- {remark}" for remark in self.remarks), ""]
 
 
 def markdown_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table of a page; the first row is its head."""
+    """A table in Markdown; the first row is its header."""
     head, *others = (f"| {' | '.join(row)} |" for row in rows)
     return [head, "|---" + "|---:" * (len(rows[0]) - 1) + "|", *others]
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a benchmark prints: what the figures rest on, and tables."""
+    """A benchmark's output: the conditions of the measurement, and tables."""
 
     facts: Sequence[str]
     tables: Sequence[Table] = field(default_factory=list)
 
     def text(self) -> str:
-        """For the terminal."""
+        """Text for the terminal."""
         lines = [*self.facts, "", *(line for table in self.tables for line in table.text())]
         return "\n".join(lines).rstrip()
 
     def markdown(self, command: Iterable[str]) -> str:
-        """For a page that people read: the command first."""
+        """Markdown for a documentation page; begins with the command."""
         lines = ["```", shlex.join(command), "```", "", *(f"- {fact}" for fact in self.facts), ""]
         lines += [line for table in self.tables for line in table.markdown()]
         return "\n".join(lines).rstrip() + "\n"
@@ -70,7 +70,7 @@ class Page:
 def write(
     options: Options, summary: dict[str, Any], page: Page, command: Iterable[str], mark: str
 ) -> None:
-    """The files that ``options`` ask for."""
+    """Write the files that ``options`` name."""
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(summary, indent=1) + "\n")
@@ -79,7 +79,7 @@ def write(
 
 
 def put(path: Path, mark: str, body: str) -> None:
-    """Write ``body`` to ``path``: between its marks, else behind what is there, else alone.
+    """Write ``body`` to ``path``: between its marks, else at the end of an existing file.
 
     The marks are ``<!-- MARK -->`` and ``<!-- /MARK -->``.
     """
@@ -88,7 +88,7 @@ def put(path: Path, mark: str, body: str) -> None:
     if begin in old and end in old:
         before, rest = old.split(begin, 1)
         body = f"{before}{begin}\n{body}{end}{rest.split(end, 1)[1]}"
-    elif old:  # a page without marks keeps what it says
+    elif old:  # a page without marks keeps its text
         body = f"{old.rstrip()}\n\n{begin}\n{body}{end}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(body)

@@ -1,4 +1,4 @@
-"""Rounds of variants, paired: every variant in each; their order, losses and spread of times."""
+"""Paired rounds: each runs every variant; their order, and comparison of losses and times."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 def order(variants: Sequence[T], number: int) -> list[T]:
-    """The order of a round: the reverse of the one before in every second, and turned on in each
-    pair, so that neither a slow drift nor what ran just before meets always the same variant."""
+    """The order of a round: every second round is the reverse of the one before, and each pair is
+    rotated, so that neither slow drift nor the preceding variant biases one variant."""
     first = number // 2 % len(variants)
     turned = [*variants[first:], *variants[:first]]
     return turned[::-1] if number % 2 else turned
@@ -37,14 +37,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far losses of the same training may lie apart, relatively; bf16 rounds them.
+    """Allowed relative differences between losses of the same training, due to bf16 rounding.
 
     Attributes:
-        first: of the first loss, which tests weights, data and forward.
-        decrease: of what the loss has lost since, which tests gradients and their scale: summed
-            where another averages, it is off by the number of ranks.
-        each: of every loss.
-        seen: the decrease is compared where it is more than this share of the first loss.
+        first: for the first loss, which tests weights, data and forward.
+        decrease: for the decrease of the loss since the first step, which tests gradients and their
+            scale: a sum instead of a mean is wrong by a factor of the number of ranks.
+        each: for every loss.
+        seen: the decrease is compared only if it is more than this share of the first loss.
     """
 
     first: float = 2e-3
@@ -53,10 +53,10 @@ class Agreement:
     seen: float = 0.0
 
     def refuses(self, losses: Sequence[float], reference: Sequence[float]) -> str | None:
-        """Why two loss curves are not the same training, or ``None`` where they agree.
+        """Why two loss curves are not the same training, or ``None`` if they agree.
 
         Args:
-            losses: as many as the reference's, or fewer. One that is no number never agrees.
+            losses: at most as many as the reference's. NaN never agrees.
         """
         if not losses or len(losses) > len(reference):
             return f"{len(losses)} losses where the reference has {len(reference)}"

@@ -1,4 +1,4 @@
-"""Signals: a stopped benchmark unwinds and removes all that it made, whatever comes meanwhile."""
+"""Signal handling: a stopped benchmark cleans up completely, even if more signals arrive."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 class Deaf(AbstractContextManager["Deaf"]):
-    """Ignore Ctrl-C and SIGTERM for a moment (the main thread's handlers)."""
+    """Ignore Ctrl-C and SIGTERM inside the context (in the main thread)."""
 
     def __enter__(self) -> Deaf:
         signals = (signal.SIGINT, signal.SIGTERM)
         self._before: list[tuple[signal.Signals, Any]] = []
-        with suppress(ValueError):  # not the main thread: signals do not arrive here anyway
+        with suppress(ValueError):  # not the main thread: signals are not handled here anyway
             self._before = [(s, signal.signal(s, signal.SIG_IGN)) for s in signals]
         return self
 

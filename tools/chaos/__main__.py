@@ -1,7 +1,7 @@
-"""``python -m tools.chaos``: faults by the hundred, and what the library makes of them.
+"""``python -m tools.chaos``: injects many faults and checks how the library handles them.
 
-Prints what was found, and writes it where ``--document`` says. The exit status is 1 if anything
-was found that must not be.
+Prints the results, and writes them to the file given by ``--document``. The exit status is 1 if
+any requirement was violated.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Options:
-    """Faults at drawn places of training runs and saves; the runs go on, and are compared."""
+    """Inject faults at random points of training runs and saves, resume, compare the results."""
 
     faults: int = 1000
-    """How many at least."""
+    """Least number of faults."""
     seed: int = 13
-    """Of what is drawn: each task's faults follow from it and the task's number."""
+    """Seed; each task's faults follow from it and the task's number."""
     workers: int = 2
-    """Processes that do tasks side by side."""
+    """Processes that run tasks in parallel."""
     document: Path | None = None
     """Where the report is written."""
     mistakes: tuple[str, ...] = ()
-    """Mistakes put into the library on purpose: tests.support.chaos.MISTAKES."""
+    """Deliberate mistakes in the library: names of tests.support.chaos.MISTAKES."""
 
 
 class _Worker:
-    """One process, with its own folder for temporary files, network and shared memory."""
+    """One process, with a separate folder for temporary files, network and shared memory."""
 
     def __init__(self, options: Options, folder: Path, network: bool) -> None:
         folder.mkdir()
@@ -59,13 +59,13 @@ class _Worker:
         )
 
     def give(self, task: tuple[int, str]) -> None:
-        """Hand it a task."""
+        """Send it a task."""
         assert self.process.stdin is not None, "made with a pipe"
         self.process.stdin.write(json.dumps(task).encode() + b"\n")
         self.process.stdin.flush()
 
     def take(self) -> tuple[str, dict[str, Any]]:
-        """Its answer; blocks."""
+        """Its result; blocks."""
         assert self.process.stdout is not None, "made with a pipe"
         line = self.process.stdout.readline()
         if not line:
@@ -75,7 +75,7 @@ class _Worker:
 
 
 def own_network() -> bool:
-    """Whether this machine lets a process have a network and mounts of its own."""
+    """Whether this machine allows network and mount namespaces."""
     if shutil.which("unshare") is None:
         return False
     words = ["unshare", "--net", "--mount", "sh", "-c", "mount -t tmpfs none /dev/shm"]
@@ -83,7 +83,7 @@ def own_network() -> bool:
 
 
 def campaign(options: Options) -> tuple[Found, float, bool]:
-    """Run it; what was found, how many seconds it took, and whether links could be cut."""
+    """Run it; returns the results, the seconds, and whether links could be cut."""
     from tools.chaos.tasks import kinds
 
     network, began, total = own_network(), time.monotonic(), Found(runs=0)

@@ -21,7 +21,7 @@ _WORDS = {
 
 
 def lines(total: Found) -> Iterator[str]:
-    """What was counted, as rows of tables."""
+    """The counts, as rows of tables."""
     yield "| fault | where | number |"
     yield "|---|---|---:|"
     for fault, number in total.by_kind().items():

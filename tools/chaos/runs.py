@@ -1,8 +1,8 @@
-"""Faults in training runs: real ranks, real collectives, real signals, and what comes after.
+"""Faults in training runs: real ranks, collectives and signals, and the resumed run.
 
-A *chain* is one run: attempt after attempt in the same folder, each with faults, by the library's
-own launcher with ``checkpoint.resume = "auto"``, until the last attempt, which has none, comes to
-the last step. What is left is compared with a run that nothing happened to.
+A *chain* is one run: several attempts in the same folder, each with faults, started by the
+library's launcher with ``checkpoint.resume = "auto"``. The last attempt has no faults and finishes
+the last step. The result is compared with that of a run without faults.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tools.chaos.tally import Fault, Found
 
 STEPS, EVERY, BATCH, LENGTH = 10, 2, 4, 17
 TIMEOUT = 15  # seconds: parallel.timeout_seconds of the runs
-HANG = 120.0  # seconds after which a run is ended, and counted as hung
-NAMED = 5.0  # seconds within which the death of a rank is told
+HANG = 120.0  # seconds after which a run is killed and counted as hung
+NAMED = 5.0  # seconds within which the death of a rank must be reported
 _TEXT = Path(__file__).parents[2] / "tests" / "data"
 _ENDING = ("kill", "raise", "leave", "stop", "full")
 _SIGNALS = ("SIGTERM", "SIGHUP", "SIGINT")
@@ -42,7 +42,7 @@ Plan = list[dict[str, Any]]
 
 
 def settings(ranks: int, **sections: dict[str, Any]) -> Config:
-    """A run of a model of a few thousand parameters, in fp64."""
+    """The configuration of a run with a few thousand parameters, in fp64."""
     given: dict[str, dict[str, Any]] = {
         "model": {"hidden_size": 8, "layers": 2, "heads": 2, "intermediate_size": 16},
         "data": {"source": "text", "paths": [str(_TEXT)], "sequence_length": LENGTH, "held_out": 0},
@@ -60,10 +60,10 @@ def settings(ranks: int, **sections: dict[str, Any]) -> Config:
 
 
 def draw(chance: random.Random, ranks: int, left: int) -> Plan:
-    """Faults of one attempt: one by which it ends, and perhaps some that pass before it.
+    """Faults of one attempt: one that ends it, and perhaps some before it that do not.
 
     Args:
-        left: steps that the attempt has to do, as far as is known.
+        left: steps left for the attempt, as far as known.
     """
     number = chance.choice((0, 1, 1, 2))
     passing = [_at(chance, chance.choice(_PASSING), ranks, left) for _ in range(number)]
@@ -77,7 +77,7 @@ def draw(chance: random.Random, ranks: int, left: int) -> Plan:
 
 
 def _at(chance: random.Random, kind: str, ranks: int, left: int) -> dict[str, Any]:
-    """Where: counted so that most of them happen."""
+    """The point of a fault, counted so that most faults happen."""
     rank = chance.randrange(ranks)
     files = ("writer", "writer", "file") if rank == 0 else ("writer",)
     collectives = (*chaos.COLLECTIVES, "DIST", "step") if ranks > 1 else ("RS", "DIST", "step")
@@ -86,7 +86,7 @@ def _at(chance: random.Random, kind: str, ranks: int, left: int) -> dict[str, An
         points = (*collectives, "file") if rank == 0 else collectives
     if kind == "leave":
         points = collectives
-    if kind == "stop" and ranks == 1:  # no rank waits for it, and it may
+    if kind == "stop" and ranks == 1:  # no other rank waits for it, so it may stay stopped
         points = ("writer",)
     point = chance.choice(points)
     saves = max(left // EVERY, 1)
@@ -96,7 +96,7 @@ def _at(chance: random.Random, kind: str, ranks: int, left: int) -> dict[str, An
     }.get(point, 4 * left)  # fmt: skip
     n = chance.randint(1, most)
     if point == "step":
-        n += STEPS - left  # counted from the run's first
+        n += STEPS - left  # counted from the first step of the run
     return {
         "kind": kind, "point": point, "n": n, "rank": rank, "seconds": round(chance.random(), 2),
         "when": chance.choice(("before", "after")),
@@ -104,13 +104,13 @@ def _at(chance: random.Random, kind: str, ranks: int, left: int) -> dict[str, An
 
 
 class Runs:
-    """Chains of attempts, and what is to be found after each.
+    """Chains of attempts, and the checks after each.
 
     Args:
-        folder: an empty one, for this object alone; temporary files of its runs go there, too.
-        mistakes: names of :data:`tests.support.chaos.MISTAKES`, put into every rank.
-        private: the folder for temporary files is this process's own.
-        network: so are its network, whose link may be cut, and its shared memory.
+        folder: an empty one, used by this object only; also for temporary files of its runs.
+        mistakes: names of :data:`tests.support.chaos.MISTAKES`, applied in every rank.
+        private: this process has a separate folder for temporary files.
+        network: it also has its own network, whose link may be cut, and its own shared memory.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Runs:
         self._private = private
 
     def cut(self, chance: random.Random) -> Found:
-        """The link goes away while two ranks train, and never comes back to that attempt."""
+        """The link goes down while two ranks train, and stays down for that attempt."""
         assert self._network, "the link is this process's own"
         step = chance.randint(1, STEPS - 1)
         when = chance.choice(("before", "after"))
@@ -137,7 +137,7 @@ class Runs:
         return self.chain(chance, (2, 2), [[fault]])
 
     def reference(self, ranks: int, weight: int) -> dict[str, Any]:
-        """The undisturbed run: its last checkpoint and its rows of metrics."""
+        """The run without faults: its last checkpoint and its rows of metrics."""
         if (ranks, weight) not in self._references:
             output = self._folder / f"reference{ranks}-{weight}"
             chaos.plan_of(output).write_text(json.dumps({"faults": []}))
@@ -157,12 +157,12 @@ class Runs:
         plans: Sequence[Plan] | None = None,
         weight: int = 2,
     ) -> Found:
-        """One run, begun and gone on with on ``meshes``, the last of which nothing happens to.
+        """One run, started and resumed on ``meshes``; the last attempt has no faults.
 
         Args:
             meshes: ranks of each attempt.
-            plans: the faults of each attempt but the last; drawn where not given.
-            weight: ranks over which weights are cut, where there are as many.
+            plans: the faults of each attempt but the last; random where not given.
+            weight: ranks over which weights are sharded, if there are as many.
         """
         self._weight = weight
         for ranks in set(meshes):
@@ -190,7 +190,7 @@ class Runs:
             if not last and reached < STEPS and chance.random() < 0.15:
                 if self._corrupt(output, chance, damaged):
                     found.faults.append(Fault("corrupt", "a file of a checkpoint"))
-                    sure = reached = 0  # the one before is as good
+                    sure = reached = 0  # the checkpoint before it is valid too
         else:
             self._compare(found, output, meshes)
         if self._private:
@@ -201,7 +201,7 @@ class Runs:
     def _attempt(
         self, found: Found, output: Path, ranks: int, plan: Plan
     ) -> tuple[Plan, str]:
-        """One start of the ranks; which faults happened, and how it ended: "" is well."""
+        """Start the ranks once; returns the faults that happened, and the error: "" if none."""
         given = {"faults": plan, "mistakes": self._mistakes}
         chaos.plan_of(output).write_text(json.dumps(given))
         before = len(chaos.lines_of(output))
@@ -241,7 +241,7 @@ class Runs:
         self, found: Found, happened: Plan, times: list[float], ended: float, said: str,
         status: int, where: str,
     ) -> None:  # fmt: skip
-        """How the command ended, and how soon, and whether it names who failed."""
+        """Check how the command ended, how soon, and whether it names the failed rank."""
         kinds = {fault["kind"] for fault in happened}
         signals = [getattr(signal, kind) for kind in kinds & set(_SIGNALS)]
         ending = [f for f in happened if f["kind"] in (*_ENDING, "cut")]
@@ -265,7 +265,7 @@ class Runs:
                 found.different += 1
 
     def _leftovers(self, found: Found, lines: list[dict[str, Any]], where: str) -> None:
-        """Processes of an attempt that outlive it by more than three seconds."""
+        """Processes of an attempt that still exist three seconds after it."""
         owners = {line["pid"]: line for line in lines if "process" in line}
         deadline = time.monotonic() + 3.0
         while owners and time.monotonic() < deadline:
@@ -278,7 +278,7 @@ class Runs:
             os.kill(pid, signal.SIGKILL)
 
     def _temporary(self, found: Found) -> None:
-        """Temporary files and shared memory that came with the chain, and stay."""
+        """Temporary files and shared memory that the chain created and did not remove."""
         now = self._places()
         for path in sorted(now - self._before):
             found.left += 1
@@ -286,16 +286,16 @@ class Runs:
         self._before = now
 
     def _places(self) -> set[Path]:
-        """What lies where nothing of a run may stay, once its launcher has ended."""
+        """Files in places where a run must leave nothing after its launcher has ended."""
         folders = [Path(tempfile.gettempdir()), *([Path("/dev/shm")] if self._network else [])]
         found = {path for folder in folders for path in folder.iterdir()}
-        # The server of processes lives longer than one run, and has its socket there.
+        # The fork server of these processes lives longer than one run, and so does its socket.
         return {p for p in found if p != self._folder and not p.name.startswith("pymp-")}
 
     def _look(
         self, found: Found, output: Path, sure: int, damaged: set[str], happened: Plan
     ) -> int:
-        """Between two attempts: every checkpoint is whole, and none was lost. The newest's step."""
+        """Check between attempts: all checkpoints are valid, none was lost. The newest's step."""
         reached = 0
         for step, path in disk.steps_in(output / "checkpoints"):
             try:
@@ -303,7 +303,7 @@ class Runs:
                 if lines := manifest.damage(path, content, content.files):
                     raise ConfigError(lines[0])
                 reached = max(reached, step)
-                damaged.discard(path.name)  # written anew
+                damaged.discard(path.name)  # written again
             except ConfigError as error:
                 if path.name not in damaged:
                     found.unusable += 1
@@ -316,7 +316,7 @@ class Runs:
         return reached
 
     def _corrupt(self, output: Path, chance: random.Random, damaged: set[str]) -> bool:
-        """Damage the newest checkpoint, if there is a whole one before it."""
+        """Damage the newest checkpoint, if there is a valid one before it."""
         folders = [path for _, path in disk.steps_in(output / "checkpoints")]
         if len([path for path in folders if path.name not in damaged]) < 2:
             return False
@@ -331,7 +331,7 @@ class Runs:
         return True
 
     def _compare(self, found: Found, output: Path, meshes: Sequence[int]) -> None:
-        """The end: weights, tokens, files."""
+        """The final checks: weights, tokens, files."""
         ranks, where = meshes[-1], f"chain {self._chains} on {list(meshes)}"
         reference = self.reference(ranks, min(ranks, self._weight))
         same = len(set(meshes)) == 1
@@ -344,7 +344,7 @@ class Runs:
         if len(rows) != STEPS or (same and losses != reference["losses"]):
             found.different += 1
             found.wrong.append(f"{where}: metrics of steps {[row.step for row in rows]}")
-        # What each step of the history that counts, the last to do it, took.
+        # The rows of each step in the final history: those of the last attempt that ran the step.
         taken = {}
         for line in chaos.lines_of(output):
             if "step" in line:
@@ -381,9 +381,9 @@ def _place(fault: dict[str, Any]) -> str:
 
 
 def _equal(one: Path, other: Path, same: bool) -> bool:
-    """Whether two checkpoints hold the same bytes, or on other meshes the same within 1e-6."""
+    """Whether two checkpoints hold the same bytes; on different meshes, the same within 1e-6."""
     mine, theirs = tensors(one), tensors(other)
-    if not same:  # random states are a rank's own, and of as many ranks as have saved last
+    if not same:  # random states belong to a rank; there are as many as ranks that saved last
         mine, theirs = (
             {name: value for name, value in found.items() if not name.startswith("random.")}
             for found in (mine, theirs)
@@ -399,7 +399,7 @@ def _equal(one: Path, other: Path, same: bool) -> bool:
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint as bytes, put together from its chunks."""
+    """Every tensor of a checkpoint as bytes, assembled from its chunks."""
     content, found = manifest.read(path), {}
     for name, record in content.tensors.items():
         tensor = torch.zeros(record.shape, dtype=getattr(torch, record.dtype))

@@ -1,8 +1,8 @@
-"""Faults in saves by the hundred: the library's own file operations, in one process.
+"""Faults in saves, in large numbers: the library's own file operations, in one process.
 
-What is saved is small and advances by a rule in which every step's rows count, so that a step that
-is lost or done twice, or rows that are, give other bytes at the end. Files are written by
-:mod:`internsp.train.disk` as a rank's process does it, for two ranks.
+The saved state is small and follows a rule in which every step's rows count: a step or rows that
+are lost or repeated change the final bytes. :mod:`internsp.train.disk` writes the files as in a
+rank's process, for two ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WRONG = ("flip", "truncate", "extend", "remove", "empty", "folder", "link")
 
 
 class Stand:
-    """Two ranks' worth of state that is saved every other step into ``run/checkpoints``."""
+    """State of two ranks, saved every other step into ``run/checkpoints``."""
 
     def __init__(self, run: Path, plan: FilePlan | None = None) -> None:
         self.run, self.folder = run, run / "checkpoints"
@@ -40,14 +40,14 @@ class Stand:
         self.plan = plan or FilePlan.make(self._state(), distributed=False)
         self.memory = torch.zeros(self.plan.nbytes, dtype=torch.uint8)
         self.orders = disk._Commands(memoryview(self.memory.numpy()))
-        self.saved: list[tuple[int, int]] = []  # steps, and operations when they were valid
+        self.saved: list[tuple[int, int]] = []  # steps, and operations when each became valid
         self.attempt = 0
 
     def _state(self) -> dict[str, torch.Tensor]:
         return {"model.value": self.value}
 
     def resume(self) -> tuple[list[Path], list[Path]]:
-        """Take the newest whole checkpoint; those that are whole, and those passed over."""
+        """Resume from the newest valid checkpoint; returns the valid ones and the skipped ones."""
         whole, damaged = [], []
         with suppress(ConfigError):
             folders, _ = checkpoint_folder.candidates(self.run)
@@ -64,7 +64,7 @@ class Stand:
             chunk = content.tensors["model.value"].chunks[0]
             file = whole[0] / chunk.file
             data = bytearray(file.read_bytes() if file.is_file() else b"")[chunk.begin :]
-            data = data[: chunk.length].ljust(chunk.length, b"\0")  # if nothing has verified it
+            data = data[: chunk.length].ljust(chunk.length, b"\0")  # in case it was not verified
             self.step, self.value = content.step, torch.frombuffer(data, dtype=torch.int64)
         disk.discard_partial(self.folder)
         if whole:
@@ -72,7 +72,7 @@ class Stand:
         return whole, damaged
 
     def train(self, recorder: Recorder | None = None) -> None:
-        """To the last step; raises what a save raises, after which no file is left open."""
+        """Run to the last step; re-raises an error of a save, after closing all files."""
         while self.step < STEPS:
             self.step += 1
             self.value = self.value * 6364136223846793005 + self.step
@@ -110,10 +110,10 @@ class Stand:
 
 
 class Storage:
-    """Draws faults of saves and judges what comes after each.
+    """Injects random faults into saves and checks the state after each.
 
     Args:
-        folder: an empty one, for this object alone.
+        folder: an empty one, used by this object only.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -133,7 +133,7 @@ class Storage:
         return Stand(run, getattr(self, "_plan", None)), Recorder(run, faults, self._log)
 
     def draw(self, chance: random.Random, number: int) -> Iterator[Found]:
-        """``number`` faults, each judged by itself."""
+        """``number`` faults, each checked separately."""
         for index in range(number):
             kind = KINDS[index % len(KINDS)]
             at = chance.randint(1, len(self._operations))
@@ -158,7 +158,7 @@ class Storage:
         else:
             error = errno.ENOSPC if fault.kind == "full" else errno.EIO
             sure, raised = self._break(run, at, error)
-            if not raised:  # at an operation whose failure the library may pass over
+            if not raised:  # at an operation whose failure the library may ignore
                 what += ", passed over"
         stand = Stand(run, self._plan)
         _, damaged = stand.resume()
@@ -177,7 +177,7 @@ class Storage:
         names = sorted(path.name for path in stand.folder.iterdir())
         names = [name for name in names if not name.startswith("abandoned-")]
         wanted = [*{f"step-{s:06d}" for s in (6, STEPS - EVERY, STEPS)}, "latest"]
-        # What old ones are left is seen at a next save, which there may not have been.
+        # Old ones that remain are removed by the next save, if there was one.
         names = [name for name in names if name in wanted or not disk.STEP.fullmatch(name)]
         if extra := set(names) - set(wanted):
             found.left += len(extra)
@@ -188,7 +188,7 @@ class Storage:
         return found
 
     def _break(self, run: Path, at: int, number: int) -> tuple[int, bool]:
-        """Save until the error comes; the last valid step by then, and whether it was raised."""
+        """Save until the error occurs; the last valid step by then, and whether it was raised."""
         run.mkdir()
         kind = "full" if number == errno.ENOSPC else "raise"
         faults = [{"id": 0, "kind": kind, "n": at, "when": "before"}]

@@ -1,4 +1,4 @@
-"""What a campaign counts."""
+"""Counters of a campaign."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 @dataclass(frozen=True)
 class Fault:
-    """One that has happened: its kind, and where."""
+    """A fault that happened: its kind and point."""
 
     kind: str
     where: str
@@ -16,19 +16,19 @@ class Fault:
 
 @dataclass
 class Found:
-    """What was seen after some faults. All but the first two and the times are to be 0 or empty.
+    """Results after some faults. All except the first two and the times must be 0 or empty.
 
     Attributes:
-        restarts: of a run, to come to its last step.
-        hangs: runs that had to be ended.
-        unusable: checkpoints that are damaged though no file of theirs was, or that are missing.
-        lost, repeated: tokens, or steps of the stand-in, that no step or two steps trained on.
-        different: runs whose last weights are not those of the undisturbed run.
-        left: processes, temporary files and shared memory that outlived their run.
+        restarts: of a run, until it finished its last step.
+        hangs: runs that had to be killed.
+        unusable: checkpoints that are missing, or damaged although no file was damaged on purpose.
+        lost, repeated: tokens, or steps of the simulated run, trained on by no step or by two.
+        different: runs whose final weights differ from those of the run without faults.
+        left: processes, temporary files and shared memory left behind by a run.
         unnamed: failures whose message does not name the rank.
         worst: seconds from a fault that ends a run to the end of all its ranks.
         named: seconds from the death of a rank to the message that names it.
-        wrong: each of these, in words.
+        wrong: each violation, in words.
     """
 
     faults: list[Fault] = field(default_factory=list)
@@ -46,13 +46,13 @@ class Found:
     wrong: list[str] = field(default_factory=list)
 
     def add(self, other: Found) -> None:
-        """Together."""
+        """Add the counts of ``other``."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
             longest = each.name in ("worst", "named")
             setattr(self, each.name, max(mine, theirs) if longest else mine + theirs)
 
     def by_kind(self) -> dict[Fault, int]:
-        """How many faults of each kind and place."""
+        """The number of faults of each kind and point."""
         counted = Counter(self.faults)
         return {fault: counted[fault] for fault in sorted(counted, key=lambda f: (f.where, f.kind))}

@@ -1,4 +1,4 @@
-"""What a campaign is made of: numbered tasks, each drawn from the seed and its number alone."""
+"""The tasks of a campaign: each depends on the seed and its number only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tools.chaos.runs import Runs
 from tools.chaos.storage import Storage
 from tools.chaos.tally import Found
 
-SAVES = 40  # faults of one task of saves
-# By turns; a chain has a fault or two in each of its attempts but the last.
+SAVES = 40  # faults per task of saves
+# In turn; a chain has one or two faults in each attempt but the last.
 _KINDS = (
     "saves", "one", "two", "one", "saves", "two", "saves", "mesh", "one", "saves", "two", "saves",
     "cut", "one", "two",
@@ -22,17 +22,17 @@ _MESHES = ((2, 1, 2), (1, 2, 1), (2, 1, 1, 2), (1, 2, 2, 1))
 
 
 def kinds(network: bool) -> Iterator[tuple[int, str]]:
-    """Number and kind of each task, without end."""
+    """Number and kind of each task, endlessly."""
     for number, kind in enumerate(itertools.cycle(_KINDS)):
         if kind != "cut" or network:
             yield number, kind
 
 
 class Tasks:
-    """Does them, in this process.
+    """Runs tasks in this process.
 
     Args:
-        mistakes: put into the library on purpose (:data:`tests.support.chaos.MISTAKES`).
+        mistakes: deliberate mistakes in the library (:data:`tests.support.chaos.MISTAKES`).
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Tasks:
         self._runs = Runs(home, mistakes, private=private, network=network)
 
     def do(self, number: int, kind: str, saves: int = SAVES) -> Found:
-        """One task."""
+        """Run one task."""
         chance = random.Random(f"{self._seed} {number} {kind}")
         if kind == "saves":
             found = Found(runs=0)
@@ -62,5 +62,5 @@ class Tasks:
         )
 
     def close(self) -> None:
-        """Remove what it has made."""
+        """Remove its files."""
         self._folder.cleanup()

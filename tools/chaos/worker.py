@@ -1,4 +1,4 @@
-"""A process of a campaign: takes tasks as lines of JSON, and answers each with what was found."""
+"""A process of a campaign: reads tasks as lines of JSON, and writes the result of each."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tools.chaos.tasks import Tasks
 
 
 def main() -> None:
-    """``argv``: seed, whether the network is its own, then mistakes."""
+    """``argv``: seed, whether it has its own network, then mistakes."""
     seed, network, *mistakes = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what ranks print
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard what ranks print
     os.dup2(1, 2)
     if network == "1":
         chaos.link(True)

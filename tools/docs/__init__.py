@@ -1,1 +1,1 @@
-"""The site of the documentation: `make docs`."""
+"""Builds the documentation site: `make docs`."""

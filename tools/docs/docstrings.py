@@ -1,7 +1,7 @@
-"""Docstrings as the site shows them: an extension of griffe, which reads them (mkdocs.yml).
+"""Converts docstrings for the site: an extension of griffe, which reads them (mkdocs.yml).
 
-In the source they name things by reST roles, as Python's own do, and say one thing of several
-parameters in one entry; pages are Markdown, and each parameter has a row.
+The source refers to names by reST roles, as Python's own docstrings do, and may describe several
+parameters in one entry; the site's pages are Markdown with one row per parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHARED = re.compile(r"^( +)(\*{0,2}\w+(?:,\s+\*{0,2}\w+)+):( .*(?:\n\1 .*)*)", r
 
 
 def in_markdown(text: str) -> str:
-    """A docstring without roles, and with an entry for each name."""
+    """A docstring without roles, and with one entry per name."""
 
     def each(found: re.Match[str]) -> str:
         indent, names, said = found.groups()

@@ -1,9 +1,9 @@
-"""Pages of the documentation's site that are made of other files: a hook of mkdocs (mkdocs.yml).
+"""Generates pages of the documentation site from other files: a hook of mkdocs (mkdocs.yml).
 
 The documents are written for a reader of the repository: they link to each other and to sources by
-path. Here the README becomes the first page, each public name gets its place in the API's pages,
-and a file that some page links to becomes a page of its own, so that a link leads to the same text
-on the site, which asks nothing of the network.
+path. For the site the README becomes the first page, each public name is listed in the API pages,
+and each linked file becomes a page, so that links lead to the same text on the site. The site
+needs no network access.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import internsp
 
 ROOT = Path(__file__).parents[2]
 
-# Documents outside of docs/, each with its page.
+# Documents outside docs/, with their pages.
 ELSEWHERE = {
     "README.md": "index.md",
     "CHANGES.md": "changes.md",
@@ -31,7 +31,7 @@ ELSEWHERE = {
 }
 CONFIGURATION = "configs/documented.toml"
 
-# Pages of the API: the title, and from which modules its names are imported.
+# Pages of the API: the title, and the modules that its names are imported from.
 SUBJECTS = {
     "parallelize": ("A model becomes parallel", (
         "internsp.parallel", "internsp.mesh", "internsp.load", "internsp.whole",
@@ -52,7 +52,7 @@ FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 
 
 def home_of(name: str) -> str:
-    """The module that a public name is imported from, or that it is."""
+    """The module of a public name, or the name itself if it is a module."""
     home = internsp._homes()[name]
     return f"internsp.{name}" if home == "internsp" else home
 
@@ -61,7 +61,7 @@ def subject_of(name: str) -> str:
     """The page of a public name.
 
     Raises:
-        LookupError: no page has a name of its module: say which in `SUBJECTS`.
+        LookupError: no page covers the module of the name: add it to `SUBJECTS`.
     """
     home = home_of(name)
     for subject, (_, modules) in SUBJECTS.items():
@@ -71,7 +71,7 @@ def subject_of(name: str) -> str:
 
 
 def api_pages() -> dict[str, str]:
-    """Markdown of each page of the API, by path: every public name once."""
+    """Markdown of each page of the API, by path; every public name occurs once."""
     found: dict[str, list[str]] = {subject: [] for subject in SUBJECTS}
     for name in internsp._homes():
         found[subject_of(name)].append(name)
@@ -87,7 +87,7 @@ def _api_page(subject: str, names: list[str]) -> str:
 
     parts = [f"# {title}"]
     for name in sorted(names, key=place):
-        # Of two things of one name, the package and the function, griffe takes the package.
+        # The package and the function have the same name; griffe would take the package.
         path = f"{home_of(name)}.{name}" if name == "train" else f"internsp.{name}"
         options = (
             "show_root_heading: false" if home_of(name) == path else "heading: internsp." + name
@@ -108,7 +108,7 @@ def _source_page(path: str) -> str:
 
 
 def outside_fences(change: Callable[[str], str], text: str) -> str:
-    """``text`` with ``change`` made where it is no code block."""
+    """Apply ``change`` to ``text`` outside code blocks."""
     parts, end = [], 0
     for block in FENCE.finditer(text):
         parts += [change(text[end : block.start()]), block.group()]
@@ -117,7 +117,7 @@ def outside_fences(change: Callable[[str], str], text: str) -> str:
 
 
 def page_of(target: str) -> str | None:
-    """The page that a path in the repository has on the site; ``None``: there is no such file."""
+    """The site's page for a path in the repository; ``None`` if there is no such file."""
     if target in ELSEWHERE:
         return ELSEWHERE[target]
     if target == CONFIGURATION:
@@ -128,7 +128,7 @@ def page_of(target: str) -> str | None:
 
 
 def rewritten(text: str, document: str, page: str, sources: set[str]) -> str:
-    """Links of a document as its page needs them.
+    """Rewrite the links of a document for its page.
 
     Args:
         text: the document, or a part of it.
@@ -143,7 +143,7 @@ def rewritten(text: str, document: str, page: str, sources: set[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, path))
         to = page_of(target)
         if to is None:
-            return found.group()  # mkdocs warns of it
+            return found.group()  # mkdocs warns about it
         if to.startswith("source/"):
             sources.add(target)
         return f"{start}{get_relative_url(to, page)}{anchor or ''}"
@@ -152,7 +152,7 @@ def rewritten(text: str, document: str, page: str, sources: set[str]) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Puts the pages of the API into the navigation."""
+    """Add the API pages to the navigation."""
     reference = next(part["Reference"] for part in config.nav or [] if "Reference" in part)
     python = next(part for part in reference if isinstance(part, dict) and "Python" in part)
     python["Python"] = list(api_pages())
@@ -160,7 +160,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Adds the pages that are made, and rewrites the links of all."""
+    """Add the generated pages, and rewrite the links of all pages."""
     made = api_pages()
     made["configuration.md"] = (
         "# Configuration\n\nEvery key with its default, as `internsp init DIR --config documented` "
@@ -180,6 +180,6 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_context(context: dict[str, Any], *, page: Page, **_: Any) -> dict[str, Any]:
-    """Pages have no address of their own in the repository's host: none is known to them."""
+    """Pages have no edit link, because the URL of the repository is not known here."""
     page.edit_url = None
     return context

@@ -1,1 +1,1 @@
-"""Families of transformers beside one process: see ``python -m tools.families --help``."""
+"""Families of transformers compared with one process: ``python -m tools.families --help``."""

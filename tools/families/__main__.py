@@ -1,16 +1,16 @@
-"""Families of transformers, cut over ranks, beside one process: loss, gradients, parameters.
+"""Compares families of transformers, sharded over ranks, with one process.
 
     python -m tools.families --family llama mamba2 --mesh 2x1
 
-Each family is a tiny model with random weights, built offline, in fp64 on gloo. The mesh "2x1" cuts
-weights over two ranks and sequences over none, "1x2" sequences over two that share heads, "1x2r"
-over two around a ring; ranks beyond that compute other sequences. Compared with one process: the
-loss and every gradient of two steps of SGD, every parameter after them, and the logits of an
-evaluation. Each mesh, form of checkpointing and head is met at least once in each family, every
-pair in some; --thorough takes all with all. That is long: --json keeps what a part found, and
---parts prints parts together.
+Each family is a tiny model with random weights, built offline, in fp64 on gloo. The mesh "2x1"
+shards weights over two ranks and no sequences, "1x2" sequences over two ranks that share heads,
+"1x2r" sequences over a ring of two; further ranks compute other sequences. Compared: the loss and
+every gradient of two steps of SGD, every parameter after them, and the logits of an evaluation.
+Each mesh, form of checkpointing and head is tested at least once in each family, every pair in
+some family; --thorough tests all combinations, which takes long: --json stores the results of a
+part, and --parts prints stored parts together.
 
-Exit status 1 where something differs, or failed otherwise than by a refusal in words.
+Exit status 1 if a result differs, or if an error is not one of internsp's refusals.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from tools.families.report import (
 
 WORKER = "tools.families.rank:Comparison"
 WIDTH = 200
-# Of internsp.errors; by name, since this side imports no torch.
+# Classes of internsp.errors, by name, because this process imports no torch.
 REFUSALS = ("StructureError", "ConfigError", "LayoutError")
 
 
 def run(options: Options) -> Iterator[Found]:
-    """Compare, family by family within each number of ranks."""
+    """Compare family by family, for each number of ranks."""
     everything = [
         (setting, family)
         for turn, (family, kind) in enumerate(_kinds(options).items())
@@ -63,7 +63,7 @@ def run(options: Options) -> Iterator[Found]:
                     say(f"{family}, {setting}: {found.error or f'{worst(found.apart):.1e}'}")
                     yield found
                     if found.error and not found.refused:
-                        break  # the ranks may be at different places: take fresh ones
+                        break  # the ranks may be out of step: start new ones
 
 
 def _kinds(options: Options) -> dict[str, Kind]:
@@ -74,7 +74,7 @@ def _kinds(options: Options) -> dict[str, Kind]:
 def _compare(session: Session, family: str, setting: Setting) -> Found:
     try:
         apart = _asked(session, family, setting, False)
-        if worst(apart) > TOLERANCE:  # fp64 throughout tells rounding from a fault
+        if worst(apart) > TOLERANCE:  # the same in fp64 throughout separates rounding from a fault
             return Found(family, setting, apart, _asked(session, family, setting, True))
     except Refused as error:
         kind, _, sentence = error.reason.partition(": ")
@@ -93,7 +93,7 @@ def _asked(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0; 1 when a comparison is not right; 2 when an option is wrong."""
+    """Returns 0; 1 if a comparison failed; 2 if an option is invalid."""
     terminate_as_interrupt()
     found: list[Found] = []
     try:

@@ -1,9 +1,9 @@
-"""The table of families: what is different in a tiny model of each.
+"""The table of families: the settings of a tiny model of each.
 
-``BASE`` gives the sizes where a family's configuration has a field of that name; a family's own
-entry comes on top. Four blocks, so that two slots change hands; widths that no number of ranks
-divides evenly everywhere. A family is here if ``AutoModelForCausalLM`` builds it from a
-configuration alone.
+``BASE`` sets the sizes if a family's configuration has a field of that name; a family's entry
+overrides it. Four blocks, so that the two slots are reused; widths that no number of ranks divides
+evenly everywhere. A family is listed if ``AutoModelForCausalLM`` can build it from a configuration
+alone.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 12},
 }
 
-# Blocks in which no module has a usual name of an out-projection: what the refusal says to set.
+# Models whose blocks have no output projection with a known name: the setting that the error names.
 SETTINGS: dict[str, dict[str, Any]] = {
     "jetmoe": {"trigger": "qkv"},
     "modernbert-decoder": {"prefetch_triggers": ("Wo",)},
@@ -226,6 +226,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "xlnet": {"trigger": "qkv"},
 }
 
-# Where a tiny model makes more of its own fp32's rounding than others; the same in fp64 is held to
-# what fp64 can do, as everywhere.
+# Tiny models that amplify rounding of their own fp32 computations more than others; computed in
+# fp64 throughout they must meet the usual tolerance.
 ROUGH: dict[str, float] = {"gemma4_text": 1e-3}

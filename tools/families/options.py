@@ -1,4 +1,4 @@
-"""What is compared: the options, and the settings that follow from them. Imports no torch."""
+"""The options, and the settings to compare that follow from them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Setting:
     """One comparison of one family.
 
     Attributes:
-        checkpointing: one of ``CHECKPOINTING``; ``own`` and ``own-reentrant`` are the model's
+        checkpointing: one of ``CHECKPOINTING``; ``own`` and ``own-reentrant`` use the model's
             ``gradient_checkpointing_enable``.
-        tied: head and embedding are one weight.
-        ring: ranks of a sequence between which keys and values travel; the others share heads.
+        tied: head and embedding share a weight.
+        ring: ranks of a sequence's ring; its other ranks share heads.
     """
 
     weight: int
@@ -35,12 +35,12 @@ class Setting:
 
     @property
     def mesh(self) -> str:
-        """As on the command line."""
+        """The setting as text, with the names of the command line."""
         return f"{self.weight}x{self.sequence}{'r' if self.ring > 1 else ''}"
 
     @property
     def ranks(self) -> int:
-        """Two groups that compute other sequences, where four ranks suffice."""
+        """Ranks to start: two data groups with different sequences, if four ranks suffice."""
         return 2 if self.weight * self.sequence <= 2 else 4
 
     def __str__(self) -> str:
@@ -49,10 +49,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a family offers.
+    """What a family supports.
 
     Attributes:
-        ties: whether its model has an untied head, a tied one, or may have both.
+        ties: whether its head can be untied, tied, or both.
         own: whether it has ``gradient_checkpointing_enable``.
     """
 
@@ -62,34 +62,34 @@ class Kind:
 
 @dataclass(frozen=True)
 class Options:
-    """What to compare."""
+    """Which comparisons to run."""
 
     family: tuple[str, ...] = ()
     """Families; none: all of the table (tools/families/configs.py)."""
     mesh: tuple[str, ...] = MESHES
-    """Ranks over which weights are cut, x, ranks over which a sequence is cut: by heads, or with an
-    r behind it around a ring."""
+    """Ranks over which weights are sharded, x, ranks over which a sequence is sharded: by heads, or
+    with the suffix r as a ring."""
     checkpointing: tuple[str, ...] = CHECKPOINTING
     """No recomputation, all blocks or half of them by internsp, all in torch's reentrant form, all
     by the model's own gradient_checkpointing_enable (in either form)."""
     thorough: bool = False
-    """Compare every mesh with every form of checkpointing and either head; else each of these at
-    least once in each family, and every pair in some family."""
+    """Compare every mesh with every form of checkpointing and either head; otherwise each of these
+    at least once in each family, and every pair in some family."""
     timeout: float = 120.0
-    """Seconds that one comparison may take."""
+    """Seconds allowed for one comparison."""
     parts: tuple[Path, ...] = ()
-    """Compare nothing: print what --json of earlier runs has written to these files, together."""
+    """Run no comparison: print the results that earlier runs wrote with --json to these files."""
     json: Path | None = None
-    """Write everything found to this file."""
+    """Write all results to this file."""
     markdown: Path | None = None
-    """Write the table to this file, between its marks where it has them."""
+    """Write the table to this file, between its marks if it has them."""
 
     @classmethod
     def read(cls, arguments: Sequence[str], description: str | None) -> Self:
-        """From a command line.
+        """Parse a command line.
 
         Raises:
-            ValueError: a family, mesh or form of checkpointing that is not known; names it.
+            ValueError: an unknown family, mesh or form of checkpointing; names it.
         """
         given = tyro.cli(cls, args=arguments, description=description)
         for option, values, known in (
@@ -107,14 +107,14 @@ class Options:
         return given
 
     def families(self) -> tuple[str, ...]:
-        """Those to compare, in the table's order."""
+        """The selected families, in the table's order."""
         return tuple(name for name in FAMILIES if name in self.family or not self.family)
 
     def settings(self, kind: Kind, turn: int = 0) -> list[Setting]:
-        """Those of one family: each mesh, form and head at least once, or all with all.
+        """The settings of one family: each mesh, form and head at least once, or all combinations.
 
         Args:
-            turn: another number pairs them otherwise.
+            turn: changes which of them are paired.
         """
         forms = [f for f in self.checkpointing if kind.own or not f.startswith("own")]
         if self.thorough:
@@ -137,10 +137,10 @@ class Options:
 
 
 def degrees(mesh: str) -> tuple[int, int, int]:
-    """Weight and sequence degree of ``"2x1"``, and the ring, which ``"1x2r"`` has of all ranks.
+    """Weight and sequence degree of ``"2x1"``, and the ring degree: ``"1x2r"`` is a ring of all.
 
     Raises:
-        ValueError: it is not written so, or needs more than four ranks.
+        ValueError: invalid syntax, or more than four ranks.
     """
     weight, _, sequence = mesh.removesuffix("r").partition("x")
     if weight not in ("1", "2", "4") or sequence not in ("1", "2", "4"):

@@ -1,4 +1,4 @@
-"""A rank's side: one family, cut over a mesh, beside the same model on one process."""
+"""A rank's part: compares one family on a mesh with the same model on one process."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tools.families.options import Kind, Setting
 
 transformers.logging.set_verbosity_error()
 
-ROWS = 2  # sequences of one rank that has its own
+ROWS = 2  # sequences per rank, unless ranks share them
 STEPS = 2
 KINDS = ("loss", "gradient", "parameter", "logits")
-# Weights of each kind: cut and alone, cut and sharing a launch, and (vectors) replicated.
+# Weights of each kind: sharded, sharded and coalesced, and (vectors) replicated.
 WEIGHTS = {"min_shard_elements": 20, "coalesce_bytes": 2048, "reduction": "mean"}
 CHECKPOINTS: dict[str, ActivationCheckpointConfig | None] = {
     "full": ActivationCheckpointConfig(mode="full"),
@@ -41,7 +41,7 @@ CHECKPOINTS: dict[str, ActivationCheckpointConfig | None] = {
 }
 
 Differences = dict[str, tuple[float, str]]
-"""Of each kind the largest, and where it is."""
+"""The largest difference of each kind, and where it occurs."""
 
 
 def build(family: str, tied: bool) -> nn.Module:
@@ -59,7 +59,7 @@ def build(family: str, tied: bool) -> nn.Module:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped_mm has no fp64 on CPU
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # many begin with zeros or ones, which would hide what goes wrong
+    with torch.no_grad():  # many are initialized to zero or one, which would hide mistakes
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             parameter.add_(noise, alpha=0.02)
@@ -75,27 +75,27 @@ def is_tied(model: nn.Module) -> bool:
 def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
     """Token ids and labels ``[rows, LENGTH]``, the same on every rank.
 
-    Every row has eight labels that count: shares of the mean are powers of two, and an fp32 loss
-    weights its gradients on one process and on several with the same bits.
+    Every row has eight labels that count: the divisors are powers of two, so that an fp32 loss
+    scales its gradients with the same bits on one process and on several.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (rows, LENGTH), generator=generator)
     labels = ids.clone()
     labels[:, 3::2] = -100
-    labels[:, :1] = 7  # never a target
+    labels[:, :1] = 7  # token 7 is never a label
     labels[:, 1] = ids[:, 1]
     return ids, labels
 
 
 class Widened(TorchFunctionMode):
-    """What a model computes in fp32 by its own words it computes in fp64: only rounding changes."""
+    """Computes in fp64 what a model explicitly computes in fp32: only rounding changes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See the class."""
         if func in (Tensor.backward, torch.autograd.backward):
-            # A recompute must see this mode, which a function called below it does not: the engine
-            # itself has no such look (private, as torch.autograd.graph calls it). A reentrant
-            # checkpoint calls torch.autograd.backward, and another may lie in it.
+            # The recompute must run in this mode, which Tensor.backward would disable; the engine
+            # itself does not (private, called as torch.autograd.graph does). A reentrant checkpoint
+            # calls torch.autograd.backward, inside which another may run.
             engine = torch.autograd.Variable._execution_engine
             given = (kwargs or {}).get("grad_tensors")
             outputs = args[:1] if given is None else tuple(args[0])
@@ -114,7 +114,7 @@ def _wide(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process computes."""
+    """The results of one process."""
 
     losses: list[Tensor]
     gradients: list[dict[str, Tensor | None]]
@@ -123,14 +123,14 @@ class Reference:
 
 
 class Comparison:
-    """What ``tools.bench.ranks`` calls: one process of several."""
+    """The worker of ``tools.bench.ranks``: one of several processes."""
 
     def __init__(self) -> None:
         self._meshes: dict[tuple[int, int, int], ParallelMesh] = {}
         torch.use_deterministic_algorithms(True)  # which also fills torch.empty with NaN
 
     def kind(self, family: str) -> Kind:
-        """What there is to compare."""
+        """The supported features of ``family``."""
         models = [build(family, tied) for tied in (False, True)]
         ties = tuple(sorted({is_tied(model) for model in models}))
         return Kind(ties, bool(models[0].supports_gradient_checkpointing))
@@ -139,16 +139,16 @@ class Comparison:
         """The largest differences of this rank's part, over the largest element.
 
         Args:
-            widened: compute in fp64 what the model itself would in fp32.
+            widened: compute in fp64 what the model itself would compute in fp32.
 
         Returns:
-            Of ``loss``, ``gradient``, ``parameter`` (after steps of SGD) and ``logits`` (of an
-            evaluation) the difference, and where it is.
+            For ``loss``, ``gradient``, ``parameter`` (after steps of SGD) and ``logits`` (of an
+            evaluation) the difference, and where it occurs.
         """
         try:
             with Widened() if widened else nullcontext():
                 return self._compare(family, setting, widened)
-        except InternspError as error:  # in one line, as it is reported
+        except InternspError as error:  # reported in one line
             raise type(error)(" ".join(str(error).split())) from error
 
     def _compare(self, family: str, setting: Setting, widened: bool) -> Differences:
@@ -208,7 +208,7 @@ class Comparison:
             WeightParallelConfig(**{**WEIGHTS, **SETTINGS.get(family, {})}),
             activation_checkpoint=CHECKPOINTS.get(setting.checkpointing),
         )
-        communicator.state.pool.poison = True  # a slot that changes hands is full of NaN
+        communicator.state.pool.poison = True  # a slot is filled with NaN when it is reused
         return communicator.mesh
 
 
@@ -218,7 +218,7 @@ def _step(model: nn.Module) -> None:
 
 
 def _mean(loss: Tensor, mesh: ParallelMesh) -> Tensor:
-    """Of the losses of all ranks."""
+    """The sum of all ranks' losses."""
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total / mesh.world_size

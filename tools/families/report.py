@@ -1,4 +1,4 @@
-"""The table: one row a family, each column the largest difference of one setting."""
+"""The table: one row per family, one column per setting with the largest difference."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tools.families.configs import ROUGH, SETTINGS
 from tools.families.options import CHECKPOINTING, MESHES, Setting
 
 TOLERANCE, SINGLE = 1e-10, 1e-5
-LONGEST = 400  # characters of a sentence
+LONGEST = 400  # characters of an error message
 
 Differences = dict[str, tuple[float, str]]
-"""Of each kind (loss, gradient, parameter, logits) the largest, and where it is."""
+"""The largest difference of each kind (loss, gradient, parameter, logits), and where it is."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What one comparison has found.
+    """The result of one comparison.
 
     Attributes:
         apart: differences over all ranks, each over the largest element.
-        widened: the same computed in fp64 throughout, where ``apart`` is beyond fp64's rounding.
-        error: where nothing was compared: why.
-        refused: that is a refusal in words.
+        widened: the same in fp64 throughout, if ``apart`` is larger than fp64's rounding.
+        error: why nothing was compared, if so.
+        refused: the error is one of internsp's refusals.
     """
 
     family: str
@@ -42,7 +42,7 @@ class Found:
 
     @property
     def right(self) -> bool:
-        """Rounding explains it: fp64's, or fp32's that is gone in fp64."""
+        """The difference is rounding: fp64's, or fp32's, which disappears in fp64."""
         if self.error:
             return self.refused
         return max(v for v, _ in self.apart.values()) <= ROUGH.get(self.family, SINGLE) and (
@@ -53,12 +53,12 @@ class Found:
 
 
 def worst(apart: Differences) -> float:
-    """The largest difference; the loss left out, which transformers computes in fp32."""
+    """The largest difference except the loss, which transformers computes in fp32."""
     return max((v for kind, (v, _) in apart.items() if kind != "loss"), default=0.0)
 
 
 def columns(found: Sequence[Found]) -> dict[str, Callable[[Setting], bool]]:
-    """Heads, and which settings they are about; those that were compared."""
+    """Column headers with the settings that they cover; only those that were compared."""
     heads: dict[str, Callable[[Setting], bool]] = {}
     for mesh in MESHES:
         heads[mesh] = lambda s, mesh=mesh: s.mesh == mesh  # type: ignore[misc]
@@ -70,7 +70,7 @@ def columns(found: Sequence[Found]) -> dict[str, Callable[[Setting], bool]]:
 
 
 def cell(found: Iterable[Found]) -> str:
-    """The largest difference among them, or what there is in place of it."""
+    """The largest difference among them, or the outcome to show instead."""
     those = list(found)
     if not those:
         return "-"
@@ -84,7 +84,7 @@ def cell(found: Iterable[Found]) -> str:
 
 
 def rows(found: Sequence[Found]) -> list[list[str]]:
-    """The head, then the families."""
+    """The header, then the families."""
     heads = columns(found)
     lines = [["family", *heads, "in fp64"]]
     for family, group in groupby(sorted(found, key=lambda one: one.family), lambda one: one.family):
@@ -96,7 +96,7 @@ def rows(found: Sequence[Found]) -> list[list[str]]:
 
 
 def remarks(found: Sequence[Found]) -> list[str]:
-    """Each refusal and failure once, with what it is about."""
+    """Each refusal and failure once, with the families and settings it concerns."""
     about: dict[tuple[str, str], list[Setting]] = {}
     for one in found:
         if not one.right and not one.error:
@@ -118,7 +118,7 @@ def _together(settings: Sequence[Setting]) -> str:
 
 
 def facts(found: Sequence[Found]) -> list[str]:
-    """What the figures rest on."""
+    """The conditions of the comparison."""
     loss = max((one.apart["loss"][0] for one in found if one.apart), default=0.0)
     kinds = sorted({one.family for one in found if one.widened is not None})
     right, families = sum(one.right for one in found), {one.family for one in found}
@@ -151,7 +151,7 @@ def facts(found: Sequence[Found]) -> list[str]:
 
 
 def page(found: Sequence[Found]) -> Page:
-    """For a page that people read."""
+    """Markdown for a documentation page."""
     return Page(facts(found), [Rows(rows(found), remarks=remarks(found))])
 
 
@@ -167,12 +167,12 @@ def printed(found: Sequence[Found]) -> Table:
 
 
 def summary(found: Sequence[Found]) -> list[dict[str, Any]]:
-    """For a file."""
+    """The results as JSON values."""
     return [asdict(one) | {"right": one.right} for one in found]
 
 
 def restored(summaries: Iterable[dict[str, Any]]) -> list[Found]:
-    """What :func:`summary` was made of; of what was compared twice the later."""
+    """Read stored results; of duplicates the later one counts."""
     found: dict[tuple[str, Setting], Found] = {}
     for line in summaries:
         given = {name: value for name, value in line.items() if name != "right"}

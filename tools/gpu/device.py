@@ -1,4 +1,4 @@
-"""What the device is, what it can do at best, and how time and memory on it are read."""
+"""The device: its description, its peak, and measurement of time and memory on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# Dense bf16 peak in FLOP/s, by the makers' data sheets; the first name found in the device's wins.
+# Dense bf16 peak in FLOP/s, from data sheets; the first name contained in the device's name counts.
 PEAKS = {
     "B200": 2.25e15,
     "H200": 989e12,
@@ -35,7 +35,7 @@ def choose(wanted: str) -> torch.device:
 
 
 def name_of(device: torch.device) -> str:
-    """For reports."""
+    """A description for reports."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
@@ -43,12 +43,12 @@ def name_of(device: torch.device) -> str:
 
 
 def known_peak(name: str) -> float | None:
-    """Of :data:`PEAKS`, in FLOP/s."""
+    """The device's entry of :data:`PEAKS`, in FLOP/s."""
     return next((peak for key, peak in PEAKS.items() if key in name), None)
 
 
 def matmul_peak(device: torch.device, size: int | None = None) -> float:
-    """FLOP/s that a square bf16 product reaches here."""
+    """FLOP/s measured for a square bf16 matrix product."""
     n = size or (8192 if device.type == "cuda" else 256)
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     times = [timed(device, lambda: a @ b) for _ in range(10)]
@@ -62,7 +62,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(device: torch.device, work: Callable[[], Any]) -> float:
-    """Seconds from an idle device to an idle device."""
+    """Seconds of ``work``, from an idle device to an idle device."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -76,7 +76,7 @@ def allocated(device: torch.device) -> int | None:
 
 
 def peak_of(device: torch.device, work: Callable[[], Any]) -> int | None:
-    """Most bytes of tensors on a GPU while ``work`` ran; ``None`` on a CPU."""
+    """Peak bytes of tensors on a GPU while ``work`` ran; ``None`` on a CPU."""
     if device.type != "cuda":
         work()
         return None

@@ -1,4 +1,4 @@
-"""The whole schedule over an EMULATED link, on one device: overlap, memory, and streams at odds."""
+"""The complete schedule over an EMULATED link, on one device: overlap, memory, random delays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tools.gpu.options import Options
 
 TIED, COMPUTE = "the plain model of repeated shards", "compute only"
 
-# Settings whose streams differ: each must train what one plain process does.
+# Settings that use streams differently: each must train the same as one plain process.
 STREAMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "defaults": ({}, {}),
     "no overlap": ({"overlap": False}, {}),
@@ -45,7 +45,7 @@ STREAMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def run_link(options: Options, device: torch.device) -> list[dict[str, Any]]:
-    """A row for each ratio of communication to compute; all of it interleaved."""
+    """A row for each ratio of communication to compute; all variants interleaved."""
     ranks = options.size("emulated_ranks")
     model, weights = _model(options)
     with ExitStack() as stack:
@@ -53,7 +53,7 @@ def run_link(options: Options, device: torch.device) -> list[dict[str, Any]]:
         mesh = ParallelMesh.create(weight=ranks, device_type=device.type)
         alike = _tied(model, weights, device, ranks)
         compute = _compute(model, weights, device, ranks)
-        # Alone first: the rates follow from it. Measured again in the rounds.
+        # Compute alone first: the rates follow from it. Measured again in the rounds.
         alone = statistics.median([compute.seconds(device) for _ in range(options.warm_up + 3)][1:])
         payload = _payload(model, weights, device, mesh)
         trainees, links, plans = {alike.name: alike}, {}, {}
@@ -98,8 +98,8 @@ def _link_row(
 
 
 def _bound(communicator: ISPCommunicator, compute: float, rate: float) -> float:
-    """What the printed schedule takes on a link of this rate: its first gather and its last
-    reduction cannot be hidden. Backward counts as twice forward."""
+    """Duration of the printed schedule on a link of this rate: its first all-gather and its last
+    reduction cannot be overlapped. Backward counts as twice forward."""
     plan = communicator.plan
     assert plan is not None, "parallelize always makes a plan"
     actions = simulate(plan).actions
@@ -112,12 +112,12 @@ def _bound(communicator: ISPCommunicator, compute: float, rate: float) -> float:
 
 
 def run_memory(options: Options, device: torch.device) -> dict[str, Any]:
-    """What weight communication holds, against what the pool says; a GPU measures it too.
+    """Memory of weight communication compared with the pool's own figures; on a GPU also measured.
 
     Returns:
-        ``predicted``: shards, norms, slots and buffers, all known without a look at the device.
-        ``late_allocations``: of pooled buffers after the second step. On a GPU also ``held``, what
-        the model really holds between steps, and ``peak`` against ``predicted_peak``: that and the
+        ``predicted``: shards, norms, slots and buffers, computed without measuring the device.
+        ``late_allocations``: of pooled buffers after the second step. On a GPU also ``held``, the
+        measured bytes between steps, and ``peak`` next to ``predicted_peak``: those bytes plus the
         activations of one plain forward.
     """
     ranks = options.size("emulated_ranks")
@@ -157,7 +157,7 @@ def run_memory(options: Options, device: torch.device) -> dict[str, Any]:
 
 
 def _activations(model: Sizes, weights: Weights, device: torch.device) -> int | None:
-    """Most bytes that a plain forward adds; ``None`` on a CPU."""
+    """Peak bytes that a plain forward adds; ``None`` on a CPU."""
     plain = _compute(model, weights, device, 1)
     plain.seconds(device)
     before = allocated(device)
@@ -166,11 +166,11 @@ def _activations(model: Sizes, weights: Weights, device: torch.device) -> int | 
 
 
 def run_streams(options: Options, device: torch.device) -> list[dict[str, Any]]:
-    """Losses with random delays on the side stream and NaN in whatever has not arrived yet.
+    """Losses with random delays on the side stream, and NaN in buffers until their data arrives.
 
     Returns:
-        A row for each setting of :data:`STREAMS`: ``reason`` is ``None`` where it trained what one
-        plain process did.
+        A row for each setting of :data:`STREAMS`: ``reason`` is ``None`` if it trained the same as
+        one plain process.
     """
     ranks = options.size("emulated_ranks")
     model, weights = _model(options)
@@ -217,7 +217,7 @@ def _tied(model: Sizes, weights: Weights, device: torch.device, ranks: int) -> T
 
 
 def _compute(model: Sizes, weights: Weights, device: torch.device, ranks: int) -> Trainee:
-    """The plain model with unsharded weights; its update is as large as a shard's."""
+    """The plain model with unsharded weights; its update is as large as that of a shard."""
     blocks = on_device(model, weights, device)
     rows: list[tuple[nn.Parameter, nn.Parameter]] = []
     for parameter in blocks.parameters():
@@ -241,7 +241,7 @@ def _ours(
     link: Link, settings: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None,
 ) -> tuple[Trainee, ISPCommunicator]:  # fmt: skip
     blocks = on_device(model, weights, device)
-    # Norms are replicated: an emulated peer's norm is not this rank's shard.
+    # Norms are replicated: the norm of an emulated peer is not this rank's shard.
     common = {"min_shard_elements": model.hidden + 1, "coalesce_bytes": 0}
     communicator = parallelize(
         blocks,
@@ -256,7 +256,7 @@ def _ours(
 def _payload(
     model: Sizes, weights: Weights, device: torch.device, mesh: ParallelMesh
 ) -> float:
-    """Bytes of one step over the link, as the schedule says."""
+    """Bytes of one step over the link, according to the schedule."""
     link = make_link(device, Pace())
     _, communicator = _ours("plan", model, weights, device, mesh, link)
     link.close()

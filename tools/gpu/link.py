@@ -1,14 +1,15 @@
 """An emulated link between the ranks of a weight group, of which only one exists.
 
-EMULATION: a collective is a copy on this device, held back until the stated bandwidth would have
-let it through. No byte leaves the device. What is real: the schedule, the launches, the streams and
-events, the kernels that compute meanwhile. On a GPU the copies run on a side stream, on a CPU in a
-thread of their own; in both, transfers queue behind one another as messages on one link do.
+EMULATION: a collective is a copy on this device, delayed to the time that the given bandwidth would
+take. No byte leaves the device. What is real: the schedule, the launches, the streams and events,
+and the kernels that compute meanwhile. On a GPU the copies run on a side stream, on a CPU in a
+thread; in both cases transfers queue behind one another like messages on one link.
 
-What the peers send is known, because they are all like this rank: its own shard (so that a full
-weight is this shard, repeated), and, of a gradient, the piece that this rank would send them. The
-sum of the pieces is then the exact gradient of the shard in a model whose weights are that shard
-repeated, which one plain process can train too: :mod:`tools.gpu.model` compares the losses.
+The peers' data is known because all ranks are equal: a peer's shard is this rank's shard (so that
+an unsharded weight is this shard, repeated), and a peer's part of a gradient is the part that this
+rank would send to it. The sum of the parts is the exact gradient of the shard in a model whose
+weights are that shard repeated, which one plain process can train too: :mod:`tools.gpu.model`
+compares the losses.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from torch import Tensor
 from internsp.wp.collectives import Collectives, Work
 
 Copies = Sequence[tuple[Tensor, Tensor]]
-"""Pairs of tensors of equal shape, target and source: the first dimension has two halves."""
+"""Pairs of tensors of equal shape, target and source; each is transferred in two halves."""
 
-_SPIN = 1_000_000  # cycles of a calibration
+_SPIN = 1_000_000  # cycles per calibration
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast, and how unreliable, a link is.
+    """Speed and random delays of a link.
 
     Attributes:
-        bytes_per_second: payload; ``None`` holds nothing back.
-        most_delay: random seconds, up to this many, before and after each transfer.
-        poison: write NaN first: what is read, or overwritten, too early shows it.
+        bytes_per_second: payload; ``None``: unlimited.
+        most_delay: maximum random delay in seconds, before and after each transfer.
+        poison: write NaN first, so that reading or overwriting data too early shows.
         seed: of the delays.
     """
 
@@ -49,21 +50,21 @@ class Pace:
     seed: int = 0
 
     def seconds(self, nbytes: int) -> float:
-        """What ``nbytes`` take."""
+        """The duration of ``nbytes``."""
         return nbytes / self.bytes_per_second if self.bytes_per_second else 0.0
 
 
 class Link(Protocol):
-    """One link; transfers leave it in the order in which they were sent."""
+    """One link; transfers complete in the order in which they were sent."""
 
     def send(self, copies: Copies, nbytes: int) -> Work:
-        """Start a transfer that counts ``nbytes``. Does not block."""
+        """Start a transfer that counts as ``nbytes``. Does not block."""
 
     def busy_seconds(self) -> float:
-        """Time in transfers since the last call; blocks until they are over."""
+        """Seconds spent in transfers since the last call; blocks until they are complete."""
 
     def close(self) -> None:
-        """No transfer comes any more."""
+        """Release resources; no transfer follows."""
 
 
 def make_link(device: torch.device, pace: Pace) -> Link:
@@ -72,7 +73,7 @@ def make_link(device: torch.device, pace: Pace) -> Link:
 
 
 def _halves(copies: Copies) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """The first half of a transfer's rows and the rest: half arrives early, half late."""
+    """The first half of a transfer's rows and the rest, which arrive separately."""
     early, late = [], []
     for target, source in copies:
         middle = len(target) // 2
@@ -92,7 +93,7 @@ def _copy(copies: Copies) -> None:
 
 
 class StreamLink:
-    """On a GPU: a side stream, held back by a kernel that spins."""
+    """On a GPU: a side stream, delayed by a kernel that spins."""
 
     def __init__(self, device: torch.device, pace: Pace) -> None:
         self._device, self._pace = device, pace
@@ -103,7 +104,7 @@ class StreamLink:
         self._spans: list[tuple[Any, Any]] = []
 
     def send(self, copies: Copies, nbytes: int) -> Work:
-        """Behind what the current stream has queued, as NCCL's own stream does."""
+        """Runs after the work queued on the current stream, as NCCL's stream does."""
         moved = sum(target.numel() * target.element_size() for target, _ in copies)
         hold = max(0.0, self._pace.seconds(nbytes) - moved / self._copied)
         early, late = _halves(copies)
@@ -123,13 +124,13 @@ class StreamLink:
         return _Arrival(end, self._device)
 
     def busy_seconds(self) -> float:
-        """By events around each transfer."""
+        """Measured by events around each transfer."""
         torch.cuda.synchronize(self._device)
         spans, self._spans = self._spans, []
         return sum(float(begin.elapsed_time(end)) for begin, end in spans) / 1e3
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Nothing to release."""
         torch.cuda.synchronize(self._device)
 
     def _delay(self) -> None:
@@ -147,18 +148,18 @@ class _Arrival:
         self._event, self._device = event, device
 
     def wait(self) -> None:
-        """The current stream stands behind it; the host does not block."""
+        """Make the current stream wait for it; the host does not block."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 def cycles_per_second(device: torch.device) -> float:
-    """Of the kernel that spins, as measured now."""
+    """Cycles per second of the spinning kernel, measured now."""
     seconds = _seconds(device, lambda: torch.cuda._sleep(_SPIN))
     return _SPIN / seconds
 
 
 def copied_bytes_per_second(device: torch.device, nbytes: int = 64 << 20) -> float:
-    """Of a copy on the device, counting each byte once."""
+    """Bytes per second of a copy on the device, counting each byte once."""
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return nbytes / _seconds(device, lambda: target.copy_(source))
@@ -177,7 +178,7 @@ def _seconds(device: torch.device, work: Any, repeats: int = 5) -> float:
 
 
 class ThreadLink:
-    """On a CPU: a thread that copies and sleeps. It takes a little of the computing cores' time."""
+    """On a CPU: a thread that copies and sleeps. It uses a little time of the computing cores."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -189,13 +190,13 @@ class ThreadLink:
         self._thread.start()
 
     def send(self, copies: Copies, nbytes: int) -> Work:
-        """The thread takes it up when those before it are through."""
+        """The thread runs it after the earlier transfers."""
         job = self._last = _Job(copies, self._pace.seconds(nbytes))
         self._jobs.put(job)
         return job
 
     def busy_seconds(self) -> float:
-        """By the thread's own clock."""
+        """Measured by the thread's clock."""
         if self._last is not None:
             self._last.wait()
         busy, self._busy = self._busy, 0.0
@@ -238,10 +239,10 @@ class _Job:
         self.error: Exception | None = None
 
     def wait(self) -> None:
-        """Block until it is through.
+        """Block until it is complete.
 
         Raises:
-            RuntimeError: when it failed.
+            RuntimeError: it failed.
         """
         self.over.wait()
         if self.error is not None:
@@ -249,7 +250,7 @@ class _Job:
 
 
 class EmulatedCollectives(Collectives):
-    """Sends over an emulated link; everything else is as in :class:`Collectives`.
+    """Collectives over an emulated link; otherwise the same as :class:`Collectives`.
 
     Pass ``functools.partial(EmulatedCollectives, link=link)`` to ``parallelize``, in a process
     group whose backend sends nothing (``"fake"``).

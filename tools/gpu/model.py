@@ -1,4 +1,4 @@
-"""What trains: the benchmark's Llama blocks on one device, plain or parallel, from one start."""
+"""Training of the benchmark's Llama blocks on one device, plain or parallel, from equal weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.gpu.device import timed
 
 Weights = Mapping[str, Tensor]
 LOSSES, NORM = Agreement(each=2e-3, seen=0.02), 1e-2
-"""What bf16 explains: of losses, and of the first gradient's norms (relatively)."""
+"""Tolerance for bf16 rounding: of losses, and of the first gradient's norms (relative)."""
 
 
 @dataclass
@@ -23,10 +23,10 @@ class Trainee:
     """A model, its data and its optimizer; :meth:`step` is one training step.
 
     Attributes:
-        finish: after backward, what the variant must do to its gradients.
-        renew: after the update, what it must do to its weights.
+        finish: called after backward, to complete the gradients.
+        renew: called after the update, to complete the weights.
         losses: of every step so far.
-        norms: of the first step's gradients, of every parameter that is trained.
+        norms: of the first step's gradients, of every trained parameter.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Trainee:
         self._pending = total.detach()
 
     def seconds(self, device: torch.device) -> float:
-        """Time of one step from an idle device to an idle device; keeps the loss."""
+        """Seconds of one step from an idle device to an idle device; records the loss."""
         took = timed(device, self.step)
         assert self._pending is not None, "a step has just left it"
         self.losses.append(float(self._pending) * self.scale)
@@ -63,7 +63,7 @@ class Trainee:
 
 
 def gradient_norms(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Of what this process holds of every gradient, in the parameters' order."""
+    """Norm of this process's part of every gradient, in the parameters' order."""
     norms = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -82,7 +82,7 @@ def trainee(
     optimizer: torch.optim.Optimizer | None = None,
     rank: int = 0,
 ) -> Trainee:
-    """Data of ``rank``, plain SGD unless given; the loss is a mean over all ranks'."""
+    """Uses the data of ``rank`` and plain SGD by default; the loss is a mean over all ranks."""
     x, target = batch(sizes, rank)
     return Trainee(
         name,
@@ -102,7 +102,7 @@ def on_device(sizes: Sizes, weights: Weights, device: torch.device) -> Blocks:
 def tied(
     name: str, blocks: Blocks, sizes: Sizes, device: torch.device, ranks: int
 ) -> Trainee:
-    """Train one shard of every matrix with plain autograd; the weights are ``repeated`` ones.
+    """Train one shard of every matrix with plain autograd; the weights are the shards ``repeated``.
 
     The gradient of a shard that is used ``ranks`` times is the sum over its copies.
     """
@@ -131,7 +131,7 @@ def tied(
 
 
 def disagreement(found: Trainee, wanted: Trainee) -> str | None:
-    """Why two trainings are not the same one, or ``None``."""
+    """Why two trainings are not the same, or ``None``."""
     reason = LOSSES.refuses(found.losses, wanted.losses)
     if reason is not None:
         return reason
@@ -148,8 +148,8 @@ def disagreement(found: Trainee, wanted: Trainee) -> str | None:
 
 
 def step_flops(sizes: Sizes, weights: Weights) -> float:
-    """Of one training step: products with the weights, and causal attention; backward is twice
-    forward, and nothing is counted for what is recomputed."""
+    """FLOPs of one training step: products with the weights, and causal attention; backward counts
+    as twice forward, and recomputation does not count."""
     tokens = sizes.batch * sizes.sequence
     products = 6.0 * sum(w.numel() for w in weights.values() if w.ndim > 1) * tokens
     causal = 6.0 * sizes.layers * sizes.hidden * sizes.sequence

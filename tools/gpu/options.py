@@ -1,4 +1,4 @@
-"""Flags of ``tools/bench_gpu.py``, and what a flag left open gets: more on a GPU than on a CPU."""
+"""Flags of ``tools/bench_gpu.py``, and their defaults, which are larger on a GPU than on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.bench import options
 Part = Literal["overhead", "link", "streams", "ranks"]
 Compile = Literal["off", "on", "both"]
 
-# Blocks of Llama 2 7B, and what a test on a CPU can run in seconds.
+# Blocks of Llama 2 7B, and sizes that a test on a CPU can run in seconds.
 LARGE: dict[str, Any] = {
     "hidden": 4096, "heads": 32, "intermediate": 11008, "layers": 4, "sequences": (4096, 32768),
     "compile": "both", "emulated_ranks": 8, "delay_ms": 2.0,
@@ -23,33 +23,33 @@ TINY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Options(options.Trained):
-    """Sizes left at none: 7B-like blocks on a GPU, tiny ones on a CPU."""
+    """Options; unset sizes are 7B-like blocks on a GPU, tiny ones on a CPU."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to run; auto takes a GPU if there is one. Figures of a CPU mean nothing here."""
+    """Where to run; auto uses a GPU if there is one. Figures of a CPU are meaningless."""
     parts: tuple[Part, ...] = ("overhead", "link", "streams", "ranks")
-    """overhead: one rank beside the plain model and FSDP2. link: an EMULATED link. streams: the
-    same losses with random delays on the side streams. ranks: several ranks on the device, gloo."""
+    """overhead: one rank, the plain model and FSDP2. link: an EMULATED link. streams: losses with
+    random delays on the side streams. ranks: several ranks on the device, gloo."""
     sequences: tuple[int, ...] | None = None
-    """Tokens of a sequence; overhead takes each, the other parts the first."""
+    """Tokens per sequence; overhead uses each value, the other parts the first."""
     compile: Compile | None = None
-    """torch.compile of every block, in overhead."""
+    """In overhead, whether to use torch.compile for every block."""
     emulated_ranks: int | None = None
     """Ranks of the emulated weight group."""
     ratios: tuple[float, ...] = (0.5, 1.0, 2.0)
-    """Communication over compute on the emulated link."""
+    """Ratios of communication to compute on the emulated link."""
     delay_ms: float | None = None
-    """Most random delay before and after a transfer, in streams."""
+    """Maximum random delay before and after a transfer, in streams."""
     ranks: int = 2
     """Processes on the one device, in ranks."""
     warm_up: int = 2
     """Steps of a variant before the first round."""
 
     def resolve(self, device: str) -> Options:
-        """The same for ``"cuda"`` or ``"cpu"`` with nothing left open, checked.
+        """A copy for ``"cuda"`` or ``"cpu"`` with every size set, validated.
 
         Raises:
-            ValueError: naming the flag, when values do not fit.
+            ValueError: values do not fit; names the flag.
         """
         done = self.fill(LARGE if device == "cuda" else TINY)
         done.require_at_least(1, "layers", "rounds", "steps", "warm_up", "batch")

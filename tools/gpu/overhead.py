@@ -1,4 +1,4 @@
-"""One rank beside the plain model and FSDP2: what the machinery itself costs, nothing sent."""
+"""One rank compared with the plain model and FSDP2: overhead without any communication."""
 
 from __future__ import annotations
 

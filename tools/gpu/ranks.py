@@ -1,7 +1,7 @@
-"""Several processes on the one device, talking over gloo: real messages between real ranks.
+"""Several processes on one device with a gloo group: real messages between real ranks.
 
-Nothing here is about speed (gloo goes through the host's memory); the losses and the gradients must
-be those of one process that sees all the data.
+This does not measure speed (gloo copies through host memory); the losses and the gradients must be
+those of one process with all the data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def run(options: Options, device: torch.device) -> dict[str, Any]:
     """Train on ``options.ranks`` processes and on this one.
 
     Returns:
-        Both losses, and the ``reason`` why they are not the same training (``None``: they are).
+        Both losses, and the ``reason`` why the trainings differ (``None``: they do not).
     """
     setup = Setup("tools.gpu.ranks:Rank", (options, str(device)), options.ranks, TIMEOUT)
     with Session(setup) as session:
@@ -85,7 +85,7 @@ class Rank:
         made = trainee("ranks", blocks, model, self.device, rank=mesh.rank)
         for _ in range(options.steps):
             made.seconds(self.device)
-        each = zip(blocks.parameters(), made.norms, strict=True)  # of norms all ranks have all
+        each = zip(blocks.parameters(), made.norms, strict=True)  # norm layers are replicated
         return {"losses": made.losses, "norms": [norm for p, norm in each if p.ndim > 1]}
 
 
@@ -94,6 +94,6 @@ def _sizes(options: Options) -> Sizes:
 
 
 def _shell(name: str) -> Trainee:
-    """Losses and a norm without a model."""
+    """Placeholder with losses and a norm, without a model."""
     nothing: Any = None
     return Trainee(name, nothing, nothing, nothing, nothing, 1.0)

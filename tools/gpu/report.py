@@ -14,7 +14,7 @@ EMULATED = (
 
 
 def page(summary: dict[str, Any]) -> Page:
-    """Device, and one table for each part that ran."""
+    """The device, and one table for each part that ran."""
     makers = {"overhead": _overhead, "link": _link, "streams": _streams, "ranks": _ranks}
     tables = [make(summary) for part, make in makers.items() if part in summary]
     return Page([f"device: {summary['device']}; torch {summary['torch']}"], tables)

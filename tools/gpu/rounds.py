@@ -1,4 +1,4 @@
-"""Rounds of trainees, in the order of :mod:`tools.bench.rounds`, and losses before any time."""
+"""Rounds of trainees, ordered by :mod:`tools.bench.rounds`; losses are compared before timing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.gpu.options import Options
 
 
 class Differs(RuntimeError):
-    """A variant trained something else, so that its times mean nothing."""
+    """A variant trained something else, so that its times are meaningless."""
 
 
 def run(
@@ -24,11 +24,11 @@ def run(
     """Warm up, compare losses, time, compare again.
 
     Returns:
-        Of each trainee: spread of its steps in seconds, its losses, and the most bytes one step
-        took above what existed before it (``None`` on a CPU).
+        For each trainee: the spread of its step times in seconds, its losses, and the peak bytes of
+        one step above what existed before it (``None`` on a CPU).
 
     Raises:
-        Differs: naming the variant whose losses are not ``reference``'s.
+        Differs: losses differ from those of ``reference``; names the variant.
     """
     peaks = {}
     for name, trained in trainees.items():
@@ -50,7 +50,7 @@ def run(
 
 
 def compare(trainees: Mapping[str, Trainee], reference: str) -> None:
-    """Raise :class:`Differs` where a trainee's losses or first gradient are not the reference's."""
+    """Raise :class:`Differs` if losses or the first gradient differ from the reference's."""
     for name, trained in trainees.items():
         reason = disagreement(trained, trainees[reference])
         if reason is not None:

@@ -1,1 +1,1 @@
-"""The longest sequence that a limit of memory allows; see ``__main__``."""
+"""The longest sequence that fits a memory limit; see ``__main__``."""

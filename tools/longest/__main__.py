@@ -1,14 +1,14 @@
-"""The longest sequence under a limit of memory: what each mechanism adds, and beside it others.
+"""The longest sequence under a memory limit: the gain of each mechanism, and other systems.
 
     python -m tools.longest --document docs/long_sequences.md
 
-Recipes: a step that dies by lack of memory without a mechanism, and with it, under the same limit,
-finishes with the loss that it has without any limit. Then the longest sequence under one limit,
-found by bisection, of Hugging Face's model, of FSDP2 with checkpoints, and of internsp with one
-mechanism after the other, each beside what ``internsp plan --longest`` says. Every try is of
-processes of its own (gloo), and two steps. Linux alone: the limit is RLIMIT_DATA.
+Recipes: a step that runs out of memory without a mechanism, and with it, under the same limit,
+finishes with the loss of a run without a limit. Then the longest sequence under one limit, found by
+bisection, for Hugging Face's model, FSDP2 with activation checkpointing, and internsp with one
+mechanism after another, each next to the result of ``internsp plan --longest``. Every attempt runs
+in new processes (gloo), for two steps. Linux only: the limit is RLIMIT_DATA.
 
-Exit status 1 where a recipe does not hold.
+Exit status 1 if a recipe fails.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tools.longest.options import Options
 from tools.longest.report import Found, Proof, proved, table
 
 WORKER = "tools.longest.rank:Rank"
-SHORTEST = 128  # tokens of a sequence that is tried
-WIDEN = (1.06, 1.15, 1.4)  # factors by which a bracket is looked for; then the last again
+SHORTEST = 128  # tokens of the shortest sequence to try
+WIDEN = (1.06, 1.15, 1.4)  # factors to widen the search bracket; the last one repeats
 
 
 def attempt(case: Case, length: int, limit: int | None, timeout: float) -> Outcome:
-    """Two steps in fresh processes; ``limit`` in bytes of each process, ``None``: any.
+    """Two steps in new processes; ``limit`` in bytes per process, ``None``: unlimited.
 
     Raises:
-        RankError, Refused: a rank failed otherwise than by lack of memory.
+        RankError, Refused: a rank failed for another reason than lack of memory.
     """
     os.environ |= GIVES_BACK
     try:
@@ -49,7 +49,7 @@ def attempt(case: Case, length: int, limit: int | None, timeout: float) -> Outco
 
 
 def prove(recipe: Recipe, timeout: float) -> Proof:
-    """A recipe's three runs: without any limit, and under it without and with the mechanism."""
+    """A recipe's three runs: without a limit, and with it without and with the mechanism."""
     limit = recipe.limit * MIB
     right = attempt(recipe.case(False), recipe.length, None, timeout)
     lacking = attempt(recipe.case(False), recipe.length, limit, timeout)
@@ -60,10 +60,10 @@ def prove(recipe: Recipe, timeout: float) -> Proof:
 def bisect(
     tried: Callable[[int], Outcome], guess: int, multiple: int, precision: float
 ) -> tuple[int, Outcome | None]:
-    """The longest length, a multiple, that finishes, within ``precision`` (a share of it).
+    """The longest length (a multiple) that finishes, within ``precision`` (a share of it).
 
     Args:
-        guess: where to begin.
+        guess: the first length to try.
     """
     low, high, best = 0, 0, None
     length = max(guess // multiple, 1) * multiple
@@ -90,16 +90,16 @@ def bisect(
 
 
 def planned(case: Case, limit: int) -> int:
-    """What ``internsp plan --longest`` says."""
+    """The result of ``internsp plan --longest``."""
     from internsp.config import Config
-    from internsp.plan.longest import MemoryBudget  # torch
+    from internsp.plan.longest import MemoryBudget  # imports torch
 
     config = Config.model_validate(case.settings(4096))
     return MemoryBudget(config, case.world).longest(limit).length
 
 
 def longest(case: Case, limit: int, options: Options, guess: int) -> Found:
-    """Of one case."""
+    """Find the longest sequence of one case."""
     expected = planned(case, limit) if case.kind == "internsp" else None
 
     def tried(length: int) -> Outcome:
@@ -114,7 +114,7 @@ def longest(case: Case, limit: int, options: Options, guess: int) -> Found:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0; 1: a recipe does not hold; 2: something else failed."""
+    """Returns 0; 1 if a recipe fails; 2 after any other error."""
     terminate_as_interrupt()
     proofs: list[Proof] = []
     found: list[Found] = []

@@ -1,13 +1,13 @@
-"""Arctic long-sequence training's own step in memory: what lives in the backward of one block.
+"""Memory of a step of Arctic long-sequence training: live tensors in the backward of one block.
 
-A block of theirs is written out below as its sources have it, and run on tensors without memory;
-each allocation is counted under its source's name. Nothing is fitted, and what no source tells is
-left out: a device's context, what the caching allocator holds beside tensors, NCCL's buffers.
+One of its blocks is written out below according to its sources, and run on tensors without storage;
+each allocation is counted under its source's name. Nothing is fitted, and what the sources do not
+specify is left out: a device's context, cached memory of the allocator, NCCL's buffers.
 
 Sources: ``ulysses_sp.py`` and ``layer.py`` of DeepSpeed (``deepspeed/runtime/sequence_parallel``,
 ``deepspeed/sequence``), ``monkey_patches.py`` of ArcticTraining (checkpoints in host memory),
 Liger-Kernel (``ops/rms_norm.py``, ``ops/rope.py``, in place), transformers' ``LlamaDecoderLayer``,
-``mha_varlen_bwd`` of flash-attention 2 (``attn_implementation`` of their recipes), of heads of 128.
+``mha_varlen_bwd`` of flash-attention 2 (``attn_implementation`` of their recipes), head size 128.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 BUCKET, PREFETCH, LIVE = 5 * 10**8, 5 * 10**7, 10**9
-"""Elements: ``reduce_bucket_size``, ``stage3_prefetch_bucket_size`` and
-``stage3_max_live_parameters`` as DeepSpeed's ``runtime/zero/config.py`` has them by default; their
-recipes set none."""
+"""Elements: the defaults of ``reduce_bucket_size``, ``stage3_prefetch_bucket_size`` and
+``stage3_max_live_parameters`` in DeepSpeed's ``runtime/zero/config.py``; the recipes do not set
+them."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Sizes of one rank's block: local positions, and the model's."""
+    """Sizes of one rank's block: local positions, and the model's sizes."""
 
     positions: int
     ranks: int
@@ -46,12 +46,12 @@ class Block:
 
     @property
     def d(self) -> int:
-        """Of a head."""
+        """Size of a head."""
         return self.hidden // self.heads
 
 
 class Counted(TorchDispatchMode):
-    """Bytes of living storages by the name under which they were made, at their peak."""
+    """Bytes of live storages by the name under which they were allocated, at their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Counted(TorchDispatchMode):
         return output
 
     def count(self, storage: torch.UntypedStorage) -> None:
-        """Count it, if it is new."""
+        """Count its storage if it is new."""
         if id(storage) in self._known:
             return
         self._known.add(id(storage))
@@ -83,7 +83,7 @@ class Counted(TorchDispatchMode):
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """What is made inside has this name."""
+        """A context in which allocations are counted under this name."""
         before, self.name = self.name, name
         try:
             yield
@@ -104,7 +104,7 @@ def at_peak(block: Block) -> Counter[str]:
 
 
 class _Weights:
-    """Gathered: counted with ZeRO's."""
+    """A gathered weight: counted with ZeRO's buffers."""
 
     def __init__(self, block: Block) -> None:
         h, kv, i = block.hidden, block.kv_heads * block.d, block.intermediate
@@ -119,12 +119,12 @@ class _Weights:
 
 
 def _given_away(weight: Tensor) -> None:
-    """To ZeRO's bucket, which is counted by itself."""
+    """A gradient for ZeRO's bucket, which is counted separately."""
     weight.grad = None
 
 
 def _checkpoint_backward(block: Block, weights: _Weights, live: Counted) -> None:
-    """``CheckpointFunctionWithCPUOffload.backward``: its frame holds input, output and gradient."""
+    """``CheckpointFunctionWithCPUOffload.backward``, which holds input, output and gradient."""
     shape = (1, block.positions, block.hidden)
     with live.named("gradient of the block's output (checkpoint's frame)"):
         gradient = torch.empty(shape, dtype=torch.bfloat16)
@@ -154,7 +154,7 @@ def _layer(given: Tensor, block: Block, weights: _Weights, live: Counted) -> Ten
 
 def _attention(normed: Tensor, block: Block, weights: _Weights, live: Counted) -> Tensor:
     with live.named("queries, keys, values"):
-        # Liger turns queries and keys in place.
+        # Liger rotates queries and keys in place.
         q, k, v = (
             F.linear(normed, weight).unflatten(-1, (-1, block.d))[0].unsqueeze(1)
             for weight in (weights.q, weights.k, weights.v)
@@ -204,7 +204,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """``LigerRMSNormFunction``: its gradient is written over its output's."""
+    """``LigerRMSNormFunction``: its gradient overwrites its output's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -278,7 +278,7 @@ class _Flash(torch.autograd.Function):
 
 
 def weights_at(block: Block, layers: int, vocabulary: int, on_host: bool) -> Counter[str]:
-    """Bytes of ZeRO-3 beside activations."""
+    """Bytes of ZeRO-3 without activations."""
     h, i, kv = block.hidden, block.intermediate, block.kv_heads * block.d
     layer = 2 * h * h + 2 * h * kv + 3 * h * i
     whole = layers * layer + 2 * vocabulary * h

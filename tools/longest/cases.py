@@ -1,4 +1,4 @@
-"""What is tried: models, ways to train them, recipes. Imports no torch."""
+"""The cases: models, ways to train them, recipes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, Literal
 MIB = 1 << 20
 
 LACKS = ("can't allocate memory", "Cannot allocate memory", "bad_alloc", "MemoryError")
-"""What an allocator says that has no more memory: torch's, the C library's, C++'s, Python's."""
+"""Out-of-memory messages: of torch, the C library, C++ and Python."""
 
 Sections = Mapping[str, Mapping[str, Any]]
-"""Of a configuration."""
+"""Sections of a configuration."""
 
 
 def lack(printed: str) -> str:
-    """The line of a rank's last words that says that memory is short; empty: there is none."""
+    """The line of a rank's output that reports lack of memory; empty: there is none."""
     lines = [line.strip() for line in printed.splitlines()]
     return next((line for line in reversed(lines) if any(w in line for w in LACKS)), "")
 
 
 def joined(*parts: Sections) -> dict[str, dict[str, Any]]:
-    """Sections of all parts; a later part's keys win."""
+    """Merge the sections; a later part's keys override earlier ones."""
     found: dict[str, dict[str, Any]] = {}
     for part in parts:
         for name, values in part.items():
@@ -35,10 +35,10 @@ class Case:
     """One way to train.
 
     Attributes:
-        kind: internsp; Hugging Face's own model on one process; the same sharded by FSDP2.
-        sections: of the configuration. What is not internsp takes ``[model]``, and checkpoints its
-            blocks where ``activation_checkpoint.mode`` says so.
-        world: processes.
+        kind: internsp; Hugging Face's model on one process; the same sharded by FSDP2.
+        sections: of the configuration. Kinds other than internsp use ``[model]``, and checkpoint
+            their blocks if ``activation_checkpoint.mode`` is set so.
+        world: number of processes.
     """
 
     name: str
@@ -58,14 +58,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A step that a mechanism makes possible.
+    """A step that is possible only with a certain mechanism.
 
     Attributes:
-        title: what it is called in a table.
-        says: the options that are the mechanism.
+        title: its name in the table.
+        says: the options that switch the mechanism on.
         common: sections of both runs.
-        without, by: further ones of the run that lacks the mechanism, and of the one that has it.
-        limit: MiB a process.
+        without, by: further sections of the run without the mechanism, and of the run with it.
+        limit: MiB per process.
     """
 
     name: str
@@ -79,19 +79,19 @@ class Recipe:
     world: int = 1
 
     def case(self, mechanism: bool) -> Case:
-        """The run with or without it."""
+        """The run with or without the mechanism."""
         more = self.by if mechanism else self.without
         return Case(self.title, joined(self.common, more), self.world)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one run.
+    """The result of one run.
 
     Attributes:
-        died: the allocator's own words; empty: it finished.
-        loss: of the long step, nats a token; with ``norm``, the norm of its gradient.
-        peak: private bytes of the rank that had most, beyond what it had before the model.
+        died: the allocator's error message; empty: it finished.
+        loss: of the long step, nats per token; ``norm`` is the norm of its gradient.
+        peak: largest private memory of a rank in bytes, beyond that before the model was built.
         seconds: of the long step.
     """
 
@@ -103,7 +103,7 @@ class Outcome:
 
 
 def model(**sizes: int) -> Sections:
-    """A Llama of bytes; one sequence a step."""
+    """A byte-level Llama; one sequence per step."""
     return {
         "model": {"vocab_size": 257, **sizes},
         "train": {"global_batch": 1, "micro_batches": 1},
@@ -149,13 +149,13 @@ RECIPES = (
 
 @dataclass(frozen=True)
 class Ladder:
-    """Cases of which each adds something to the one before."""
+    """A series of cases; each adds one mechanism to the one before."""
 
     steps: tuple[tuple[str, int, Sections], ...]
     start: Sections = field(default_factory=dict)
 
     def cases(self) -> list[Case]:
-        """All of them, the first without anything."""
+        """All cases; the first has no mechanism."""
         found, sections = [], self.start
         for name, world, more in self.steps:
             sections = joined(sections, more)

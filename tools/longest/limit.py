@@ -1,7 +1,7 @@
-"""The memory of one process on Linux: how much it has, a limit to it, and memory beside the limit.
+"""Memory of one process on Linux: usage, a limit, and memory outside the limit.
 
-What is limited is ``RLIMIT_DATA``: private memory that can be written (the allocator's, stacks of
-threads), as far as it goes beyond what libraries had taken before. Shared mappings do not count.
+The limit is ``RLIMIT_DATA``: private writable memory (the allocator's, stacks of threads), beyond
+what libraries had allocated before. Shared mappings do not count.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from internsp import parallel
 from internsp.host import HostLink
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's mallopt
-LARGE = 1 << 13  # bytes; smaller than any matrix, or what is freed of them stays in the arena
-LOOK = 0.002  # seconds between two looks at a process's memory
+LARGE = 1 << 13  # bytes; below any matrix: freed matrices must not stay in the arena
+LOOK = 0.002  # seconds between two readings of a process's memory
 
 
 def status(key: str) -> int:
-    """Bytes of a line of ``/proc/self/status``."""
+    """The value of a line of ``/proc/self/status`` in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) << 10
@@ -38,30 +38,30 @@ def status(key: str) -> int:
 
 
 def return_memory() -> None:
-    """Have the allocator give pieces of :data:`LARGE` bytes back when they are freed, as a plan
-    takes it, and all threads share one arena. For the rest of this process."""
+    """Make the allocator return blocks of :data:`LARGE` bytes when they are freed, as a plan
+    assumes, and use one arena for all threads. For the rest of this process."""
     libc = ctypes.CDLL(None)
     for key, value in ((M_MMAP_THRESHOLD, LARGE), (M_TRIM_THRESHOLD, LARGE), (M_ARENA_MAX, 1)):
         libc.mallopt(key, value)
 
 
 def free() -> None:
-    """Give all back that nothing needs."""
+    """Return all unused memory to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def limit(more: int) -> None:
-    """This process may take so many bytes beyond what it has now."""
+    """Allow this process so many bytes beyond its current usage."""
     most = status("VmData") + more
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 class Peak:
-    """Looks at what of this process is limited, within ``with``.
+    """Samples the limited memory of this process, inside ``with``.
 
     Attributes:
-        most: bytes at most, beyond what was there before.
+        most: the largest sample in bytes, beyond the usage before.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Peak:
         self._before = 0
         self._begun, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()  # its stack counts as private memory: before any limit
+        self._thread.start()  # its stack counts as private memory, so start it before any limit
 
     def __enter__(self) -> Peak:
         self._before = status("VmData")
@@ -91,9 +91,9 @@ class Peak:
 
 
 class SharedLink(HostLink):
-    """Its host memory is a shared mapping, which no limit of private memory counts.
+    """A host link with memory in a shared mapping, which is outside the limit of private memory.
 
-    Where the host computes, that is what tells the host memory of a device from the device's own.
+    If the model computes on the CPU, this separates a device's host memory from its own memory.
     """
 
     def empty(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -109,5 +109,5 @@ class SharedLink(HostLink):
 
 
 def install() -> None:
-    """What models offload from now on, in this process, lies beside the limit."""
+    """Models parallelized from now on in this process offload to memory outside the limit."""
     parallel.HostLink = SharedLink  # type: ignore[misc]

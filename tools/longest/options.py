@@ -15,22 +15,22 @@ ALL: tuple[Name, ...] = ("ring", "offload", "tiling", "weight", "sequence")
 
 @dataclass(frozen=True)
 class Options:
-    """Of the whole tool."""
+    """Options of the tool."""
 
     recipe: tuple[Name, ...] = ALL
     """Recipes to run."""
     table: bool = True
-    """Look for the longest sequences."""
+    """Search for the longest sequences."""
     limit: int = 32
-    """MiB that a process may take for model, optimizer and steps while these are looked for."""
+    """MiB per process for model, optimizer and steps in this search."""
     precision: float = 0.03
-    """Share of a length at which the search ends."""
+    """Precision at which the search ends, as a share of the length."""
     timeout: float = 300.0
-    """Seconds that a try may take."""
+    """Seconds allowed for one attempt."""
     document: Path | None = None
-    """A page, between the marks of which each part is written; none: only printed."""
+    """A page, between the marks of which each part is written; none: only print."""
 
     @classmethod
     def read(cls, arguments: Sequence[str], description: str | None) -> Self:
-        """From a command line; ends the process at a mistake in it."""
+        """Parse a command line; exits on an error."""
         return tyro.cli(cls, args=arguments, description=description)

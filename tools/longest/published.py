@@ -1,14 +1,14 @@
-"""What the plan says of runs that Arctic long-sequence training (arXiv 2506.13996) has published.
+"""The plan's predictions for published runs of Arctic long-sequence training (arXiv 2506.13996).
 
     python -m tools.longest.published
 
-Nothing is run. The lengths, and the devices' memory where it is told, stand in their recipes
-(github.com/snowflakedb/ArcticTraining, projects/sequence-parallelism/run-h*.yml, comments behind
-``max_length``). The plan is of internsp's own step with the same mechanisms: weights cut over all
-ranks, sequences by heads, full checkpoints, activations, gradients and optimizer state in host
-memory (weights too on one device), feed-forwards in tiles, loss in chunks. The longest is that for
-the device's memory and a rank's share of the node's host memory; of *their* step :mod:`.arctic` has
-a model, by component with ``--components``.
+Nothing is run. The lengths, and the devices' memory where given, are those of their recipes
+(github.com/snowflakedb/ArcticTraining, projects/sequence-parallelism/run-h*.yml, comments after
+``max_length``). The plan is that of internsp with the same mechanisms: weights sharded over all
+ranks, sequences by heads, full activation checkpointing, activations, gradients and optimizer state
+in host memory (weights too on one device), tiled feed-forwards, chunked loss. The longest sequence
+is that for the device's memory and a rank's share of the node's host memory. :mod:`.arctic` models
+the memory of *their* step, printed by component with ``--components``.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Run:
     """A recipe.
 
     Attributes:
-        tokens: of a sequence.
-        used: GB of device memory that the recipe tells, or None.
+        tokens: per sequence.
+        used: GB of device memory according to the recipe, or None.
         has: GiB of device memory.
     """
 
@@ -55,7 +55,7 @@ RUNS = (
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """Of the same step by internsp."""
+    """Bytes of the same step with internsp."""
     away = ("weights", "optimizer", "gradients") if run.devices == 1 else ("optimizer", "gradients")
     return {
         "model": {"vocab_size": 128256, "kv_heads": 8, **LLAMA[run.model]},
@@ -68,7 +68,7 @@ def settings(run: Run) -> dict[str, Any]:
 
 
 def theirs(run: Run) -> Counter[str]:
-    """Bytes of their own step at its length, by component, as the sources of :mod:`.arctic` say."""
+    """Bytes of their own step at its length, by component, according to :mod:`.arctic`."""
     from tools.longest.arctic import Block, at_peak, weights_at
 
     model = LLAMA[run.model]
@@ -82,7 +82,7 @@ def theirs(run: Run) -> Counter[str]:
 def main() -> None:
     """Print a table."""
     from internsp.config import Config
-    from internsp.plan.longest import MemoryBudget  # torch
+    from internsp.plan.longest import MemoryBudget  # imports torch
 
     print("| model | devices | memory, GiB | host, GB | published | theirs, GB | theirs by its "
           "sources, GB | ours at it, GB | host of ours at it, GB | longest of ours | ratio | bound "

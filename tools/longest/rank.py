@@ -1,4 +1,4 @@
-"""A rank's side: two steps of one case, under a limit of memory."""
+"""A rank's part: two steps of one case, under a memory limit."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from tools.longest.limit import Peak, free, install, limit, return_memory
 transformers.logging.set_verbosity_error()
 
 SHORT = 128
-"""Tokens of the step that makes the optimizer's state, before the long one."""
+"""Tokens of the first step, which creates the optimizer's state before the long step."""
 Step = Callable[[int], tuple[float, float]]
-"""A step over sequences of so many tokens: loss (nats a token) and norm of the gradient."""
+"""A step over sequences of the given length: loss (nats per token) and norm of the gradient."""
 
 
 class Rank:
-    """Runs one case; a second one needs another process."""
+    """Runs one case; each case needs a new process."""
 
     def train(self, case: Case, length: int, most: int | None) -> Outcome:
         """A short step and one over ``length`` tokens.
 
-        What libraries allocate once (threads, connections) is there before the limit begins.
+        What libraries allocate once (threads, connections) is allocated before the limit is set.
 
         Args:
-            most: bytes that this process may take for model, optimizer and steps; ``None``: any.
+            most: bytes allowed for model, optimizer and steps; ``None``: unlimited.
         """
         return_memory()
         install()
@@ -59,13 +59,13 @@ class Rank:
         try:
             with peak:
                 step = KINDS[case.kind](config, mesh)
-                step(SHORT if mesh.pipeline == 1 else length)  # whose stages know one length
+                step(SHORT if mesh.pipeline == 1 else length)  # a pipeline has one fixed length
                 begin = time.perf_counter()
                 loss, norm = step(length)
                 seconds = time.perf_counter() - begin
         except (RuntimeError, MemoryError) as error:
             why = f"{type(error).__name__}: {error}"
-            if lack(why):  # the others fail by this one's end, and would be heard before it
+            if lack(why):  # the other ranks fail because of it and would be reported first
                 print(why, flush=True)
                 os._exit(1)
             raise
@@ -78,7 +78,7 @@ def _ids(row: int, length: int) -> Tensor:
 
 
 class Ours:
-    """internsp, by its configuration."""
+    """internsp, from a configuration."""
 
     def __init__(self, config: Config, mesh: ParallelMesh) -> None:
         self.config, self.mesh = config, mesh
@@ -114,7 +114,7 @@ class Ours:
 
 
 class Staged:
-    """internsp's pipeline, by its configuration, for sequences of one length."""
+    """internsp's pipeline, from a configuration, for sequences of one length."""
 
     def __init__(self, config: Config, mesh: ParallelMesh) -> None:
         self.config, self.mesh = config, mesh
@@ -169,7 +169,7 @@ def _ours(config: Config, mesh: ParallelMesh) -> Step:
 
 
 class HuggingFace:
-    """Llama of transformers as it is, a sequence a rank."""
+    """The unchanged Llama of transformers, one sequence per rank."""
 
     def __init__(self, config: Config, mesh: ParallelMesh) -> None:
         given = config.model
@@ -185,7 +185,7 @@ class HuggingFace:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.optimizer.lr)
 
     def prepare(self, checkpoints: bool) -> None:
-        """Before the optimizer is made."""
+        """Called before the optimizer is made."""
         if checkpoints:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -201,7 +201,7 @@ class HuggingFace:
 
 
 class Sharded(HuggingFace):
-    """The same, its blocks and root sharded by FSDP2, its blocks checkpointed by torch."""
+    """The same, with blocks and root sharded by FSDP2, and blocks checkpointed by torch."""
 
     def prepare(self, checkpoints: bool) -> None:
         """See :meth:`HuggingFace.prepare`."""
@@ -212,7 +212,7 @@ class Sharded(HuggingFace):
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         for module in self.model.modules():
-            if isinstance(module, FSDPModule):  # gloo has no average
+            if isinstance(module, FSDPModule):  # gloo cannot average
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 

@@ -1,4 +1,4 @@
-"""Tables of what was found."""
+"""Tables of the results."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tools.longest.cases import MIB, Case, Outcome, Recipe
 from tools.longest.options import Options
 
 TOLERANCE = 1e-4
-"""Of loss and gradient norm in fp32, relatively, after an optimizer step."""
+"""Relative tolerance of loss and gradient norm in fp32, after an optimizer step."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What became of a recipe.
+    """The result of a recipe.
 
     Attributes:
         right: without the mechanism and without a limit.
@@ -33,12 +33,12 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Dies without, finishes with, and as it should."""
+        """Fails without the mechanism, finishes with it, and with the right loss."""
         return self.verdict == "holds"
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The result in words."""
         if not self.lacking.died:
             return "finishes without the mechanism, too"
         if self.having.died:
@@ -56,7 +56,7 @@ class Found:
 
     Attributes:
         outcome: of the long step; ``None``: no length finished.
-        planned: what the plan says, of internsp.
+        planned: the plan's prediction, for internsp.
     """
 
     case: Case
@@ -66,12 +66,12 @@ class Found:
 
 
 def proved(proofs: Sequence[Proof]) -> Page:
-    """The recipes."""
+    """The table of recipes."""
     return Page(_facts(), [Table(_recipes(proofs), "Dies without, finishes with", _words(proofs))])
 
 
 def table(options: Options, found: Sequence[Found]) -> Page:
-    """The longest sequences."""
+    """The table of longest sequences."""
     title = f"The longest sequence in {options.limit} MiB a process"
     return Page(_facts(), [Table(_longest(found), title)])
 

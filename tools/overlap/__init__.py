@@ -1,1 +1,1 @@
-"""What only the benchmark of overlap needs: namespaces as a link, variants, its laws and pages."""
+"""The overlap benchmark: namespaces as links, variants, formulas and pages."""

@@ -1,4 +1,4 @@
-"""The order of a run: sizes, reference, compute, rate, then rounds of all variants interleaved."""
+"""The course of a run: sizes, reference, compute, rate, then rounds of all variants interleaved."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Answers = list[dict[str, Any]]
 
 @dataclass
 class Outcome:
-    """Everything measured, before any conclusion.
+    """All measurements, before any evaluation.
 
     Attributes:
-        runs: answers of all ranks, by variant, one a round.
+        runs: replies of all ranks, by variant, one per round.
         skipped: reasons, by variant, of those that cannot run here.
-        failed: reasons, by variant, of those that broke or trained something else.
+        failed: reasons, by variant, of those that failed or trained something else.
     """
 
     options: Options
@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all matrices of all blocks."""
+        """Bytes of all matrices of all blocks."""
         return sum(self.hello["numels"].values()) * int(self.hello["itemsize"])
 
     @property
@@ -67,7 +67,7 @@ class Outcome:
 
 
 def run(options: Options, link: Link, session: Session, say: Say) -> Outcome:
-    """Measure. Prints no time: whether the variants train the same is not known yet."""
+    """Measure. Prints no time, because the losses have not been compared yet."""
     began = time.monotonic()
     outcome = prepare(options, link, session, say)
     needed = options.warm_up + options.steps + 1
@@ -78,7 +78,7 @@ def run(options: Options, link: Link, session: Session, say: Say) -> Outcome:
 
 
 def prepare(options: Options, link: Link, session: Session, say: Say) -> Outcome:
-    """Sizes, compute, and the link at the rate that follows; nothing trained yet."""
+    """Sizes, compute, and the link at the resulting rate; nothing trained yet."""
     hello = session.ask("hello")[0]
     outcome = Outcome(options, link.label, hello, [], None, 0.0, None)
     outcome.skipped = dict(hello["reasons"])
@@ -139,8 +139,8 @@ def check(
 ) -> str | None:
     """Whether the ranks' losses sum to the reference's; without exchange only the first can.
 
-    Compute only attends within its own shard of a sequence, which is another loss: of that run
-    nothing is asked.
+    Compute alone attends only within its own shard of a sequence, which is a different loss: that
+    run is not checked.
     """
     if spec.faked or (spec.family == "compute" and sequence_ranks > 1):
         return None
@@ -203,7 +203,7 @@ def _row(
     unsharded = [a["unsharded_bytes"] for a in runs[0] if "unsharded_bytes" in a]
     flat = [a for answers in runs for a in answers]
     first, sizes = runs[0][0], outcome.options.sizes()
-    # Here payload is what the printed schedule says; a law holds for the others.
+    # Our payload is that of the printed schedule; for the others a formula gives it.
     least = first.get("payload") or own_least_bytes(
         spec.family,
         spec.forms if spec.family == "fsdp2" else (),
@@ -222,7 +222,7 @@ def _row(
         "ideal": ideal,
         "over_ideal": spread.median / ideal,
         "exposed": spread.median - compute,
-        # DDP waits in C++, which no clock here sees.
+        # DDP waits in C++, which this clock does not measure.
         "waited": None if spec.family == "ddp" else statistics.median(a["waited"] for a in flat),
         "other_cpu": statistics.median(a["other_cpu"] for a in flat),
         "sent": sent,
@@ -260,7 +260,7 @@ def _ours(outcome: Outcome, spec: Spec, first: dict[str, Any], median: float) ->
 
 
 def schedule_bound(outcome: Outcome, schedule: list[list[Any]], rate_mbit: float) -> float:
-    """Seconds that the printed schedule takes on this link with compute as measured alone."""
+    """Duration of the printed schedule on this link with the measured compute times."""
     runs = outcome.runs["compute"]
     phases = {
         name: statistics.median(a["phases"][name] for answers in runs for a in answers)
@@ -284,8 +284,8 @@ def exposures(events: Sequence[Sequence[Any]]) -> list[tuple[str, str, float]]:
     return [(unit, phase, seconds) for (unit, phase), seconds in ordered]
 
 
-# What torch's products of bf16 are made with, the fastest first: a step's compute is several times
-# as long with the next. The names are those of ONEDNN_MAX_CPU_ISA, which takes away what is faster.
+# Instruction sets for bf16 products, the fastest first: with the next one a step's compute takes
+# several times as long. The names are those of ONEDNN_MAX_CPU_ISA, which sets the upper limit.
 PRODUCTS = {
     "AVX512_CORE_AMX": "amx_bf16",
     "AVX512_CORE_BF16": "avx512_bf16",
@@ -295,7 +295,7 @@ PRODUCTS = {
 
 
 def products_of(flags: Iterable[str], most: str | None) -> str:
-    """The instructions that bf16 products are made with, by the processor's flags.
+    """The instruction set that bf16 products use, from the processor's flags.
 
     Args:
         most: the environment's ``ONEDNN_MAX_CPU_ISA``.
@@ -307,7 +307,7 @@ def products_of(flags: Iterable[str], most: str | None) -> str:
 
 
 def machine(hello: dict[str, Any]) -> dict[str, Any]:
-    """Where the figures come from."""
+    """The machine and versions of the measurement."""
     processor = platform.processor() or platform.machine()
     flags: list[str] = []
     information = Path("/proc/cpuinfo")

@@ -1,8 +1,8 @@
-"""``--probe chunks``: would weights in pieces travel faster over the benchmark's link?
+"""``--probe chunks``: would weights sent in pieces be faster on the benchmark's link?
 
-The collectives of one step, in the order of the printed schedule, nothing computed: the library's
+The collectives of one step, in the order of the printed schedule, without compute: the library's
 messages, gloo's own collectives of unsharded weights, halves and quarters, with few and many in
-flight. What this cannot win, an option of the library could not either.
+flight. If this shows no gain, an option of the library could not have one either.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.overlap.pieces import MESSAGES
 
 Times = dict[tuple[int, int], list[float]]
 PIECES = (MESSAGES, 1, 2, 4)
-FLYING = (4, 8, 16)  # unsharded weights; a block of the model has seven
+FLYING = (4, 8, 16)  # unsharded weights in flight; a block of the model has seven
 NAMES = {MESSAGES: "messages", 1: "whole", 2: "halves", 4: "quarters"}
 HEAD = (
     "weights travel", "in flight", "seconds", "quartiles", "of the rate", "against whole", "cpu s"
@@ -48,7 +48,7 @@ def run(options: Options, link: Link, session: Session, say: Say) -> dict[str, A
 
 
 def summarize(outcome: Outcome, payload: int, seconds: Times, busy: Times) -> dict[str, Any]:
-    """Medians, and what they are of the rate and of unsharded weights with as many in flight."""
+    """Medians, relative to the rate and to unsharded weights with as many in flight."""
     rows: list[dict[str, Any]] = []
     for (pieces, flying), values in seconds.items():
         spread = Spread.of(values)
@@ -76,7 +76,7 @@ def summarize(outcome: Outcome, payload: int, seconds: Times, busy: Times) -> di
 
 
 def page(summary: dict[str, Any]) -> Page:
-    """What the figures rest on, and a row for every combination."""
+    """The conditions of the measurement, and a row for every combination."""
     m, o, rate = summary["machine"], summary["options"], summary["rate_mbit"]
     limit = "NO RATE LIMIT" if rate is None else f"rate {rate:.0f} Mbit/s"
     rows = [HEAD]

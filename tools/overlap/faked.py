@@ -1,7 +1,7 @@
-"""Exchanges of attention's heads that send nothing: what a step takes without their wire.
+"""Head exchanges that send nothing: the duration of a step without their communication.
 
-Everything else is as it is: what would be sent is made, and what would arrive is there at once, but
-with other values. So it trains something else, and no loss is compared.
+Everything else is unchanged: the outgoing data is prepared, and the incoming data is there at once,
+but with wrong values. So the training differs, and its loss is not compared.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from internsp.sp import DistributedAttention, ExchangeGroup
 
 
 class Over:
-    """A work that is over."""
+    """A completed work handle."""
 
     def wait(self) -> None:
-        """At once."""
+        """Return at once."""
 
 
 @dataclass(eq=False)
 class FakedGroup(ExchangeGroup):
-    """A channel without a link."""
+    """A group that sends nothing."""
 
     def all_to_all(
         self, received: Tensor, send: Tensor, receive_counts: list[int], send_counts: list[int]
     ) -> Over:
-        """Own values, as often as it takes."""
+        """Copy this rank's values, and fill the rest with zeros."""
         common = min(received.numel(), send.numel())
         received[common:].zero_()
         received[:common] = send[:common]
         return Over()
 
     def irecv(self, place: Tensor, peer: int, tag: int) -> Over:
-        """Zeros."""
+        """Receive zeros."""
         place.zero_()
         return Over()
 
     def isend(self, part: Tensor, peer: int, tag: int) -> Over:
-        """Nothing."""
+        """Send nothing."""
         return Over()
 
 
 def fake_exchanges(model: nn.Module) -> None:
-    """Take the link from every attention of ``model``."""
+    """Replace the exchange group of every attention of ``model``."""
     for module in model.modules():
         if isinstance(module, DistributedAttention) and module.group is not None:
             real = module.group

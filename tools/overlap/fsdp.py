@@ -1,7 +1,7 @@
-"""FSDP2 (``fully_shard``) in every form that was found to help over gloo.
+"""FSDP2 (``fully_shard``) in every form that was found to be faster over gloo.
 
-All forms sum gradients instead of averaging them (gloo has no average). What may be combined in a
-name, ``fsdp2:chunked+unshard`` for example:
+All forms sum gradients instead of averaging them (gloo cannot average). Forms that can be combined
+in a name, as in ``fsdp2:chunked+unshard``:
 
 prefetch    ``set_modules_to_forward_prefetch`` and ``..._backward_prefetch`` of the neighbor block
             with the private flag that makes gathers asynchronous (without it a CPU prefetch blocks)
@@ -10,10 +10,10 @@ chunked     prefetch, and custom collectives: both in 8 chunks and asynchronous,
 unshard     the next block's ``unshard(async_op=True)`` right before the out-projection, and
             asynchronous gathers in backward
 last        the last block is not resharded after forward (backward begins with it)
-whole       no block is
+whole       no block is resharded after forward
 full        with several micro-batches, unsharded gradients are summed and reduced in the last one
-hybrid      weights are sharded in groups of two, and shards' gradients summed over the groups,
-            once a step; chunked reductions are then completed at once: FSDP2 goes on with them
+hybrid      weights are sharded in groups of two, and shards' gradients are summed over the groups
+            once a step; chunked reductions are then finished at once, because FSDP2 uses them
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from tools.overlap.options import Spec
 from tools.overlap.variants import Variant
 
 CHUNKS = 8
-PENDING = 2  # reductions in flight, in blocks: what internsp allows itself
+PENDING = 2  # blocks with reductions in flight, at most; the same as internsp
 
 
 def unavailable(spec: Spec) -> str | None:
-    """Why this torch has not what the form needs."""
+    """Why this torch does not support the form, or ``None``."""
     if "chunked" in spec.forms and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         return f"torch {torch.__version__} has no set_custom_reduce_scatter"
     if spec.forms - {"whole", "last"} and not hasattr(FSDPModule, "_set_unshard_async_op"):
@@ -47,7 +47,7 @@ def unavailable(spec: Spec) -> str | None:
 
 
 class Works(dist.Work):
-    """Several works as one."""
+    """Several work handles as one."""
 
     def __init__(self, works: Sequence[Any], keep: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def ranges_of(numel: int, chunks: int = CHUNKS) -> list[tuple[int, int]]:
 
 class _Allocates:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As FSDP2's own."""
+        """Allocate as FSDP2 does."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -83,7 +83,7 @@ class ChunkedAllGather(_Allocates):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather ``[n]`` into ``[ranks * n]``."""
+        """All-gather ``[n]`` into ``[ranks * n]``."""
         rows = output_tensor.view(group.size(), -1)
         works = [
             dist.all_gather([r[a:b] for r in rows], input_tensor[a:b], group=group, async_op=True)
@@ -97,10 +97,10 @@ class ChunkedAllGather(_Allocates):
 
 
 class ChunkedReduceScatter(_Allocates):
-    """FSDP2's ``ReduceScatter`` interface, asynchronous although FSDP2 does not ask for it.
+    """FSDP2's ``ReduceScatter`` interface, asynchronous although FSDP2 does not request it.
 
-    FSDP2 only takes views of the output, so it may be filled later: by :meth:`finish_reductions`,
-    before a gradient is read.
+    FSDP2 only takes views of the output, so :meth:`finish_reductions` may fill it later, before a
+    gradient is read.
     """
 
     def __init__(self, pending: int = PENDING) -> None:
@@ -115,7 +115,7 @@ class ChunkedReduceScatter(_Allocates):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Send the pieces of ``[ranks * n]``.
+        """Reduce-scatter ``[ranks * n]``.
 
         ``[n]`` is complete after :meth:`finish_reductions`.
         """
@@ -142,7 +142,7 @@ class ChunkedReduceScatter(_Allocates):
             output[a:b] = received.sum(0, dtype=torch.float32)
 
     def finish_reductions(self) -> None:
-        """Complete every output."""
+        """Finish every output."""
         while self._pending:
             self._finish_oldest()
 
@@ -159,7 +159,7 @@ class Fsdp2(Variant):
         for layer in layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward="whole" not in forms)
         fully_shard(model, mesh=mesh)
-        for layer in layers:  # sums, as everywhere: gloo cannot average
+        for layer in layers:  # sums in all variants, because gloo cannot average
             layer.set_gradient_divide_factor(1.0)
             layer.set_force_sum_reduction_for_comms(True)
         if forms & {"prefetch", "chunked", "unshard"}:
@@ -193,7 +193,7 @@ class Fsdp2(Variant):
             layer.attention.wo.register_forward_pre_hook(start)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Tell FSDP2 which messages between ranks the last micro-batch alone sends."""
+        """Set in FSDP2 which collectives are skipped until the last micro-batch."""
         if len(self.batches) > 1:
             model: Any = self.blocks
             if "full" in self.spec.forms:
@@ -203,10 +203,10 @@ class Fsdp2(Variant):
         return nullcontext()
 
     def finish(self, last: bool) -> None:
-        """Complete asynchronous reductions.
+        """Finish asynchronous reductions.
 
-        FSDP2 adds a micro-batch's gradients to those before as soon as it has asked for them,
-        when chunked ones are not there yet: those before are kept aside.
+        FSDP2 adds a micro-batch's gradients to the earlier ones right after launching the
+        reduction, when chunked ones are not complete: the earlier ones are set aside until then.
         """
         if self._reductions is None:
             return
@@ -221,7 +221,7 @@ class Fsdp2(Variant):
                 self._earlier[parameter], parameter.grad = parameter.grad, None
 
     def unsharded_bytes(self) -> int:
-        """Unsharded weights, and gathered buffers that are not copied out yet."""
+        """Unsharded weights, and all-gather outputs that are not copied out yet."""
         total = 0
         for layer in self.blocks.layers:
             state: Any = layer._get_fsdp_state()  # type: ignore[operator]

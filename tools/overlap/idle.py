@@ -1,8 +1,9 @@
-"""Where the link stood still in one step: by phase and block, and what it stood still for.
+"""Idle time of the link in one step: by phase, by block, and by cause.
 
-Pure. A rank's interface counts how many bytes it has sent by when; what the rate would have carried
-and the interface did not is lost time. A token bucket lets a sender catch up with its burst, so
-only sums over more than a few milliseconds mean anything, and a lost time may be a little negative.
+Pure functions. The samples show how many bytes a rank's interface had sent at each time; link time
+for which the rate would have carried more bytes than that is lost. A token bucket lets a sender
+catch up with its burst, so that only sums over more than a few milliseconds are meaningful, and a
+lost time may be slightly negative.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NOTHING, BEHIND, FLYING = "nothing launched", "another rank behind", "in flight"
 
 
 def phases(marks: Sequence[tuple[str, float]], last_launch: float | None) -> Named:
-    """The step divided at its marks; backward behind its last launch is called ``finish``."""
+    """The step divided at its marks; backward after its last launch is called ``finish``."""
     out: Named = []
     for (name, start), (_, end) in itertools.pairwise(marks):
         start = start if out else 0.0
@@ -33,7 +34,7 @@ def phases(marks: Sequence[tuple[str, float]], last_launch: float | None) -> Nam
 
 
 def blocks(events: Sequence[Sequence[Any]], end: float) -> Named:
-    """Which block computes or waits for its weights, from one use to the next."""
+    """The block that computes or waits for its weights, from one use to the next."""
     starts: list[tuple[float, str]] = []
     for kind, unit, _, phase, start, _, _ in events:
         if kind == "USE" or (kind == "WAIT" and phase != FINISH):
@@ -44,11 +45,11 @@ def blocks(events: Sequence[Sequence[Any]], end: float) -> Named:
 
 
 def causes(flights: Sequence[Intervals], end: float) -> Named:
-    """Cut ``0 .. end`` by whether the link had anything to send.
+    """Divide ``0 .. end`` by whether the link had anything to send.
 
     Args:
-        flights: of each rank, from launch to end of every collective, in the order of launch
-            (the same on all ranks). A collective can travel once its last rank has launched it.
+        flights: for each rank, from launch to end of every collective, in the order of launch (the
+            same on all ranks). A collective can be sent once the last rank has launched it.
     """
     ready: Intervals = []
     asked: Intervals = []
@@ -65,7 +66,7 @@ def causes(flights: Sequence[Intervals], end: float) -> Named:
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    """Sorted, disjoint intervals that cover the same."""
+    """Sorted, disjoint intervals with the same union."""
     out: Intervals = []
     for low, high in sorted(intervals):
         if out and low <= out[-1][1]:
@@ -76,7 +77,7 @@ def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def gaps(covered: Sequence[tuple[float, float]], start: float, end: float) -> Intervals:
-    """What of ``start .. end`` no interval covers."""
+    """The parts of ``start .. end`` that no interval covers."""
     out: Intervals = []
     at = start
     for a, b in union(covered):
@@ -93,12 +94,12 @@ def gaps(covered: Sequence[tuple[float, float]], start: float, end: float) -> In
 def lost(
     samples: Sequence[Sequence[float]], rate_mbit: float, ways: Sequence[Named], end: float
 ) -> dict[tuple[str, ...], float]:
-    """Seconds of the link that carried nothing, by the names of all ``ways`` at that time.
+    """Seconds for which the link carried nothing, by the names in all ``ways`` at that time.
 
     Args:
         samples: ``(seconds, bytes sent so far)``, in order.
-        ways: to name a time; where one has no name for it, the name is ``""``.
-        end: of the step, which began at 0.
+        ways: classifications of time; where one has no name for a time, the name is ``""``.
+        end: of the step, which begins at 0.
     """
     sums: dict[tuple[str, ...], float] = {}
     edges = sorted({0.0, end, *(x for way in ways for a, b, _ in way for x in (a, b))})
@@ -120,15 +121,15 @@ def _name(way: Named, time: float) -> str:
 
 
 def found(profiles: Sequence[dict[str, Any]], rate_mbit: float) -> dict[str, Any] | None:
-    """What one profiled step says of rank 0's link; ``None`` where no counter could be read.
+    """Idle time of rank 0's link in a profiled step; ``None`` if no counter could be read.
 
     Args:
-        profiles: of all ranks, rank 0's first; its ``zero`` is on a clock that they share.
+        profiles: of all ranks, rank 0's first; its ``zero`` is on a clock shared by all ranks.
 
     Returns:
-        ``seconds`` of the step and ``idle`` ones among them, and how these fall on ``phases``, on
-        ``blocks`` (a list of block, phase, seconds, longest first) and on ``causes``; the last two
-        are empty for a variant that keeps no trace.
+        ``seconds`` of the step, ``idle`` seconds among them, and these divided among ``phases``,
+        ``blocks`` (a list of block, phase, seconds, longest first) and ``causes``; the last two are
+        empty for a variant without a trace.
     """
     own = profiles[0]
     if len(own["link"]) < 2:
@@ -170,7 +171,7 @@ def _sums(cells: dict[tuple[str, ...], float], *places: int) -> dict[tuple[str, 
 
 
 def sentence(label: str, row: dict[str, Any]) -> str:
-    """For the report."""
+    """The text for the report."""
 
     def listed(items: Sequence[tuple[str, float]]) -> str:
         return ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in items)

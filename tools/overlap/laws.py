@@ -1,4 +1,4 @@
-"""Pure arithmetic of the benchmark: byte laws, rates, and the time of a step of all ranks."""
+"""Formulas of the benchmark: bytes, rates, and the time of a step of all ranks. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from fractions import Fraction
 
 from tools.bench.bounds import MBIT
 
-HYBRID = 2  # ranks of a weight group of FSDP2 in its hybrid form
+HYBRID = 2  # ranks of a weight group in FSDP2's hybrid form
 
 
 def passes(layers: int, slots: int = 2, micro_batches: int = 1) -> Fraction:
-    """Passes of all block weights over the link in a step, of the least that ``slots`` allow.
+    """How often all block weights cross the link in a step, at least, with ``slots`` slots.
 
-    A gather for forward, a gather for backward and a reduction: three passes a micro-batch, less
-    the blocks that a pass leaves unsharded in the slots for the next one: ``3 - slots / layers`` of
-    one micro-batch, ``(3L - 2) / L`` for two slots. Gradients are reduced in every micro-batch.
+    An all-gather for forward, one for backward and a reduce-scatter: three times per micro-batch,
+    less the blocks that stay unsharded in the slots from one pass to the next: ``3 - slots /
+    layers`` for one micro-batch, ``(3L - 2) / L`` for two slots. Gradients are reduced in every
+    micro-batch.
     """
     turns = 2 * micro_batches - 1  # forward to backward, and backward to the next forward
     return 3 * micro_batches - turns * Fraction(min(slots, layers), layers)
@@ -25,11 +26,11 @@ def passes(layers: int, slots: int = 2, micro_batches: int = 1) -> Fraction:
 def least_bytes(
     weight_bytes: int, layers: int, ranks: int, slots: int = 2, micro_batches: int = 1
 ) -> float:
-    """Bytes each rank must send in a step when unsharded weights take no more than ``slots``
+    """Bytes each rank must send in a step if unsharded weights take no more than ``slots``
     blocks.
 
     Args:
-        weight_bytes: of all blocks' unsharded weights, in the dtype that travels.
+        weight_bytes: of all blocks' unsharded weights, in the dtype that is sent.
     """
     share = Fraction(ranks - 1, ranks)
     return float(passes(layers, slots, micro_batches) * weight_bytes * share)
@@ -37,13 +38,14 @@ def least_bytes(
 
 def own_least_bytes(family: str, forms: Iterable[str], weight_bytes: int, ranks: int,
                     layers: int, micro_batches: int = 1) -> float | None:
-    """Bytes a variant must send under its own memory rule (``None``: it sends nothing).
+    """Bytes a variant must send in a step with its own memory use (``None``: it sends nothing).
 
-    DDP keeps all weights unsharded and reduces once a step: two passes. FSDP2 reshards after every
-    block: two gathers and a reduction a micro-batch; without resharding after forward one gather,
-    with its last block kept a block's gather less, with unsharded gradients summed (``full``) one
-    reduction a step. In groups of two (``hybrid``) the others' half of the weights travels, and
-    once a step the sum of each shard's gradients among the ranks that hold the same one.
+    DDP keeps all weights unsharded and all-reduces once a step: twice the weights. FSDP2 reshards
+    after every block: two all-gathers and a reduce-scatter per micro-batch; without resharding
+    after forward one all-gather, with only its last block kept one block's all-gather less, with
+    unsharded gradients summed (``full``) one reduce-scatter per step. In groups of two
+    (``hybrid``) half of the weights is sent, and once a step each shard's gradient is summed over
+    the ranks that hold it.
     """
     group = HYBRID if "hybrid" in forms else ranks
     one = weight_bytes * (group - 1) / group
@@ -66,18 +68,18 @@ def rate_for(ratio: float, nbytes: float, compute_seconds: float) -> float:
 
 
 def ideal_seconds(compute_seconds: float, nbytes: float, rate_mbit: float | None) -> float:
-    """``max(compute, bytes / rate)``; without a limit just compute."""
+    """``max(compute, bytes / rate)``; without a limit ``compute``."""
     if rate_mbit is None:
         return compute_seconds
     return max(compute_seconds, nbytes / (rate_mbit * MBIT))
 
 
 def step_seconds(starts: Sequence[float], ends: Sequence[Sequence[float]]) -> list[float]:
-    """Duration of each step of all ranks together, from stamps of one shared clock.
+    """Duration of each step over all ranks, from times on one shared clock.
 
     Args:
-        starts: of each rank, when it left the barrier before the first step.
-        ends: of each rank, the end of each step.
+        starts: for each rank, when it left the barrier before the first step.
+        ends: for each rank, the end of each step.
     """
     marks = [max(starts)] + [max(column) for column in zip(*ends, strict=True)]
     return [after - before for before, after in itertools.pairwise(marks)]

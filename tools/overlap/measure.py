@@ -1,4 +1,4 @@
-"""What a rank can see of itself: waits, bytes on its interface, processor time, memory."""
+"""Measurements within a rank: waits, bytes on its interface, processor time, memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SAMPLE_SECONDS = 0.004
 
 
 class WaitClock:
-    """Times every ``Work.wait``: when the computing thread stood still for communication.
+    """Times every ``Work.wait``: when the computing thread waited for communication.
 
-    Blocking collectives wait in Python too and are seen; DDP waits in C++ and is not.
+    Blocking collectives wait in Python and are included; DDP waits in C++ and is not.
     """
 
     def __init__(self) -> None:
@@ -52,26 +52,26 @@ class Interface:
     """Counters of a network interface in this process's network namespace.
 
     Args:
-        name: of the interface; ``"lo"`` carries other processes' bytes too, so it is not read.
+        name: of the interface; ``"lo"`` also carries other processes' bytes and is not read.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def sent(self) -> int | None:
-        """Bytes sent so far, headers included, or ``None`` where that is not known."""
+        """Bytes sent so far, headers included, or ``None`` if not available."""
         if self._name == "lo":
             return None
-        # Not /sys, which stays that of the namespace in which it was mounted.
+        # Not /sys, which shows the namespace in which it was mounted.
         for line in Path("/proc/self/net/dev").read_text().splitlines():
             name, _, counters = line.partition(":")
             if name.strip() == self._name:
-                return int(counters.split()[8])  # after eight of what was received
+                return int(counters.split()[8])  # the first eight columns are received data
         raise RuntimeError(f"this network namespace has no interface {self._name}")
 
 
 class Sampler(AbstractContextManager["Sampler"]):
-    """Reads an interface every 4 ms in a thread of its own: the link over time.
+    """Samples an interface every 4 ms in a separate thread: bytes sent over time.
 
     Attributes:
         samples: ``(perf_counter seconds, bytes sent so far)``.
@@ -102,7 +102,7 @@ class Sampler(AbstractContextManager["Sampler"]):
 
 
 def settle_memory() -> None:
-    """Collect garbage and give freed memory back to the system, as far as the C library can."""
+    """Collect garbage and return freed memory to the system, as far as the C library can."""
     gc.collect()
     trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -110,7 +110,7 @@ def settle_memory() -> None:
 
 
 def reset_peak() -> None:
-    """Let the peak of resident memory start anew from now."""
+    """Reset the peak of resident memory to the current value."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -126,7 +126,7 @@ def resident(which: str) -> int:
 def peak_of(model: nn.Module, figure: Callable[[], int]) -> Iterator[list[int]]:
     """Call ``figure`` at every linear layer's forward and backward; yields ``[peak]``.
 
-    Hooks on outputs only, so that no variant's own hooks see anything else than usual.
+    Uses hooks on outputs only, which do not interfere with a variant's own hooks.
     """
     peak = [0]
 

@@ -1,8 +1,8 @@
-"""A slow link of our own: one network namespace a rank, joined inside, each sender rate-limited.
+"""A slow link on one machine: one network namespace per rank, each with a limited sending rate.
 
-Everything lives in namespaces whose names carry this process's id: two are joined by a veth pair,
-more by a bridge in one more namespace. No interface is ever made in the machine's own namespace,
-and none of ours has a route out, so that nothing leaves. Removing the namespaces removes all.
+The names of all namespaces contain this process's id. Two are connected by a veth pair, more by a
+bridge in a further namespace. No interface is created in the machine's own namespace, and none of
+ours has a route to the outside. Removing the namespaces removes everything.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ PREFIX = "ispbench"
 NAME = re.compile(rf"^{PREFIX}(\d+)(r\d+|hub)$")
 INTERFACE = "ispeth"
 MOUNTED = Path("/run/netns")  # where iproute2 keeps them
-# Its chatter would be counted with our bytes.
+# IPv6's own messages would be counted as our bytes.
 NO_IPV6 = "f=/proc/sys/net/ipv6/conf/default/disable_ipv6; [ ! -e $f ] || echo 1 > $f"
-# The congestion control that every host has and allows. One set to bbr would now and then leave the
-# link nearly empty for 200 ms, to probe for the shortest round trip. Prints what is in force.
+# The default congestion control of every host. A host set to bbr would sometimes leave the link
+# almost empty for 200 ms, to probe for the shortest round trip. Prints the one in use.
 RENO = "f=/proc/sys/net/ipv4/tcp_congestion_control; echo reno 2>/dev/null > $f; cat $f"
-# What a connection has sent and not had acknowledged stands in the link's queue, before the
-# messages of every other connection.
+# A connection's sent but unacknowledged data waits in the link's queue, ahead of the messages of
+# every other connection.
 SEND_BUFFER = "echo 4096 16384 {} > /proc/sys/net/ipv4/tcp_wmem"
 
 Run = Callable[[Sequence[str]], str]
 
 
 class NetworkError(RuntimeError):
-    """The namespaces cannot be made; says what is missing."""
+    """The namespaces cannot be created; the message says what is missing."""
 
 
 def run_command(command: Sequence[str]) -> str:
-    """Run an iproute2 command and return what it printed.
+    """Run an iproute2 command and return its output.
 
     Raises:
-        NetworkError: with the command and its complaint.
+        NetworkError: with the command and its error message.
     """
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     if done.returncode:
@@ -51,7 +51,7 @@ def run_command(command: Sequence[str]) -> str:
 
 
 def missing() -> str | None:
-    """Why no namespace can be made here, or ``None``."""
+    """Why no namespace can be created here, or ``None``."""
     if not sys.platform.startswith("linux"):
         return "network namespaces need Linux"
     for tool in ("ip", "tc"):
@@ -63,11 +63,11 @@ def missing() -> str | None:
 
 
 class Link(AbstractContextManager["Link"]):
-    """What the ranks talk over.
+    """The link between the ranks.
 
     Attributes:
-        interface: name inside each rank's namespace, for ``GLOO_SOCKET_IFNAME``.
-        namespaces: of each rank, as files; empty: all are in that of this process.
+        interface: its name inside each rank's namespace, for ``GLOO_SOCKET_IFNAME``.
+        namespaces: of each rank, as files; empty: all ranks are in that of this process.
         limited: whether a rate can be set at all.
         label: for tables.
     """
@@ -78,20 +78,20 @@ class Link(AbstractContextManager["Link"]):
     label = "plain loopback, no rate limit"
 
     def limit(self, rate_mbit: float | None) -> None:
-        """Limit what every rank sends; ``None`` takes the limit off. No effect on loopback."""
+        """Limit the sending rate of every rank; ``None``: unlimited. No effect on loopback."""
 
     def __exit__(self, *_: object) -> None:
         """Nothing to remove."""
 
 
 class Namespaces(Link):
-    """Namespaces for ``ranks`` ranks: made on entry, removed on exit, whatever happens between.
+    """Namespaces for ``ranks`` ranks: created on entry, removed on exit, also after errors.
 
     Args:
         mtu: of every interface.
-        burst_kib: bucket of the token bucket filter; larger packets are split.
-        send_buffer_kib: of a connection, at most; 0: as the host has it.
-        run: runs a command (a test may record instead).
+        burst_kib: bucket size of the token bucket filter; larger packets are split.
+        send_buffer_kib: maximum per connection; 0: the host's setting.
+        run: runs a command (a test may record it instead).
         owner: the process id in the names.
     """
 
@@ -118,7 +118,7 @@ class Namespaces(Link):
         self._joined = f"{ranks} network namespaces, {joined}, mtu {mtu}, tbf"
         if send_buffer_kib:
             self._joined += f", at most {send_buffer_kib} KiB sent ahead by a connection"
-        self._congestion: set[str] = set()  # in force, of each namespace
+        self._congestion: set[str] = set()  # in use, of each namespace
 
     @property
     def label(self) -> str:  # type: ignore[override]
@@ -144,7 +144,7 @@ class Namespaces(Link):
         return self
 
     def __exit__(self, *_: object) -> None:
-        with Deaf():  # a second Ctrl-C must not leave half of it behind
+        with Deaf():  # a second Ctrl-C must not interrupt the removal
             self._remove()
 
     @property
@@ -210,13 +210,13 @@ def _listed(run: Run) -> list[str]:
 
 
 def stale(names: Sequence[str], alive: Callable[[int], bool]) -> list[str]:
-    """Those of ``names`` that an earlier run of this benchmark left and whose process is gone."""
+    """Those of ``names`` that an earlier run left behind and whose process has ended."""
     found = [(name, NAME.match(name)) for name in names]
     return [name for name, match in found if match and not alive(int(match[1]))]
 
 
 def remove_stale(run: Run = run_command) -> list[str]:
-    """Remove namespaces of runs that were killed outright; returns their names."""
+    """Remove the namespaces of killed runs; returns their names."""
     left = stale(_listed(run), lambda pid: Path(f"/proc/{pid}").exists())
     for name in left:
         run(["ip", "netns", "del", name])

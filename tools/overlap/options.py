@@ -1,6 +1,6 @@
-"""What a run of the benchmark is: flags, presets, and what a flag left open gets from its preset.
+"""Options of the benchmark: flags, presets, and values that a preset sets.
 
-Imports no torch, as :mod:`tools.bench.options` says.
+Imports no torch, for the reason given in :mod:`tools.bench.options`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ DEFAULT_VARIANTS = (
 )
 
 
-# With sequence ranks: where the next block's gather starts, beside the all-to-alls of attention.
+# With sequence ranks: variants of where the next block's all-gather starts, which competes with
+# the all-to-alls of attention.
 TRIGGERS = ("compute", "ours", *(f"ours:trigger={t}" for t in ("mlp", "attention", "qkv")))
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Sizes and a ratio of ideal communication to compute."""
+    """Sizes, and the ratio of ideal communication to compute."""
 
     ranks: int = 2
     ratio: float | None = 1.3
@@ -54,68 +55,68 @@ PRESETS: dict[str, Preset] = {
     "even": Preset(ratio=1.3),
     "heavy": Preset(ratio=2.8, sequence=160),
     "four": Preset(ranks=4, ratio=1.3, sequence=128),
-    # For tests and for development: seconds, and no figure worth reading.
+    # For tests and development: takes seconds; its figures are meaningless.
     "tiny": Preset(ratio=1.3, hidden=96, heads=4, layers=3, sequence=16),
 }
 
 
 @dataclass(frozen=True)
 class Options(options.Trained):
-    """Sizes left at none come from the preset."""
+    """Options; unset sizes come from the preset."""
 
     preset: PresetName = "even"
     """light, even, heavy: communication 0.6, 1.3, 2.8 times compute; four: 1.3 at four ranks."""
     network: Network = "namespaces"
-    """namespaces: a rate-limited link (root, iproute2); loopback: plain, no limit, any user."""
+    """namespaces: a rate-limited link (root, iproute2); loopback: no limit, any user."""
     probe: Literal["none", "chunks"] = "none"
     """chunks: only a step's collectives, unsharded weights against halves and quarters.
 
     No training.
     """
     variants: tuple[str, ...] = DEFAULT_VARIANTS
-    """FAMILY[:SETTINGS][@free]. ours: KEY=VALUE,... of weight_parallel, and weight=RANKS of a
+    """FAMILY[:SETTINGS][@free]. ours: KEY=VALUE,... of weight_parallel, and weight=RANKS per
     group, gradient_group=shared; fsdp2: FORM+FORM of prefetch, chunked, unshard, last, whole,
     full, hybrid; @free: no rate limit. compute is always added."""
     ranks: int | None = None
     """Processes, each with one computing thread."""
     ratio: float | None = None
-    """Least bytes / rate over compute; the rate follows from compute as measured first."""
+    """Minimal bytes / rate over compute; the rate follows from the measured compute."""
     rate_mbit: float | None = None
-    """Rate of each rank's link, in Mbit/s; given, it takes the ratio's place."""
+    """Rate of each rank's link, in Mbit/s; overrides the ratio."""
     kv_heads: int | None = None
     """Key/value heads; none: as many as heads."""
     sequence: int | None = None
     """Tokens of a sequence."""
     sequence_ranks: int = 1
     """Ranks over which a sequence is sharded: its all-to-alls compete for the link. For compute and
-    ours only; the variants are then, unless given, where ours starts the next block's gather."""
+    ours only; the default variants then differ in where ours starts the next block's all-gather."""
     micro_batches: int = 1
-    """Forward and backward passes of a step, each with data of its own."""
+    """Forward and backward passes per step, each with different data."""
     warm_up: int = 1
-    """Steps of a variant in a round before those that count."""
+    """Steps of a variant before the measured ones, per round."""
     mtu: int = 9000
     """Of the links, in bytes."""
     burst_kib: int = 256
-    """Bucket of the rate limit, in KiB."""
+    """Bucket size of the rate limit, in KiB."""
     send_buffer_kib: int = 0
-    """What a connection may have sent and not had acknowledged (tcp_wmem), in KiB; 0: as the host
-    has it, some MiB."""
+    """Limit of a connection's sent but unacknowledged data (tcp_wmem), in KiB; 0: the host's
+    setting, some MiB."""
     lr: float = 20.0
-    """Learning rate of plain SGD; the loss is a mean over elements, so its gradients are small."""
+    """Learning rate of plain SGD; large, since gradients of a mean over elements are small."""
     pin: bool = False
     """Bind rank r, gloo's threads included, to processor r modulo their number."""
     timeout: float = 300.0
-    """Seconds that one variant may take in one round."""
+    """Seconds allowed for one variant in one round."""
     mark: str = ""
-    """Between which marks of --markdown; none: those of the preset."""
+    """Marks in the --markdown page; none: those of the preset."""
     picture: Path | None = None
     """Write bars and timelines to this file (.png or .svg)."""
 
     def resolve(self) -> Options:
-        """The same with the preset's values where nothing was given, checked.
+        """A copy with the preset's values where no value was given, validated.
 
         Raises:
-            ValueError: naming the flag, when values do not fit.
+            ValueError: values do not fit; names the flag.
         """
         preset = asdict(PRESETS[self.preset])
         if self.rate_mbit is not None:
@@ -145,13 +146,13 @@ class Options(options.Trained):
 
 
 FORMS = ("prefetch", "chunked", "unshard", "last", "whole", "full", "hybrid")
-MESH_KEYS = ("weight", "gradient_group", "exchange")  # of ours: no setting of weights
+MESH_KEYS = ("weight", "gradient_group", "exchange")  # of ours: these are not settings of weights
 FAMILIES = ("compute", "ours", "ddp", "fsdp2", "zero3")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A variant's name, taken apart: ``family[:settings][@free]``."""
+    """A variant's name in parts: ``family[:settings][@free]``."""
 
     family: str
     settings: str = ""
@@ -159,10 +160,10 @@ class Spec:
 
     @classmethod
     def parse(cls, text: str) -> Spec:
-        """Read a name.
+        """Parse a name.
 
         Raises:
-            ValueError: for an unknown family, FSDP2 form, or a setting that is not KEY=VALUE.
+            ValueError: an unknown family or FSDP2 form, or a setting that is not KEY=VALUE.
         """
         body, _, suffix = text.partition("@")
         if suffix not in ("", "free"):
@@ -187,38 +188,38 @@ class Spec:
 
     @property
     def forms(self) -> set[str]:
-        """Of ``fsdp2``."""
+        """Forms of ``fsdp2``."""
         return set(self.settings.split("+")) - {""}
 
     def arguments(self) -> dict[str, Any]:
-        """Of ``ours``: keyword arguments of ``WeightParallelConfig``."""
+        """For ``ours``: keyword arguments of ``WeightParallelConfig``."""
         return {k: v for k, v in self._given().items() if k not in MESH_KEYS}
 
     @property
     def weight(self) -> int | None:
-        """Of ``ours``: ranks of a weight group; ``None``: all."""
+        """For ``ours``: ranks of a weight group; ``None``: all."""
         return self._given().get("weight") if self.family == "ours" else None
 
     @property
     def shared_group(self) -> bool:
-        """Of ``ours``: whether reductions go through the group of the gathers."""
+        """For ``ours``: whether reduce-scatters use the process group of the all-gathers."""
         return self.family == "ours" and self._given().get("gradient_group") == "shared"
 
     @property
     def faked(self) -> bool:
-        """Of ``ours``: whether exchanges of attention's heads send nothing, and bring rubbish."""
+        """For ``ours``: whether head exchanges send nothing and return wrong values."""
         return self.exchange == "faked"
 
     @property
     def exchange(self) -> str | None:
-        """Of ``ours``: what exchanges heads in its place, ``faked`` or ``deepspeed``."""
+        """For ``ours``: a replacement of the head exchange, ``faked`` or ``deepspeed``."""
         return self._given().get("exchange") if self.family == "ours" else None
 
     def require(self, ranks: int) -> None:
-        """Whether the groups it asks for can be made of ``ranks`` ranks.
+        """Check that ``ranks`` ranks can form the requested groups.
 
         Raises:
-            ValueError: naming the variant, if not.
+            ValueError: they cannot; names the variant.
         """
         group = self.weight
         if group is not None and (type(group) is not int or group < 1 or ranks % group):
@@ -242,7 +243,7 @@ class Spec:
 
     @property
     def label(self) -> str:
-        """What the tables call it."""
+        """The variant's name in tables."""
         return LABELS.get(str(self), str(self))
 
 

@@ -1,4 +1,4 @@
-"""The picture: a bar for every variant, and what one step of each looked like."""
+"""The picture: a bar for every variant, and a timeline of one step of each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAIT, GATHER, REDUCE, LINK = "#cb3a2a", "#3182bd", "#e6812f", "#2f7d4f"
 
 
 def draw(summary: dict[str, Any], path: Path) -> None:
-    """Write the picture; the format follows from the name."""
+    """Write the picture; the file name's extension sets the format."""
     names = [v for v in summary["options"]["variants"] if v in summary["variants"]]
     rows = [summary["variants"][name] for name in names]
     profiled = [row for row in rows if row["profile"]]
@@ -90,7 +90,7 @@ def _timeline(axes: Axes, row: dict[str, Any], rate_mbit: float | None) -> None:
 
 
 def thinned(samples: Sequence[Sequence[float]], seconds: float = 0.01) -> list[Sequence[float]]:
-    """Those at least ``seconds`` apart: finer ones show single bursts of the sender."""
+    """Samples at least ``seconds`` apart: finer ones show single bursts of the sender."""
     kept: list[Sequence[float]] = []
     for sample in samples:
         if not kept or sample[0] >= kept[-1][0] + seconds:
@@ -99,7 +99,7 @@ def thinned(samples: Sequence[Sequence[float]], seconds: float = 0.01) -> list[S
 
 
 def _link(axes: Axes, samples: Sequence[Sequence[float]], rate_mbit: float | None) -> None:
-    """The lower half: what was sent between samples, as a share of the rate (else of the peak)."""
+    """The lower half: bytes sent between samples, as a share of the rate (else of the peak)."""
     samples = thinned(samples)
     if len(samples) < 2:
         return

@@ -1,9 +1,10 @@
-"""One step's collectives without any compute: as messages, as gloo's own, or those in pieces.
+"""One step's collectives without compute: as messages, as gloo's collectives, or in pieces.
 
-A gather in pieces cannot land in one place: a piece of every rank's rows goes to as many places of
-the slot, so it takes the list form of all-gather, into views. An exchange in pieces packs each
-piece anew. Messages between pairs of ranks are the library's own form. All must give the bits of
-gloo's one collective, which :func:`verify` checks first.
+The output of an all-gather in pieces is not contiguous: each piece consists of a part of every
+rank's rows, in as many ranges of the slot, so it uses the list form of all-gather with views. An
+all-to-all in pieces copies each piece into a buffer first. Messages between pairs of ranks are the
+library's own form. All must give the same bits as a single collective of gloo, which :func:`verify`
+checks first.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from tools.bench.model import DTYPE
 from tools.overlap.fsdp import Works, ranges_of
 
 MESSAGES = 0
-"""In place of a number of pieces: messages between pairs, one an unsharded weight."""
+"""Instead of a number of pieces: messages between pairs, one per unsharded weight."""
 Message = tuple[str, int]
 """``AG`` or ``RS``, and the elements of one rank's shard."""
 
 
 def messages(schedule: Sequence[Sequence[Any]], world: int) -> list[Message]:
-    """What a printed schedule sends, in the order of launch."""
+    """The messages of a printed schedule, in the order of launch."""
     each = (world - 1) * DTYPE.itemsize
     return [(a[0], a[3] // each) for a in schedule if a[0] in ("AG", "RS") and a[3]]
 
@@ -52,7 +53,7 @@ def gather(slot: Tensor, shard: Tensor, group: dist.ProcessGroup, pieces: int) -
 
 
 def exchange(received: Tensor, packed: Tensor, group: dist.ProcessGroup, pieces: int) -> Any:
-    """All-to-all of ``packed`` ``[ranks * n]``; in pieces ``received`` has one after another."""
+    """All-to-all of ``packed`` ``[ranks * n]``; ``received`` holds the pieces consecutively."""
     if pieces == MESSAGES:
         ranks = group.size()
         places, sent = received.view(ranks, -1).unbind(), packed.view(ranks, -1).unbind()
@@ -79,10 +80,10 @@ def reduced(received: Tensor, ranks: int, pieces: int) -> Tensor:
 
 
 def verify(mesh: ParallelMesh, numel: int, pieces: int) -> None:
-    """Collective. The pieces must arrive where one collective puts them.
+    """Check that pieces arrive where one collective puts them. Collective.
 
     Raises:
-        RuntimeError: when they do not.
+        RuntimeError: they do not.
     """
     ranks = mesh.weight
     generator = torch.Generator().manual_seed(mesh.rank)
@@ -102,7 +103,7 @@ def verify(mesh: ParallelMesh, numel: int, pieces: int) -> None:
 def send(
     mesh: ParallelMesh, sent: Sequence[Message], pieces: int, flying: int
 ) -> tuple[float, float]:
-    """Send all of ``sent``, ``flying`` unsharded weights in flight at most. Collective, blocks.
+    """Send all of ``sent``, at most ``flying`` unsharded weights in flight. Collective, blocks.
 
     Returns:
         Seconds, and processor seconds of this rank's threads.

@@ -1,4 +1,4 @@
-"""What one rank of the benchmark does when :mod:`tools.bench.ranks` asks: measure itself."""
+"""The part of one rank of the benchmark: serves the requests of :mod:`tools.bench.ranks`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tools.overlap.pieces import Message, messages, send, verify
 from tools.overlap.variants import Ours, Setting, Variant, make, reference, unavailable
 
 PROFILED = ("AG", "RS", "EX", "A2A", "USE", "WAIT", "A2A_WAIT", "PUBLISH")
-"""Kinds of events that the parent gets of the step that is looked into."""
+"""Kinds of events of the profiled step that are sent to the parent."""
 
 
 class Worker:
-    """Keeps the process group and the initial weights; a variant lives for one request."""
+    """Keeps the process group and the initial weights; a variant exists for one request."""
 
     def __init__(self, options: Options, interface: str) -> None:
         self.options = options
@@ -56,7 +56,7 @@ class Worker:
         return reference(self.setting, steps) if self.setting.rank == 0 else []
 
     def link(self, nbytes: int, repeats: int) -> list[float]:
-        """Seconds that the ranks need to send ``nbytes`` each, at once, in pieces of 1 MiB."""
+        """Seconds in which all ranks send ``nbytes`` each at the same time, in pieces of 1 MiB."""
         pieces = max(1, nbytes >> 20)
         world = self.setting.world
         numel = world * ((1 << 20) // (world - 1))
@@ -79,7 +79,7 @@ class Worker:
         return seconds
 
     def pieces_ready(self, pieces: list[int]) -> int:
-        """Check that pieces arrive as one collective does; bytes that a step sends."""
+        """Check that pieces arrive as one collective does; returns the bytes that a step sends."""
         made = Ours(self.setting, Spec("ours"))
         schedule = made.report()["schedule"]
         self.messages = messages(schedule, self.setting.world)
@@ -89,12 +89,12 @@ class Worker:
         return sum(action[3] for action in schedule if action[0] in ("AG", "RS"))
 
     def pieces(self, pieces: int, flying: int, steps: int) -> list[tuple[float, float]]:
-        """Seconds and processor seconds of a step's collectives, after one that does not count."""
+        """Seconds and processor seconds of a step's collectives, after one warm-up."""
         mesh = self.setting.mesh
         return [send(mesh, self.messages, pieces, flying) for _ in range(steps + 1)][1:]
 
     def run(self, variant: str, warm_up: int, steps: int, probe: bool) -> dict[str, Any]:
-        """Build a variant, warm it up, time it, look closer at one more step, take it down."""
+        """Build a variant, warm it up, time it, profile one more step, and remove it."""
         spec = Spec.parse(variant)
         settle_memory()
         base = resident("VmRSS")

@@ -33,7 +33,7 @@ def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
 
 
 def table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Rows of text, the head first, in the order asked for."""
+    """Rows of text, the header first, in the requested order."""
     rows: list[tuple[str, ...]] = [HEAD]
     order = [v for v in summary["options"]["variants"] if v in summary["variants"]]
     for name in order:
@@ -57,7 +57,7 @@ def table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def facts(summary: dict[str, Any]) -> list[str]:
-    """What the figures rest on, a sentence a line."""
+    """The conditions of the measurement, one sentence per line."""
     o, m = summary["options"], summary["machine"]
     ranks = o["ranks"]
     several = o.get("micro_batches", 1)
@@ -93,7 +93,7 @@ def facts(summary: dict[str, Any]) -> list[str]:
 
 
 def remarks(summary: dict[str, Any]) -> list[str]:
-    """Bounds and exposures of our variants; reasons of what is missing."""
+    """Bounds and exposed times of our variants; reasons for missing ones."""
     lines: list[str] = []
     for name, row in summary["variants"].items():
         if row.get("bound") is not None:
@@ -123,6 +123,6 @@ def remarks(summary: dict[str, Any]) -> list[str]:
 
 
 def page(summary: dict[str, Any], legend: bool = False) -> Page:
-    """All of it."""
+    """The complete report."""
     below = (*LEGEND.splitlines(), "") if legend else ()
     return Page(facts(summary), [Table(table(summary), remarks=(*below, *remarks(summary)))])

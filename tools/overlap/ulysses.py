@@ -1,7 +1,7 @@
-"""DeepSpeed's exchange of heads in the place of ours: an all-to-all each of queries, keys, values
-and output, one after another. Weights, kernel and projections stay as they are.
+"""DeepSpeed's exchange of heads instead of ours: one all-to-all each for queries, keys, values and
+output, one after another. Weights, kernel and projections are unchanged.
 
-Accelerate's is DeepSpeed's (``UlyssesSPAttentionHF``), with the same all-to-alls.
+Accelerate uses DeepSpeed's (``UlyssesSPAttentionHF``), with the same all-to-alls.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The variants: one model, one batch, one plain SGD, and different ways to share the weights.
+"""The variants: one model, one batch, plain SGD, and different ways to shard the weights.
 
-Every step is forward, backward until all gradients are there, optimizer step; all of it is timed.
-The loss is a sum over ranks divided by the number of elements, and gradients are sums over ranks
-(DESIGN 6), so every variant must make the same training out of the same weights.
+Every step is forward, backward until all gradients are complete, and the optimizer step; all of it
+is timed. The loss is a sum over ranks divided by the number of elements, and gradients are sums
+over ranks (DESIGN 6), so every variant must train the same from the same weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Mark = Callable[[str], None]
 
 
 def no_mark(name: str) -> None:
-    """For a step without a timeline."""
+    """Ignores marks, for a step without a timeline."""
 
 
 @dataclass
@@ -48,17 +48,17 @@ class Setting:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Of the model and its data."""
+        """Sizes of the model and its data."""
         return self.options.sizes()
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """The rank of this process."""
         return dist.get_rank()
 
     @property
     def world(self) -> int:
-        """Processes."""
+        """The number of processes."""
         return dist.get_world_size()
 
     @cached_property
@@ -67,7 +67,7 @@ class Setting:
         return self._make(self.world)
 
     def mesh_for(self, spec: Spec) -> ParallelMesh:
-        """The mesh that a variant of ours asks for. Collective, once for each size of a group."""
+        """The mesh for a variant of ours. Collective, once per group size."""
         size = spec.weight or self.world
         if size == self.world:
             mesh = self.mesh
@@ -96,7 +96,7 @@ class Setting:
 
 
 def with_shared_group(mesh: ParallelMesh) -> ParallelMesh:
-    """A copy of ``mesh`` whose reductions go through the groups of its gathers."""
+    """A copy of ``mesh`` whose reduce-scatters use the process groups of its all-gathers."""
     shared = copy.copy(mesh)
     shared.dense = replace(mesh.dense, gradient_group=mesh.dense.weight_group)
     shared.experts = shared.dense
@@ -105,7 +105,7 @@ def with_shared_group(mesh: ParallelMesh) -> ParallelMesh:
 
 
 class Variant(ABC):
-    """A model that trains. Making one is collective."""
+    """A model in training. Creating one is collective."""
 
     trace: Trace | None = None
 
@@ -121,26 +121,26 @@ class Variant(ABC):
 
     @abstractmethod
     def prepare(self, model: Blocks) -> nn.Module:
-        """Make it parallel."""
+        """Parallelize the model."""
 
     @abstractmethod
     def unsharded_bytes(self) -> int | None:
-        """Bytes of unsharded weights that exist now, or ``None`` where that is not known."""
+        """Bytes of unsharded weights that exist now, or ``None`` if unknown."""
 
     def optimizer_of(self, model: nn.Module) -> Any:
-        """Plain SGD on what this rank keeps of every weight."""
+        """Plain SGD on this rank's part of every weight."""
         return torch.optim.SGD(model.parameters(), lr=self.setting.sizes.lr)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro-batch, the ``last`` of a step or not."""
+        """A context for forward and backward of one micro-batch; ``last``: of a step."""
         return nullcontext()
 
     def micro_batches(self) -> AbstractContextManager[Any]:
-        """Around all of a step's micro-batches."""
+        """A context for all micro-batches of a step."""
         return nullcontext()
 
     def finish(self, last: bool) -> None:
-        """After a backward, when gradients are not complete yet: make them so."""
+        """Complete the gradients after a backward, if they are not complete yet."""
         return
 
     def step(self, mark: Mark = no_mark) -> float:
@@ -164,11 +164,11 @@ class Variant(ABC):
         return summed / self.elements
 
     def report(self) -> dict[str, Any]:
-        """What only this variant knows, as plain values."""
+        """Figures that only this variant has, as plain values."""
         return {}
 
     def close(self) -> None:
-        """Release what garbage collection would not find."""
+        """Release what garbage collection would not."""
         return
 
 
@@ -178,10 +178,10 @@ def parameter_bytes(model: nn.Module) -> int:
 
 
 class Compute(Variant):
-    """The plain model, no communication; its SGD updates as many rows as a shard has."""
+    """The plain model without communication; its SGD updates as many rows as a shard has."""
 
     def prepare(self, model: Blocks) -> nn.Module:
-        """Nothing to do."""
+        """The plain model needs no change."""
         return model
 
     def optimizer_of(self, model: nn.Module) -> Any:
@@ -194,13 +194,13 @@ class Compute(Variant):
         return torch.optim.SGD([r for _, r, _ in self.rows], lr=self.setting.sizes.lr)
 
     def finish(self, last: bool) -> None:
-        """Hand the rows' gradients over."""
+        """Assign the rows' gradients."""
         for parameter, rows, mine in self.rows if last else ():
             assert parameter.grad is not None, "backward has just filled it"
             rows.grad, parameter.grad = parameter.grad[mine], None
 
     def unsharded_bytes(self) -> int:
-        """All of them."""
+        """All weights."""
         return parameter_bytes(self.model)
 
 
@@ -222,7 +222,7 @@ class Ours(Variant):
         return model
 
     def optimizer_of(self, model: nn.Module) -> Any:
-        """SGD; over replicas of the shards a ``ZeroOptimizer``, gradients in bf16 as HSDP's."""
+        """SGD; if shards are replicated a ``ZeroOptimizer`` with bf16 reduction, as in HSDP."""
         if self.communicator.mesh.replicas == 1:
             return super().optimizer_of(model)
         return ZeroOptimizer(
@@ -230,16 +230,16 @@ class Ours(Variant):
         )
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """With full accumulation all but the last send no gradient."""
+        """With full accumulation only the last micro-batch reduces gradients."""
         without = self.config.accumulation == "full" and not last
         return self.communicator.no_sync() if without else nullcontext()
 
     def micro_batches(self) -> AbstractContextManager[Any]:
-        """Nothing writes weights between them, so contents are used again."""
+        """Weights do not change between micro-batches, so slots' contents are reused."""
         return self.communicator.unchanged()
 
     def unsharded_bytes(self) -> int:
-        """What the pool holds now."""
+        """Bytes that the pool holds now."""
         return self.communicator.state.pool.live_nbytes()
 
     def report(self) -> dict[str, Any]:
@@ -262,9 +262,9 @@ class Ours(Variant):
 
 
 def replica_bytes(optimizer: ZeroOptimizer) -> int:
-    """Bytes a rank sends in a step to the holders of the same shards: gradients, new weights.
+    """Bytes a rank sends in a step to the ranks with the same shards: gradients and new weights.
 
-    Weights that are not sharded (norms) travel with their gradients in one all-reduce, not counted.
+    Replicated parameters (norms) are part of the gradients' all-reduce and do not count.
     """
     total = 0
     for bucket in optimizer._buckets:
@@ -278,17 +278,17 @@ class Ddp(Variant):
     """``DistributedDataParallel`` with its defaults; it averages, so the loss is scaled up."""
 
     def prepare(self, model: Blocks) -> nn.Module:
-        """Wrap."""
+        """Wrap the model."""
         self.scale *= self.setting.world
         self.wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         return self.wrapped
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """All but the last send nothing."""
+        """Only the last micro-batch reduces gradients."""
         return nullcontext() if last else self.wrapped.no_sync()
 
     def unsharded_bytes(self) -> int:
-        """All of them."""
+        """All weights."""
         return parameter_bytes(self.model)
 
 
@@ -328,7 +328,7 @@ def unavailable(spec: Spec, options: Options) -> str | None:
 
 
 def reference(setting: Setting, steps: int) -> list[float]:
-    """Losses of one plain process that sees all ranks' batches: the truth. No communication."""
+    """Reference: losses of one plain process with all ranks' batches. No communication."""
     sizes = setting.sizes
     model = fresh(sizes, setting.weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=sizes.lr)

@@ -1,8 +1,8 @@
-"""DeepSpeed ZeRO-3: an optional extra, skipped with a reason where it cannot be imported.
+"""DeepSpeed ZeRO-3: optional, skipped with a reason if it cannot be imported.
 
-Two of its limits decide whether it gathers again in backward at all: with the defaults
-(``stage3_max_live_parameters`` of 1e9) a small model simply stays unsharded. Here it may keep two
-blocks, as internsp does. It trains bf16 weights beside fp32 masters, which the others do not have.
+Two of its limits decide whether it gathers again in backward: with the defaults
+(``stage3_max_live_parameters`` of 1e9) a small model stays unsharded. Here it may keep two blocks,
+as internsp does. It trains bf16 weights with fp32 master weights, which the others do not have.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Zero3(Variant):
         return engine
 
     def optimizer_of(self, model: nn.Module) -> Any:
-        """The engine has it."""
+        """The engine contains the optimizer."""
         return None
 
     def step(self, mark: Mark = no_mark) -> float:
@@ -84,7 +84,7 @@ class Zero3(Variant):
         return float(total.detach()) / self.elements
 
     def unsharded_bytes(self) -> int:
-        """Matrices that are unsharded or on their way, by DeepSpeed's own book-keeping."""
+        """Matrices that are unsharded or in flight, according to DeepSpeed."""
         parameters: list[Any] = list(self.blocks.parameters())
         return sum(
             p.ds_numel * p.element_size()
@@ -93,5 +93,5 @@ class Zero3(Variant):
         )
 
     def close(self) -> None:
-        """Take DeepSpeed's hooks off."""
+        """Remove DeepSpeed's hooks."""
         self.engine.destroy()
