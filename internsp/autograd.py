@@ -1,8 +1,8 @@
 """What the library needs to know of autograd.
 
-The phase; the tensors of an output, which of them a call has made, and which lie in the memory of a
-weight; the hooks on them; errors for uses of torch (compile, vmap, create_graph) in which weights
-cannot be gathered.
+The phase of a pass; the tensors of an output, which of these a call has made, and which lie in the
+memory of a weight; hooks on tensors and nodes of the graph; errors for uses of torch (compile,
+vmap, create_graph) in which weights cannot be gathered.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ transforming = torch._C._are_functorch_transforms_active
 
 
 def no_second_derivatives() -> None:
-    """Called when backward comes to sharded weights and records a graph of the gradients.
+    """Refuse ``create_graph=True``: called when such a backward comes to a parallel model.
 
     Raises:
-        GradientError: always, since the backward runs with ``create_graph=True``.
+        GradientError: always.
     """
     raise GradientError(
         "create_graph=True is not supported through a parallel model: the graph of the gradients "
@@ -69,7 +69,7 @@ def under_transform(name: str) -> StructureError:
 
 
 def compiled(name: str) -> StructureError:
-    """The error for a module that is compiled past us."""
+    """The error for a module that the user has compiled, with the code that gathers its weights."""
     return StructureError(
         f"{name} is compiled by torch.compile around what gathers its weights, which no compiler "
         "can trace: have blocks compiled by weight_parallel.compile = true (with trigger 'qkv' or "
@@ -79,11 +79,13 @@ def compiled(name: str) -> StructureError:
 
 @torch._disable_dynamo
 def refuse_compiled(name: str) -> None:
-    """Called where ``torch.compile`` meets what moves weights, which it cannot trace.
+    """Called where ``torch.compile`` meets code that gathers weights, which it cannot trace.
+
+    The compiler does not trace this function: an error raised in traced code would not reach the
+    user.
 
     Raises:
-        StructureError: always. Not from within the traced code, from which no error of ours
-            would reach the user.
+        StructureError: always.
     """
     raise compiled(name)
 
@@ -121,18 +123,19 @@ def refuse_traced(name: str) -> None:
 
 
 InputTensors = dict[int, tuple[Tensor, Any]]
+"""Tensors that a call got, by id, each with its ``grad_fn`` before the call."""
 
 
 def input_tensors(inputs: Any) -> InputTensors:
     """The tensors in a call's ``inputs``, for :func:`new_tensors`; empty without a graph."""
     if not torch.is_grad_enabled():
         return {}
-    # With the tensors themselves: while they are kept, no other tensor has the same id.
+    # The tensors themselves are kept: meanwhile no other tensor has the same id.
     return {id(tensor): (tensor, tensor.grad_fn) for tensor in tensors(inputs)}
 
 
 def new_tensors(output: Any, before: InputTensors) -> list[Tensor]:
-    """The tensors that a call has made, or has written into: their backward is that of the call.
+    """The tensors that a call has made or has written into: backward through them runs the call's.
 
     An input that is only passed on is not among them; an input that the call has written into is,
     whether it is returned or not.
@@ -148,7 +151,7 @@ def new_tensors(output: Any, before: InputTensors) -> list[Tensor]:
 def register_pre_backward_hook(
     output: Any, call: Callable[[tuple[Tensor, ...]], None], before: InputTensors
 ) -> None:
-    """Have ``call`` called before backward runs through a tensor of ``output`` that is new.
+    """Have ``call`` called before backward runs through a new tensor of ``output``.
 
     Args:
         before: the call's :func:`input_tensors`.
@@ -166,7 +169,7 @@ def register_pre_backward_hook(
 def register_gradient_hook(
     tensor: Tensor, call: Callable[[Tensor], None], before: InputTensors
 ) -> None:
-    """Have ``call`` called when ``tensor``'s gradient arrives, also if it is written into later.
+    """Have ``call`` called when ``tensor``'s gradient arrives, even if the tensor is changed later.
 
     It may be called twice, the second time with the gradient of the base of which ``tensor`` is a
     view.
@@ -248,7 +251,7 @@ def cloned(value: Any, wanted: Callable[[Tensor], bool]) -> Any:
 
 
 def _end(tensor: Tensor) -> int:
-    """Address behind the last byte; an unsharded weight is contiguous, transposed or not."""
+    """Address behind the last byte of an unsharded weight, whose memory has no gaps."""
     return tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 

@@ -1,9 +1,9 @@
 """Blocks that unshard all their weights at their entry: compiled ones, and ones of small weights.
 
 At its entry every parameter of the block is replaced by the unsharded tensor, and put back at the
-exit. The code in between sees plain tensors: ``torch.compile`` meets no hook of ours (WP-13), and a
-block whose weights share one collective anyway needs one autograd node instead of one for each
-weight. All gradients are ready together, at the end of the block's backward.
+exit. The forward in between sees plain tensors: ``torch.compile`` meets no hook of ours (WP-13),
+and a block whose weights share one collective anyway needs one autograd node instead of one for
+each weight. All gradients are ready together, at the end of the block's backward.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class BlockParameters:
     Attributes:
         all: sharded and replicated ones, in the order of use.
         sharded: the sharded weights of the block's unit, which backward needs in their slot again.
-        shared: sharded weights that other blocks use, too; each is a unit of its own.
+        shared: sharded weights of units outside of the blocks: other blocks use them, too.
+        in_unit: ``sharded`` as a set.
     """
 
     def __init__(self, weights: Sequence[Member]) -> None:
         self.all = weights
-        guarded = [weight for weight in weights if isinstance(weight, ShardedParameter)]
-        self.sharded = [weight for weight in guarded if weight.unit.block >= 0]
-        self.shared = [weight for weight in guarded if weight not in self.sharded]
+        found = [weight for weight in weights if isinstance(weight, ShardedParameter)]
+        self.sharded = [weight for weight in found if weight.unit.block >= 0]
+        self.shared = [weight for weight in found if weight not in self.sharded]
         self.in_unit = frozenset(self.sharded)
 
 
@@ -74,10 +75,10 @@ class BlockHandle:
         """Unshard the weights for the backward of the block: the same values in their slot."""
         if torch.is_grad_enabled():
             no_second_derivatives()
-        guarded = [*self.sharded, *self.shared]
-        if guarded[0].communicator.weight_part:
-            return
-        for weight in guarded:
+        weights = [*self.sharded, *self.shared]
+        if weights[0].communicator.weight_part:
+            return  # the weight backward needs no unsharded weight
+        for weight in weights:
             weight.require_version(self._shown[weight])
         if self.sharded:
             self.sharded[0].communicator.pre_backward_all(self.sharded)
@@ -152,15 +153,16 @@ def unshard_at_block_entry(
 
 
 def _plain(held: list[Any], unsharded: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """``_parameters`` of each module meanwhile: unsharded views, and what a user has put there."""
+    """``_parameters`` of each module while the block's forward runs: unsharded views, and what a
+    user has put there."""
     plain: list[dict[str, Any]] = []
-    views = iter(unsharded)
+    remaining = iter(unsharded)
     for weights in held:
         if weights.scope.recomputed:
             weights.before_recomputed()
         inside = dict(weights)
         for name, weight in weights.weights.items():
-            view = next(views)
+            view = next(remaining)
             inside[name] = view if inside[name] is weight.parameter else weights.replacement(name)
         plain.append(inside)
     return plain
@@ -169,7 +171,7 @@ def _plain(held: list[Any], unsharded: Sequence[Tensor]) -> list[dict[str, Any]]
 def _keep_what_was_put_in(
     held: list[Any], plain: list[dict[str, Any]], handed: list[dict[str, Any]]
 ) -> None:
-    """Keep parameters that the forward itself has set; the next use refuses them."""
+    """Keep what the forward itself has put into ``_parameters``; the next use refuses it."""
     for weights, inside, before in zip(held, plain, handed, strict=True):
         for name, value in inside.items():
             if value is not before.get(name):

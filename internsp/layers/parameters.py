@@ -2,7 +2,7 @@
 
 ``module._parameters`` becomes a :class:`Weights`. Outside of a forward it returns the parameter, a
 ``DTensor``. In the forward of the module that owns the weight (:func:`wrap_forward`), or of its
-block (:func:`wrap_scope`; for weights outside of the blocks, of the model), it returns a
+block (:func:`wrap_scope`; of the model, for weights outside of the blocks), it returns a
 differentiable view: its forward gives the unsharded weight in its slot, its backward starts the
 reduction of the gradient. So any code that reads ``module.weight`` computes with the unsharded
 weight, and no module is converted. A module without a communicator is an ordinary one.
@@ -42,6 +42,10 @@ class ParameterHandle:
     Args:
         scoped: the weight is read outside of the forward of the module that owns it. Only the
             pre-backward hooks on the block's outputs unshard it again.
+
+    Attributes:
+        entered: whether a pre-backward hook has come since the last gradient.
+        used_version: the version of the values that the view was made from (WP-14).
     """
 
     __slots__ = ("entered", "scoped", "used_version", "weights")
@@ -70,7 +74,7 @@ class ParameterHandle:
         communicator = weight.communicator
         self.entered = True
         if communicator.weight_part:
-            return  # weight gradients need no weight
+            return  # the weight backward needs no unsharded weight
         weight.require_version(self.used_version)
         if saved:
             communicator.pre_backward(weight)
@@ -91,7 +95,7 @@ class ParameterHandle:
             raise StaleWeightError(
                 f"{weight.name} was read past the forward of the module that owns it, and backward "
                 "entered its block through a tensor that left it by another way than its output, "
-                "so that the weight may not have been whole: return that tensor from the block"
+                "so that the weight may not have been unsharded: return that tensor from the block"
             )
         self.entered = False
         if communicator.weight_part or not weight.shares_slot:
@@ -103,7 +107,7 @@ class Views(torch.autograd.Function):
     """Differentiable views: parameters (shards) -> unsharded tensors in their slots.
 
     Backward starts the reductions and returns ``None``: ``.grad`` stays unset until the reductions
-    are finished, and the parameters are in the graph.
+    are finished. The parameters are inputs, so that they are in the graph.
     """
 
     @staticmethod
@@ -147,8 +151,12 @@ class Views(torch.autograd.Function):
 
 
 def _captured(weight: Member, gradient: Tensor, shard: Tensor) -> Tensor:
-    """The gradient that ``torch.autograd.grad`` gets: for torch's split backward, a tensor without
-    memory."""
+    """The gradient that ``torch.autograd.grad`` returns to torch's split backward: zeros without
+    memory of their own.
+
+    Raises:
+        GradientError: in any other call of ``torch.autograd.grad``.
+    """
     if not weight.communicator.weight_part:
         raise GradientError(
             "torch.autograd.grad over a sharded weight is not supported: its gradient is "
@@ -187,11 +195,11 @@ class Scope:
 
     Attributes:
         unsharded: views made since the forward began; ``None`` outside of it.
-        block: it is a block's. The slots of weights outside of the blocks are not shared, so that
-            for them it does not matter where backward enters.
-        recomputed: backward runs the forward again.
+        block: whether the forward is a block's. Weights outside of the blocks stay in their slots,
+            so that for them it does not matter where backward enters.
+        recomputed: whether activation checkpointing runs the forward again.
         members: ``_parameters`` of the modules in it.
-        module, name: the module whose forward it is, and its name (empty for the model).
+        module, name: the module whose forward this is, and its name (empty for the model).
         communicator: the chunk's (:class:`internsp.wp.communicator.ISPCommunicator`).
     """
 
@@ -208,14 +216,16 @@ class Scope:
 
 
 class Weights(dict[str, Any]):
-    """``_parameters`` of a module: in a forward ``[name]`` is an unsharded view, else the shard.
+    """``_parameters`` of a module: in a forward ``[name]`` is an unsharded view.
 
-    ``items``, ``values`` and ``get`` always return the parameters, for ``state_dict``,
-    ``parameters()`` and optimizers. It cannot be copied, so neither can the model.
+    Otherwise it is the parameter. ``items``, ``values`` and ``get`` always return the parameters,
+    for ``state_dict``, ``parameters()`` and optimizers. A ``Weights`` cannot be copied, so neither
+    can the model.
 
     Attributes:
         weights: the module's parameters that ``parallelize`` has made, by their names in it.
-        scope: the forward in which they may be read outside of the module's own.
+        scope: the forward in which these may be read outside of the module's own forward.
+        owner: the module's class and name, for errors.
         unsharded: views made in the module's own forward; ``None`` outside of it.
         copies: other references that the module keeps, as ``nn.LSTM`` does in a list: a path of
             attribute and keys, and the name. During a forward they hold the view, too.
@@ -240,7 +250,7 @@ class Weights(dict[str, Any]):
             unsharded = self.scope.unsharded
         if unsharded is None:
             if in_backward() and parameter is weight.parameter:
-                # A recompute that the user wrote.
+                # In a backward outside of our scopes: a recompute that the user wrote.
                 if weight.communicator.may_unshard_in_backward(weight):
                     return view(ParameterHandle(weight))
             return parameter
@@ -338,9 +348,9 @@ class Weights(dict[str, Any]):
                     raise under_transform(weight.name)
 
 
-# Modules that only pass their weights to one function of torch, which saves them for backward or (a
-# lookup) does not need them there. Only of these it is known that they neither write into a weight
-# nor return a part of it.
+# Classes of modules that only pass their weights to one function of torch; and whether that saves
+# them for backward (a lookup does not). Only of these classes it is known that they neither write
+# into a weight nor return a part of it.
 _PLAIN: dict[type[nn.Module], bool] = {
     nn.Linear: True,
     nn.LayerNorm: True,
@@ -350,7 +360,7 @@ _PLAIN: dict[type[nn.Module], bool] = {
 
 
 def plain(saves: bool) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    """Class decorator: see ``_PLAIN``.
+    """Class decorator: note the class in ``_PLAIN``.
 
     Args:
         saves: whether backward needs the weights.
@@ -383,7 +393,7 @@ def wrap_forward(module: nn.Module) -> None:
             refuse_compiled(held.owner)
         if transforming():
             held.require_scope()
-            return inner(*args, **kwargs)  # the views are the block's
+            return inner(*args, **kwargs)  # the block's scope keeps the views
         if copied is not None:
             copied.require_copies(module)
         before = {} if simple else input_tensors((args, kwargs))
@@ -427,11 +437,11 @@ def _require_tensors(owner: str, unsharded: Unsharded, output: Any, before: Inpu
 def wrap_scope(module: nn.Module, scope: Scope) -> None:
     """Wrap ``module.forward`` as the scope in which the parameters of ``scope`` may be read.
 
-    ``forward`` is wrapped and not ``__call__``, so that the recompute of a checkpoint around it is
-    such a scope, too.
+    ``forward`` is wrapped and not ``__call__``, so that the recompute of a checkpoint around it
+    opens the scope, too.
     """
     held, inner = module._parameters, module.forward
-    # Set for a block that owns weights itself.
+    # Not None for a block that owns weights itself and keeps other references to them.
     copied = held if isinstance(held, Weights) and held.copies else None
 
     @wraps(inner)
@@ -461,7 +471,7 @@ def open_weights(module: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Any
 
     Returns:
         The tensors to compute with, by name; and a function to apply to the result, which registers
-        the pre-backward hook that unshards them again.
+        the pre-backward hook that unshards the weights again.
     """
     held = module._parameters
     if type(held) is not Weights:
@@ -525,7 +535,7 @@ def require_unwritten(weight: Member, tensor: Tensor) -> None:
     """Check that a forward has not written into ``tensor``, the view that it read.
 
     Raises:
-        StructureError: it has. A write into a slot would not reach the shard.
+        StructureError: it has written: a write into a slot would not reach the shard.
     """
     if not tensor.is_inference() and tensor._version:
         weight.invalidate()

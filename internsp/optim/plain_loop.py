@@ -27,7 +27,8 @@ from internsp.wp.replicated import SMALL, ReplicatedParameters
 
 class PlainLoop:
     """All-reduces a chunk's reduced gradients over replicas, weight by weight, and completes
-    ``.grad``.
+    ``.grad``. Its ``start``, ``finish_oldest`` and ``discard`` are the
+    :class:`internsp.wp.reductions.ReplicaExchange`.
 
     Attributes:
         sums: results of finished all-reduces that are not in ``.grad`` yet.
@@ -56,8 +57,7 @@ class PlainLoop:
         self._state.replicas = self
 
     def backward_ended(self, more: bool) -> None:
-        """Complete ``.grad``; or, if ``more`` backwards belong to this step, put placeholders
-        into ``.grad``."""
+        """Complete ``.grad``; if ``more`` backwards come before that, put placeholders there."""
         if more:
             sums = [
                 *self._communicator.replicated.with_gradient(),
@@ -159,10 +159,10 @@ def _sum_dtype(weight: ShardedParameter) -> torch.dtype:
 
 
 def _known_use(member: Member) -> bool | None:
-    """Whether some rank used ``member``, if this rank knows it; ``None``: the ranks must agree.
+    """Whether ``member``, which this rank has not used, counts as used; ``None``: ask other ranks.
 
-    False if it is frozen. True where ``.grad`` exists: adding zeros to it is right, whether another
-    rank used it or not.
+    False if it is frozen. True where ``.grad`` exists: adding zeros to that is right, whether
+    another rank used ``member`` or not.
     """
     if not member.requires_grad:
         return False
@@ -170,7 +170,7 @@ def _known_use(member: Member) -> bool | None:
 
 
 def _copy_shared_gradients(weights: Iterable[ShardedParameter]) -> None:
-    """Copy a borrowed gradient that two weights share, as each is about to be changed in place."""
+    """Copy a gradient of autograd that two weights borrow: each is about to be changed in place."""
     seen: set[int] = set()
     for weight in weights:
         if weight.reduced_grad is not None and weight.borrowed:
@@ -194,14 +194,14 @@ def _accumulate(member: Member, value: Tensor) -> None:
 def discard_sums(
     state: Chunk, replicated: ReplicatedParameters, member: Member, used: bool
 ) -> None:
-    """Drop ``member``'s sums on this rank; waits for what is in flight. No communication.
+    """Drop ``member``'s sums on this rank; waits for reductions in flight, launches nothing.
 
     A sum becomes zeros instead of ``None``, so that all ranks go on launching the same collectives
     (WP-2).
 
     Args:
-        used: whether the gradient, where this rank had one, is zero rather than absent: a gradient
-            that was set to zero in place exists, and optimizers step with it.
+        used: whether a gradient that this rank had counts as zero, not as absent: one that was set
+            to zero in place exists, and optimizers step with it.
     """
     state.finish_reductions()
     if isinstance(member, ReplicatedParameter):

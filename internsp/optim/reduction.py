@@ -1,12 +1,12 @@
-"""``ZeroReducer``: from reduced gradients to slices of them, the ZeRO part of finishing reductions.
+"""``ZeroReducer``: reduce-scatters reduced gradients over replicas (ZeRO).
 
-Each bucket's reduced gradients (of the length of the shards) go through one exchange over the ZeRO
-group and a local sum (a reduce-scatter, see ``wp.collectives``). Where there are more replicas than
-ZeRO ranks, the slice is then all-reduced over the ranks that hold the same one (ZeRO-1.5). When a
-bucket is exchanged, the gather queue decides: while the last backward before the step runs, where
-it is known or expected to be the last (:mod:`internsp.wp.reductions`). Gradients of replicated
-parameters come by one flat all-reduce over all ranks of the stage, with a flag for each parameter
-that some rank used.
+The reduced gradients of a bucket's shards go through one exchange over the ZeRO group and a local
+sum (a reduce-scatter, see ``wp.collectives``), which leaves each rank a slice of them. Where there
+are more replicas than ZeRO ranks, the slice is then all-reduced over the ranks that hold the same
+one (ZeRO-1.5). :mod:`internsp.wp.reductions` decides when a bucket is exchanged: while the last
+backward before the step runs, where that is known or expected to be the last. Gradients of
+replicated parameters come by one flat all-reduce over all ranks of the stage, with a flag for each
+parameter that some rank used.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
 from internsp.wp.reductions import Parcel
 
-IN_FLIGHT = 2  # exchanges: several of moderate size use both directions of a link (DESIGN 8)
+IN_FLIGHT = 2  # exchanges in flight: several use both directions of a link (DESIGN 8)
 
 
 @dataclass
 class _Exchange:
+    """The exchange of one bucket, and the sums that follow."""
+
     bucket: Bucket
     output: Tensor
     input: Tensor
     handle: Handle
-    total: Tensor | None = None  # this rank's slice, where it is summed over further ranks
-    dropped: list[Member] = field(default_factory=list)
+    total: Tensor | None = None  # this rank's slice, once the exchange is summed
+    dropped: list[Member] = field(default_factory=list)  # their sums count as zeros
 
 
 class ZeroReducer:
@@ -61,16 +63,17 @@ class ZeroReducer:
     ) -> None:
         self._communicator = communicator
         self._state = communicator.state
-        self._state.finish_reductions()  # in flight, but not by the parcels declared below
+        self._state.finish_reductions()  # those in flight precede the parcels declared below
         self._mesh: ParallelMesh = communicator.mesh
         self._buckets = buckets
         self._dtype = reduce_dtype
         self.local_not_finite = torch.zeros((), dtype=torch.bool, device=self._mesh.device)
         self._in_flight: deque[_Exchange] = deque()
         self._replica_sums: list[_Exchange] = []  # their slices are being all-reduced
-        self._backwards = 0  # since the last step, without those that announced further ones
+        # Backwards since the last step, without those that are not the last (`no_sync` and kin).
+        self._backwards = 0
         self._expected_backwards = 0  # as many as the last step had
-        self._saw_accumulation = False  # a backward since the last step announced further ones
+        self._saw_accumulation = False  # there was one since the last step that was not counted
         # In the order in which a backward completes the gradients.
         self._bucket_of: dict[Parcel[ShardedParameter], Bucket] = {}
         for bucket in reversed(buckets):
@@ -83,7 +86,8 @@ class ZeroReducer:
         communicator.expects_exchange = self.expects_exchange
 
     def finalize_gradients(self) -> set[Member]:
-        """Add every gradient that is ready on any rank to the slices. Always covers all parameters.
+        """Add every gradient that is ready on any rank to the slices, for all parameters.
+
         Collective; blocks.
 
         The launch order is the same on every rank (WP-2): unsharded sums that no backward has
@@ -101,7 +105,7 @@ class ZeroReducer:
                 local = self._pop_autograd_gradient(member)
                 if local is not None:
                     autograd_gradients[member] = local
-        # Before the all-reduce: only here can be seen on which rank such values arose.
+        # Before the all-reduce: only here is known on which rank values that are not finite arose.
         self.local_not_finite |= not_finite(
             [replicated.gradient()[: replicated.numel]], self._mesh.device
         )
@@ -132,7 +136,7 @@ class ZeroReducer:
         return used
 
     def backward_ended(self) -> None:
-        """Count this backward, unless it announced further ones before the step (``no_sync`` and
+        """Count this backward, unless others are known to follow before the step (``no_sync`` and
         kin). The next step is expected to have as many."""
         communicator = self._communicator
         if communicator.queue.reductions.accumulating or communicator.more_to_come:
@@ -144,20 +148,20 @@ class ZeroReducer:
         """Whether the backward that begins is expected to be the last before
         :meth:`finalize_gradients`.
 
-        It is if the last step ended after as many backwards. In the first step it is if earlier
-        backwards announced further ones (``no_sync``): the first without is taken for the last.
+        It is if the last step ended after as many counted backwards. In the first step the first
+        one that is counted is taken for the last, if uncounted ones came before it.
         """
         return self._backwards + 1 == (self._expected_backwards or int(self._saw_accumulation))
 
     def drop_sums(self, member: Member, used: bool) -> None:
-        """Drop the sums of one parameter on this rank. No communication."""
+        """Drop the sums of one parameter on this rank. Launches nothing."""
         discard_sums(self._state, self._communicator.replicated, member, used)
         for exchange in (*self._in_flight, *self._replica_sums):
             if member in exchange.bucket.offsets:
                 exchange.dropped.append(member)
 
     def drop_all_sums(self) -> None:
-        """Wait for what is in flight, and drop every sum. No new collective."""
+        """Wait for what is in flight, and drop every sum. Launches nothing."""
         self._state.reducer.unsharded_sums.discard()
         self._state.finish_reductions()
         expected = self._expected_backwards
@@ -208,9 +212,9 @@ class ZeroReducer:
             self._replica_sums.append(exchange)
 
     def discard(self) -> None:
-        """Wait for what is in flight, keep nothing of it, and forget how many backwards a step has.
+        """Wait for exchanges in flight, keep nothing of them, and reset the counts of backwards.
 
-        No new collective.
+        Launches nothing.
         """
         for exchange in (*self._in_flight, *self._replica_sums):
             self._state.collectives.wait(exchange.handle, exchange.bucket.name, "", "finish")
@@ -236,7 +240,7 @@ class ZeroReducer:
         exchange.handle = between.zero_replica.all_reduce(exchange.total, bucket.name)
 
     def _finish_replica_sums(self) -> None:
-        """Wait for the all-reduces of all slices, and add them to their buckets' gradients."""
+        """Wait for the all-reduces of all slices, and add these to their buckets' gradients."""
         for exchange in self._replica_sums:
             self._add_slice(exchange)
         self._replica_sums.clear()
@@ -268,10 +272,8 @@ class ZeroReducer:
         Such a term is the same on all ranks, so it counts once and not once for each rank.
 
         Returns:
-            The part that is added to this rank's shard, like the parameter's storage; ``None`` if
-                there
-            is none, or if the parameter is replicated (then it was added to the replicated
-                gradients).
+            This rank's part of it, like the parameter's storage; ``None`` if there is no such
+            gradient, or if the parameter is replicated: then it was added to the flat gradient.
         """
         raw = raw_gradient(member.parameter)
         if raw is None:
@@ -294,7 +296,8 @@ class ZeroReducer:
     def _add_autograd_gradients(
         self, bucket: Bucket, autograd_gradients: Mapping[Member, Tensor]
     ) -> None:
-        """Add these gradients to the slices without an exchange: every rank has them already."""
+        """Add ``autograd_gradients`` to the bucket's slice, without an exchange: every rank has
+        them already."""
         assert bucket.gradient is not None, "it has been exchanged"
         for segment in bucket.segments:
             if segment.member in autograd_gradients:

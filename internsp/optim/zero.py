@@ -39,11 +39,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Reduced gradients stay with the communicator until :meth:`step`, which finishes the reductions
     in launch order, reduce-scatters the gradients over their axis' ``zero_group``, updates this
-    rank's slice and all-gathers the new values; the next forward waits for them block by block
-    (WP-3). As soon as the optimizer exists, ``.grad`` of a parameter has no values while a gradient
-    is unfinished: reading them raises (WP-9); ``model.zero_grad()``, ``.grad = None`` and the like
-    drop it. ``param_groups`` are the model's parameters, so that torch's learning-rate schedules
-    work.
+    rank's slice and all-gathers the new values; the next forward waits for these bucket by bucket
+    (WP-3). As soon as the optimizer exists, ``.grad`` of a parameter has no values while its
+    gradient is unfinished: reading them raises (WP-9); ``model.zero_grad()``, ``.grad = None`` and
+    the like drop the gradient. ``param_groups`` are the model's parameters, so that torch's
+    learning-rate schedules work.
 
     The norm and the clip follow DESIGN 6: over all parameters of all stages, each counted once.
 
@@ -142,7 +142,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.skipped_steps = self.skipped_in_a_row = 0
         self.unfinished = communicator.plain.unfinished.restore_grad()
         self._used: set[Member] = set()
-        self._lost: set[Member] = set()  # their earlier gradients were lost in a failed step
+        self._lost: set[Member] = set()  # parameters whose gradients were lost in a failed step
         self._state_names: dict[tuple[int, torch.dtype], StateNames] = {}  # by group and dtype
         with torch.no_grad():
             self._buckets = make_buckets(communicator, group_index, methods)
@@ -189,7 +189,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop every gradient. After :meth:`step` there is none, so that it does nothing then."""
+        """Drop every gradient. After :meth:`step` there is none, so that it does nothing then.
+
+        Args:
+            set_to_none: has no effect; gradients are never kept as zeros.
+        """
         self._communicator.recover()
         self._reducer.drop_all_sums()
         self._clear_gradients()
@@ -200,7 +204,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _drop_gradient(self, member: Member, used: bool) -> None:
         """Drop this rank's part of one gradient. No communication; waits for what is in flight.
 
-        After a failed step all ranks must call it, as :meth:`zero_grad`.
+        After a failed step all ranks must call this, as they must :meth:`zero_grad`.
 
         Args:
             used: whether it was set to zero, not to ``None``: the next step then uses zeros.
@@ -334,10 +338,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def local_state_dict(self) -> dict[str, Any]:
         """This rank's slices of the state, masters, settings and loss scale. Not collective.
 
-        For ``torch.distributed.checkpoint``: entries are by parameter and of its shape, and each
-        rank saves and fills its own index ranges of them, so that any mesh loads what any mesh
-        saved, without gathering anything. Keys are there before the first step too. Tensors are
-        the live ones.
+        For ``torch.distributed.checkpoint``: there is an entry for each parameter, of its shape,
+        and each rank saves and fills its own index ranges of the entries, so that any mesh loads
+        what any mesh saved, without gathering anything. Keys are there before the first step too.
+        Tensors are the live ones.
         """
         with torch.no_grad():
             state: dict[str, Any] = {
@@ -427,7 +431,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._all_gather_parameters(bucket)
 
     def _all_gather_parameters(self, bucket: Bucket) -> None:
-        """Start the all-gather of a bucket's new slices; its members are ready when it ends."""
+        """Start the all-gather of a bucket's new slices; its parameters are ready when it ends."""
         state, axis = self._communicator.state, bucket.axis
         # `.data`: the collective must not raise a version counter that saved tensors share.
         flat, owned = bucket.flat.data, bucket.owned.data
@@ -460,7 +464,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reducer.backward_ended()
 
     def _after_reset(self, earlier: bool) -> None:
-        """The communicator was reset after a failed step: no gradient sum is left.
+        """The communicator was reset after a failed pass: no gradient sum is left.
 
         Args:
             earlier: whether sums of earlier backwards were lost with it.
@@ -489,7 +493,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 @torch.no_grad()
 def step_together(optimizers: Sequence[ZeroOptimizer], log: bool = True) -> None:
-    """One step of all of them with one norm: a pipeline rank has an optimizer for each chunk.
+    """One step of ``optimizers`` with one norm: a pipeline rank has an optimizer for each chunk.
 
     They share their settings and loss scaler, and so :attr:`ZeroOptimizer.grad_norm`.
     Collective; see :meth:`ZeroOptimizer.step`.

@@ -5,9 +5,10 @@ sends half of what gloo's ``reduce_scatter`` sends; on every backend the parts t
 gradient's own dtype and are summed in fp32 or wider on arrival (DESIGN 8). The overlapped and the
 synchronous form send the same messages in the same order; only the wait differs (WP-12).
 
-On gloo in host memory, the collective of a large weight is a message between each pair of ranks,
-received where it is needed. Gloo's own all-gather copies everything twice more, and sends for two
-collectives of a group at a time.
+On gloo in host memory, in groups of up to :data:`MOST_DIRECT` ranks, an all-gather or a
+reduce-scatter is a message between each pair of ranks, received where it is needed; only
+all-gathers of several small weights in one launch use gloo's own form. Gloo's own all-gather copies
+everything twice more, and sends for two collectives of a group at a time.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ class Handle:
     keep: tuple[Any, ...] = field(default=(), repr=False)
     """Tensors the collective reads or writes, and lists of them: kept until the wait (WP-6)."""
     carries: Sequence[Any] = ()
-    """The weights of this launch, for its caller."""
+    """The weights of this launch; the caller sets and reads them."""
     launch: WaitedCollective | None = None
-    """Which one it is, where the ledger counts it."""
+    """Which launch it is, where the :class:`CommContext` counts it."""
     stream: Stream | None = None
     """The stream it was launched from, on a device that has streams."""
 
@@ -90,14 +91,14 @@ class Handle:
 
 
 class Collectives:
-    """Launches and waits for one group's collectives, counting bytes and waits.
+    """Launches one group's collectives and waits for them, counting launches, bytes and waits.
 
     Args:
-        group: ranks among which weights are cut.
-        overlap: when false every launch waits at once: the synchronous oracle (WP-12).
-        trace: where ``AG``, ``RS`` and ``WAIT`` events go.
-        counters: shared by the communicators of a model.
-        ledger: shared with the model's other groups; a new one by default.
+        group: the ranks that communicate.
+        overlap: if false, every launch is waited for at once: the synchronous oracle (WP-12).
+        trace: records ``AG``, ``RS``, ``WAIT`` and the other events.
+        counters: shared by all collectives of a model.
+        comm_context: shared with the model's other groups; a new one by default.
         device: where the tensors are.
     """
 
@@ -119,7 +120,7 @@ class Collectives:
         self.comm_context = comm_context or CommContext()
         self._index = self.comm_context.register(group.group_name)
         self._tag = 0  # message tag of the launch that is being made
-        self._bases: dict[tuple[str, int], int] = {}  # bases of tags, by weight and bytes
+        self._bases: dict[tuple[str, int], int] = {}  # hashes for tags, by weight and bytes
         self._names = (group.group_name,)
         self._device = device
         self._current = current_stream(device)
@@ -129,8 +130,8 @@ class Collectives:
         self._direct = gloo and device.type == "cpu" and self.size <= MOST_DIRECT
         self._observer: torch.Stream | None = None
         self._completion_thread = CompletionThread()
-        # torch.distributed's functions check every tensor, which takes time at a block's twenty
-        # collectives, and our layouts are right: call the group's own methods.
+        # torch.distributed's functions check every tensor, which costs time at twenty collectives a
+        # block, and our layouts are right: call the group's own methods.
         self._gather = getattr(group, "all_gather_single", group._allgather_base)
         self._exchange = getattr(group, "all_to_all_single", group.alltoall_base)
         self._gather_options, self._exchange_options = AllgatherOptions(), AllToAllOptions()
@@ -154,12 +155,13 @@ class Collectives:
         nbytes = {w: others * shard.nbytes for w, shard in zip(weights, shards, strict=True)}
         self.counters.gathered_bytes += sum(nbytes.values())
         self.counters.gathers += len(shards)
+        if self.size == 1:
+            for output, shard in zip(outputs, shards, strict=True):
+                output.copy_(shard)
         if len(shards) > 1:
             return self.launch(self._send_all_gathers, (outputs, shards), "AG", unit, nbytes, phase)
-        output, shard = outputs[0], shards[0]
-        if self.size == 1:
-            output.copy_(shard)
-        return self.launch(self._send_all_gather, (output, shard), "AG", unit, nbytes, phase)
+        tensors = outputs[0], shards[0]
+        return self.launch(self._send_all_gather, tensors, "AG", unit, nbytes, phase)
 
     def reduce_scatter(
         self, output: Tensor, input: Tensor, unit: str, weights: Mapping[str, int], phase: str
@@ -284,7 +286,7 @@ class Collectives:
         return handle
 
     def _count(self, weight: str, nbytes: int) -> None:
-        """Count a launch, and set the tag of its messages, which is the same on all ranks.
+        """Count a launch, and set the tag of its messages; a launch has the same tag on all ranks.
 
         The tag differs between models, weights, sizes and launches: a rank that is out of step
         waits until the timeout, and never takes a message of another launch for this one's.
@@ -301,10 +303,16 @@ class Collectives:
     def sum_output(
         self, received: Tensor, input: Tensor, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The sum of what :meth:`reduce_scatter` has brought, ``[piece]`` in ``dtype``, else in
-        fp32 or wider (DESIGN 8).
+        """The sum of the parts that :meth:`reduce_scatter` has received; called after the wait.
 
-        After the wait. Of messages row by row: torch would first make all of them wide.
+        Messages between pairs are added part by part: torch would first make all parts wide.
+
+        Args:
+            received, input: ``output`` and ``input`` of the reduce-scatter.
+            dtype: dtype of the sum; ``None``: fp32 or wider (DESIGN 8).
+
+        Returns:
+            ``[part]``, in memory of its own.
         """
         dtype = dtype or torch.promote_types(received.dtype, torch.float32)
         rows = received.view(self.size, -1)
@@ -325,7 +333,7 @@ class Collectives:
         """Wait for ``handle`` on the current stream (CPU: block). Later waits return at once.
 
         Raises:
-            CollectiveError: when the collective failed, naming the weight and the rank.
+            CollectiveError: the collective failed; names the weight and the rank.
         """
         if handle.work is None:
             return
@@ -351,15 +359,16 @@ class Collectives:
             for event in handle.events:
                 trace.finish(event, end)
 
-    # The functions that send; an emulated link overrides the first three. They do not block. A
-    # transfer starts after what the current stream has queued, and a wait orders streams alike.
+    # The functions that send; an emulated link (tools/gpu/link.py) overrides the first three. They
+    # do not block. A transfer starts after what the current stream has queued, and a wait makes the
+    # current stream wait for the transfer.
 
     def _send_all_gather(self, output: Tensor, shard: Tensor) -> Work:
         if self._direct:
-            places = output.view(self.size, *shard.shape).unbind()
-            if places[self.rank].data_ptr() != shard.data_ptr():  # it may lie there already
-                places[self.rank].copy_(shard)
-            return send_pairs(self.group, places, [shard] * self.size, self._tag)
+            parts = output.view(self.size, *shard.shape).unbind()
+            if parts[self.rank].data_ptr() != shard.data_ptr():  # it may lie there already
+                parts[self.rank].copy_(shard)
+            return send_pairs(self.group, parts, [shard] * self.size, self._tag)
         return self._gather(output, shard, self._gather_options)
 
     def _send_all_gathers(self, outputs: list[Tensor], shards: list[Tensor]) -> Work:
@@ -370,9 +379,9 @@ class Collectives:
 
     def _send_all_to_all(self, output: Tensor, input: Tensor) -> Work:
         if self._direct:
-            places = output.view(self.size, -1).unbind()
+            received = output.view(self.size, -1).unbind()
             sent = input.view(self.size, -1).unbind()
-            return send_pairs(self.group, places, sent, self._tag)
+            return send_pairs(self.group, received, sent, self._tag)
         return self._exchange(output, input, [], [], self._exchange_options)
 
     def _send_parts(
@@ -382,17 +391,17 @@ class Collectives:
             return self._exchange(
                 output, input, list(received), list(sent), self._exchange_options
             )
-        places, parts = output.split(list(received)), input.split(list(sent))
-        places[self.rank].copy_(parts[self.rank])
+        outputs, inputs = output.split(list(received)), input.split(list(sent))
+        outputs[self.rank].copy_(inputs[self.rank])
         others = [(self.rank + i) % self.size for i in range(1, self.size)]
         group, tag = self.group, self._tag
-        works: list[Work] = [group.recv([places[p]], p, tag) for p in others[::-1] if received[p]]
-        works += [group.send([parts[p]], p, tag) for p in others if sent[p]]
+        works: list[Work] = [group.recv([outputs[p]], p, tag) for p in others[::-1] if received[p]]
+        works += [group.send([inputs[p]], p, tag) for p in others if sent[p]]
         return WorkHandles(works, group)
 
     def _outlive(self, handle: Handle) -> None:
-        """Keep the memory of a collective that another stream waited for than the one that launched
-        it: the allocator would give freed memory to the launching stream, which has not waited.
+        """Keep a collective's memory for a stream that waited for it but did not launch it: the
+        allocator would give freed memory to the launching stream, which has not waited.
         """
         if handle.stream is None or self._current is None:
             return
@@ -423,13 +432,13 @@ class Collectives:
 
 @dataclass(frozen=True)
 class ReplicaCollectives:
-    """Collectives between the replicas of one weight axis; each counts its launches (WP-10).
+    """Collectives between the replicas of one weight axis; each has launch counts (WP-10).
 
     Attributes:
         replica: between all replicas (a plain loop).
-        zero: between the ranks over which a ``ZeroOptimizer`` shards the gradients of a shard.
-        zero_replica: between the ranks that hold the same such slice.
-        publication: of the same ranks as ``zero``, for the all-gather of new parameters.
+        zero: over the ZeRO group, over which a ``ZeroOptimizer`` shards the gradient of a shard.
+        zero_replica: between the ranks that hold the same slice of that gradient.
+        publication: also over the ZeRO group, for the all-gather of new parameters.
     """
 
     replica: Collectives
@@ -441,13 +450,13 @@ class ReplicaCollectives:
 def send_pairs(
     group: dist.ProcessGroup, places: Sequence[Tensor], input: Sequence[Tensor], tag: int
 ) -> WorkHandles:
-    """Send ``pieces[p]`` to rank ``p`` and receive what it sends into ``places[p]`` (gloo, host).
+    """Send ``input[p]`` to rank ``p``, receive its part into ``places[p]`` (gloo, host memory).
 
-    This rank's own piece stays where it is.
+    This rank's own part is not copied.
 
     Args:
-        tag: of the launch (:meth:`Collectives.launch`), the same on all ranks: ranks out of step
-            wait for each other in vain instead of taking one weight for another (WP-2).
+        tag: the launch's (:meth:`Collectives.launch`), the same on all ranks: ranks that are out of
+            step wait until the timeout instead of taking one weight for another (WP-2).
     """
     rank, size = group.rank(), group.size()
     others = [(rank + i) % size for i in range(1, size)]
@@ -470,7 +479,10 @@ def all_reduce(
 
 
 def gather_slices(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    """All-gather equal 1-D slices, asynchronously (the optimizer publishes with it)."""
+    """All-gather equal 1-D slices asynchronously, uncounted; ``None`` for a group of one.
+
+    For reads of an optimizer's slices between two passes, not for its step.
+    """
     if dist.get_world_size(group) == 1:
         if output.data_ptr() != input.data_ptr():
             output.copy_(input)
@@ -479,5 +491,3 @@ def gather_slices(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> di
     gather: Callable[..., dist.Work]
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     return gather(output, input, group=group, async_op=True)
-
-

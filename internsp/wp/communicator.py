@@ -1,10 +1,11 @@
-"""How weights travel: the interface that layers call, and its three implementations.
+"""How weights travel: the interface that layers call, and its implementations.
 
 Layers call :class:`WPCommunicator` (InternEvo's interface) to unshard a weight, to release it, to
 prepare its backward, and to hand over its ready gradient. The blocks of a chunk, its embedding and
 its head implement the interface over the same parts, which :class:`internsp.wp.perform.Chunk`
-holds: the gather queue decides (:mod:`internsp.wp.queue`), slots and reducer carry it out. The
-hooks that report events are in :mod:`internsp.wp.hooks`.
+holds: the gather queue decides (:mod:`internsp.wp.queue`), slots and reducer carry it out. A user's
+own implementation is wrapped (:class:`UsersCommunicator`). The hooks that report events are in
+:mod:`internsp.wp.hooks`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class WPCommunicator(ABC):
     lines, for :func:`internsp.parallelize`); the defaults of the others are right for any.
 
     Attributes:
-        weight_part: the weight part of a split backward runs, which needs no unsharded weight.
+        weight_part: whether the weight backward of a split backward runs, which needs no unsharded
+            weight.
     """
 
     weight_part = False
@@ -126,7 +128,12 @@ class UsersCommunicator(WPCommunicator):
     def on_grad_ready(self, weight: ShardedParameter, gradient: Tensor) -> None:
         """See :meth:`WPCommunicator.on_grad_ready`."""
         self._chunk.began()
-        self._chunk.reducer.had_gradient[weight] = True
+        reducer = self._chunk.reducer
+        if weight in reducer.frozen:  # since the forward; other ranks' reductions need this one's
+            gradient = torch.zeros_like(gradient)
+            reducer.had_gradient.setdefault(weight, False)
+        else:
+            reducer.had_gradient[weight] = True
         self.own.on_grad_ready(weight, gradient)
 
 
@@ -136,6 +143,7 @@ class ChunkWeights(WPCommunicator):
 
     Attributes:
         state: the parts that all communicators of the chunk share.
+        queue: the chunk's gather queue.
     """
 
     def __init__(self, state: Chunk) -> None:
@@ -147,7 +155,8 @@ class ChunkWeights(WPCommunicator):
         phase = RECOMPUTE if graph_task() != NO_TASK else FORWARD
         if weight.autocasts:
             follow(weight)
-        if unit.block < 0 and not state.inside and phase == FORWARD:  # no pre-forward did
+        if unit.block < 0 and not state.inside and phase == FORWARD:
+            # No pre-forward of the model has done so.
             state.invalidate_older(unit)
         actions = self.queue.use(unit, weight, phase, state.trace.enabled or state.streams)
         if actions:
@@ -195,7 +204,7 @@ class ChunkWeights(WPCommunicator):
             return
         if not self.queue.is_gathered(weight):
             self.state.perform(self.queue.use(unit, weight, BACKWARD))
-        else:  # a gather in flight is the recompute's, which uses it next
+        else:  # a gather that is in flight was launched for the recompute, which uses it next
             self.state.perform(self.queue.wait_for(unit, weight, RECOMPUTE))
         self._read_slot(weight)
 
@@ -211,12 +220,12 @@ class ChunkWeights(WPCommunicator):
 
     def may_unshard_in_backward(self, weight: ShardedParameter) -> bool:
         """See :meth:`WPCommunicator.may_unshard_in_backward`."""
-        if weight.unit.block < 0:  # its slot is not shared
+        if weight.unit.block < 0:  # a gather would not be in the declared order (WP-2)
             return self.queue.is_gathered(weight)
         return not weight.needs_gather or weight.unit is self.queue.open
 
     def on_grad_ready(self, weight: ShardedParameter, gradient: Tensor) -> None:
-        """See :meth:`WPCommunicator.on_grad_ready`; reduced in the declared order (WP-2)."""
+        """See :meth:`WPCommunicator.on_grad_ready`; the reduction has its declared turn (WP-2)."""
         self._keep_gradients(weight.unit, ((weight, gradient),))
         actions = self.queue.grad_ready(weight.unit, weight)
         if actions:
@@ -235,7 +244,7 @@ class ChunkWeights(WPCommunicator):
             raise StaleWeightError(
                 f"backward entered block {unit.name} on rank {dist.get_rank()} through a tensor "
                 "that left it by another way than its output, so that its weights may not have "
-                "been whole: return that tensor from the block, or set "
+                "been unsharded: return that tensor from the block, or set "
                 "weight_parallel.coalesce_bytes = 0 and compile = false"
             )
         kept, frozen = self.state.reducer.ready, self.state.reducer.frozen
@@ -277,12 +286,14 @@ class ISPCommunicator(ChunkWeights):
 
     Attributes:
         blocks: units in the declared order.
-        replicated: parameters that every rank holds unsharded.
-        head, embedding: their communicators, or ``None``; other large weights outside of blocks
-            have none of their own.
+        replicated: the replicated parameters, and the flags of all.
+        mean: gradients are averaged over the ranks of the stage, not summed.
+        head, embedding: the communicators of these units, or ``None``; other large weights outside
+            of the blocks have none of their own.
         enclosing: blocks that hold units of their own.
-        recovery: what happens after an exception.
-        contents: whether the contents of slots may be used again.
+        recovery: what happens after an exception (WP-10).
+        contents: decides whether a pass may reuse the contents of slots (WP-11).
+        plan: the layout of the chunk, in the learned order once there is one.
         parameters_of: the parameter that each module holds under each name.
         plain: completes ``.grad`` at the end of backward
             (:class:`internsp.optim.plain_loop.PlainLoop`); ``None``: a ``ZeroOptimizer`` does so
@@ -297,7 +308,12 @@ class ISPCommunicator(ChunkWeights):
             if the ranks' batches differ.
         learning: records the order of blocks in the first step (``unexpected_order = "learn"``);
             ``None`` if no order is learned, or once one is (``learned``).
-        meeting: lets the ranks of the stage agree on collectives between two passes.
+        store_group: lets the ranks of the stage agree on collectives between two passes
+            (:class:`internsp.agreement.store_group.StoreGroup`).
+        after_backward: functions called after each backward.
+        after_reset: functions called after a reset, so that other holders of sums drop theirs; the
+            argument says whether sums of earlier backwards are lost by it.
+        forwards: number of forwards that have begun; the hooks on outputs note it.
         step_gradients: what a pipeline's step adds to gradients of weights that other stages hold,
             too (:class:`internsp.pipeline.tied.StepGradients`); ``None`` if there are none.
         full_params_in: name of the context that holds parameters unsharded outside of training
@@ -332,8 +348,6 @@ class ISPCommunicator(ChunkWeights):
         self._completed = False  # .grad was completed since a pipeline's step began
         self.confirm: Callable[[], None] = lambda: None
         self.after_backward: list[Callable[[], None]] = []
-        # Called after a reset, so that other holders of sums drop theirs; the argument says whether
-        # sums of earlier backwards are lost by it.
         self.after_reset: list[Callable[[bool], None]] = []
         self.recovery = Recovery(mesh, state.collectives.comm_context)
         self._autocast = Autocast(replicated.sharded, blocks, mesh.device.type)
@@ -341,14 +355,14 @@ class ISPCommunicator(ChunkWeights):
         state.began = replicated.began = self._ensure_callback
         self._has_replicas = any(axis.replicas > 1 for axis in mesh.axes)
         self._next = 0  # the block that a forward must run next
-        self.forwards = 0  # forwards that have begun; a backward may go through several graphs
+        self.forwards = 0
         self._graphs = 0  # graphs made by forwards since the last backward ended
         self._forward: int | None = None  # the forward whose graph the backward is in, if known
         self._forward_open = False  # a forward has begun and not reached its end
         self._nested = False  # the graph task of the backward that runs may be an inner one
 
     def root_units(self) -> list[Unit]:
-        """Units outside of blocks and head; of enclosing blocks what none of their units has."""
+        """Units outside of the blocks, without the head; and the rests of enclosing blocks."""
         rests = [block.rest for block in self.enclosing.blocks if block.rest.weights]
         return [*self.queue.root, *rests]
 
@@ -372,12 +386,12 @@ class ISPCommunicator(ChunkWeights):
         if isinstance(weight, ShardedParameter):
             return super().unshard(weight)
         units = self._units_of(weight, "unshard")
-        room = self.queue.prefetchable()
+        fits = self.queue.prefetchable()
         for unit in units:
-            if unit not in room:
+            if unit not in fits:
                 raise OrderError(
                     f"unshard(): {unit.name} shares its slot with blocks that run before it, which "
-                    f"would take it: those with room are {', '.join(u.name for u in room)}; raise "
+                    f"would take it: those that fit are {', '.join(u.name for u in fits)}; raise "
                     "weight_parallel.prefetch_depth, or set keep_unsharded for it"
                 )
         self._prefetch(units)
@@ -466,7 +480,7 @@ class ISPCommunicator(ChunkWeights):
     def block_pre_forward(self, unit: Unit) -> None:
         """A block's pre-forward, in forward or in a recompute."""
         if graph_task() != NO_TASK:
-            if unit.around >= 0:  # the recompute may go around several units
+            if unit.around >= 0:  # the recompute may be that of the enclosing block
                 self.state.perform(self.enclosing.recompute(unit))
             else:
                 self.block_pre_backward(unit)
@@ -490,10 +504,13 @@ class ISPCommunicator(ChunkWeights):
     # backward
 
     def root_pre_backward(self, forward: int) -> None:
-        """The model's pre-backward: a gradient entered the graph of ``forward``.
+        """The model's pre-backward: a gradient has arrived at an output of the model or of a block.
 
-        Idempotent within one backward. Queues the callback for its end, from the outermost graph
-        task (WP-9).
+        Called for each such gradient; the first one of a backward begins it, and queues the
+        callback for its end from the outermost graph task (WP-9).
+
+        Args:
+            forward: number of the forward that made the output (``forwards`` at that time).
         """
         task = torch._C._current_graph_task_id()
         if self.weight_part:
@@ -502,7 +519,8 @@ class ISPCommunicator(ChunkWeights):
             self._enter_graph(forward)
             return
         self.recovery.check()
-        if self.replicated.backward >= 0 and not self._nested:  # the one before this never ended
+        if self.replicated.backward >= 0 and not self._nested:
+            # The backward before this one never ended.
             self.recovery.reach_consensus()
             self.rest()
         self.replicated.backward, self._forward = task, forward
@@ -517,7 +535,7 @@ class ISPCommunicator(ChunkWeights):
         """A block's pre-backward: the gradient of its output has arrived, or its recompute begins.
 
         Args:
-            run: see :meth:`GatherQueue.pre_backward`.
+            run: see :meth:`internsp.wp.queue.GatherQueue.pre_backward`.
         """
         if not self.weight_part:
             self.state.perform(self.queue.pre_backward(unit, self._all_ranks_take_part(), run))
@@ -571,9 +589,10 @@ class ISPCommunicator(ChunkWeights):
     def no_replica_sync(self) -> Iterator[None]:
         """Sharded accumulation: backwards inside reduce within the weight group only.
 
-        Sums stay on this rank, of the size of a shard. The first backward outside takes them along
-        and exchanges them with the replicas and, for replicated parameters, with all ranks, once;
-        until then ``.grad`` is as in :meth:`no_sync` (WP-9). A ZeroOptimizer does so by itself.
+        Sums stay on this rank and have the size of a shard. The first backward outside takes them
+        along and exchanges them once, with the replicas and, for replicated parameters, with all
+        ranks; until then ``.grad`` is as in :meth:`no_sync` (WP-9). A ZeroOptimizer does so by
+        itself.
         """
         with self.replica_sync(False):
             yield
@@ -644,7 +663,7 @@ class ISPCommunicator(ChunkWeights):
         }
         if not inside:
             raise StructureError(
-                f"{what}(): no cut weight of this model lies in the {type(module).__name__}"
+                f"{what}(): no sharded weight of this model lies in the {type(module).__name__}"
             )
         return [unit for unit in self.units() if unit in inside]
 
@@ -679,7 +698,7 @@ class ISPCommunicator(ChunkWeights):
         self.rest(earlier or self._completed)
 
     def prefetch_pass(self, phase: str) -> None:
-        """Start the first gathers of the forward or backward that a schedule runs next."""
+        """Start the first gathers of the forward or backward that a pipeline runs next."""
         self.state.perform(self.queue.prefetch_pass(phase))
 
     def begin_backward_part(self, weights: bool) -> None:
@@ -693,7 +712,7 @@ class ISPCommunicator(ChunkWeights):
         self._set_weight_part(weights)
 
     def end_backward_part(self) -> None:
-        """End it; after the weight backward, gradients are as after any backward."""
+        """End that part; after the weight backward, gradients are as after any backward."""
         weights = self.weight_part
         self.state.perform(self.queue.end_backward_part())
         self._set_weight_part(False)
@@ -703,10 +722,10 @@ class ISPCommunicator(ChunkWeights):
     # between two passes
 
     def invalidate(self) -> None:
-        """Gather all weights anew, which were written in a way that no counter shows (WP-11).
+        """Raise all versions: weights were written in a way that no counter shows (WP-11).
 
-        Not needed between two passes. Between a forward and its backward it makes the backward an
-        error.
+        All weights are gathered anew. Not needed between two passes. Between a forward and its
+        backward it makes the backward an error.
         """
         for member in self.replicated.all_parameters():
             member.invalidate()
@@ -727,11 +746,11 @@ class ISPCommunicator(ChunkWeights):
         self.queue.end_pass()
 
     def rest(self, earlier: bool = True) -> None:
-        """Wait for everything in flight, then drop it: no bytes are held, no gradient is reduced.
+        """Reset: wait for everything in flight, then drop it, with all held bytes and gradients.
 
         Args:
-            earlier: this also drops sums of backwards before the one that failed, which repeating
-                that one does not bring back.
+            earlier: sums of backwards before the failed one are lost, too, and repeating the failed
+                one does not bring them back.
         """
         self.wait_for_gathers()
         self.queue.reset()
@@ -766,6 +785,7 @@ class ISPCommunicator(ChunkWeights):
         self._forward = forward
 
     def _count_forward(self) -> None:
+        """A forward begins: note which weights are trained in it."""
         self.forwards += 1
         self._graphs += torch.is_grad_enabled()
         weights = self.replicated.sharded
@@ -811,11 +831,12 @@ class ISPCommunicator(ChunkWeights):
         return len(self.queue.blocks)
 
     def _check_order(self, unit: Unit) -> None:
+        """Check at a block's pre-forward that it is the next one in the order (WP-2)."""
         order = self.queue.blocks
         if not self.state.inside:  # the program calls blocks without the model's forward
             self.recover()
             self._next %= len(order)
-            if unit.block < self._next or not self._next:
+            if unit not in order[self._next :] or not self._next:  # a new forward begins
                 self.recovery.guard.begin_pass()
                 self._count_forward()
                 self.queue.begin_blocks(self.contents.begin_pass())
@@ -833,6 +854,7 @@ class ISPCommunicator(ChunkWeights):
             self._next = unit.block + 1
 
     def _may_differ(self) -> bool:
+        """Whether this forward may run another order than the learned one: it has no backward."""
         return self.learned and not torch.is_grad_enabled()
 
     def _out_of_order(self, unit: Unit, expected: Unit | None) -> None:

@@ -2,11 +2,10 @@
 
 Between two passes a user's program runs and may write weights in any way (``.data``, foreach
 operations, numpy, on one rank only). So a forward reuses nothing from the pass before it, and all
-ranks gather the same weights. Within a pass, from the start of a forward to the end of its
-backward, and within :meth:`internsp.wp.communicator.ISPCommunicator.unchanged`, contents are reused
-by their version (WP-11). Writes that raise no version are found there by comparing this rank's own
-rows with those in the slot; in host memory only, since on a device the host would have to wait for
-the answer.
+ranks gather the same weights. From the start of a forward to the end of its backward, and within
+:meth:`internsp.wp.communicator.ISPCommunicator.unchanged`, contents are reused by their version
+(WP-11). Writes that raise no version are found there by comparing this rank's own rows with those
+in the slot; in host memory only, since on a device the host would have to wait for the answer.
 """
 
 from __future__ import annotations
@@ -28,14 +27,15 @@ class Contents:
     def __init__(self, communicator: ISPCommunicator) -> None:
         self._communicator = communicator
         self._state, self._rank = communicator.state, communicator.mesh.rank
-        # Versions of parameters that the program has promised not to write.
+        # Versions of the parameters, which the program has promised not to write; None: no promise.
         self._promised: list[tuple[Member, int]] | None = None
-        self.promised = False  # by unchanged(); otherwise by a prefetch, until the next pass
+        # Promised by unchanged(); if false, a promise is a prefetch's, until the next pass begins.
+        self.promised = False
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """See :meth:`ISPCommunicator.unchanged`."""
-        if self.promised:  # within another
+        if self.promised:  # within another unchanged()
             yield
             return
         self._promise()
@@ -46,15 +46,16 @@ class Contents:
             self._promised, self.promised = None, False
 
     def renew(self) -> None:
-        """The library itself has raised versions at the begin of a pass, without writing values."""
+        """Note the versions again: the library has raised some without writing values."""
         self._promised = self._versions() if self.promised else None
 
     def prefetched(self) -> None:
-        """Weights are prefetched for the next pass: until then none may be written."""
+        """Note that weights are prefetched for the next pass: none may be written before it."""
         if self._promised is None:
             self._promise()
 
     def _promise(self) -> None:
+        """Drop older contents, which may differ from the shards, and note the versions."""
         self._state.queue.invalidate_contents()
         self._promised = self._versions()
 
@@ -68,7 +69,7 @@ class Contents:
         to write weights (WP-11).
 
         Raises:
-            StaleWeightError: it has promised so, and a weight was written.
+            StaleWeightError: the program has promised so, and a weight was written.
         """
         promised = self._promised
         if promised is None:
@@ -97,17 +98,17 @@ class Contents:
         """
         if self._state.pool.device.type != "cpu":
             return
-        state, held = self._state, self._state.queue.contents
-        rounded = state.quantizer.weights if state.quantizer is not None else ()
-        for weight, dtype in held.items():
-            there = (
+        state, contents = self._state, self._state.queue.contents
+        quantized = state.quantizer.weights if state.quantizer is not None else ()
+        for weight, dtype in contents.items():
+            comparable = (
                 dtype == weight.compute_dtype
-                and weight not in rounded
-                and weight not in state.handles  # on its way to its slot
-                and weight.ready is None  # or from an optimizer
+                and weight not in quantized
+                and weight not in state.handles  # its gather is in flight
+                and weight.ready is None  # or an optimizer's all-gather of its new values is
             )
             slot = state.pool.slots[weight.unit.slot]
-            if there and not weight.agrees_with(slot.flat(weight.unit, weight)):
+            if comparable and not weight.agrees_with(slot.flat(weight.unit, weight)):
                 raise StaleWeightError(
                     f"{weight.name} was written on rank {self._rank} between a forward and its "
                     "backward, or within unchanged(), by a way that no version counter shows "

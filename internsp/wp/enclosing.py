@@ -26,7 +26,7 @@ class Enclosing(Generic[U]):
 
     Attributes:
         number: its index among such blocks, in the order of the forward.
-        rest: a unit of its weights outside of its units; rests share slots.
+        rest: the unit of those of its weights that lie in none of its units.
         first, last: indices of its first and last unit among the queue's blocks.
         recomputed: activation checkpointing recomputes it as a whole.
     """
@@ -40,10 +40,11 @@ class Enclosing(Generic[U]):
 
 
 class EnclosingBlocks(Generic[U, W]):
-    """The enclosing blocks of one chunk. Its gather queue passes events on to this.
+    """The enclosing blocks of one chunk. The chunk's gather queue passes their events on to this.
 
     Attributes:
         blocks: in the order of the forward.
+        slots: number of slots that the rests share.
         open: the block whose backward runs.
     """
 
@@ -56,7 +57,7 @@ class EnclosingBlocks(Generic[U, W]):
         self.slots = len({block.rest.slot for block in blocks if block.rest.groups})
         self.open: Enclosing[U] | None = None
         self._lowest = len(blocks)  # number of the last block that this backward has come to
-        self._again = False  # units of the open block have run in its recompute
+        self._again = False  # the open block's recompute has run units
         self._reduced: set[int] = set()  # blocks whose rest was reduced, in the present graph
 
     def root_pre_forward(self, out: list[Action]) -> None:
@@ -92,7 +93,7 @@ class EnclosingBlocks(Generic[U, W]):
         return self.queue.recompute(unit, self.queue.blocks[following] if alike else None)
 
     def end(self, all_ranks: bool, lowest: int, out: list[Action]) -> None:
-        """Backward ends, or goes on to another forward's graph. Called before the queue's own."""
+        """Backward ends, or goes on to another forward's graph. Called before the queue ends it."""
         if all_ranks:
             self.pre_backward_of_unit(lowest, all_ranks, out)
         if self.open is not None:
@@ -111,7 +112,7 @@ class EnclosingBlocks(Generic[U, W]):
         return [block.rest for block in self.blocks[: self.slots]]
 
     def pre_backward_of_unit(self, unit: int, all_ranks: bool, out: list[Action]) -> None:
-        """Backward comes to the queue's ``unit``: close the blocks above it, open its own."""
+        """Backward comes to unit number ``unit``: close the blocks above it, open its own."""
         while self._lowest and self.blocks[self._lowest - 1].last >= unit:
             block = self.blocks[self._lowest - 1]
             if all_ranks or block.first <= unit:
@@ -135,6 +136,7 @@ class EnclosingBlocks(Generic[U, W]):
             self.queue.pre_backward_of_unit(self.queue.blocks[block.last], all_ranks, None, out)
 
     def _over(self, all_ranks: bool, out: list[Action]) -> None:
+        """The open block's post-backward, if one is open."""
         if self.open is not None:
             self._finish(self.open.first if all_ranks else None, out)
 

@@ -55,6 +55,7 @@ from internsp.wp.parameter import not_to_be_copied
 from internsp.wp.slots import Unit
 
 Entered = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
+"""Called with the positional and keyword arguments of a forward."""
 
 Block = Unit | Enclosing[Unit]
 
@@ -90,8 +91,8 @@ class ModuleGroup:
 
     Attributes:
         count: number of the modules.
-        left: ids of the modules whose forward has ended, while some are still to run; ``None``
-            before the first one begins and after the last one has ended.
+        left: ids of the modules whose forward has ended; ``None`` before the first module's
+            forward begins and after the last one's has ended.
     """
 
     count: int
@@ -152,7 +153,7 @@ def register_hooks(
     for module in root.modules():
         if weights_of(module):
             module.register_load_state_dict_pre_hook(partial(before_load, communicator))
-            # ``assign=True`` replaces our parameters by others: copy their values.
+            # ``assign=True`` puts others in place of our parameters: copy the others' values.
             module.register_load_state_dict_post_hook(partial(after_load, communicator))
             if id(module) not in scopes:  # blocks and the model are wrapped below
                 wrap_forward(module)
@@ -208,8 +209,8 @@ class Hooks:
     def register_block(self, hooked: BlockHooks) -> None:
         """Register the pre-forward and post-forward hooks of a block, and its prefetch trigger.
 
-        A checkpoint wraps what is inside of them, so that they fire once in forward; a recompute
-        shows by the gradient of the block's output.
+        Our checkpoint wraps the module's ``forward``, inside of these hooks, so that they do not
+        fire in its recompute: the pre-backward hook on the block's output has come before it.
         """
         block, modules = hooked.block, hooked.modules
         enter: Callable[..., None] = self._pre_forward
@@ -233,7 +234,7 @@ class Hooks:
         if graph_task() != NO_TASK:
             return None
         for group in self.module_groups.values():
-            group.left = None  # it was set by a forward that failed
+            group.left = None  # a forward that failed may have left it set
         if self._entered is not None:
             self._entered(args, kwargs)
         self.communicator.root_pre_forward()
@@ -270,7 +271,7 @@ class Hooks:
                 "penalty.backward()), or use the optimizer's weight_decay"
             )
         self.communicator.root_pre_backward(forward)
-        if not self.communicator.weight_part:  # the last block comes first (usually there)
+        if not self.communicator.weight_part:
             self.communicator.state.perform(self.communicator.queue.prefetch_at_output())
 
     def _pre_forward(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -354,7 +355,7 @@ class Hooks:
         self._post_forward(unit, module, args, output)
 
     def _end_unfinished_groups(self) -> None:
-        """End units of which a module has not run, as another unit begins or the model ends."""
+        """End units some of whose modules have not run: another unit begins, or the model ends."""
         for unit, group in self.module_groups.items():
             if group.left is not None:
                 group.left = None

@@ -1,13 +1,14 @@
-"""Pure: how a weight is cut, padded and packed.
+"""Pure: how a weight is sharded, padded and packed.
 
-A weight ``[n, ...]`` is cut on one dimension into ``ceil(n / W)`` rows a rank. Only the global
-tail is padded, so a gather of the padded shards *is* the padded whole, in one piece::
+A weight ``[n, ...]`` is sharded on one dimension, over ``W`` ranks, into ``ceil(n / W)`` rows a
+rank. Only the global tail is padded, so that a gather of the padded shards *is* the padded
+unsharded weight, in one piece::
 
     n = 5, W = 4    rank 0: r0 r1   rank 1: r2 r3   rank 2: r4 --   rank 3: -- --
-    gathered slot   r0 r1 r2 r3 r4 -- -- --         whole = the first 5 rows, contiguous
+    gathered slot   r0 r1 r2 r3 r4 -- -- --         unsharded = the first 5 rows, contiguous
 
-For a cut on another dimension the shard is kept with that dimension first, and the whole is a
-transposed view of the slot.
+If the sharded dimension is not the first, the shard is stored with that dimension first, and the
+unsharded weight is a transposed view of the slot.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from torch import Tensor
 
 from internsp.errors import LayoutError
 
-ALIGNMENT = 16  # bytes, of what is packed: what NCCL and vector loads like
+ALIGNMENT = 16  # bytes, of tensors in a flat buffer, as NCCL and vector loads want it
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Pure arithmetic of one cut weight.
+    """Pure arithmetic of one sharded weight.
 
     Attributes:
-        shape: of the unsharded weight.
-        dim: the dimension that is cut (not negative).
+        shape: shape of the unsharded weight.
+        dim: the sharded dimension (not negative).
         size: ranks in the weight group.
     """
 
@@ -46,13 +47,13 @@ class ShardLayout:
             LayoutError: when ``dim`` is out of range.
         """
         if not -len(shape) <= dim < len(shape):
-            raise LayoutError(f"cannot cut dimension {dim} of a weight of shape {list(shape)}")
-        # In a group of one nothing is cut: the shard lies in memory as the whole does.
+            raise LayoutError(f"cannot shard dimension {dim} of a weight of shape {list(shape)}")
+        # In a group of one the shard lies in memory as the unsharded weight does.
         return cls(tuple(shape), dim % len(shape) if size > 1 else 0, size)
 
     @cached_property
     def front(self) -> tuple[int, ...]:
-        """The shape with the cut dimension first."""
+        """Shape of the unsharded weight with the sharded dimension first."""
         return (self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
 
     @cached_property
@@ -62,12 +63,12 @@ class ShardLayout:
 
     @cached_property
     def shard_shape(self) -> tuple[int, ...]:
-        """Of the padded shard, cut dimension first."""
+        """Shape of the padded shard, sharded dimension first."""
         return (self.rows, *self.front[1:])
 
     @cached_property
     def padded(self) -> bool:
-        """Whether the tail of the gathered whole is padding."""
+        """Whether the tail of the gathered weight is padding."""
         return self.size * self.rows != self.shape[self.dim]
 
     @cached_property
@@ -85,7 +86,7 @@ class ShardLayout:
         return min(max(self.shape[self.dim] - rank * self.rows, 0), self.rows)
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
-        """``rank``'s rows of ``whole``, without padding, cut dimension first (a view)."""
+        """``rank``'s rows of an unsharded tensor: a view, no padding, sharded dimension first."""
         start = min(rank * self.rows, self.shape[self.dim])
         return whole.movedim(self.dim, 0).narrow(0, start, self.valid_rows(rank))
 
@@ -101,17 +102,17 @@ class ShardLayout:
         flat[self.shape[self.dim] :].zero_()
 
     def add(self, gradient: Tensor, out: Tensor) -> None:
-        """Add an unsharded gradient to ``out``, as :meth:`pack` has made it."""
+        """Add an unsharded gradient to ``out``, which :meth:`pack` has written."""
         flat = out.view(self.size * self.rows, *self.front[1:])
         flat[: self.shape[self.dim]].add_(gradient.movedim(self.dim, 0))
 
     def in_rows(self, gradient: Tensor) -> bool:
-        """Whether ``gradient``'s rows are, as they lie, those of the shards."""
+        """Whether ``gradient``'s memory has the rows of the shards one after another."""
         return self.dim == 0 and gradient.is_contiguous()
 
 
 def laid_out(numels: Sequence[int], itemsize: int, ranks: int) -> tuple[list[int], int]:
-    """Tensors one after another in flat memory that is cut into equal slices over ``ranks``.
+    """Lay out tensors one after another in a flat buffer, which ``ranks`` ranks share equally.
 
     Returns:
         The first element of each, and the elements of a slice; all aligned.

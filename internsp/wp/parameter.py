@@ -38,13 +38,19 @@ class ModelParameter:
         device: the device that computes with it.
         axis: the mesh axis over which it is sharded or replicated; dense weights and experts may
             have different ones.
+        dtype: dtype in which it is stored.
         tensor: its placement on the tensor ranks; ``None`` if its layer is not tensor parallel.
         ready: work handle of the optimizer's all-gather of new values into ``storage`` (WP-3).
         offload: what of it lies in host memory (``weight_parallel.offload``).
         shares_slot: whether other weights use its bytes between forward and backward.
         communicator: unshards it and reduces its gradient.
         tied: name in the whole model of a weight that other pipeline stages hold, too; else empty.
-        counted: whether this copy is counted and saved; of several copies the first one is.
+        counted: whether norms and checkpoints count this copy; of several copies the first one is.
+        meet: called before ``full_tensor()`` with what is to be gathered; raises unless all ranks
+            call it (:func:`internsp.agreement.store_group.register_read_checks`). ``None``: no
+            check.
+        aliases: tensors that ``p.data`` and ``p.detach()`` returned
+            (:mod:`internsp.dtensor.parameter`).
     """
 
     tied = ""
@@ -101,22 +107,22 @@ class ModelParameter:
         return storage
 
     def own(self, values: Tensor) -> Tensor:
-        """This rank's part, like the local tensor, of ``values`` of the whole parameter."""
+        """This rank's part of ``values`` (in the parameter's own shape), like the local tensor."""
         return values if self.tensor is None else self.tensor.local_part(values)
 
     def part_of(self, values: Tensor, what: str = "") -> Tensor:
         """This rank's part of ``values``, like the local tensor.
 
-        No message, except for a ``DTensor`` that is placed otherwise, which all ranks gather
+        No message, except for a ``DTensor`` with another placement, which all ranks gather
         together.
 
         Args:
-            values: whole (in the parameter's own shape, the same on all ranks), a ``DTensor``, or
-                this rank's part itself.
-            what: what they are, for errors; by default the parameter.
+            values: unsharded (in the parameter's own shape, the same on all ranks), a ``DTensor``,
+                or this rank's part itself.
+            what: what ``values`` are, for errors; by default the parameter.
 
         Raises:
-            LayoutError: they have another shape, or are on the meta device.
+            LayoutError: ``values`` have another shape, or are on the meta device.
         """
         spec, local = self.parameter._spec, self.parameter._local_tensor  # type: ignore[attr-defined]
         shape, found = self.parameter.shape, values.shape
@@ -157,12 +163,12 @@ class ModelParameter:
             ready.wait()
 
     def load(self, values: Tensor) -> None:
-        """Copy values, whole or a ``DTensor`` placed alike, into the storage.
+        """Copy ``values``, unsharded or a ``DTensor`` with the same placement, into the storage.
 
         Raises:
-            LayoutError: they have another shape or placement.
+            LayoutError: ``values`` have another shape or placement.
         """
-        self.wait_until_ready()  # an all-gather in flight would overwrite them
+        self.wait_until_ready()  # an optimizer's all-gather in flight would overwrite the values
         local = local_values(self.name, values, self.parameter)
         if local is None:
             local = self.own(values.detach())
@@ -195,13 +201,15 @@ class ShardedParameter(ModelParameter):
     tensor parallel, ``layout`` describes this tensor rank's part.
 
     Attributes:
-        reduced_grad: the gradient summed from finished reductions so far in this backward, like
-            ``storage`` but fp32 or wider (unless ``borrowed``); ``None`` before the first reduction
-            is finished. In host memory where gradients are offloaded: read :meth:`reduced`.
+        reduced_grad: the sum of the finished reductions whose results have not gone to replicas,
+            ``.grad`` or an optimizer yet, like ``storage`` but fp32 or wider (unless ``borrowed``);
+            ``None`` if there is none. In host memory where gradients are offloaded: read
+            :meth:`reduced`.
         borrowed: ``reduced_grad`` is autograd's own tensor; see :meth:`own_reduced_grad`.
         compute_dtype: dtype in which it is gathered; the shard is cast before (WP-1).
-        sent_as: configured dtype of its reductions; ``None`` for the compute dtype, and in a group
-            of one.
+        base_compute_dtype: ``compute_dtype`` where no autocast changes it.
+        sent_as: configured dtype of its reductions; ``None``: the compute dtype, as always in a
+            weight group of one.
         trained: whether it required a gradient when the last forward began, on all ranks.
         reduce_dtype, gradient_bytes: dtype of its reductions, and bytes of the padded gradient.
         slot_nbytes: bytes of the padded unsharded weight in the configured compute dtype.
@@ -243,7 +251,7 @@ class ShardedParameter(ModelParameter):
         self.hosted = WEIGHTS in self.offload
         self.needs_wait = layout.size > 1 or self.hosted
         self.needs_gather = self.needs_wait or self.compute_dtype != self.dtype
-        # A weight that is whole at rest is autocast by torch itself, as on one process.
+        # torch itself autocasts a weight that needs no gather, as on one process.
         self.autocasts = autocasts and self.compute_dtype == torch.float32 and self.needs_gather
         self.device = device
         self._sum: HostSum | None = None
@@ -299,13 +307,13 @@ class ShardedParameter(ModelParameter):
 
     def require_version(self, used_version: VersionAndDtype) -> None:
         """Check that the values are still those of ``used_version``, which a view of this weight
-        was made from: its backward computes with them (WP-14).
+        was made from: its backward computes with them (WP-14). Restores the view's dtype.
 
         Raises:
             StaleWeightError: the values have changed since.
         """
         version, dtype = used_version
-        if dtype is not self.compute_dtype:  # autocast had another dtype in that forward
+        if dtype is not self.compute_dtype:  # autocast had set this dtype in the view's forward
             self.use_dtype(dtype)
         if version != self.version():
             raise stale(self.name, dist.get_rank())
@@ -313,7 +321,7 @@ class ShardedParameter(ModelParameter):
     def agrees_with(self, gathered: Tensor) -> bool:
         """Whether this rank's rows of ``gathered`` (flat, padded) still have the bits of the shard.
 
-        Also true if the versions differ: this is noticed when the weight is used.
+        Also true if the versions differ: :meth:`require_version` notices this.
         """
         if self.used_version != self.current_version():
             return True
@@ -322,9 +330,11 @@ class ShardedParameter(ModelParameter):
         return same_bits(own, shard if shard.dtype == own.dtype else shard.to(own.dtype))
 
     def to_send(self) -> Tensor:
-        """Input of an all-gather: the padded shard, flat, in the compute dtype, fresh (WP-3)."""
+        """Input of an all-gather: the padded shard, flat, in the compute dtype, fresh (WP-3).
+
+        In a weight group of one in its own dtype: the copy into the slot does the cast.
+        """
         fresh = self.fresh()
-        # In a group of one, the copy into the slot does the cast.
         alone = self.layout.size == 1
         return fresh if alone or self.dtype == self.compute_dtype else fresh.to(self.compute_dtype)
 
@@ -344,7 +354,10 @@ class ShardedParameter(ModelParameter):
         return self._flat
 
     def add_reduced_grad(self, total: Tensor) -> None:
-        """Add ``total`` (like ``storage``, fp32 or wider); the caller must not use it again."""
+        """Add ``total`` (like ``storage``, fp32 or wider) to the reduced gradient.
+
+        Takes ``total`` over: the caller must not use it again.
+        """
         if self.link is not None and GRADIENTS in self.offload:
             if self._sum is None:
                 self._sum = HostSum(self.link, total.numel(), total.dtype)
@@ -389,17 +402,18 @@ class ShardedParameter(ModelParameter):
 
 
 class ReplicatedParameter(ModelParameter):
-    """A parameter of which every rank holds a replica, a ``DTensor`` on the mesh of sharded ones.
+    """A parameter of which every rank holds a replica; a ``DTensor`` on the mesh of dense weights.
 
     There is nothing to gather, so that it is its own communicator to layers (the methods are those
     of :class:`internsp.wp.communicator.WPCommunicator`).
 
     Args:
-        compute_dtype: the dtype that its module computes in; ``None`` for its own.
+        compute_dtype: the dtype that its module computes in; ``None``: the parameter's own.
 
     Attributes:
         axis: the axis of dense weights, over whose ZeRO group an optimizer shards its state.
-        used_version: the version that was last used.
+        used_version: the version at its last use; -1 before the first.
+        weight_part: as in :class:`internsp.wp.communicator.WPCommunicator`.
         sums: adds up the gradients of replicated parameters, this one's at ``index``
             (:class:`internsp.wp.replicated.ReplicatedParameters`).
     """
@@ -432,12 +446,12 @@ class ReplicatedParameter(ModelParameter):
         """Check that the values are still those of ``used_version`` (WP-14).
 
         Raises:
-            StaleWeightError: they have changed since.
+            StaleWeightError: the values have changed since.
         """
         if used_version != self.version():
             raise stale(self.name, dist.get_rank())
 
-    # as a communicator: ``weight`` is itself
+    # as a communicator: ``weight`` is this parameter itself
 
     def unshard(self, weight: ReplicatedParameter) -> Tensor:
         """The local replica, in the compute dtype, fresh (WP-3)."""

@@ -43,21 +43,27 @@ class Chunk:
     """The parts that the communicators of one model chunk share (WP-8: an object passed in).
 
     Attributes:
-        collectives: of the dense axis; waits, ledger and trace are the same for every axis.
+        collectives: of the dense axis; they also wait for collectives of the other axes, which have
+            the same ``CommContext`` and trace.
         gathers: the collectives of each axis, ``collectives`` among them.
         between: the collectives between replicas, of each axis.
+        pool: the slots.
+        reducer: carries out reductions.
         queue: decides which actions follow from an event.
         replicas: exchanges reduced gradients between replicas.
         link: copies offloaded tensors to and from the host; ``None`` if none are offloaded.
         activations: offloaded activations of blocks that are recomputed
             (:class:`internsp.layers.offload.ActivationOffload`); ``None`` if there are none.
+        handles: for each weight whose gather is in flight, its work handle.
         near: slices of blocks' weights within near groups, if configured.
         quantizer: quantizes blocks' weights for their all-gathers, if configured.
         began: called at each ready gradient, since no hook of the model's output may have noticed
             that a backward runs.
-        streams: whether a use must be told to the slot's streams.
+        streams: whether the device has streams, so that each ``USE`` is reported to
+            :class:`internsp.wp.slots.SlotStreams`.
         at_next_pass: called when a pass gathers nothing more, so that a pipeline can prefetch.
-        inside: the model's forward runs; otherwise the program calls a part of the model itself.
+        inside: whether the model's forward runs; where a block or weight is used while it does not,
+            the program calls a part of the model itself.
     """
 
     collectives: Collectives
@@ -98,7 +104,7 @@ class Chunk:
             elif kind == ALL_GATHER and self.link is not None and weights[0].hosted:
                 with self.link.on_copy_stream():
                     self._all_gather(action)
-                if not self.queue.overlap:  # only the stream of the copy has waited for it
+                if not self.queue.overlap:  # so far only the copy stream has waited for the gather
                     self.link.record_event().wait()
             elif kind in (ALL_GATHER, NEAR_GATHER):
                 self._all_gather(action)
@@ -113,7 +119,7 @@ class Chunk:
     def invalidate_older(self, unit: Unit) -> None:
         """Drop the contents of weights of ``unit`` that were written since they were gathered.
 
-        For a part of the model that the program calls itself. Decided by the versions of this rank.
+        For a part of the model that the program calls itself. This rank's versions decide.
         """
         self.queue.invalidate(
             weight for weight in unit.weights if weight.used_version != weight.current_version()
@@ -150,6 +156,8 @@ class Chunk:
             self.replicas.start(unit)
         elif kind == FINISH_EXCHANGE:
             self.replicas.finish_oldest()
+        else:
+            raise AssertionError(f"the queue returned an action of the unknown kind {kind}")
 
     def _all_gather(self, action: Action) -> None:
         kind, phase, unit, weights, evicted = action
@@ -191,17 +199,21 @@ class Chunk:
     def _from_host(
         self, link: HostLink, weight: ShardedParameter, output: Tensor
     ) -> tuple[Tensor, CopyHandle]:
-        """Copy an offloaded shard to its position in ``output``, from where a gather sends it."""
+        """Copy an offloaded shard to this rank's part of ``output``, from where a gather sends it.
+
+        Returns:
+            That part, and the handle of the copy.
+        """
         size, shard = weight.layout.size, weight.fresh()
-        place = output.view(size, -1)[weight.rank] if size > 1 else output
-        if shard.dtype == place.dtype:
-            copied = link.copy_to_device([(place, shard)])
+        part = output.view(size, -1)[weight.rank] if size > 1 else output
+        if shard.dtype == part.dtype:
+            copied = link.copy_to_device([(part, shard)])
         else:
-            place.copy_(link.copy_to_staging(shard))
+            part.copy_(link.copy_to_staging(shard))
             copied = link.record_event()
         if size > 1:
             copied.wait()
-        return place, copied
+        return part, copied
 
     def _launched(self, weights: Sequence[ShardedParameter], handle: Handle) -> None:
         if handle.work is None:
@@ -224,6 +236,7 @@ class Chunk:
 
     def _arrived(self, weights: Sequence[ShardedParameter]) -> None:
         """After the wait for a gather: dequantize into the slot; keep slices for near groups."""
+        # A gather within the near group moves slices of what was dequantized before.
         far = self.near is None or self.near.from_whole_group(weights[0])
         if far and self.quantizer is not None and weights[0] in self.quantizer.weights:
             self.quantizer.dequantize(weights[0])

@@ -15,10 +15,11 @@ forwards, or when its block is left; in backward when its reduction is launched;
 never.
 
 Reductions. Data decide how often a rank uses a weight: not at all where an expert is unused, twice
-where two modules share it. Each weight still has exactly one reduction in a backward, at its *turn*
-in the declared order: after the reductions before it, once as many gradients are ready as this rank
-has used the weight in any forward. When the backward of the unit is over, the remaining weights
-take their turns with the gradients that they have, or with zeros.
+where two modules share it. Each weight still has exactly one reduction in a backward (a head that
+is used between blocks has two), at its *turn* in the declared order: after the reductions before
+it, once as many gradients are ready as this rank has counted uses in any one forward. When the
+backward of the unit is over, the remaining weights take their turns with the gradients that they
+have, or with zeros.
 """
 
 from __future__ import annotations
@@ -94,15 +95,20 @@ class GatherQueue(Generic[U, W]):
 
     Attributes:
         reductions: the reductions in flight.
-        contents: for each weight that is in its slot, the dtype that it is there in. Contents
-            outlive holds, so that what is still in a slot is not gathered again (WP-11).
+        contents: for each weight that is in its slot, or on its way there, the dtype there.
+            Contents outlive holds, so that what is still in a slot is not gathered again (WP-11).
+        sliced: as ``contents``, for this rank's slices within near groups.
         held: groups whose bytes the pass needs, with their unit and the phase.
         flying: weights whose gather was launched and not waited for, each with all weights of
             that launch.
-        reduced: weights of the open block whose reduction was launched in this backward, and whose
-            bytes were released by it.
+        reduced: weights of the open block whose reduction was launched in this backward.
         open: the block whose backward runs.
         lowest: the number of the last block that this backward has come to.
+        in_blocks: whether this backward has passed the head.
+        split: ``"inputs"`` or ``"weights"`` while that part of a split backward runs; else empty.
+        recurs: whether some block runs several times in a pass.
+        out_of_order: whether this forward runs blocks in another order than the learned one, so
+            that each block is gathered by itself.
         enclosing: blocks that hold several units (:class:`internsp.wp.enclosing.EnclosingBlocks`);
             ``None`` if there are none.
     """
@@ -121,7 +127,7 @@ class GatherQueue(Generic[U, W]):
         self.enclosing: Any = None
         self.overlap, self.strict = overlap, strict
         self.contents: dict[W, Hashable] = {}
-        self.sliced: dict[W, Hashable] = {}  # as contents, for the slices in near groups
+        self.sliced: dict[W, Hashable] = {}
         self.flying: dict[W, Sequence[W]] = {}
         self.reductions: Reductions[W] = Reductions(limit, overlap)
         self._alone = head if head not in root else None  # the head, unless it is tied
@@ -143,14 +149,14 @@ class GatherQueue(Generic[U, W]):
         self._turns: deque[tuple[U, Group[W], list[W]]] = deque()
         self._due: set[W] = set()  # the weights in _turns
         self._ready: dict[W, int] = {}  # number of ready gradients of each of them
-        self._again = False  # weights of the open block were used in its recompute
-        self._reaching = False  # the open block's trigger is still to fire, in its recompute
+        self._again = False  # the open block's recompute has used weights
+        self._reaching = False  # the open block's recompute has not come to its trigger yet
         self.reduced: set[W] = set()
         self.lowest = len(blocks)
-        self.in_blocks = False  # this backward has passed the head
-        self._late: set[W] = set()  # weights of the head with a gradient since then
+        self.in_blocks = False
+        self._late: set[W] = set()  # weights of the head with a gradient since ``in_blocks``
         self._between = False  # some forward has used the head between two blocks
-        self.split: str = ""  # "inputs" or "weights", while that part of a split backward runs
+        self.split = ""
         self.reorder(policy, blocks)
 
     def reorder(self, policy: Policy, blocks: Sequence[U]) -> None:
@@ -176,9 +182,7 @@ class GatherQueue(Generic[U, W]):
         self.lowest, self._between = len(blocks), False
         self._entered = 0  # number of the last run that was entered, where blocks recur
         self._running: U | None = None  # the recurring block whose forward or backward runs
-        self.out_of_order = (
-            False  # this forward runs in another order: each block is gathered by itself
-        )
+        self.out_of_order = False
 
     def leave_order(self) -> None:
         """Prefetch nothing in the rest of this forward, which runs blocks in another order."""
@@ -192,7 +196,7 @@ class GatherQueue(Generic[U, W]):
         """The model's pre-forward: gather the units outside of the blocks, and the first block.
 
         Args:
-            keep: the contents of slots are known to be those of the shards.
+            keep: the contents of slots are known to equal the shards, and are reused.
             head: gather the head now, because the blocks before it may differ between ranks.
         """
         out: list[Action] = []
@@ -216,8 +220,11 @@ class GatherQueue(Generic[U, W]):
         """Begin a forward in which the program calls blocks itself, without the model's forward.
 
         Contents of the slots outside of the blocks are kept for the backward of an earlier forward:
-        if they were dropped here, a rank that does not use such a weight there would not gather it
-        and others would (WP-2).
+        if they were dropped here, the ranks that use such a weight there would gather it again, and
+        the others would not (WP-2).
+
+        Args:
+            keep: as in :meth:`root_pre_forward`.
         """
         self._begin_pass(FORWARD, self._forward)
         self._uses.clear()
@@ -244,7 +251,8 @@ class GatherQueue(Generic[U, W]):
         """Gather again what is in the slot in another dtype than autocast now asks for."""
         out: list[Action] = []
         for group in unit.groups:
-            if any(weight in self.contents for weight in group.weights):  # others come in order
+            # Groups that are not gathered yet come in their order.
+            if any(weight in self.contents for weight in group.weights):
                 self._gather_missing(unit, group, FORWARD, out)
         return out
 
@@ -265,7 +273,7 @@ class GatherQueue(Generic[U, W]):
 
         Args:
             phase: the phase of the use.
-            record: return an action for the use itself, too.
+            record: return a ``USE``, too, which the trace and the slot's streams need.
         """
         out: list[Action] = []
         group = self._group[weight]
@@ -335,7 +343,13 @@ class GatherQueue(Generic[U, W]):
         return out
 
     def release(self, unit: U, weight: W, record: bool = True) -> list[Action]:
-        """Release a weight after the forward of the layer that used it; ``record``: :meth:`use`."""
+        """Release a weight after the forward of the layer that used it.
+
+        Its group's bytes become free here only if each weight of the group has had its last use.
+
+        Args:
+            record: return a ``FREE``, too, which the trace needs.
+        """
         out = [Action(FREE, FORWARD, unit, (weight,))] if record else []
         if unit.block < 0 or self.policy.one_order:
             return out
@@ -348,7 +362,8 @@ class GatherQueue(Generic[U, W]):
         return out
 
     def post_forward(self, unit: U) -> list[Action]:
-        """A block's post-forward: release it, and launch what its unused weights have not."""
+        """A block's post-forward: release it, and launch what its unused weights or trigger would
+        have launched."""
         out: list[Action] = []
         for group in unit.groups:
             self._seen.update(self._uses.keys() & group.weights)
@@ -379,7 +394,7 @@ class GatherQueue(Generic[U, W]):
         self.in_blocks, self.lowest = False, len(self.blocks)
 
     def prefetch_at_output(self) -> list[Action]:
-        """Gather the last block: it comes first where backward enters at the output."""
+        """Gather the last block, whose backward is first where a gradient enters at the output."""
         out: list[Action] = []
         if self.blocks and not self.policy.per_module and self.open is None:
             self._demand_block(len(self.blocks) - 1, out)
@@ -525,7 +540,7 @@ class GatherQueue(Generic[U, W]):
         self._passed, self._running = self._backward.ends[self._at_block[unit]], None
         self._launch_due(out)
 
-    # for blocks that hold several units (:mod:`internsp.wp.enclosing`)
+    # for blocks that hold units of their own (:mod:`internsp.wp.enclosing`)
 
     def add(self, unit: U) -> None:
         """Register the groups of a unit."""
@@ -557,9 +572,11 @@ class GatherQueue(Generic[U, W]):
         return out
 
     def leave_recompute(self, unit: U) -> None:
-        """End that forward: release the unit, unless its backward is next."""
+        """End that forward of the unit: release the unit, unless its backward is next."""
         if unit is not self.open and self._backward.starts[self._at_block[unit]] >= self._at:
             self._release(unit)
+
+    # a split backward, and the end of any
 
     def begin_backward_part(self, weights: bool, exchanges: bool = False) -> None:
         """Begin one part of a split backward (input or weight backward, arXiv 2401.10241).
@@ -579,7 +596,7 @@ class GatherQueue(Generic[U, W]):
         self._declare_reductions(reversed(order) if weights else ())
 
     def end_backward_part(self) -> list[Action]:
-        """End it: reduce the weights that are left, zeros where they have no gradient."""
+        """End that part: reduce the weights that are left, zeros where they have no gradient."""
         out: list[Action] = []
         while self._turns:
             self._reduce_next(out)
@@ -597,7 +614,7 @@ class GatherQueue(Generic[U, W]):
         self.reductions.launch(unit, (weight,), out, last=True, sums=True)
         return out
 
-    # at rest
+    # between two passes
 
     def prefetch_pass(self, phase: str) -> list[Action]:
         """Start the first gathers of a forward or backward that a pipeline runs next.
@@ -672,7 +689,10 @@ class GatherQueue(Generic[U, W]):
         return out
 
     def reset(self) -> None:
-        """Return to the initial state after a failure, once everything in flight has arrived."""
+        """After a failure, once everything in flight has arrived: drop all state of passes.
+
+        The counts of uses stay.
+        """
         self.invalidate_contents()
         self.flying.clear()
         self.reductions.reset()
@@ -695,7 +715,7 @@ class GatherQueue(Generic[U, W]):
     # inside: gathers
 
     def _begin_pass(self, phase: str, places: Places[U, W]) -> None:
-        self.held.clear()  # prefetched for blocks that did not run
+        self.held.clear()  # what is still held was prefetched for blocks that did not run
         self._pass, self._phase, self._at, self._limit, self._passed = places, phase, 0, 0, 0
         self._entered, self._running, self.out_of_order = 0, None, False
 
@@ -743,7 +763,7 @@ class GatherQueue(Generic[U, W]):
             if not self.held.keys().isdisjoint(self._overlapping(unit, group)):
                 return
             if unit is self._running and self._at >= self._pass.ends[self._at_block[unit]]:
-                return  # it belongs to the next run, and would be released with this one
+                return  # the group is the next run's, and would be released with this run
             self._at += 1
             self._gather_missing(unit, group, self._phase, out)
 
@@ -754,16 +774,16 @@ class GatherQueue(Generic[U, W]):
             self._begin_pass(phase, places)
         start = places.starts[number]
         if self._at < start or start < self._passed:
-            self.held.clear()  # prefetched for blocks that did not run next
+            self.held.clear()  # what is held was prefetched for blocks that did not run next
             self._at, self._limit, self._passed = start, limit, start
         self._raise_limit(limit, out)
-        while self._at < limit:  # bytes are held: an error, or prefetches are given up
+        while self._at < limit:  # bytes are held: _acquire raises, or gives prefetches up
             owner, group = places.places[self._at]
             self._at += 1
             self._gather_missing(owner, group, phase, out)
 
     def _overlapping(self, unit: U, group: Group[W]) -> list[Group[W]]:
-        """Groups whose contents lie in the bytes that ``group`` needs."""
+        """Other groups that lie in bytes that ``group`` needs."""
         start, end = group.start, group.end
         return [
             found
@@ -790,7 +810,7 @@ class GatherQueue(Generic[U, W]):
     ) -> None:
         evicted = self._acquire(unit, group, phase)
         for weight in (*evicted, *weights) if self.flying else ():
-            if weight in self.flying:  # an earlier gather still writes there
+            if weight in self.flying:  # an earlier gather still writes these bytes
                 self._wait(weight, unit, "settle", out)
         for weight in evicted:
             self.contents.pop(weight, None)
@@ -837,13 +857,13 @@ class GatherQueue(Generic[U, W]):
                     raise PoolError(
                         f"slot {unit.slot}: the bytes of {group.name} asked for by {unit.name} "
                         f"({purpose}) while they are held by {holder.name} for {found.name} "
-                        f"({why}); blocks must run in the declared order and use each weight as "
-                        f"often as in their first forward, or set weight_parallel.{remedy}"
+                        f"({why}); blocks must run in the declared order and use a weight no more "
+                        f"often than in a forward before, or set weight_parallel.{remedy}"
                     )
                 del self.held[found]
             del lying[found]
         lying[group] = None
-        if unit.block >= 0:  # slots outside of the blocks are not shared
+        if unit.block >= 0:  # the slots of units outside of the blocks are not held
             self.held[group] = unit, purpose
         return [w for found in under for w in found.weights]
 
@@ -880,7 +900,7 @@ class GatherQueue(Generic[U, W]):
         return len(places.places) if number == len(self.blocks) else places.ends[number]
 
     def _raise_to_next(self, unit: U, group: Group[W], out: list[Action]) -> None:
-        """With prefetch per module: raise the limit to the group after ``group``."""
+        """With prefetch per module: raise the limit to behind the group after ``group``."""
         places, number, at = self._forward, self._at_block[unit], self._position(unit, group)
         last = number == len(self.blocks) - 1 and at + 1 == places.ends[number]
         self._raise_limit(len(places.places) if last else at + 2, out)
@@ -908,7 +928,7 @@ class GatherQueue(Generic[U, W]):
             self._prefetch_from(unit, BACKWARD, out)
 
     def _demand_unit(self, unit: U, phase: str, out: list[Action]) -> None:
-        """Gather what is missing of a unit, even where its bytes are held for another one."""
+        """Gather what is missing of a unit, taking bytes that are held for another one."""
         for group in Policy.order(unit.groups, phase, unit.recomputed):
             for found in self._overlapping(unit, group):
                 self.held.pop(found, None)

@@ -39,8 +39,9 @@ class PendingGradient:
     output: Tensor
     """``[size * part]``, flat: this rank's part of the input of every rank."""
     packed: Tensor | None
+    """The pooled buffer that ``input`` is, if gradients were copied; released when finished."""
     input: Tensor
-    """``[size * part]``, flat: the unsharded gradients, the part of each rank one after another."""
+    """``[size * part]``, flat: the unsharded gradients, the parts for the ranks in their order."""
     handle: Handle
 
 
@@ -153,7 +154,7 @@ class GradientReducer:
         pending.handle.keep = ()
         output = pending.output
         if weights[0].layout.size == 1 and pending.packed is None:
-            weights[0].borrow_grad(output)  # a group of one: the gradient is the sum
+            weights[0].borrow_grad(output)  # a weight group of one: the gradient is the sum
         else:
             total = collectives.sum_output(output, pending.input)
             if len(weights) == 1:
@@ -189,8 +190,8 @@ class GradientReducer:
     def _coalesced_input(
         self, weights: Sequence[ShardedParameter], gradients: Sequence[Tensor | None]
     ) -> Tensor:
-        """The input of one reduce-scatter of several gradients, flat: in the part of each rank,
-        the rows of one weight after another."""
+        """The input of one reduce-scatter of several gradients, flat: the part for each rank holds
+        its rows of one weight after another."""
         size, dtype = weights[0].layout.size, weights[0].reduce_dtype
         shard = sum([weight.layout.shard_numel for weight in weights])
         packed = self.buffers.acquire(size * shard, dtype)
@@ -210,8 +211,8 @@ class GradientReducer:
     def _input(
         self, weight: ShardedParameter, gradient: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The input of the reduce-scatter of one gradient, flat; and the pooled buffer that it was
-        copied to, if it needed a copy."""
+        """The input of one gradient's reduce-scatter, flat; and the pooled buffer that this is, if
+        the gradient needed a copy."""
         if weight in self.unsharded_sums:
             total = self.unsharded_sums.pop(weight, gradient)
             if total is not None:
@@ -308,7 +309,7 @@ class UnshardedSums:
             self._sums[weight] = unit, total.to_device(there)
         self.add(unit, weight, gradient)
         total = self._sums.pop(weight)[1]
-        if isinstance(total, HostSum):  # `gradient` was the first one that is not zero
+        if isinstance(total, HostSum):  # `gradient` was the only one, and is in host memory
             total = total.to_device(self.buffers.acquire(total.values.numel(), total.values.dtype))
         if total is None or total.dtype == weight.reduce_dtype:
             return total

@@ -23,10 +23,11 @@ from internsp.wp.schedule import (
 
 
 class Reductions(Generic[W]):
-    """The reductions of a chunk that are in flight; the gather queue decides which is next.
+    """The reductions of a chunk that are in flight; the gather queue decides what is reduced next.
 
     Args:
-        limit: bytes of unsharded gradients in flight; the oldest are finished first.
+        limit: bytes of unsharded gradients in flight (one reduction may exceed it); the oldest are
+            finished first.
         overlap: false for the synchronous path, which waits at each launch (WP-12).
 
     Attributes:
@@ -40,7 +41,7 @@ class Reductions(Generic[W]):
         self._limit, self._overlap = limit, overlap
         self._flying: deque[tuple[Any, Sequence[W], int]] = deque()
         self._flying_bytes = 0
-        self._unit: Any = None  # the unit of the last reduction that was launched
+        self._unit: Any = None  # the unit of the reduction that was launched last
 
     def launch(
         self,
@@ -52,7 +53,8 @@ class Reductions(Generic[W]):
     ) -> None:
         """Launch one reduction; first finish the oldest while too many bytes would be in flight.
 
-        Only as many as needed: to finish a whole unit at once would leave the link idle.
+        It finishes only as many as needed: finishing a whole unit's at once would leave the link
+        idle.
 
         Args:
             last: ``weights`` have no other reduction in this backward.
@@ -107,7 +109,8 @@ class Reductions(Generic[W]):
         out.append(Action(FINISH_OLDEST, FINISH, None, weights))
 
     def _next_unit(self, unit: Any, out: list[Action]) -> None:
-        """The first reduction of another unit: where replicas exchange early, finish older ones.
+        """Before the first reduction of another unit: where replicas exchange early, finish older
+        reductions.
 
         Reductions launched before the previous unit's had that unit's backward to arrive in. On all
         ranks this is the same point of the order, between the same two reductions (WP-2).
@@ -157,9 +160,9 @@ class Exchanges(Generic[W]):
     All ranks exchange the parcels in one declared order, that in which a backward completes them.
     When a rank exchanges a parcel may differ between ranks. In an ``early`` backward, a parcel is
     exchanged as soon as the last reduction of each of its weights is finished; the other parcels,
-    and those that got a gradient after their exchange, are exchanged at the end. A backward is
-    early if it is known or expected to be the last one before the exchange is needed. Where it is
-    not, a second exchange is needed, and the sums are right all the same.
+    and those that got a gradient after their exchange, are exchanged at the end (:meth:`complete`).
+    A backward is early if it is known or expected to be the last one before the sums are needed. If
+    another one follows all the same, its gradients need a second exchange, and the sums are right.
 
     Attributes:
         parcels: the parcels in the declared order.
@@ -191,7 +194,7 @@ class Exchanges(Generic[W]):
         self.early = False
         self._at = 0  # the next parcel
         self._again: set[int] = set()  # parcels with a reduction after their exchange
-        self._settled: set[W] = set()  # weights whose last reduction was launched
+        self._settled: set[W] = set()  # weights whose last reduction of this backward was launched
         self._flying: deque[int] = deque()
 
     def begin(self, early: bool) -> None:
@@ -220,7 +223,7 @@ class Exchanges(Generic[W]):
         """Exchange the next parcels, as long as they are complete.
 
         Args:
-            over: no more gradients come before the exchange is needed.
+            over: no more gradients come before the sums are needed.
         """
         while (self.early or over) and self._at < len(self.parcels):
             weights = self.parcels[self._at].weights
@@ -232,7 +235,7 @@ class Exchanges(Generic[W]):
             self._start(self._at - 1, out)
 
     def complete(self, out: list[Action]) -> None:
-        """Exchange all other parcels and wait for all; every reduction is finished."""
+        """Exchange what is left and wait for it; called once every reduction is finished."""
         self.advance(out, over=True)
         for index in sorted(self._again):
             self._start(index, out)
@@ -241,7 +244,7 @@ class Exchanges(Generic[W]):
         self.reset()
 
     def forget(self) -> None:
-        """After a failure: :meth:`reset`; no reduction is in flight, either."""
+        """After a failure: :meth:`reset`, also of the reductions in flight."""
         self._reducing.clear()
         self.reset()
 

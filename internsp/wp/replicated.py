@@ -12,7 +12,7 @@ from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import Collectives, all_reduce
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, unflatten
 
-SMALL = "gradients of replicated parameters"  # in errors
+SMALL = "gradients of replicated parameters"  # what the all-reduce is called in errors
 
 
 class ReplicatedParameters:
@@ -23,14 +23,17 @@ class ReplicatedParameters:
     keeps ``grad = None``, as on one process.
 
     Attributes:
+        members: the replicated parameters.
+        sharded: the chunk's sharded parameters, which have flags only.
+        flat: the flat gradient; ``None`` until it is first needed.
+        numel: number of its elements before the flags.
         backward: the graph task of the backward that is known to run, or -1.
-        frozen: parameters with ``requires_grad = False`` when that backward began.
+        frozen: replicated parameters with ``requires_grad = False`` when that backward began.
         began: called at a ready gradient if no backward is known to run.
     """
 
     def __init__(self, mesh: ParallelMesh, sharded: list[ShardedParameter]) -> None:
         self._mesh = mesh
-        self.rank = mesh.rank
         self.began: Callable[[], None] = lambda: None
         self.backward = -1
         self.frozen: set[ReplicatedParameter] = set()
@@ -77,7 +80,11 @@ class ReplicatedParameters:
         return [self.members[index] for index in self._with_gradient]
 
     def discard(self, member: ReplicatedParameter, used: bool) -> None:
-        """Drop one parameter's gradient on this rank; if ``used``, it still counts as used."""
+        """Set one parameter's gradient on this rank to zero.
+
+        Args:
+            used: it still counts as used by this rank.
+        """
         index = member.index
         if index in self._with_gradient:
             self.value(index).zero_()
@@ -89,13 +96,13 @@ class ReplicatedParameters:
         flags = [i in self._with_gradient for i in range(len(self.members))]
         flags += [had_gradient.get(weight, False) for weight in self.sharded]
         self._mine = flags
-        place = self.gradient()[self.numel :]
+        region = self.gradient()[self.numel :]
         if all(flags):
-            place.fill_(1)
+            region.fill_(1)
             return
-        # From pinned memory and behind the stream's work: the host must not wait for the device.
-        host = torch.tensor(flags, dtype=place.dtype, pin_memory=place.device.type != "cpu")
-        place.copy_(host, non_blocking=True)
+        # From pinned memory, queued on the stream: the host must not wait for the device.
+        host = torch.tensor(flags, dtype=region.dtype, pin_memory=region.device.type != "cpu")
+        region.copy_(host, non_blocking=True)
 
     def reduce(
         self, had_gradient: dict[ShardedParameter, bool], collectives: Collectives
@@ -105,7 +112,7 @@ class ReplicatedParameters:
         Args:
             had_gradient: for each sharded parameter with a reduction, whether this rank had a
                 gradient.
-            collectives: any collectives of the chunk.
+            collectives: any collectives of the chunk, for counters and errors.
         """
         self._flag(had_gradient)
         try:
@@ -132,8 +139,8 @@ class ReplicatedParameters:
         makes the host wait for the device, so they are read only if the answer matters.
 
         Args:
-            settled: the answer for a parameter that this rank did not use, if the true one makes
-                no difference; else ``None``.
+            settled: for a parameter that this rank did not use, an answer that is right whatever
+                other ranks did; ``None``: their flags are needed.
         """
         pairs = zip(self.all_parameters(), self._mine, strict=True)
         known = [mine or settled(member) for member, mine in pairs]
@@ -146,7 +153,7 @@ class ReplicatedParameters:
         return flags
 
     def reset(self) -> None:
-        """Set the flat gradient to zero."""
+        """Set the flat gradient to zero: no parameter has a gradient."""
         self._with_gradient.clear()
         if self.flat is not None:
             self.flat.zero_()

@@ -121,13 +121,16 @@ class Action(NamedTuple):
 
     ``AG``: all-gather ``weights`` in one launch, into bytes that held the ``others``. ``AG_NEAR``:
     the same from slices within the near group (a trace shows it as an ``AG`` of fewer bytes).
-    ``WAIT``: wait for the gather of ``weights``, whose launch also brings ``others``. ``USE``,
+    ``WAIT``: wait for the gather of ``weights``; ``others`` are all weights of its launch. ``USE``,
     ``FREE``: ``weights`` are used, or released. ``RS``: reduce-scatter the gradients of ``weights``
     in one launch, zeros where there is none. ``ACCUMULATE``: add the unsharded gradients to their
     sums. ``FINISH``: wait for the oldest reduction. ``EX``: exchange reduced gradients between
     replicas; ``unit`` is their :class:`internsp.wp.reductions.Parcel`. ``FINISH_EXCHANGE``: wait
     for the oldest exchange. ``NEXT``: the pass gathers nothing more, so that a pipeline may start
     the gathers of the next pass.
+
+    ``phase``: :data:`FORWARD`, :data:`RECOMPUTE`, :data:`BACKWARD` or :data:`FINISH`; ``"settle"``
+    for a wait that is not for a use, but because the bytes, or the shards, are about to be written.
     """
 
     kind: str
@@ -174,22 +177,23 @@ class Policy:
 
     Attributes:
         blocks: number of transformer blocks of the chunk.
-        depth: the most blocks that are gathered ahead; the chunk has ``depth + 1`` slots. With 0
+        depth: the most blocks that are prefetched; the chunk has ``depth + 1`` slots. With 0
             each block is gathered at its pre-forward, when the block before has left the only slot.
         depths: the depth of each block, if they differ.
-        named: ``(phase, block) -> number``: how many of the blocks that follow the block's trigger
-            gathers, where a rule sets this for one direction; the head counts as one.
+        named: ``(phase, block) -> number``: how many blocks ``block``'s trigger prefetches in
+            ``phase``, where a rule sets this; the head counts as one.
         per_module: in forward each use raises the limit by one group (InternEvo's prefetch per
             module). Backward gathers a block at its pre-backward, and the first group of the block
             before it: no gather is launched between the reductions of a block, since data decide
             when these are launched.
-        kept: blocks with slots of their own, which stay unsharded until the optimizer step.
+        kept: blocks with slots of their own, which stay unsharded from a forward to its backward
+            and, within ``unchanged()``, until the optimizer step.
         accumulate_whole: sum unsharded gradients, and reduce them in the last micro-batch only.
         rolling: there is no limit: a group is gathered as soon as its bytes are free.
         one_order: the passes also exchange sequences or tokens, and the launches of all process
-            groups together must have one order on all ranks, whatever data leave unused. This is
-            so on a device, whose process groups share its queues, and if each launch is waited for
-            at once. Then no gather and no reduction depends on the use of a weight: forward gathers
+            groups together must have one order on all ranks, whatever data leave unused: on a
+            device, whose process groups share its queues, and where each launch is waited for at
+            once. Then no gather and no reduction depends on the use of a weight: forward gathers
             a block at its pre-forward, backward reduces it at its post-backward.
     """
 
@@ -237,7 +241,6 @@ class Policy:
     def order(groups: Sequence[Any], phase: str, recomputed: bool) -> Sequence[Any]:
         """``groups`` of a unit in the order of gathers: of use, or in backward its reverse."""
         return groups[::-1] if phase == BACKWARD and not recomputed else groups
-
 
 
 def slot_sizes(sizes: Sequence[int], depth: int, kept: Collection[int]) -> list[int]:

@@ -32,7 +32,8 @@ class Unit(schedule.Unit[ShardedParameter]):
     """One unit at run time.
 
     Attributes:
-        within: names of the modules whose parameters belong to it, replicated ones included.
+        within: prefixes of the names of all parameters of its block, replicated ones included;
+            empty for a unit outside of the blocks.
         offsets: byte offset of each weight in the slot.
     """
 
@@ -58,27 +59,27 @@ class Unit(schedule.Unit[ShardedParameter]):
 
 
 class SlotStreams:
-    """Orders the streams that use one slot: those that read it, and those that its gathers have
-    reached (WP-4).
+    """Orders the streams that use one slot: those that read it, and those that have waited for its
+    gathers (WP-4).
 
     A kernel runs long after it was queued, so that the host's release of bytes says nothing about
     the device. One stream needs no help: at its launch a collective waits for what the launching
-    stream has queued, and a wait makes the waiting stream stand behind the collective. Several
-    streams do need it (a user's own, or autograd's, which runs each node on the stream of its
+    stream has queued, and a wait orders the waiting stream after the collective. Several streams
+    need this class (a user's own, or autograd's, which runs each node on the stream of its
     forward). On a device without streams every method does nothing.
-
-    Attributes:
-        active: whether the device has streams.
 
     Args:
         current: see :func:`internsp.accelerator.current_stream`.
+
+    Attributes:
+        active: whether the device has streams.
     """
 
     def __init__(self, current: CurrentStream | None) -> None:
         self._current = current
         self.active = current is not None
         self._readers: set[Stream] = set()
-        self._arrived: dict[Hashable, set[Stream]] = {}
+        self._arrived: dict[Hashable, set[Stream]] = {}  # streams that waited for each gather
 
     def before_overwrite(self, *weights: Hashable) -> None:
         """Make the current stream, and so the gather, wait for all readers of the slot (WP-4)."""
@@ -88,7 +89,7 @@ class SlotStreams:
         for stream in self._readers:
             if stream != here:
                 here.wait_stream(stream)
-        self._readers = {here}  # to wait for this stream is to wait for all of them
+        self._readers = {here}  # to wait for this stream is now to wait for all readers
         for weight in weights:
             self._arrived.pop(weight, None)
 
@@ -122,7 +123,11 @@ class Slot:
         self, unit: Unit, weights: Iterable[ShardedParameter], evicted: Sequence[ShardedParameter],
         poison: bool,
     ) -> None:  # fmt: skip
-        """Prepare the bytes of ``weights`` for their gather; ``evicted`` lie there no longer."""
+        """Prepare the bytes of ``weights`` for their gather, which overwrites ``evicted``.
+
+        Args:
+            poison: see :class:`MemoryPool`.
+        """
         for weight in evicted:
             weight.used_version = None
             self._free(weight)
@@ -134,7 +139,10 @@ class Slot:
             self._bytes(unit, weight).fill_(0xFF)  # NaN in every float type
 
     def free(self, unit: Unit) -> None:
-        """Free the memory of ``unit``'s weights if each has its own; views stay valid."""
+        """Free the memory of ``unit``'s weights where each has its own (``reuse=False``).
+
+        The next gather fills the same views again.
+        """
         for weight in unit.weights:
             self._free(weight)
 
@@ -161,7 +169,8 @@ class Slot:
         found = self._views.get(key)
         if found is None:
             nbytes = weight.layout.padded_numel * weight.compute_dtype.itemsize
-            with torch.inference_mode(False):  # training uses views that an evaluation made
+            # Not an inference tensor: training uses views that an evaluation made, too.
+            with torch.inference_mode(False):
                 flat = self._bytes(unit, weight)[:nbytes].view(weight.compute_dtype)
                 found = self._views[key] = flat, weight.layout.unsharded_view(flat)
         return found
@@ -200,8 +209,10 @@ class MemoryPool:
 
     Args:
         sizes: bytes of each slot.
-        reuse: ``weight_parallel.memory_pool``.
-        poison: fill a slot with NaN bytes before it is filled anew (for tests of stale reads).
+        reuse: units share a slot's memory (``weight_parallel.memory_pool``); if false, each weight
+            has memory of its own.
+        poison: fill bytes that held other weights with NaN before a gather (for tests of stale
+            reads).
     """
 
     def __init__(
@@ -218,7 +229,10 @@ class MemoryPool:
         return sum(s.nbytes for s in self.slots)
 
     def view(self, weight: ShardedParameter) -> Tensor:
-        """The unsharded weight: an alias of its slot, or of its shard if that needs no gather."""
+        """The unsharded weight: an alias of its slot, or of its shard if that needs no gather.
+
+        In the second case also sets ``used_version``, which else the gather sets.
+        """
         if weight.needs_gather:
             return self.slots[weight.unit.slot].unsharded(weight.unit, weight)
         weight.used_version = weight.current_version()

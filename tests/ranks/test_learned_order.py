@@ -28,7 +28,7 @@ COMMUNICATION = ("AG", "WAIT", "USE", "FREE", "RS", "FINISH")
 
 
 class TwoStacks(Tiny):
-    """An encoder and a decoder whose blocks take turns, each reading the other's state."""
+    """An encoder and a decoder with alternating blocks, each reading the other's state."""
 
     def __init__(self) -> None:
         super().__init__(layers=0)
@@ -98,7 +98,7 @@ def test_a_learned_order_trains_as_one_process_and_runs_as_its_plan_says() -> No
 
 @pytest.mark.unmeasured
 def test_a_run_of_the_trainer_learns_its_order(tmp_path: Path) -> None:
-    """Its third step is compared with the plan of the order that the first has shown."""
+    """The third step is compared with the plan of the order that the first step has used."""
     learned = {
         "weight_parallel": {"unexpected_order": "learn"}, "parallel": {"weight": 2},
         "train": {"steps": 4, "sample_bytes": 0},
@@ -111,9 +111,9 @@ def test_a_run_of_the_trainer_learns_its_order(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_each_block_is_gathered_ahead_in_the_learned_order() -> None:
-    """In forward a block's gathers are launched in the block before, at its trigger."""
+    """In forward a block's gathers are launched in the block before, at its prefetch trigger."""
     mesh = mesh_of(2)
-    for order in (REVERSED, SKIPPED):  # blocks 1 and 3 have one slot where they are declared
+    for order in (REVERSED, SKIPPED):  # blocks 1 and 3 share a slot in the declared order
         twin = learner(order, mesh)
         optimizers = sgd(twin)
         for step in range(3):
@@ -130,7 +130,7 @@ def test_each_block_is_gathered_ahead_in_the_learned_order() -> None:
 
 
 def refuses(twin: Twin, order: tuple[int, ...], *words: str) -> None:
-    """A forward of ours in ``order`` is an error that has ``words``."""
+    """A forward of ours in ``order`` raises an error that contains ``words``."""
     _, mine = twin.batch()
     twin.ours.order = order
     raises(OrderError, lambda: twin.ours(*mine), *words)
@@ -172,7 +172,7 @@ def test_another_order_later_is_an_error_and_without_gradients_gathered_as_it_co
             twin.ours.order = twin.plain.order = SWAPPED
             twin.backward()
             twin.check_step(optimizers, f"after {order}")
-    twin.ours.order = REVERSED if rank else SWAPPED  # on one rank alone: the other is told
+    twin.ours.order = REVERSED if rank else SWAPPED  # on one rank only: the other one raises, too
     _, mine = twin.batch()
     words = ("layers.3", "which the first step has shown")
     raises(InternspError, lambda: twin.ours(*mine).backward(), *words[: 1 + rank])
@@ -219,3 +219,25 @@ def test_replicas_exchange_in_the_learned_order_while_backward_runs() -> None:
             assert [line.split(".")[1][0] for line in found] == ["0", "1", "2", "3"], exchanged
             first = next(at for at, line in enumerate(exchanged) if line.startswith("EX"))
             assert first < exchanged.index("RS backward embed.weight", len(exchanged) // 2)
+
+
+@ranks(2)
+def test_blocks_that_a_program_calls_itself_are_one_forward_in_a_learned_order() -> None:
+    """Each weight is reduced once, as in the model's own forward."""
+    twin = learner(REVERSED, mesh_of(2))
+    optimizers = sgd(twin)
+    for _ in range(2):  # the second forward has the order of the first
+        twin.backward()
+        twin.check_step(optimizers, "learned")
+    for step in range(2):
+        twin.lines()
+        before = twin.communicator.forwards
+        for model, (ids, _) in zip((twin.plain, twin.ours), twin.batch(), strict=True):
+            x = model.embed(ids)
+            for number in REVERSED:
+                x = model.layers[number](x)
+            model.head(x).square().sum().backward()
+        assert twin.communicator.forwards == before + 1, twin.communicator.forwards - before
+        reduced = [line.split()[-1] for line in twin.lines("RS") if "layers" in line]
+        assert len(reduced) == len(set(reduced)), reduced
+        twin.check_step(optimizers, f"called by the program, step {step}")

@@ -1,4 +1,4 @@
-"""A user's own communicator, the one of ``docs/own_communicator.md``, beside one process (4.2)."""
+"""The user's communicator of ``docs/own_communicator.md``, compared with one process (4.2)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
 
 
 def synchronous() -> WPCommunicator:
-    """The class that the document shows, made anew."""
+    """A new class from the document's source."""
     source = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0]
     variables: dict[str, Any] = {}
     exec(source, variables)
@@ -33,7 +33,7 @@ def synchronous() -> WPCommunicator:
 
 
 class Counting(WPCommunicator):
-    """Another's methods, and how often each was called."""
+    """Delegates to another communicator, and counts calls of each method."""
 
     def __init__(self, inner: WPCommunicator) -> None:
         self.inner, self.calls = inner, dict.fromkeys(METHODS, 0)
@@ -66,7 +66,7 @@ def train(
     checkpoint: ActivationCheckpointConfig | None,
     options: dict[str, Any],
 ) -> dict[str, int]:
-    """Four steps of two micro-batches beside one process, every gradient and parameter."""
+    """Four steps of two micro-batches compared with one process, every gradient and parameter."""
     torch.manual_seed(0)
     tied = bool(options.get("tied"))
     plain = Tiny(tied=tied).double()
@@ -135,6 +135,30 @@ def test_replicas_are_summed_with_it() -> None:
 def test_one_that_reduces_nothing_is_seen() -> None:
     with pytest.raises(RankError, match=r"embed\.weight: only one process has it"):
         run_ranks(train, 2, 2, False, None, {"broken": True})
+
+
+def frozen_since_the_forward(rank: int, world: int, zero: bool) -> None:
+    torch.manual_seed(0)
+    plain = Tiny().double()
+    ours = copy.deepcopy(plain)
+    mesh = ParallelMesh.create(weight=world, sequence=1, device_type="cpu")
+    config = WeightParallelConfig(min_shard_elements=CUT, coalesce_bytes=0)
+    communicator = parallelize(ours, mesh, config, communicator=synchronous())
+    optimizer = ZeroOptimizer(communicator, torch.optim.SGD, lr=0.1) if zero else None
+    ids = torch.randint(0, VOCABULARY, (world, 3, 5), generator=torch.Generator().manual_seed(1))
+    for model, batch in (plain, ids.flatten(0, 1)), (ours, ids[rank]):
+        loss = model(batch, batch)
+        model.layers[1].w1.weight.requires_grad_(False)  # type: ignore[union-attr]
+        loss.backward()
+    found = gradients(ours) if optimizer is None else optimizer.gather_gradients()
+    wanted = {n: g for n, g in gradients(plain).items() if not zero or g is not None}
+    assert gradients(plain)["layers.1.w1.weight"] is None
+    check(found, wanted, "frozen between the forward and its backward")
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero"])
+def test_a_weight_frozen_since_the_forward_has_no_gradient_with_it(zero: bool) -> None:
+    run_ranks(frozen_since_the_forward, 2, zero)
 
 
 class Bare(nn.Module):

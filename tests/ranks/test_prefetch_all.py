@@ -1,4 +1,4 @@
-"""``unshard``, ``reshard`` and ``prefetch_all``: gathers before a step, and no other numbers."""
+"""``unshard``, ``reshard`` and ``prefetch_all``: gathers before a step, and the same values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None, int], ...]
 
 
 def gathered(twin: Twin) -> list[str]:
-    """Weights that were gathered since the last call."""
+    """Weights gathered since the last call."""
     return [line.rpartition(" ")[2] for line in twin.lines("AG")]
 
 
@@ -105,8 +105,8 @@ def test_one_part_is_unsharded_and_mistakes_are_told_and_leave_order_behind() ->
     assert "layers.2 shares its slot" in told
     assert "embed, layers.0, layers.1, head" in told
     for call in (communicator.unshard, communicator.reshard):
-        raises(StructureError, partial(call, twin.ours.norm), "no cut weight", "RMSNorm")
-        raises(StructureError, partial(call, nn.Linear(2, 2)), "no cut weight")
+        raises(StructureError, partial(call, twin.ours.norm), "no sharded weight", "RMSNorm")
+        raises(StructureError, partial(call, nn.Linear(2, 2)), "no sharded weight")
 
     handle = twin.ours.layers[1].register_forward_pre_hook(  # type: ignore[index]
         lambda *_: communicator.prefetch_all()
@@ -131,12 +131,12 @@ def test_one_part_is_unsharded_and_mistakes_are_told_and_leave_order_behind() ->
 
 @ranks(2)
 def test_a_model_thrown_away_with_gathers_in_flight_leaves_its_mesh_usable(rank: int) -> None:
-    """gloo stops reading from a connection on which a message comes for a work that is gone."""
+    """gloo stops reading from a connection when a message arrives for a destroyed work handle."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     store = dist.distributed_c10d._get_default_store()
     for number in range(2):
         twin = Twin(partial(Tiny, layers=2), mesh)
-        twin.trace.enabled = False  # else a thread waits for them, and keeps them
+        twin.trace.enabled = False  # otherwise a thread waits for them, and keeps them alive
         if rank == number:
             twin.communicator.prefetch_all()
             del twin
