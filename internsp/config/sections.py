@@ -233,9 +233,9 @@ class ParallelConfig(Section):
     """Degrees of parallelism; weight and sequence degrees are independent of each other."""
 
     weight: Degree = 1
-    """Ranks over which every large weight is cut."""
+    """Ranks over which every large weight is sharded."""
     sequence: Degree = 1
-    """Ranks over which every sequence is cut."""
+    """Ranks over which every sequence is sharded."""
     ring: Degree | None = None
     """Of those, ranks in a ring for keys and values; none: 1, or what gives each rank a head."""
     near: Literal["heads", "ring"] = "heads"
@@ -245,9 +245,9 @@ class ParallelConfig(Section):
     pipeline: Degree = 1
     """Pipeline stages."""
     zero: Degree | None = None
-    """Ranks over which the optimizer state of a shard is cut; none: all its replicas."""
+    """Ranks over which the optimizer state of a shard is sharded; none: all its replicas."""
     expert_weight: Degree | None = None
-    """Ranks over which every expert's weight is cut; none: as weight."""
+    """Ranks over which every expert's weight is sharded; none: as weight."""
     expert: Degree = 1
     """Ranks that own experts of their own (expert parallel)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -298,13 +298,13 @@ class PlanRule(Section):
     unit: Literal["each", "one"] = "each"
     """Modules in blocks that are gathered and freed by themselves: each of them, or all as one."""
     ignore: bool = False
-    """Leave the parameters alone: neither cut nor replicated, their gradients this rank's own."""
+    """Leave the parameters alone: not sharded, not replicated, with gradients of this rank only."""
     replicate_below: Amount = 0
-    """Parameters of fewer bytes are replicated, others cut; in place of min_shard_elements."""
+    """Parameters of fewer bytes are replicated, others sharded; replaces min_shard_elements."""
     shard_dim: Annotated[int, Field(ge=-64, le=63)] = 0
-    """Dimension on which the weights are cut; negative ones count from the last."""
+    """Dimension on which the weights are sharded; negative ones count from the last."""
     axis: Literal["dense", "experts"] = "dense"
-    """Axis of the mesh along which they are cut; in place of experts."""
+    """Axis of the mesh over which they are sharded; replaces experts."""
     coalesce_bytes: Amount = 65536
     """Weights up to this many bytes unsharded share collectives with their neighbors."""
     compute_dtype: Dtype | None = None
@@ -320,13 +320,13 @@ class PlanRule(Section):
     quantize: Literal["none", "int8", "fp8"] = "none"
     """What blocks' weights are gathered as, of whatever size."""
     pre_all_gather: Function = None
-    """Function of a shard that gives what is sent of it in its place; with post_all_gather."""
+    """Function of a shard that returns what is sent instead of it; with post_all_gather."""
     post_all_gather: Function = None
     """Function that fills the unsharded weight from what all ranks have sent."""
     offload: Offload = ()
     """What of them lies in host memory, as in [weight_parallel]; empty: nothing."""
     reshard_after_forward: Amount = 0
-    """Near ranks over which blocks' weights stay cut after a step's first all-gather; 0: none."""
+    """Near ranks that keep slices of blocks' weights after a step's first all-gather; 0: none."""
     keep_unsharded: bool = False
     """Whether the blocks stay unsharded in a step; what is configured counts among the others."""
     prefetch_depth: Depth = 1
@@ -368,7 +368,7 @@ class PlanRule(Section):
 
 
 class WeightParallelConfig(Section):
-    """How unsharded weights come, stay and go."""
+    """How weights are gathered, kept unsharded and released."""
 
     overlap: bool = True
     """Gather the next weights while the current ones compute; same numbers either way."""
@@ -389,13 +389,13 @@ class WeightParallelConfig(Section):
     plan: Annotated[tuple[PlanRule, ...], Field(strict=False, max_length=1000)] = ()
     """Rules for some modules or parameters alone, each a table [[weight_parallel.plan]]."""
     reshard_after_forward: Amount = 0
-    """Near ranks over which blocks' weights stay cut after a step's first all-gather; 0: none."""
+    """Near ranks that keep slices of blocks' weights after a step's first all-gather; 0: none."""
     keep_unsharded: Kept = None
     """Blocks of a chunk that stay unsharded in a step: none, a number, a size ("2 GiB"), or all."""
     accumulation: Literal["sharded", "full"] = "sharded"
-    """Gradients of micro-batches: reduced in each into shards, or summed whole and reduced once."""
+    """Gradients of micro-batches: each reduced into shards, or summed unsharded, reduced once."""
     min_shard_elements: Amount = 2048
-    """Parameters with fewer elements are replicated, not cut."""
+    """Parameters with fewer elements are replicated, not sharded."""
     coalesce_bytes: Amount = 65536
     """Weights up to this many bytes unsharded share collectives with their neighbors."""
     pending_blocks: Few = 2
@@ -403,7 +403,7 @@ class WeightParallelConfig(Section):
     unexpected_order: Literal["error", "gather", "learn"] = "error"
     """Blocks in another order than declared: stop; gather each as it comes; or the first step's."""
     embedding_cut: Literal["vocabulary", "hidden"] = "vocabulary"
-    """Dimension on which the embedding is cut."""
+    """Dimension on which the embedding is sharded."""
     head_output: Literal["local", "gather", "vocabulary"] = "local"
     """Logits of the own tokens, of all tokens of the group, or of a vocabulary shard."""
     cuts_own_sequences: bool = False
@@ -435,7 +435,7 @@ class WeightParallelConfig(Section):
     grad_dtype: Dtype | None = None
     """Dtype of .grad of narrower parameters, without a ZeroOptimizer; none: the parameter's own."""
     offload: Offload = ()
-    """What of cut parameters lies in host memory: weights, optimizer (state), gradients (sums)."""
+    """What of sharded parameters is in host memory: weights, optimizer state, gradients (sums)."""
 
 
 class ActivationCheckpointConfig(Section):
@@ -568,7 +568,7 @@ class TrainConfig(Section):
     global_batch: Size = 8
     """Sequences of an optimizer step, over all ranks and micro-batches."""
     micro_batches: Size = 1
-    """Parts into which each rank's share of the batch is cut to save memory."""
+    """Parts into which each rank's share of the batch is split to save memory."""
     batch_tokens: Annotated[int, Field(ge=0, le=1 << 40)] = 0
     """Sequences of a step: as many as have so many tokens that the loss counts; 0: global_batch."""
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
