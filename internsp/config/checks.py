@@ -367,7 +367,7 @@ def _ring(config: Config) -> Iterator[Problem]:
 def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
     """Check that both factorings (sequence or weight x replica, x pipeline) fit the ranks."""
     parallel, train = config.parallel, config.train
-    # The keys of a wrong world size are the same, whoever chose it; the remedy differs.
+    # The keys of a wrong world size are always the same; the remedy depends on who launches ranks.
     world = f"{world_size} rank" + ("" if world_size == 1 else "s")
     if world_size % parallel.pipeline:
         text = f"{parallel.pipeline} does not divide the {world} (launch.processes, or torchrun's)"

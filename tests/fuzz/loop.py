@@ -86,8 +86,8 @@ class Side:
         shape = (2, case.rows, case.length)
         ids, labels = torch.randint(0, case.vocabulary, shape, generator=generator)
         alone = random.Random(f"{case.seed}:{self.passes}")
-        nobody = alone.random() < 0.2  # True: unused on all ranks
-        return ids, labels, 0 if nobody else rng.randrange(64)
+        unused = alone.random() < 0.2  # True: unused on all ranks
+        return ids, labels, 0 if unused else rng.randrange(64)
 
     def forward(self, use: int | None = None) -> list[tuple[Tensor, list[Tensor]]]:
         """For each rank its loss and the hidden states after each block; new data in each call."""

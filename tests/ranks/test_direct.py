@@ -99,3 +99,13 @@ def test_only_host_tensors_of_few_ranks_travel_so(world_size: int) -> None:
     assert collectives._direct == (world_size <= MOST_DIRECT)
     cut = Collectives(dist.group.WORLD, True, Trace(), Counters(), device=torch.device("meta"))
     assert not cut._direct, "gloo sends device tensors by collectives only"
+
+
+@ranks(1)
+def test_a_group_of_one_copies_every_shard_of_a_launch() -> None:
+    alone = Collectives(dist.group.WORLD, True, Trace(), Counters())
+    shards = [torch.arange(3.0), torch.arange(4.0) + 5]
+    outputs = [torch.full_like(shard, torch.nan) for shard in shards]
+    assert alone.all_gather(outputs, shards, "block", ["a", "b"], "forward").done
+    for output, shard in zip(outputs, shards, strict=True):
+        assert torch.equal(output, shard)

@@ -86,7 +86,7 @@ def alone(rank: int, world_size: int) -> list[tuple[bool, bool, str]]:
 def test_a_chunk_by_itself_after_steps_and_evaluations_is_an_ordinary_model() -> None:
     for ranks in run_ranks(alone, 4):
         for own, ready, said in ranks:
-            assert own, "it gathers its own weights and nobody else's"
+            assert own, "it gathers its own weights and no other's"
             assert ready
             assert "torch.autograd.grad over a sharded weight is not supported" in said
 

@@ -55,7 +55,7 @@ def test_ends_are_told_in_turn_without_anybody_waiting_and_the_thread_ends() -> 
     for work in watched:
         work.wait()
         work.wait()
-    assert [gate.waits for gate in gates] == [1, 1], "nobody waits for the work itself twice"
+    assert [gate.waits for gate in gates] == [1, 1], "each work is waited for once"
     third = watcher.watch(gates[0], lambda end: told.append((2, end)))
     third.wait()
     assert told[-1][0] == 2, "a watcher that has ended begins anew"
