@@ -10,21 +10,26 @@ import importlib
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from internsp.base.version import __version__ as __version__
 
 # The table of public names, the only one: type checkers read it as imports (``X as X`` says that a
 # name is public), `_homes` as a table.
 if TYPE_CHECKING:
     from internsp import errors as errors
     from internsp import model_zoo as model_zoo
+    from internsp.app.config import Config as Config
+    from internsp.app.config import load_config as load_config
+    from internsp.app.report.metrics import StepMetrics as StepMetrics
+    from internsp.app.train.trainer import Callback as Callback
+    from internsp.app.train.trainer import Trainer as Trainer
+    from internsp.app.train.trainer import train as train
+    from internsp.base.trace import Clock as Clock
+    from internsp.base.trace import Trace as Trace
     from internsp.config import ActivationCheckpointConfig as ActivationCheckpointConfig
-    from internsp.config import Config as Config
     from internsp.config import PlanRule as PlanRule
     from internsp.config import WeightParallelConfig as WeightParallelConfig
-    from internsp.config import load_config as load_config
     from internsp.layers import ParallelLinearWithCommExt as ParallelLinearWithCommExt
     from internsp.layers.dropout import row_keys as row_keys
-    from internsp.load import load_weights as load_weights
     from internsp.mesh import ParallelMesh as ParallelMesh
     from internsp.mesh import SequenceAxes as SequenceAxes
     from internsp.mesh import WeightAxis as WeightAxis
@@ -32,29 +37,24 @@ if TYPE_CHECKING:
     from internsp.optim import ZeroOptimizer as ZeroOptimizer
     from internsp.optim import clip_grad_norm_ as clip_grad_norm_
     from internsp.optim import step_together as step_together
-    from internsp.parallel import initialize as initialize
-    from internsp.parallel import parallelize as parallelize
+    from internsp.parallel.parallelize import initialize as initialize
+    from internsp.parallel.parallelize import parallelize as parallelize
+    from internsp.parallel.sequences import supports as supports
     from internsp.pipeline import ComputeAction as ComputeAction
     from internsp.pipeline import ISPCommunicatorSchedulerHook as ISPCommunicatorSchedulerHook
     from internsp.pipeline import MicroBatch as MicroBatch
     from internsp.pipeline import Pipeline as Pipeline
     from internsp.pipeline import SchedulerHook as SchedulerHook
     from internsp.pipeline import SplittableModel as SplittableModel
-    from internsp.plan.chunk import Schedule as Schedule
-    from internsp.report.metrics import StepMetrics as StepMetrics
-    from internsp.sequence_parts import supports as supports
+    from internsp.schedule.chunk import Schedule as Schedule
     from internsp.sp import DistributedAttention as DistributedAttention
     from internsp.sp import PendingExchange as PendingExchange
     from internsp.sp import SequenceLayout as SequenceLayout
     from internsp.sp import token_loss as token_loss
     from internsp.sp.mixing import Refused as Refused
-    from internsp.trace import Clock as Clock
-    from internsp.trace import Trace as Trace
-    from internsp.train.trainer import Callback as Callback
-    from internsp.train.trainer import Trainer as Trainer
-    from internsp.train.trainer import train as train
-    from internsp.whole import full_params as full_params
-    from internsp.whole import iterate_full_params as iterate_full_params
+    from internsp.values.load import load_weights as load_weights
+    from internsp.values.whole import full_params as full_params
+    from internsp.values.whole import iterate_full_params as iterate_full_params
     from internsp.wp.communicator import (
         EmbeddingWeightParallelCommunicator as EmbeddingWeightParallelCommunicator,
     )
@@ -83,9 +83,7 @@ else:  # hidden from type checkers, to which any name would exist otherwise
         if name.startswith("__") or name not in _homes():
             raise AttributeError(f"module 'internsp' has no attribute {name!r}")
         home = _homes()[name]
-        # `train` is the package too, which can be called: an attribute of two kinds would depend
-        # on what was imported before.
-        is_module = home == __name__ or home.startswith(f"{__name__}.{name}.")
+        is_module = home == __name__
         value = importlib.import_module(f"{__name__}.{name}" if is_module else home)
         globals()[name] = value if is_module else getattr(value, name)
         return globals()[name]

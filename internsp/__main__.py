@@ -2,7 +2,7 @@
 
 import sys
 
-from internsp.cli import main
+from internsp.app.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from internsp.config import ModelConfig
+from internsp.config.model import ModelConfig
 from internsp.model_zoo.common import CausalLM, canonical_name
 from internsp.model_zoo.generate import generate, stream
 from internsp.model_zoo.internlm2 import InternLM2

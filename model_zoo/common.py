@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from internsp.config import ModelConfig
+from internsp.config.model import ModelConfig
 from internsp.errors import LayoutError
 from internsp.layers import ParallelEmbeddingWithCommExt, ParallelLinearWithCommExt
 from internsp.layers.dropout import Dropout, block_keys, token_keys

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from internsp.config import ModelConfig
+from internsp.config.model import ModelConfig
 from internsp.layers import ParallelLinearWithCommExt
 from internsp.layers.rotary import RotaryTables, rotation
 from internsp.model_zoo.common import CausalLM, Device, Sizes

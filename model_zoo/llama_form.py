@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from internsp.config import ModelConfig
+from internsp.config.model import ModelConfig
 from internsp.model_zoo.common import Sizes
 
 _NAMES = {

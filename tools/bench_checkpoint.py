@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from internsp.config import Config
-from internsp.train.checkpoint import state_of
-from internsp.train.saver import Saver
-from internsp.train.session import Session
-from internsp.train.step import StepRunner
-from internsp.train.stop import StopRequest
+from internsp.app.checkpoint.checkpoint import state_of
+from internsp.app.checkpoint.saver import Saver
+from internsp.app.config import Config
+from internsp.app.process.stop import StopRequest
+from internsp.app.session.session import Session
+from internsp.app.train.step import StepRunner
 
 
 @dataclass(frozen=True)

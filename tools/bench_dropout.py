@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from internsp import model_zoo
-from internsp.config import ModelConfig
+from internsp.config.model import ModelConfig
 from internsp.layers.dropout import Dropout, block_keys, row_keys, token_keys
 from internsp.layers.rotary import rotary_tables
 from internsp.sp import SequenceLayout

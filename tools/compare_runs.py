@@ -17,7 +17,7 @@ from typing import Annotated
 
 import tyro
 
-from internsp.report.metrics import StepMetrics, read_metrics
+from internsp.app.report.metrics import StepMetrics, read_metrics
 
 COMPARED = ("loss", "grad_norm")
 

@@ -30,11 +30,12 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from internsp import model_zoo
-from internsp.config import ModelConfig, WeightParallelConfig
+from internsp.base.trace import Trace
+from internsp.config import WeightParallelConfig
+from internsp.config.model import ModelConfig
 from internsp.mesh import ParallelMesh
 from internsp.pipeline import SCHEDULES, Chunk, MicroBatch, Pipeline, split_model
 from internsp.pipeline.pipeline import meta_stage_args
-from internsp.trace import Trace
 from tools.bench.ranks import Session, Setup
 from tools.bench.report import markdown_rows
 

@@ -19,8 +19,8 @@ import tyro
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from internsp.cli import main as internsp
-from internsp.report.metrics import StepMetrics, read_metrics
+from internsp.app.cli import main as internsp
+from internsp.app.report.metrics import StepMetrics, read_metrics
 from tools.bench.report import markdown_rows, say
 
 ROOT = Path(__file__).resolve().parents[1]

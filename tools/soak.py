@@ -32,9 +32,9 @@ from typing import Any
 import tomli_w
 import tyro
 
-from internsp.report.metrics import read_metrics
-from internsp.train import manifest
-from internsp.train.disk import steps_in
+from internsp.app.checkpoint import manifest
+from internsp.app.checkpoint.disk import steps_in
+from internsp.app.report.metrics import read_metrics
 from tools.bench.report import markdown_rows, say
 
 ROOT = Path(__file__).resolve().parents[1]

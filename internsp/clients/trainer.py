@@ -19,12 +19,12 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from internsp.app.checkpoint.checkpoint import random_states, set_random, state_key
+from internsp.app.checkpoint.state_folder import load_state, save_state
 from internsp.clients.data_ranks import DataRanks
 from internsp.errors import ConfigError
-from internsp.hf.examine import find_pretrained_model
 from internsp.optim import ZeroOptimizer
-from internsp.train.checkpoint import random_states, set_random, state_key
-from internsp.train.state_folder import load_state, save_state
+from internsp.sp.hf.examine import find_pretrained_model
 from internsp.wp.communicator import ISPCommunicator
 
 _LOG = logging.getLogger("internsp.clients")

@@ -1,58 +1,10 @@
-"""The configuration of a run: its sections, reading them from a file, and checks across them."""
+"""What a user sets for a model: sections that are typed, frozen and checked when made."""
 
-from internsp.config.checks import AVERAGE, HELD_OUT
-from internsp.config.load import (
-    Config,
-    documented,
-    load_config,
-    read_config,
-    report,
-    schemas,
-    sections,
-)
 from internsp.config.sections import (
     ActivationCheckpointConfig,
-    CheckpointConfig,
-    DataConfig,
-    DocumentsConfig,
-    EvaluationText,
-    LaunchConfig,
-    MixturePart,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PipelineConfig,
     PlanRule,
-    ReportConfig,
     Section,
-    TrainConfig,
     WeightParallelConfig,
 )
 
-__all__ = [
-    "AVERAGE",
-    "HELD_OUT",
-    "ActivationCheckpointConfig",
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "DocumentsConfig",
-    "EvaluationText",
-    "LaunchConfig",
-    "MixturePart",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PipelineConfig",
-    "PlanRule",
-    "ReportConfig",
-    "Section",
-    "TrainConfig",
-    "WeightParallelConfig",
-    "read_config",
-    "documented",
-    "load_config",
-    "report",
-    "schemas",
-    "sections",
-]
+__all__ = ["ActivationCheckpointConfig", "PlanRule", "Section", "WeightParallelConfig"]

@@ -5,48 +5,14 @@ Also an optimizer's class, with its arguments.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
-import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from internsp.errors import ConfigError
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-
-OPTIMIZERS = ("adamw", "sgd", "adafactor", "muon")
-"""Optimizers that have names in the configuration."""
-
-
-def checked_optimizer(name: str) -> str:
-    """``name`` if it is a named optimizer or an import path; nothing is imported yet."""
-    if name in OPTIMIZERS or _IMPORT_PATH.fullmatch(name):
-        return name
-    near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    raise ValueError(f'give {", ".join(OPTIMIZERS)}, or a class as "package.module:Class"{hint}')
-
-
-def checked_option(text: str) -> str:
-    """``text`` if it is one argument, ``name = value``."""
-    options([text])
-    return text
-
-
-def options(texts: Iterable[str]) -> dict[str, Any]:
-    """The arguments in ``texts``, by name."""
-    found: dict[str, Any] = {}
-    for text in texts:
-        try:
-            given = tomllib.loads(text)
-        except tomllib.TOMLDecodeError:
-            given = {}
-        if len(given) != 1 or "\n" in text:
-            raise ValueError('write an argument as "name = value", a text in quotes')
-        found |= given
-    return found
 
 
 def checked(value: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from internsp.autograd import in_backward
+from internsp.base.autograd import in_backward
 from internsp.dtensor.parameter import Member
 from internsp.dtensor.placed import grad_dtype, spec_with_dtype
 from internsp.errors import GradientError
@@ -121,7 +121,7 @@ class UnfinishedGradients(Generic[M]):
 
     Args:
         discard: drops a parameter's sums on this rank; its second argument is whether the gradient
-            is zero rather than absent (see :func:`internsp.optim.plain_loop.discard_sums`).
+            is zero rather than absent (see :func:`internsp.wp.plain_loop.discard_sums`).
     """
 
     def __init__(self, discard: Callable[[M, bool], None], rank: int) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from internsp.base.trace import Work
 from internsp.errors import CollectiveError
 from internsp.failure.rank_report import WaitedCollective
-from internsp.trace import Work
 
 UNCOUNTED = WaitedCollective()  # for a collective that the CommContext does not count
 _RECENT_TAGS = 32  # launches with tags kept: more than one rank is ever ahead of another

@@ -1,7 +1,7 @@
 """Linear layers whose weights may be sharded over a weight group.
 
 Without a communicator each is an ordinary layer; with one, its weight enters the computation as
-a differentiable view of a slot (see :mod:`internsp.layers.parameters`). The names are InternEvo's.
+a differentiable view of a slot (see :mod:`internsp.modules.parameters`). The names are InternEvo's.
 Column and row parallel layers differ only in the dimension on which the weight is sharded, because
 under weight parallelism every rank computes the full product.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from internsp.layers.parameters import open_weights, plain, weights_of
+from internsp.modules.parameters import open_weights, plain, weights_of
 from internsp.sp.fused import PendingOutput, has_foreign_hooks
 
 _OURS = open_weights.__module__  # where forwards are wrapped

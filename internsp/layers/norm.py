@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from internsp.errors import MissingDependencyError
-from internsp.layers.parameters import plain
+from internsp.modules.parameters import plain
 
 NormName = Literal["torch", "apex", "auto"]
 ApexKernel = Callable[[Tensor, Tensor, tuple[int, ...], float], Tensor]

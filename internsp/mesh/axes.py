@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from internsp.config.names import nearest
+from internsp.base.names import nearest
 from internsp.errors import MeshError
 
 Axes = str | Sequence[str]

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from internsp.host import GRADIENTS, OPTIMIZER, WEIGHTS, HostLink, HostSum
+from internsp.base.host import GRADIENTS, OPTIMIZER, WEIGHTS, HostLink, HostSum
 from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.optim.methods import Method
 from internsp.optim.slices import Region
+from internsp.schedule.layout import laid_out
 from internsp.wp.collectives import Collectives, Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.layout import laid_out
 from internsp.wp.parameter import Member, ShardedParameter
 
 _Memory = tuple[frozenset[str], HostLink | None, torch.device]

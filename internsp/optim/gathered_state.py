@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from internsp.base.host import OPTIMIZER
 from internsp.errors import LayoutError
-from internsp.host import OPTIMIZER
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket, Segment
 from internsp.optim.matrices import MatrixSteps

@@ -3,8 +3,8 @@
 The reduced gradients of a bucket's shards go through one exchange over the ZeRO group and a local
 sum (a reduce-scatter, see ``wp.collectives``), which leaves each rank a slice of them. Where there
 are more replicas than ZeRO ranks, the slice is then all-reduced over the ranks that hold the same
-one (ZeRO-1.5). :mod:`internsp.wp.reductions` decides when a bucket is exchanged: while the last
-backward before the step runs, where that is known or expected to be the last. Gradients of
+one (ZeRO-1.5). :mod:`internsp.schedule.reductions` decides when a bucket is exchanged: while the
+last backward before the step runs, where that is known or expected to be the last. Gradients of
 replicated parameters come by one flat all-reduce over all ranks of the stage, with a flag for each
 parameter that some rank used.
 """
@@ -23,11 +23,11 @@ from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
 from internsp.optim.finite import not_finite
 from internsp.optim.guarded import drop_raw_gradient, raw_gradient
-from internsp.optim.plain_loop import discard_sums
+from internsp.schedule.reductions import Parcel
 from internsp.wp.collectives import Handle
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
-from internsp.wp.reductions import Parcel
+from internsp.wp.plain_loop import discard_sums
 
 IN_FLIGHT = 2  # exchanges in flight: several use both directions of a link (DESIGN 8)
 
@@ -173,7 +173,7 @@ class ZeroReducer:
         for weight in self._communicator.replicated.sharded:
             weight.drop_reduced_grad()
 
-    # between replicas (internsp.wp.reductions.ReplicaExchange)
+    # between replicas (internsp.schedule.reductions.ReplicaExchange)
 
     def start(self, parcel: Parcel[ShardedParameter]) -> None:
         """Launch the exchange of a bucket's reduced gradients over its ZeRO group."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from internsp.host import OPTIMIZER, PIECE_BYTES, HostLink
+from internsp.base.host import OPTIMIZER, PIECE_BYTES, HostLink
 from internsp.optim.bucket import Bucket, Segment
 from internsp.wp.parameter import Member
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from internsp.base.host import OPTIMIZER
 from internsp.dtensor.unfinished import gradients_lost
 from internsp.failure.recovery import reporting_refusals
-from internsp.host import OPTIMIZER
 from internsp.optim import checkpoint, gathered_state, streamed
 from internsp.optim.bucket import Bucket, ParameterAllGather, make_buckets
 from internsp.optim.elementwise import OptimizerClass

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from internsp.errors import StructureError
 from internsp.layers.dropout import block_keys
-from internsp.plan.rules import own_rules, rules_of_chunk
 from internsp.sp import token_loss
+from internsp.structure.rules import own_rules, rules_of_chunk
 
 
 class SplittableModel(Protocol):

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc
 
-from internsp.layers.parameters import weights_behind
+from internsp.modules.parameters import weights_behind
 
 Node = Any  # torch.autograd.graph.Node, or the context of a Function
 

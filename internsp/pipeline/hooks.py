@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from internsp.errors import OrderError
+from internsp.schedule.terms import BACKWARD, FORWARD
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.schedule import BACKWARD, FORWARD
 
 FULL, INPUT, WEIGHT = "full", "input", "weight"
 
@@ -92,7 +92,7 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
 
     Attributes:
         bubbles: intervals of the last step in which no action ran, as pairs (start, end) of
-            :meth:`internsp.trace.Trace.now`.
+            :meth:`internsp.base.trace.Trace.now`.
     """
 
     def __init__(self, communicators: Mapping[int, ISPCommunicator]) -> None:

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from internsp.base.names import matches, within
+from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
-from internsp.config.names import matches, within
 from internsp.errors import (
     CollectiveError,
     ConfigError,
@@ -24,7 +25,7 @@ from internsp.errors import (
 from internsp.layers import ParallelEmbeddingWithCommExt, ParallelLinearWithCommExt
 from internsp.layers.linear import GroupedLinearWithCommExt
 from internsp.mesh import MeshShape, ParallelMesh
-from internsp.parallel import parallelize, recomputed_blocks
+from internsp.parallel.parallelize import parallelize, recomputed_blocks
 from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, meta_hidden, split_model
 from internsp.pipeline.failure import PipelineFailureGuard
 from internsp.pipeline.hooks import (
@@ -43,18 +44,17 @@ from internsp.pipeline.schedules import (
 from internsp.pipeline.simulate import check_order, compute_actions, simulate_actions
 from internsp.pipeline.stage import ISPPipelineStage
 from internsp.pipeline.tied import CopyNames, copy_shared_modules, find_tied, make_tied_weights
-from internsp.plan.assign import (
+from internsp.schedule.chunk import Schedule
+from internsp.structure.assign import (
     PATTERNS,
     plan_sharding,
     require_effect,
     require_experts,
     require_patterns_matched,
 )
-from internsp.plan.blocks import read_structure, require_triggers_matched, trigger_matches
-from internsp.plan.chunk import Schedule
-from internsp.plan.dtypes import DTYPES
-from internsp.plan.rules import NO_RULES, own_rules, rules_of_chunk
-from internsp.trace import Trace
+from internsp.structure.blocks import read_structure, require_triggers_matched, trigger_matches
+from internsp.structure.dtypes import DTYPES
+from internsp.structure.rules import NO_RULES, own_rules, rules_of_chunk
 
 Criterion = Callable[[Any, MicroBatch], Tensor]
 _SPLITTABLE_LAYERS = (

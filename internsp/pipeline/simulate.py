@@ -22,9 +22,9 @@ from internsp.pipeline.hooks import (
     next_gathering_action,
 )
 from internsp.pipeline.schedules import Order, ScheduleAction
-from internsp.plan.chunk import ChunkLayout, Schedule
-from internsp.plan.simulate import Simulator
-from internsp.wp.schedule import FORWARD
+from internsp.schedule.chunk import ChunkLayout, Schedule
+from internsp.schedule.simulate import Simulator
+from internsp.schedule.terms import FORWARD
 
 
 def compute_actions(

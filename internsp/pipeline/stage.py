@@ -20,7 +20,7 @@ from torch.distributed.pipelining._backward import (
     stage_backward_weight,
 )
 
-from internsp.autograd import tensors
+from internsp.base.autograd import tensors
 from internsp.errors import LayoutError, StructureError
 from internsp.pipeline.backward_parts import grad_ready_order, shape_inference, shared_slot_storages
 from internsp.pipeline.chunks import MicroBatch

@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from internsp.base.bits import bits_of, same_bits
 from internsp.dtensor.placed import dtensor_like, grad_dtype
 from internsp.errors import OrderError, StructureError
 from internsp.mesh import ParallelMesh
 from internsp.pipeline.chunks import Chunk
 from internsp.pipeline.stage import ISPPipelineStage
-from internsp.wp.parameter import Member, ShardedParameter, bits_of, same_bits
+from internsp.wp.parameter import Member, ShardedParameter
 
 TrackOps = Callable[[list[dist.P2POp]], list[dist.P2POp]]
 CopyNames = Mapping[int, str]

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from internsp.base.trace import Trace
 from internsp.errors import LayoutError
 from internsp.mesh.sequence import SequenceAxes
 from internsp.sp.dispatch import ring_ranges
@@ -36,7 +37,6 @@ from internsp.sp.layout import SequenceLayout
 from internsp.sp.messages import ExchangeShape
 from internsp.sp.ranges import MaskSpec, Ranges
 from internsp.sp.ring import Ring, RingCache, ring_attention
-from internsp.trace import Trace
 
 _ROLES = ("q", "k", "v")
 

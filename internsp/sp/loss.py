@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from internsp.base.trace import Trace
 from internsp.errors import ConfigError, LayoutError
 from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.layout import IGNORE_INDEX, SequenceLayout
 from internsp.sp.vocabulary import gather_logits, vocabulary_parallel_cross_entropy
-from internsp.trace import Trace
 
 OUTPUTS = ("local", "gather", "vocabulary")
 

@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.utils._pytree import tree_leaves
 
-from internsp.accelerator import Stream, current_stream
+from internsp.base.accelerator import Stream, current_stream
+from internsp.base.trace import CompletionThread, Trace, Work, call_when_done
 from internsp.failure.comm_context import UNCOUNTED, CommContext, Counters
 from internsp.failure.rank_report import WaitedCollective
-from internsp.trace import CompletionThread, Trace, Work, call_when_done
 
 CPU = torch.device("cpu")
 _TAG_BITS = 0x3FFFFFFF

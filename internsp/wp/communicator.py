@@ -3,9 +3,10 @@
 Layers call :class:`WPCommunicator` (InternEvo's interface) to unshard a weight, to release it, to
 prepare its backward, and to hand over its ready gradient. The blocks of a chunk, its embedding and
 its head implement the interface over the same parts, which :class:`internsp.wp.perform.Chunk`
-holds: the gather queue decides (:mod:`internsp.wp.queue`), slots and reducer carry it out. A user's
-own implementation is wrapped (:class:`UsersCommunicator`). The hooks that report events are in
-:mod:`internsp.wp.hooks`.
+holds: the gather queue decides (:mod:`internsp.schedule.queue`), slots and reducer carry it out. A
+user's own implementation is wrapped (:class:`UsersCommunicator`). The hooks that report events are
+in
+:mod:`internsp.modules.hooks`.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from internsp.autograd import NO_TASK, graph_task
+from internsp.base.autograd import NO_TASK, graph_task
 from internsp.errors import OrderError, StaleWeightError, StructureError
 from internsp.failure.detection import PostBackwardCallback
 from internsp.failure.recovery import Recovery
 from internsp.mesh import ParallelMesh
-from internsp.plan.chunk import ChunkLayout
+from internsp.schedule.chunk import ChunkLayout
+from internsp.schedule.enclosing import Enclosing, EnclosingBlocks
+from internsp.schedule.terms import BACKWARD, FORWARD, RECOMPUTE
 from internsp.wp.autocast import Autocast, follow
 from internsp.wp.contents import Contents
-from internsp.wp.enclosing import Enclosing, EnclosingBlocks
 from internsp.wp.parameter import Member, ShardedParameter, trained
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameters
-from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE
 from internsp.wp.slots import Unit
 
 
@@ -296,7 +297,7 @@ class ISPCommunicator(ChunkWeights):
         plan: the layout of the chunk, in the learned order once there is one.
         parameters_of: the parameter that each module holds under each name.
         plain: completes ``.grad`` at the end of backward
-            (:class:`internsp.optim.plain_loop.PlainLoop`); ``None``: a ``ZeroOptimizer`` does so
+            (:class:`internsp.wp.plain_loop.PlainLoop`); ``None``: a ``ZeroOptimizer`` does so
             later (WP-9).
         more_to_come: replicas exchange sums after a later backward, not after this one; ``None``:
             the program has not said which.
@@ -309,7 +310,7 @@ class ISPCommunicator(ChunkWeights):
         learning: records the order of blocks in the first step (``unexpected_order = "learn"``);
             ``None`` if no order is learned, or once one is (``learned``).
         store_group: lets the ranks of the stage agree on collectives between two passes
-            (:class:`internsp.agreement.store_group.StoreGroup`).
+            (:class:`internsp.parallel.store_group.StoreGroup`).
         after_backward: functions called after each backward.
         after_reset: functions called after a reset, so that other holders of sums drop theirs; the
             argument says whether sums of earlier backwards are lost by it.
@@ -317,7 +318,7 @@ class ISPCommunicator(ChunkWeights):
         step_gradients: what a pipeline's step adds to gradients of weights that other stages hold,
             too (:class:`internsp.pipeline.tied.StepGradients`); ``None`` if there are none.
         full_params_in: name of the context that holds parameters unsharded outside of training
-            (:mod:`internsp.whole`), during which no pass may begin; empty if none does.
+            (:mod:`internsp.values.whole`), during which no pass may begin; empty if none does.
     """
 
     def __init__(
@@ -535,7 +536,7 @@ class ISPCommunicator(ChunkWeights):
         """A block's pre-backward: the gradient of its output has arrived, or its recompute begins.
 
         Args:
-            run: see :meth:`internsp.wp.queue.GatherQueue.pre_backward`.
+            run: see :meth:`internsp.schedule.queue.GatherQueue.pre_backward`.
         """
         if not self.weight_part:
             self.state.perform(self.queue.pre_backward(unit, self._all_ranks_take_part(), run))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -11,19 +10,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from internsp.base.bits import same_bits
+from internsp.base.host import GRADIENTS, WEIGHTS, HostLink, HostSum
+from internsp.base.trace import Work
 from internsp.dtensor.mixed import read_each, without_torch_function
 from internsp.dtensor.parameter import Aliases, detach_aliases, make_shard_parameter
 from internsp.dtensor.placed import dtensor_like, local_values, strides
 from internsp.dtensor.tensor_parallel import TensorPart, own_part
 from internsp.errors import LayoutError, StaleWeightError, StructureError
-from internsp.host import GRADIENTS, WEIGHTS, HostLink, HostSum
 from internsp.mesh import ParallelMesh, WeightAxis
-from internsp.trace import Work
-from internsp.wp.layout import ShardLayout
+from internsp.schedule.layout import ShardLayout
 
 VersionAndDtype = tuple[int, torch.dtype]
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _requires_grad: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -47,7 +46,7 @@ class ModelParameter:
         tied: name in the whole model of a weight that other pipeline stages hold, too; else empty.
         counted: whether norms and checkpoints count this copy; of several copies the first one is.
         meet: called before ``full_tensor()`` with what is to be gathered; raises unless all ranks
-            call it (:func:`internsp.agreement.store_group.register_read_checks`). ``None``: no
+            call it (:func:`internsp.parallel.store_group.register_read_checks`). ``None``: no
             check.
         aliases: tensors that ``p.data`` and ``p.detach()`` returned
             (:mod:`internsp.dtensor.parameter`).
@@ -481,16 +480,6 @@ Member = ReplicatedParameter | ShardedParameter
 def trained(members: Iterable[Member]) -> list[bool]:
     """``requires_grad`` of each parameter, read in one call."""
     return read_each(_requires_grad, [member.parameter for member in members])
-
-
-def bits_of(values: Tensor) -> Tensor:
-    """The bits of ``values``, as integers (so that NaN equals NaN)."""
-    return values.view(_BITS[math.gcd(values.element_size(), 8)])
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one dtype and shape hold the same bits."""
-    return torch.equal(bits_of(one), bits_of(other))
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -9,18 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from internsp.base.host import CopyHandle, HostLink
+from internsp.base.trace import Trace
 from internsp.failure.comm_context import Counters
-from internsp.host import CopyHandle, HostLink
 from internsp.mesh import WeightAxis
-from internsp.near import NearSlices
-from internsp.quantize import Quantizer
-from internsp.trace import Trace
-from internsp.wp.collectives import Collectives, Handle, ReplicaCollectives
-from internsp.wp.parameter import ShardedParameter
-from internsp.wp.queue import GatherQueue
-from internsp.wp.reduce import GradientReducer
-from internsp.wp.reductions import ReplicaExchange
-from internsp.wp.schedule import (
+from internsp.schedule.queue import GatherQueue
+from internsp.schedule.reductions import ReplicaExchange
+from internsp.schedule.terms import (
     ACCUMULATE,
     ALL_GATHER,
     EXCHANGE,
@@ -35,6 +30,11 @@ from internsp.wp.schedule import (
     Action,
     runs_of,
 )
+from internsp.wp.collectives import Collectives, Handle, ReplicaCollectives
+from internsp.wp.near import NearSlices
+from internsp.wp.parameter import ShardedParameter
+from internsp.wp.quantize import Quantizer
+from internsp.wp.reduce import GradientReducer
 from internsp.wp.slots import MemoryPool, Unit
 
 
@@ -53,7 +53,7 @@ class Chunk:
         replicas: exchanges reduced gradients between replicas.
         link: copies offloaded tensors to and from the host; ``None`` if none are offloaded.
         activations: offloaded activations of blocks that are recomputed
-            (:class:`internsp.layers.offload.ActivationOffload`); ``None`` if there are none.
+            (:class:`internsp.modules.offload.ActivationOffload`); ``None`` if there are none.
         handles: for each weight whose gather is in flight, its work handle.
         near: slices of blocks' weights within near groups, if configured.
         quantizer: quantizes blocks' weights for their all-gathers, if configured.

@@ -1,10 +1,10 @@
 """Where a gradient goes: summed on this rank, reduce-scattered, added to the shard's gradient.
 
-:mod:`internsp.wp.reductions` decides when a reduction is launched and when the oldest is finished;
-this file does it. Gradients of several micro-batches accumulate in one of two forms: sharded (each
-is reduced, and the sums have the size of a shard) or full (unsharded gradients are summed and
-reduced once, as within ``no_sync`` of torch's DDP, which sends less and needs memory for every
-unsharded gradient in fp32 or wider).
+:mod:`internsp.schedule.reductions` decides when a reduction is launched and when the oldest is
+finished; this file does it. Gradients of several micro-batches accumulate in one of two forms:
+sharded (each is reduced, and the sums have the size of a shard) or full (unsharded gradients are
+summed and reduced once, as within ``no_sync`` of torch's DDP, which sends less and needs memory for
+every unsharded gradient in fp32 or wider).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from internsp.accelerator import Stream, current_stream
-from internsp.host import GRADIENTS, HostSum
+from internsp.base.accelerator import Stream, current_stream
+from internsp.base.host import GRADIENTS, HostSum
+from internsp.base.trace import Trace
 from internsp.mesh import WeightAxis
-from internsp.trace import Trace
+from internsp.schedule.layout import ShardLayout
+from internsp.schedule.terms import runs_of
 from internsp.wp.collectives import Collectives, Handle
-from internsp.wp.layout import ShardLayout
 from internsp.wp.parameter import ShardedParameter, unflatten
-from internsp.wp.schedule import runs_of
 from internsp.wp.slots import Unit
 
 

@@ -1,9 +1,9 @@
 """Where a weight is unsharded: slots of bytes (WP-1, WP-4).
 
 A slot holds the unsharded weights of one unit; several units share it, one after another.
-:mod:`internsp.wp.queue` decides which group has which bytes, and until when; the memory is here.
-With ``reuse=False`` each weight has memory of its own, allocated when its bytes are acquired and
-freed when another group acquires them: the moments and the messages are the same.
+:mod:`internsp.schedule.queue` decides which group has which bytes, and until when; the memory is
+here. With ``reuse=False`` each weight has memory of its own, allocated when its bytes are acquired
+and freed when another group acquires them: the moments and the messages are the same.
 """
 
 from __future__ import annotations
@@ -14,17 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from internsp.accelerator import CurrentStream, Stream, current_stream
-from internsp.wp import schedule
+from internsp.base.accelerator import CurrentStream, Stream, current_stream
+from internsp.schedule import terms as schedule
+from internsp.schedule.chunk import aligned
+from internsp.schedule.terms import Group
 from internsp.wp.parameter import ShardedParameter
-from internsp.wp.schedule import Group
-
-ALIGNMENT = 256  # bytes, as allocators align and vector loads want it
-
-
-def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to the alignment of weights in a slot."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(eq=False)
@@ -69,7 +63,7 @@ class SlotStreams:
     forward). On a device without streams every method does nothing.
 
     Args:
-        current: see :func:`internsp.accelerator.current_stream`.
+        current: see :func:`internsp.base.accelerator.current_stream`.
 
     Attributes:
         active: whether the device has streams.

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import InternspError
 from internsp.mesh import ParallelMesh
-from internsp.parallel import parallelize
+from internsp.parallel.parallelize import parallelize
 from tests.fuzz.draw import DEFAULTS, Case
 from tests.fuzz.loop import Side
 from tests.fuzz.shapes import Drawn

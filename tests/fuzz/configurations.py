@@ -34,11 +34,11 @@ from typing import Any
 
 from rich.console import Console
 
-from internsp.cli.environment import launched
-from internsp.cli.preflight import check_before_start
-from internsp.config import Config, load_config, read_config
+from internsp.app.config import Config, load_config, read_config
+from internsp.app.launch.preflight import check_before_start
+from internsp.app.plan.printed import print_plan
+from internsp.app.process.environment import launched
 from internsp.errors import InternspError
-from internsp.plan.printed import print_plan
 from tests.fuzz.drawing import Drawn, draw
 
 LONGEST_SECONDS = 20.0  # per case; a busy machine may be ten times as slow as a quiet one

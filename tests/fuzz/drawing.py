@@ -17,8 +17,8 @@ from typing import Any
 
 import tomli_w
 
-from internsp.config import schemas, sections
-from internsp.config.errors import choices_of
+from internsp.app.config import schemas, sections
+from internsp.app.config.errors import choices_of
 
 # Below this a configuration is valid, small, and planned in milliseconds.
 SMALL: dict[str, dict[str, Any]] = {

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from internsp.optim import zero
+from internsp.schedule.terms import BACKWARD
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.contents import Contents
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.reduce import GradientReducer, UnshardedSums
 from internsp.wp.replicated import ReplicatedParameters
-from internsp.wp.schedule import BACKWARD
 
 
 def put_in(name: str, rank: int) -> None:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from internsp import ParallelMesh, WeightParallelConfig, parallelize
-from internsp.accelerator import DeviceClock, current_stream
-from internsp.trace import Trace
+from internsp.base.accelerator import DeviceClock, current_stream
+from internsp.base.trace import Trace
 from internsp.wp.slots import SlotStreams
 from tests.support.parity import Case, run_case
 from tests.support.ranks import run_ranks

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig
 from internsp.dtensor.unfinished import UnfinishedGradient
 from internsp.errors import GradientError
 from internsp.mesh import ParallelMesh
 from internsp.pipeline import ComputeAction, SchedulerHook
-from internsp.plan.simulate import simulate
-from internsp.trace import Trace
+from internsp.schedule.simulate import simulate
 from tests.support.compare import TOLERANCE
 from tests.support.models import ALL, SOME, Tiny, Twin, raises
 from tests.support.pipeline import Case as PipelineCase

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from internsp import parallel
+from internsp.base.host import HostLink, HostPool, Pairs
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, OrderError
-from internsp.host import HostLink, HostPool, Pairs
-from internsp.layers.offload import ActivationOffload
-from internsp.layers.recompute import checkpoint_block
 from internsp.mesh import ParallelMesh
-from internsp.parallel import parallelize
+from internsp.modules.offload import ActivationOffload
+from internsp.modules.recompute import checkpoint_block
+from internsp.parallel import parallelize as parallel
+from internsp.parallel.parallelize import parallelize
 from internsp.sp import checkpoint_context_fn
 from tests.support.compare import TOLERANCE
 from tests.support.late_copies import HastyLink, LateLink, install

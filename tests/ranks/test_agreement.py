@@ -16,7 +16,7 @@ import internsp.sp.loss
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import CollectiveError, ConfigError, InternspError, StructureError
 from internsp.mesh import ParallelMesh
-from internsp.parallel import parallelize
+from internsp.parallel.parallelize import parallelize
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
 from tests.support.models import CUT, ROLLING, Block, Tiny, Twin, raises

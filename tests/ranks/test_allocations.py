@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
+from internsp.schedule.chunk import aligned
 from internsp.wp.collectives import Collectives, WorkHandles
-from internsp.wp.slots import aligned
 from tests.support.models import ROLLING, SOME, Block, Tiny, Twin
 from tests.support.ranks import run_ranks
 

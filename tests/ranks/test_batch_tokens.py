@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import internsp
-from internsp.data.batches import DataSource
-from internsp.data.cut import counted
+from internsp.app.data.batches import DataSource
+from internsp.app.data.cut import counted
 from internsp.errors import ConfigError
 from tests.support.runs import Changes, Ran, config, run_all
 

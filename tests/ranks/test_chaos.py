@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from internsp.cli.launch import start
-from internsp.config import Config
+from internsp.app.checkpoint import disk, manifest
+from internsp.app.checkpoint.disk import steps_in
+from internsp.app.config import Config
+from internsp.app.launch.launch import start
+from internsp.app.train.run import train
 from internsp.failure.outcome import ChildError
-from internsp.train import disk, manifest
-from internsp.train.disk import steps_in
-from internsp.train.run import train
 from tests.support import chaos
 from tools.chaos.report import lines
 from tools.chaos.runs import NAMED, TIMEOUT, Runs, settings

@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from internsp.config import Config
+from internsp.app.checkpoint import checkpoint, manifest
+from internsp.app.checkpoint.disk import MANIFEST, write_manifest
+from internsp.app.checkpoint.saver import Saver, save
+from internsp.app.config import Config
+from internsp.app.report.metrics import read_metrics
+from internsp.app.session.agreement import on_every_rank
+from internsp.app.session.rates import RateFactor
+from internsp.app.session.session import Session
+from internsp.app.train.run import train
+from internsp.app.train.run_lock import RunLock
 from internsp.errors import ConfigError, InternspError, MachineError
-from internsp.report.metrics import read_metrics
-from internsp.train import checkpoint, manifest
-from internsp.train.agreement import on_every_rank
-from internsp.train.disk import MANIFEST, write_manifest
-from internsp.train.rates import RateFactor
-from internsp.train.run import train
-from internsp.train.run_lock import RunLock
-from internsp.train.saver import Saver, save
-from internsp.train.session import Session
 from tests.support.ranks import run_ranks
 
 TEXT = Path(__file__).parents[1] / "data"

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from internsp.config import Config
-from internsp.train import checkpoint, manifest
-from internsp.train.saver import save
-from internsp.train.session import Session
-from internsp.train.step import StepRunner
-from internsp.train.stop import StopRequest
+from internsp.app.checkpoint import checkpoint, manifest
+from internsp.app.checkpoint.saver import save
+from internsp.app.config import Config
+from internsp.app.process.stop import StopRequest
+from internsp.app.session.session import Session
+from internsp.app.train.step import StepRunner
 from tests.support.ranks import run_ranks
 
 TEXT = Path(__file__).parents[1] / "data"

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from internsp.base.trace import Trace
 from internsp.errors import CollectiveError
 from internsp.failure.comm_context import Counters
-from internsp.trace import Trace
 from internsp.wp.collectives import MOST_DIRECT, Collectives
 from tests.support.ranks import ranks, run_ranks
 

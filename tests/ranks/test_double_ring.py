@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from internsp import model_zoo, parallelize
+from internsp.app.plan.printed import make_plan
+from internsp.app.session.session import Session
+from internsp.app.train.step import StepRunner
 from internsp.config import WeightParallelConfig
 from internsp.errors import ConfigError
-from internsp.plan.printed import make_plan
 from internsp.sp import DistributedAttention, SequenceLayout
-from internsp.train.session import Session
-from internsp.train.step import StepRunner
 from tests.support.compare import TOLERANCE
 from tests.support.meshes import mesh_of
 from tests.support.pairs import covering

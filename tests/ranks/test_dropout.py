@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from internsp.layers import entry
+from internsp.modules import entry
 from tests.support.ranks import run_ranks
 from tests.support.runs import Changes, Ran, config, run, run_all
 

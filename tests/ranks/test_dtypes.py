@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.optim import ZeroOptimizer, clip_grad_norm_
-from internsp.parallel import parallelize
+from internsp.parallel.parallelize import parallelize
 from tests.support.compare import check, gradients, parameters
 from tests.support.meshes import mesh_of
 from tests.support.models import CUT, VOCABULARY, Block, Tiny, raises

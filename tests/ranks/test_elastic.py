@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from internsp.cli.launch import start
-from internsp.report.metrics import read_metrics
-from internsp.train.disk import steps_in
-from internsp.train.run import train
+from internsp.app.checkpoint.disk import steps_in
+from internsp.app.launch.launch import start
+from internsp.app.report.metrics import read_metrics
+from internsp.app.train.run import train
 from tests.support.command import TORCHRUN, begin
 from tools.chaos.runs import STEPS, settings, tensors
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from internsp.cli.launch import start
-from internsp.config import Config
+from internsp.app.checkpoint import manifest
+from internsp.app.checkpoint.disk import steps_in
+from internsp.app.config import Config
+from internsp.app.launch.launch import start
+from internsp.app.report.metrics import read_metrics
+from internsp.app.train.run import train
+from internsp.app.train.step import StepRunner
 from internsp.failure.outcome import ChildError
 from internsp.pipeline import ComputeAction, SchedulerHook
-from internsp.report.metrics import read_metrics
-from internsp.train import manifest
-from internsp.train.disk import steps_in
-from internsp.train.run import train
-from internsp.train.step import StepRunner
 
 TEXT = Path(__file__).parents[1] / "data"
 TIMEOUT = 4  # seconds: the groups'
@@ -80,9 +80,9 @@ def eventful(config: Config, output: Path) -> None:
     if what == "evaluation":
         StepRunner.evaluate = _fail  # type: ignore[assignment]
     if what == "sample":
-        import internsp.train.sample
+        import internsp.app.train.sample
 
-        internsp.train.sample.generate = _fail  # type: ignore[assignment]
+        internsp.app.train.sample.generate = _fail  # type: ignore[assignment]
     number = {"stopped": signal.SIGSTOP, "asked": signal.SIGTERM, "saves": signal.SIGUSR1}.get(what)
     train(config, output, [_Happens(number)] if number else [])
 

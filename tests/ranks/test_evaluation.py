@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import internsp
-from internsp.config import Config, load_config
+from internsp.app.config import Config, load_config
+from internsp.app.report.metrics import StepMetrics, read_metrics
+from internsp.app.train.run import train
 from internsp.errors import ConfigError
-from internsp.report.metrics import StepMetrics, read_metrics
-from internsp.train.run import train
 from tests.ranks.test_train import TEXT, config
 from tests.support.command import internsp as run_command
 from tests.support.ranks import run_ranks
@@ -185,7 +185,7 @@ def test_tables_that_cannot_be_are_refused_by_name(
 def test_a_text_without_a_sequence_is_refused_before_a_run(
     content: str, pack: bool, tmp_path: Path
 ) -> None:
-    from internsp.cli.preflight import check_before_start
+    from internsp.app.launch.preflight import check_before_start
 
     (tmp_path / "t.txt").write_text(content)
     table = {**SETTING, "paths": [str(tmp_path / "t.txt")]}

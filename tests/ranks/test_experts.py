@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from internsp.optim import ZeroOptimizer, clip_grad_norm_
-from internsp.plan.simulate import simulate
+from internsp.schedule.simulate import simulate
 from tests.support.compare import TOLERANCE, gaps
 from tests.support.experts import Case, Pair
 from tests.support.ranks import run_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from internsp.trace import Trace
+from internsp.base.trace import Trace
 from tests.support.compare import TOLERANCE
 from tests.support.pipeline import Case, Found, batches, compare, make
 from tests.support.ranks import run_ranks

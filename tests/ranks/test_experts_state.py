@@ -16,7 +16,7 @@ from internsp.config import WeightParallelConfig
 from internsp.errors import CollectiveError, MeshError, StructureError
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer, clip_grad_norm_
-from internsp.parallel import initialize, parallelize
+from internsp.parallel.parallelize import initialize, parallelize
 from tests.support.compare import gap
 from tests.support.experts import WIDTH, Case, Mixture, Pair
 from tests.support.models import raises

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.distributed.tensor import distribute_tensor
 
-from internsp.cli.command import main
-from internsp.config import Config
-from internsp.train.checkpoint import load
-from internsp.train.export import export
-from internsp.train.saver import save
-from internsp.train.session import Session
-from internsp.train.step import StepRunner
-from internsp.train.stop import StopRequest
+from internsp.app.checkpoint.checkpoint import load
+from internsp.app.checkpoint.export import export
+from internsp.app.checkpoint.saver import save
+from internsp.app.cli.command import main
+from internsp.app.config import Config
+from internsp.app.process.stop import StopRequest
+from internsp.app.session.session import Session
+from internsp.app.train.step import StepRunner
 from tests.ranks.test_checkpoint_meshes import config
 from tests.support.ranks import run_ranks
 

@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch.distributed.tensor import distribute_tensor
 
-from internsp import load, model_zoo
-from internsp.config import Config, read_config
+from internsp import model_zoo
+from internsp.app.checkpoint.export import export
+from internsp.app.checkpoint.saver import save
+from internsp.app.config import Config, read_config
+from internsp.app.models.factory import build_for_training, llama_config, llama_parts
+from internsp.app.process.stop import StopRequest
+from internsp.app.session.session import Session
+from internsp.app.train.step import StepRunner
 from internsp.errors import ConfigError
-from internsp.factory import build_for_training, llama_config, llama_parts
-from internsp.train.export import export
-from internsp.train.saver import save
-from internsp.train.session import Session
-from internsp.train.step import StepRunner
-from internsp.train.stop import StopRequest
+from internsp.values import load
 from tests.ranks.test_checkpoint_meshes import config
 from tests.ranks.test_export import CASES, IDS
 from tests.support.ranks import run_ranks

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import internsp
-from internsp import load
 from internsp.config import WeightParallelConfig
 from internsp.errors import CollectiveError, ConfigError, LayoutError, StructureError
+from internsp.values import load
 from tests.support.compare import check
 from tests.support.meshes import mesh_of
 from tests.support.models import VOCABULARY, Block, Tiny, raises

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from internsp import cli
-from internsp.config import Config
+from internsp.app import cli
+from internsp.app.checkpoint.continuation import _Text, continuation, load_run
+from internsp.app.checkpoint.saver import save
+from internsp.app.config import Config
+from internsp.app.session.session import Session
 from internsp.errors import ConfigError
 from internsp.sp import SequenceLayout
-from internsp.train.continuation import _Text, continuation, load_run
-from internsp.train.saver import save
-from internsp.train.session import Session
 from tests.ranks.test_train import config
 from tests.support.command import begin
 from tests.support.ranks import run_ranks
@@ -90,7 +90,7 @@ def test_the_command_writes_the_text_and_the_same_seed_the_same(
 
 
 def test_characters_are_given_whole_as_soon_as_their_bytes_are_there() -> None:
-    from internsp.data.tokenizer import load_tokenizer
+    from internsp.app.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer("bytes")
     pieces: list[str] = []

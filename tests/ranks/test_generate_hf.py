@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from internsp import cli
-from internsp.train.continuation import continuation, load_run
+from internsp.app import cli
+from internsp.app.checkpoint.continuation import continuation, load_run
 from tests.support.command import internsp
 
 pytest.importorskip("transformers", reason="the extra [hf] is not installed")

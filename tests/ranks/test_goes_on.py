@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from internsp.report.metrics import read_metrics
+from internsp.app.report.metrics import read_metrics
 from tests.support.command import internsp
 
 TEXT = Path(__file__).parents[1] / "data"

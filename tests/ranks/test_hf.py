@@ -11,8 +11,8 @@ from torch import Tensor
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import LayoutError, StructureError
-from internsp.parallel import parallelize
-from internsp.sequence_parts import supports
+from internsp.parallel.parallelize import parallelize
+from internsp.parallel.sequences import supports
 from internsp.sp.heads import even_sizes, spans
 from tests.support import hf
 from tests.support.compare import check, close, gradients

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from internsp.errors import LayoutError, StructureError
-from internsp.hf import ring
-from internsp.hf.mask_spec import documents_of, mask_spec_of
+from internsp.sp.hf import ring
+from internsp.sp.hf.mask_spec import documents_of, mask_spec_of
 from internsp.sp.layout import SequenceLayout
 from internsp.sp.ranges import MaskSpec
 from tests.support import hf

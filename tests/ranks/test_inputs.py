@@ -17,18 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import model_zoo
-from internsp.config import Config
-from internsp.data import index
-from internsp.data.batches import DataSource
+from internsp.app.checkpoint import manifest
+from internsp.app.checkpoint.disk import steps_in
+from internsp.app.config import Config
+from internsp.app.data import index
+from internsp.app.data.batches import DataSource
+from internsp.app.process.stop import StopRequest
+from internsp.app.report.metrics import read_metrics
+from internsp.app.session import inputs
+from internsp.app.session.inputs import open_source
+from internsp.app.session.session import Session
+from internsp.app.train.run import train
+from internsp.app.train.step import StepRunner
 from internsp.errors import ConfigError, InternspError
-from internsp.report.metrics import read_metrics
-from internsp.train import inputs, manifest
-from internsp.train.disk import steps_in
-from internsp.train.inputs import open_source
-from internsp.train.run import train
-from internsp.train.session import Session
-from internsp.train.step import StepRunner
-from internsp.train.stop import StopRequest
 from tests.support.ranks import ranks, run_ranks
 from tests.support.zero import whole
 

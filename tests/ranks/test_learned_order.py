@@ -14,7 +14,7 @@ import internsp
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import InternspError, OrderError, StaleWeightError
 from internsp.mesh import ParallelMesh
-from internsp.plan.simulate import simulate
+from internsp.schedule.simulate import simulate
 from tests.ranks.test_pipeline_train import rows_of
 from tests.support.compare import close
 from tests.support.meshes import mesh_of

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 
 from internsp import model_zoo
-from internsp.config import ModelConfig, WeightParallelConfig
+from internsp.base.trace import Trace
+from internsp.config import WeightParallelConfig
+from internsp.config.model import ModelConfig
 from internsp.mesh import ParallelMesh
-from internsp.parallel import parallelize
-from internsp.trace import Trace
+from internsp.parallel.parallelize import parallelize
 from tests.support.ranks import run_ranks
 
 README = Path(__file__).parents[2] / "internsp" / "wp" / "README.md"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import internsp
-from internsp.cli.preflight import check_before_start
-from internsp.config import load_config
+from internsp.app.config import load_config
+from internsp.app.launch.preflight import check_before_start
+from internsp.app.process.modes import Profiles
 from internsp.errors import ConfigError
-from internsp.train.modes import Profiles
 from tests.ranks.test_trainer import Tiny, loss, rows, sections
 from tests.support.ranks import run_ranks
 
@@ -76,7 +76,7 @@ def test_torchs_profiler_writes_the_chosen_steps_of_every_rank(tmp_path: Path) -
 def test_a_snapshot_of_memory_is_refused_on_a_cpu_before_the_run(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("internsp.accelerator.default_device_type", lambda: "cpu")
+    monkeypatch.setattr("internsp.base.accelerator.default_device_type", lambda: "cpu")
     given = {"torch_profile": [2, 3], "memory_snapshot": True}
     with pytest.raises(ConfigError, match="history of CUDA's memory, and this run is on cpu"):
         check_before_start(load_config({"train": given, "parallel": {"device": device}}), tmp_path)

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from internsp.plan.printed import make_plan
+from internsp.app.plan.printed import make_plan
+from internsp.app.session.session import Session
+from internsp.app.train.step import StepRunner
 from internsp.sp import SequenceLayout
-from internsp.train.session import Session
-from internsp.train.step import StepRunner
 from tests.support.compare import TOLERANCE
 from tests.support.pairs import Combination, covering
 from tests.support.parity import Case, run_case

@@ -9,7 +9,7 @@ import torch
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError, StaleWeightError
-from internsp.plan.simulate import simulate
+from internsp.schedule.simulate import simulate
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, CUT, ROLLING, SOME, Tiny, Twin, raises

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import internsp
-from internsp import host
+from internsp.base import host
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, StaleWeightError
 from internsp.mesh import ParallelMesh

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from internsp import host
-from internsp.config import Config
-from internsp.host import HostLink, Pairs
+from internsp.app.config import Config
+from internsp.app.plan import offloaded
+from internsp.app.plan.offloaded import HOSTED, PASSING, STAGED, STEPPING
+from internsp.app.plan.printed import make_plan
+from internsp.app.session.session import Session
+from internsp.app.train import run
+from internsp.base import host
+from internsp.base.host import HostLink, Pairs
 from internsp.optim import streamed
-from internsp.plan import offloaded
-from internsp.plan.offloaded import HOSTED, PASSING, STAGED, STEPPING
-from internsp.plan.printed import make_plan
-from internsp.train import run
-from internsp.train.session import Session
 from tests.ranks.test_train import config
 from tests.support.late_copies import install
 from tests.support.ranks import run_ranks

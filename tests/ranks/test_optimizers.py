@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from internsp import model_zoo
-from internsp.config import Config
+from internsp.app.config import Config
+from internsp.app.plan.printed import make_plan
+from internsp.app.process.stop import StopRequest
+from internsp.app.session.session import Session
+from internsp.app.train.step import StepRunner
 from internsp.errors import ConfigError
-from internsp.plan.printed import make_plan
 from internsp.sp import SequenceLayout
-from internsp.train.session import Session
-from internsp.train.step import StepRunner
-from internsp.train.stop import StopRequest
 from tests.ranks.test_train import TEXT, config
 from tests.support.command import internsp
 from tests.support.ranks import run_ranks
@@ -312,7 +312,7 @@ def test_what_an_optimizer_does_not_take_is_refused_by_name() -> None:
     ],
 )
 def test_mistakes_of_the_section_are_told(text: str, wanted: str, tmp_path: Path) -> None:
-    from internsp.config import load_config
+    from internsp.app.config import load_config
 
     path = tmp_path / "c.toml"
     path.write_text(f"[optimizer]\n{text}\n")

@@ -12,9 +12,9 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError, StructureError
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
-from internsp.parallel import parallelize
-from internsp.plan.simulate import simulate
-from internsp.plan.units import quantized_bytes
+from internsp.parallel.parallelize import parallelize
+from internsp.schedule.simulate import simulate
+from internsp.structure.units import quantized_bytes
 from tests.support.models import CUT, Tiny, Twin, raises
 from tests.support.ranks import ranks
 

@@ -14,19 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from internsp.app.checkpoint import peer
+from internsp.app.checkpoint.checkpoint import load, state_of
+from internsp.app.checkpoint.disk import KeeperConnection
+from internsp.app.checkpoint.files import FilePlan
+from internsp.app.checkpoint.peer import PeerCopies
+from internsp.app.checkpoint.saver import Saver
+from internsp.app.plan.offloaded import COPIED, WRITTEN
+from internsp.app.plan.printed import make_plan
+from internsp.app.process.stop import StopRequest
+from internsp.app.session.session import Session
+from internsp.app.train.run import train
+from internsp.app.train.step import StepRunner
 from internsp.errors import ConfigError
-from internsp.plan.offloaded import COPIED, WRITTEN
-from internsp.plan.printed import make_plan
-from internsp.train import peer
-from internsp.train.checkpoint import load, state_of
-from internsp.train.checkpoint_files import FilePlan
-from internsp.train.disk import KeeperConnection
-from internsp.train.peer import PeerCopies
-from internsp.train.run import train
-from internsp.train.saver import Saver
-from internsp.train.session import Session
-from internsp.train.step import StepRunner
-from internsp.train.stop import StopRequest
 from tests.ranks.test_checkpoint_meshes import bits, config, whole
 from tests.ranks.test_orphans import eventually, processes, temporary_of
 from tests.support.ranks import ranks, run_ranks

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
+from internsp.app.report.timeline import build_timeline
 from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
-from internsp.report.timeline import build_timeline
 from tests.support.models import ALL, Tiny, Twin
 from tests.support.ranks import ranks
 

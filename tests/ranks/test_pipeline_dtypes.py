@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from internsp.config import WeightParallelConfig
 from internsp.errors import CollectiveError, LayoutError
-from internsp.parallel import parallelize
+from internsp.parallel.parallelize import parallelize
 from internsp.pipeline import ComputeAction, MicroBatch, Pipeline, SchedulerHook
 from tests.support.compare import TOLERANCE
 from tests.support.meshes import mesh_of

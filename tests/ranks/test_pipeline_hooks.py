@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from internsp.base.trace import Trace
 from internsp.optim import ZeroOptimizer
 from internsp.pipeline import ComputeAction, SchedulerHook
-from internsp.trace import Trace
 from internsp.wp.perform import Chunk
 from tests.support.compare import TOLERANCE
 from tests.support.pipeline import Case, batches, compare, make

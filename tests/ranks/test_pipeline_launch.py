@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from internsp.cli.launch import start
-from internsp.config import Config
+from internsp.app.config import Config
+from internsp.app.launch.launch import start
+from internsp.app.report.metrics import read_metrics
+from internsp.app.train.run import train
 from internsp.failure.outcome import ChildError
 from internsp.pipeline import ComputeAction, SchedulerHook
-from internsp.report.metrics import read_metrics
-from internsp.train.run import train
 from tests.support.command import begin
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from internsp.base.trace import Trace
 from internsp.optim import clip_grad_norm_
-from internsp.trace import Trace
 from tests.support.compare import TOLERANCE, after_a_step
 from tests.support.pairs import Combination, all_pairs, covering, pairs_of
 from tests.support.pipeline import Case, Found, batches, compare, gradient_gaps, make, plain_loss

@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 from torch.distributed.pipelining import PipelineStage
 
-from internsp.config import Config
-from internsp.config.sizes import human
-from internsp.plan.pipeline import make_pipeline_plan
-from internsp.plan.printed import print_plan
-from internsp.train.session import Session
-from internsp.train.step import StepRunner
-from internsp.train.stop import StopRequest
+from internsp.app.config import Config
+from internsp.app.plan.pipeline import make_pipeline_plan
+from internsp.app.plan.printed import print_plan
+from internsp.app.process.stop import StopRequest
+from internsp.app.session.session import Session
+from internsp.app.train.step import StepRunner
+from internsp.base.sizes import human
 from tests.ranks.test_pipeline_train import Changes, config, pipelined
 from tests.support.ranks import run_ranks
 

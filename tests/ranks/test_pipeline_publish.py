@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from internsp.base.trace import Trace
 from internsp.optim import ZeroOptimizer, step_together
-from internsp.trace import Trace
 from tests.support.late import publish_late
 from tests.support.pipeline import Case, batches, make, plain_loss
 from tests.support.ranks import run_ranks

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 import internsp.pipeline.pipeline as pipeline_module
+from internsp.base.trace import Trace
 from internsp.errors import ConfigError, GradientError, OrderError
 from internsp.failure.recovery import default_store
 from internsp.mesh import ParallelMesh
 from internsp.pipeline.failure import PipelineFailureGuard
-from internsp.trace import Trace
 from tests.support.compare import TOLERANCE
 from tests.support.pipeline import Case, Found, batches, compare, make
 from tests.support.ranks import run_ranks

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from internsp.base.trace import Trace
 from internsp.errors import LayoutError
 from internsp.pipeline import ComputeAction, SchedulerHook
-from internsp.trace import Trace
 from tests.support.compare import TOLERANCE
 from tests.support.pipeline import Case, Found, batches, compare, make
 from tests.support.ranks import ranks, run_ranks

@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
+from internsp.base.trace import Trace
 from internsp.mesh import ParallelMesh
 from internsp.pipeline import Chunk, ComputeAction, SchedulerHook, schedule_kind, split_model
 from internsp.pipeline.pipeline import meta_stage_args
-from internsp.trace import Trace
 from tests.support.compare import TOLERANCE
 from tests.support.pipeline import Case, batches, compare, make, plain_loss
 from tests.support.ranks import run_ranks

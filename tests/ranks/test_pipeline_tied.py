@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from internsp.config import WeightParallelConfig
 from internsp.errors import OrderError, StructureError
 from internsp.layers import ParallelLinearWithCommExt
-from internsp.load import load_weights
 from internsp.optim import ZeroOptimizer, clip_grad_norm_, step_together
-from internsp.parallel import parallelize
+from internsp.parallel.parallelize import parallelize
 from internsp.pipeline import (
     ComputeAction,
     ISPPipelineStage,
@@ -25,7 +24,8 @@ from internsp.pipeline import (
     SchedulerHook,
     schedule_kind,
 )
-from internsp.whole import full_params, iterate_full_params
+from internsp.values.load import load_weights
+from internsp.values.whole import full_params, iterate_full_params
 from tests.support.compare import check, gradients, on_all_stages, parameters
 from tests.support.meshes import mesh_of
 from tests.support.parity import VOCABULARY

@@ -10,14 +10,14 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from internsp.config import Config
-from internsp.plan.pipeline import make_pipeline_plan, tables
-from internsp.report.metrics import read_metrics
-from internsp.train import manifest
-from internsp.train.export import export
-from internsp.train.session import Session
-from internsp.train.step import StepRunner
-from internsp.train.stop import StopRequest
+from internsp.app.checkpoint import manifest
+from internsp.app.checkpoint.export import export
+from internsp.app.config import Config
+from internsp.app.plan.pipeline import make_pipeline_plan, tables
+from internsp.app.process.stop import StopRequest
+from internsp.app.report.metrics import read_metrics
+from internsp.app.session.session import Session
+from internsp.app.train.step import StepRunner
 from tests.ranks.test_pipeline_train import Changes, config, pipelined, rows_of, run
 from tests.support.ranks import run_ranks
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from internsp.config import Config
+from internsp.app.checkpoint import manifest
+from internsp.app.config import Config
+from internsp.app.plan.pipeline import make_pipeline_plan
+from internsp.app.process.stop import StopRequest
+from internsp.app.report.metrics import StepMetrics, read_metrics
+from internsp.app.train.run import train
 from internsp.errors import OrderError
 from internsp.pipeline import ComputeAction, Pipeline, SchedulerHook
-from internsp.plan.chunk import Schedule
-from internsp.plan.pipeline import make_pipeline_plan
-from internsp.report.metrics import StepMetrics, read_metrics
-from internsp.train import manifest
-from internsp.train.run import train
-from internsp.train.stop import StopRequest
+from internsp.schedule.chunk import Schedule
 from tests.support.ranks import run_ranks
 
 TEXT = Path(__file__).parents[1] / "data"

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from internsp.base.trace import Trace
 from internsp.layers import ParallelLinearWithCommExt
-from internsp.trace import Trace
 from tests.support.compare import TOLERANCE
 from tests.support.pipeline import Case, batches, gradient_gaps, make, plain_loss
 from tests.support.ranks import run_ranks

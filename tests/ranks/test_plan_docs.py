@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from internsp.config import PlanRule, load_config
-from internsp.plan.printed import print_plan
+from internsp.app.config import load_config
+from internsp.app.plan.printed import print_plan
+from internsp.config import PlanRule
 from tests.support.ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"

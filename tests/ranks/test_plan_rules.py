@@ -12,7 +12,7 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError, StructureError
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
-from internsp.plan.simulate import simulate
+from internsp.schedule.simulate import simulate
 from tests.ranks.test_quantize import LARGE, WIDE, Rounding
 from tests.support.compare import check, gradients, parameters
 from tests.support.models import Tiny, Twin, raises

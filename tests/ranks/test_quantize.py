@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
-from internsp.plan.simulate import simulate
-from internsp.plan.units import quantized_bytes
-from internsp.trace import Trace
+from internsp.schedule.simulate import simulate
+from internsp.structure.units import quantized_bytes
 from tests.support.compare import close
 from tests.support.models import Block, Tiny, Twin, raises
 from tests.support.pipeline import Case, batches, compare, make

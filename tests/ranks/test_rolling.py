@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from internsp.config import ActivationCheckpointConfig, Config, WeightParallelConfig
+from internsp.app.config import Config
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, PoolError
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, SOME, Block, Tiny, Twin, raises

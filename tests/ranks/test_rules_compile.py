@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError
-from internsp.layers import entry as compiled
 from internsp.mesh import ParallelMesh
+from internsp.modules import entry as compiled
 from tests.support.models import Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
 

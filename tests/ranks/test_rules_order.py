@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import OrderError
-from internsp.plan.simulate import simulate
+from internsp.schedule.simulate import simulate
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
 from tests.support.models import (

@@ -13,17 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from internsp.app.checkpoint import checkpoint, manifest
+from internsp.app.checkpoint.checkpoint import derived_seed
+from internsp.app.checkpoint.disk import MANIFEST, steps_in, write_manifest
+from internsp.app.checkpoint.saver import Saver, save
+from internsp.app.process.stop import StopRequest
+from internsp.app.report.metrics import read_metrics
+from internsp.app.session.agreement import on_every_rank
+from internsp.app.session.session import Session
+from internsp.app.train.run import train
+from internsp.app.train.step import StepRunner
 from internsp.errors import InternspError
-from internsp.report.metrics import read_metrics
-from internsp.train import checkpoint, manifest
-from internsp.train.agreement import on_every_rank
-from internsp.train.checkpoint import derived_seed
-from internsp.train.disk import MANIFEST, steps_in, write_manifest
-from internsp.train.run import train
-from internsp.train.saver import Saver, save
-from internsp.train.session import Session
-from internsp.train.step import StepRunner
-from internsp.train.stop import StopRequest
 from tests.ranks.test_checkpoint import names
 from tests.ranks.test_checkpoint_meshes import bits, config, whole
 from tests.support.ranks import ranks, run_ranks

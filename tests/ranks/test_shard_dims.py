@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from internsp.config import WeightParallelConfig
 from internsp.errors import LayoutError
 from internsp.optim import ZeroOptimizer
-from internsp.parallel import parallelize
+from internsp.parallel.parallelize import parallelize
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
 from tests.support.models import Block, Tiny, Twin, raises

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from internsp.base.trace import Trace
 from internsp.errors import CollectiveError, LayoutError
 from internsp.sp import (
     DistributedAttention,
@@ -18,7 +19,6 @@ from internsp.sp import (
     exchange,
     start_exchange,
 )
-from internsp.trace import Trace
 from tests.support.ranks import ranks, run_ranks
 
 DEPTH = 4

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from internsp.base.trace import Trace
 from internsp.errors import OrderError
 from internsp.sp import DistributedAttention, SequenceLayout, checkpoint_context_fn
-from internsp.trace import Trace
 from tests.support.ranks import ranks
 from tests.support.ring import groups
 

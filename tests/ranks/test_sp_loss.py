@@ -10,10 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from internsp.base.trace import Trace
 from internsp.errors import ConfigError, LayoutError
 from internsp.sp import SequenceLayout, gather_logits, token_loss, vocabulary_parallel_cross_entropy
 from internsp.sp.exchange import ExchangeGroup
-from internsp.trace import Trace
 from tests.support.ranks import ranks, run_ranks
 
 VOCABULARY, HIDDEN, LENGTH = 11, 6, 9

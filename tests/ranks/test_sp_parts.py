@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import model_zoo
+from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import CollectiveError, LayoutError
 from internsp.layers import ParallelLinearWithCommExt
 from internsp.mesh import ParallelMesh
-from internsp.parallel import parallelize
+from internsp.parallel.parallelize import parallelize
 from internsp.sp import DistributedAttention, SequenceLayout, fused, messages
 from internsp.sp.stages import QKV, exchange_order
-from internsp.trace import Trace
 from tests.support.compare import TOLERANCE, gradients
 from tests.support.parity import Case, batch, run_case
 from tests.support.ranks import ranks

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from internsp.base.trace import Trace
 from internsp.errors import LayoutError
 from internsp.mesh import SequenceAxes
 from internsp.sp import DistributedAttention, SequenceLayout
 from internsp.sp.layout import Documents
 from internsp.sp.partial import BlockAttention
 from internsp.sp.routes import FORMS
-from internsp.trace import Trace
 from tests.support.ranks import ranks
 from tests.support.ring import groups
 

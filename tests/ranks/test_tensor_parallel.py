@@ -29,7 +29,7 @@ from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer, clip_grad_norm_
-from internsp.parallel import parallelize
+from internsp.parallel.parallelize import parallelize
 from tests.support.compare import check, close, gradients, parameters
 from tests.support.meshes import mesh_of
 from tests.support.models import VOCABULARY, Block, Tiny, raises

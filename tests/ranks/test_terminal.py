@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from internsp.report.metrics import read_metrics
+from internsp.app.report.metrics import read_metrics
 from tests.support.command import begin, internsp
 
 ROOT = Path(__file__).parents[2]

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import model_zoo
+from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, StructureError
-from internsp.layers.tiles import ROWS, tile, tile_lengths
 from internsp.mesh import ParallelMesh
-from internsp.parallel import parallelize
+from internsp.modules.tiles import ROWS, tile, tile_lengths
+from internsp.parallel.parallelize import parallelize
 from internsp.sp import SequenceLayout
-from internsp.trace import Trace
 from internsp.wp.communicator import ChunkWeights
 from tests.support.compare import TOLERANCE, check, gradients
 from tests.support.hf import ids, sums, tiny

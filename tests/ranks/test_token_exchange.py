@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig
-from internsp.trace import Trace
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, Tiny, Twin

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StructureError
 from internsp.mesh import ParallelMesh
-from internsp.parallel import parallelize
+from internsp.parallel.parallelize import parallelize
 from tests.support.compare import close
 from tests.support.models import ALL, Tiny, Twin
 from tests.support.ranks import run_ranks

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from internsp.config import Config
+from internsp.app.checkpoint.folder import candidates
+from internsp.app.config import Config
+from internsp.app.plan.printed import make_plan
+from internsp.app.process.stop import StopRequest
+from internsp.app.report.metrics import StepMetrics, read_metrics
+from internsp.app.train.run import train
 from internsp.errors import ConfigError
-from internsp.plan.printed import make_plan
-from internsp.report.metrics import StepMetrics, read_metrics
-from internsp.train.checkpoint_folder import candidates
-from internsp.train.run import train
-from internsp.train.stop import StopRequest
 from tests.support.ranks import run_ranks
 
 TEXT = Path(__file__).parents[1] / "data"

@@ -14,16 +14,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from internsp import load
-from internsp.clients.causal_lm import HFCausalLM, _not_streamed
-from internsp.config import Config
-from internsp.data.batches import DataSource
+from internsp.app.config import Config
+from internsp.app.data.batches import DataSource
+from internsp.app.models.causal_lm import HFCausalLM, _not_streamed
+from internsp.app.process.stop import StopRequest
+from internsp.app.report.metrics import read_metrics
+from internsp.app.session.session import Session
+from internsp.app.train.run import train
+from internsp.app.train.step import StepRunner
 from internsp.errors import StructureError
-from internsp.report.metrics import read_metrics
-from internsp.train.run import train
-from internsp.train.session import Session
-from internsp.train.step import StepRunner
-from internsp.train.stop import StopRequest
+from internsp.values import load
 from tests.ranks.test_train import TEXT
 from tests.support.compare import check
 from tests.support.ranks import run_ranks

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from internsp.config import Config
+from internsp.app.checkpoint import saver
+from internsp.app.config import Config
+from internsp.app.report.metrics import read_metrics
+from internsp.app.session.session import Session
+from internsp.app.train.run import train
+from internsp.app.train.step import StepRunner
 from internsp.errors import NotFiniteError
-from internsp.report.metrics import read_metrics
-from internsp.train import saver
-from internsp.train.run import train
-from internsp.train.session import Session
-from internsp.train.step import StepRunner
 from tests.ranks.test_train import config
 from tests.support.ranks import run_ranks
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from internsp.app.report.metrics import read_metrics
+from internsp.app.train import run as training
+from internsp.app.train.numbers import compare_replicas
+from internsp.app.train.run import train
 from internsp.errors import ReplicaError
-from internsp.report.metrics import read_metrics
-from internsp.train import run as training
-from internsp.train.numbers import compare_replicas
-from internsp.train.run import train
 from tests.ranks.test_train import config
 from tests.support.ranks import run_ranks
 

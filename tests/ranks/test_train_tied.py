@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from internsp.config import Config
-from internsp.train.session import Session
-from internsp.train.step import StepRunner
-from internsp.train.stop import StopRequest
+from internsp.app.config import Config
+from internsp.app.process.stop import StopRequest
+from internsp.app.session.session import Session
+from internsp.app.train.step import StepRunner
 from tests.ranks.test_train import config
 from tests.support.ranks import run_ranks
 from tests.support.zero import whole

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import internsp
-from internsp.cli.environment import launched
-from internsp.config import load_config
+from internsp.app.config import load_config
+from internsp.app.process.environment import launched
+from internsp.app.report.metrics import read_metrics
+from internsp.app.session.own import Custom
 from internsp.errors import ConfigError
-from internsp.report.metrics import read_metrics
-from internsp.train.own import Custom
 from tests.support.command import TORCHRUN, begin, python
 from tests.support.ranks import run_ranks
 

@@ -125,7 +125,7 @@ def runs(
 
 def hostile(rank: int, checkpoint: Path) -> None:
     """No pickle is written or read; errors name the invalid file."""
-    from internsp.train.state_folder import load_state
+    from internsp.app.checkpoint.state_folder import load_state
 
     names = sorted(path.name for path in checkpoint.rglob("*") if path.is_file())
     ends = {name.rpartition(".")[2] for name in names}

@@ -15,9 +15,9 @@ from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, OrderError
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
-from internsp.parallel import parallelize
-from internsp.plan.simulate import simulate
-from internsp.whole import full_params, iterate_full_params
+from internsp.parallel.parallelize import parallelize
+from internsp.schedule.simulate import simulate
+from internsp.values.whole import full_params, iterate_full_params
 from tests.support.compare import check, parameters
 from tests.support.meshes import mesh_of
 from tests.support.models import Tiny, Twin, raises

@@ -11,7 +11,7 @@ from torch import Tensor
 from internsp.config import WeightParallelConfig
 from internsp.errors import ConfigError, StructureError
 from internsp.optim import ZeroOptimizer
-from internsp.parallel import parallelize
+from internsp.parallel.parallelize import parallelize
 from tests.support.experts import Case as Mixed
 from tests.support.experts import Pair
 from tests.support.meshes import mesh_of

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from internsp.report.metrics import StepMetrics, named, read_metrics
+from internsp.app.report.metrics import StepMetrics, named, read_metrics
 from tests.support.command import internsp
 
 ROOT = Path(__file__).parents[2]

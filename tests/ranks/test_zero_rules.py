@@ -13,7 +13,7 @@ from torch import nn
 from internsp.config import WeightParallelConfig
 from internsp.errors import GradientError
 from internsp.optim import ZeroOptimizer
-from internsp.parallel import parallelize
+from internsp.parallel.parallelize import parallelize
 from internsp.wp.collectives import Collectives
 from tests.support.late import publish_late
 from tests.support.meshes import mesh_of

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from internsp.config import Config
-from internsp.train import disk
-from internsp.train.run import train
-from internsp.train.step import StepRunner
+from internsp.app.checkpoint import disk
+from internsp.app.config import Config
+from internsp.app.train.run import train
+from internsp.app.train.step import StepRunner
 from internsp.wp.collectives import Collectives
 from tests.support import chaos_files
 from tests.support.chaos_files import PLAN, Counter, files_of, started, tell
@@ -135,7 +135,7 @@ def link(up: bool) -> None:
 
 def _repeats_a_batch() -> None:
     """A resumed run trains on the rows of one step a second time."""
-    from internsp.train import run as module
+    from internsp.app.train import run as module
 
     load = module.checkpoint.load
 
@@ -149,7 +149,7 @@ def _repeats_a_batch() -> None:
 
 def _forgets_moments() -> None:
     """A resumed run loads optimizer state that differs from what was saved."""
-    from internsp.train import checkpoint
+    from internsp.app.checkpoint import checkpoint
 
     optimizer_state = checkpoint._optimizer_state
 
@@ -166,7 +166,7 @@ def _forgets_moments() -> None:
 
 def _believes_files() -> None:
     """Digests of checkpoint files are not compared."""
-    from internsp.train import manifest
+    from internsp.app.checkpoint import manifest
 
     manifest.damage = lambda *_: []  # type: ignore[assignment]
 

@@ -13,9 +13,9 @@ import sys
 import time
 from typing import Any
 
-from internsp.cli import main
-from internsp.train.step import StepRunner
-from internsp.train.stop import StopRequest
+from internsp.app.cli import main
+from internsp.app.process.stop import StopRequest
+from internsp.app.train.step import StepRunner
 
 
 def faulty() -> None:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.layers.linear import GroupedLinearWithCommExt
-from internsp.parallel import parallelize
-from internsp.trace import Trace
+from internsp.parallel.parallelize import parallelize
 from tests.support.compare import gaps, gradients, parameters
 from tests.support.meshes import mesh_of
 

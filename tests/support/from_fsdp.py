@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from internsp.config import Config
+from internsp.app.config import Config
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "from_fsdp.md"
 WORDS = ("nothing to write", "not yet", "none")

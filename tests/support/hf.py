@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from internsp.config import WeightParallelConfig
 from internsp.mesh import ParallelMesh
-from internsp.parallel import parallelize
+from internsp.parallel.parallelize import parallelize
 from tests.support import ranks as support
 from tests.support.compare import check, close, gradients, parameters
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from internsp import parallel
-from internsp.host import HostLink, Pairs
+from internsp.base.host import HostLink, Pairs
+from internsp.parallel import parallelize as parallel
 
 
 class Late:

@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from internsp.cli.lifetime import end_with_launcher
-from internsp.config import Config, LaunchConfig
-from internsp.train.stop import StopRequest
+from internsp.app.config import Config, LaunchConfig
+from internsp.app.process.lifetime import end_with_launcher
+from internsp.app.process.stop import StopRequest
 
 
 def wait(config: Config, folder: Path) -> None:
@@ -35,7 +35,9 @@ def main() -> int:
         end_with_launcher()
         wait(Config(), folder)
         return 0
-    from internsp.cli.launch import start  # imports torch, which a torchrun rank does not need here
+    from internsp.app.launch.launch import (
+        start,  # imports torch, which a torchrun rank does not need here
+    )
 
     return start(wait, Config(launch=LaunchConfig(processes=2)), folder)
 

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp import model_zoo
-from internsp.config import ActivationCheckpointConfig, ModelConfig, WeightParallelConfig
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config.model import ModelConfig
 from internsp.mesh import ParallelMesh
-from internsp.parallel import parallelize
+from internsp.parallel.parallelize import parallelize
 from internsp.pipeline import MicroBatch, Pipeline
 from internsp.sp import DistributedAttention, Documents, SequenceLayout
 from internsp.sp.dispatch import FIXED_BALANCE

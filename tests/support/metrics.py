@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from internsp.report.metrics import StepMetrics
+from internsp.app.report.metrics import StepMetrics
 
 
 def step(number: int, loss: float = 2.5, **changes: Any) -> StepMetrics:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.mesh import ParallelMesh
-from internsp.parallel import parallelize
-from internsp.trace import Trace
+from internsp.parallel.parallelize import parallelize
 from tests.support.compare import TOLERANCE, check, gradients, parameters
 
 VOCABULARY = 11  # odd, so that no number of ranks divides the rows

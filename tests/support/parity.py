@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp import model_zoo
-from internsp.config import ActivationCheckpointConfig, ModelConfig, WeightParallelConfig
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config.model import ModelConfig
 from internsp.mesh import ParallelMesh
-from internsp.parallel import parallelize
+from internsp.parallel.parallelize import parallelize
 from internsp.sp import SequenceLayout
 from tests.support.compare import after_a_step, gap, gaps, gradients
 from tests.support.meshes import mesh_of

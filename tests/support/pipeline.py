@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp import model_zoo
-from internsp.config import ActivationCheckpointConfig, ModelConfig, WeightParallelConfig
+from internsp.base.trace import Trace
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config.model import ModelConfig
 from internsp.mesh import ParallelMesh
 from internsp.pipeline import MicroBatch, Pipeline, SchedulerHook
 from internsp.sp import SequenceLayout
-from internsp.trace import Trace
 from tests.support.compare import gap, gaps, gradients, on_all_stages
 from tests.support.meshes import mesh_of
 from tests.support.parity import VOCABULARY

@@ -43,7 +43,7 @@ PRELOAD = [
     "pydantic",
     "pytest",
     "hypothesis",
-    "internsp.train.run",
+    "internsp.app.train.run",
     "internsp.model_zoo",
     "tools.overlap.rank",  # needed by its variants: FSDP2
     "transformers.trainer",  # this and the next where they are installed: 1.3 s

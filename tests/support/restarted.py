@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from internsp.cli.lifetime import end_with_launcher
+from internsp.app.process.lifetime import end_with_launcher
+from internsp.app.train.run import train
 from internsp.pipeline import SchedulerHook
-from internsp.train.run import train
 from tests.ranks.test_checkpoint_meshes import config
 
 STEPS = 16

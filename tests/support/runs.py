@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from internsp.config import Config
-from internsp.report.metrics import StepMetrics, read_metrics
-from internsp.train.run import train
+from internsp.app.config import Config
+from internsp.app.report.metrics import StepMetrics, read_metrics
+from internsp.app.train.run import train
 from tests.ranks.test_checkpoint_meshes import whole
 from tests.support.compare import check
 from tests.support.ranks import run_ranks

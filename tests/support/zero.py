@@ -10,10 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from internsp.base.trace import Trace
 from internsp.config import WeightParallelConfig
 from internsp.optim import LossScaler, ZeroOptimizer
-from internsp.parallel import parallelize
-from internsp.trace import Trace
+from internsp.parallel.parallelize import parallelize
 from internsp.wp.communicator import ISPCommunicator
 from tests.support.meshes import mesh_of
 from tests.support.models import VOCABULARY, Tiny

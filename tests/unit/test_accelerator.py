@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from internsp import accelerator
-from internsp.accelerator import DeviceClock, device_clock
-from internsp.cli.preflight import device_mistakes
-from internsp.config import Config
+from internsp.app.config import Config
+from internsp.app.launch.preflight import device_mistakes
+from internsp.app.models.factory import device_type
+from internsp.app.train.step import peak_memory_bytes
+from internsp.base import accelerator
+from internsp.base.accelerator import DeviceClock, device_clock
 from internsp.errors import MachineError
-from internsp.factory import device_type
 from internsp.mesh import parallel_mesh
-from internsp.train.step import peak_memory_bytes
 from internsp.wp.slots import MemoryPool
 
 KIND = "xpu"  # a type that this build of torch has no devices of
@@ -28,8 +28,8 @@ OF_CUDA_ALONE = {
     "sp/kernels.py",
     "sp/partial.py",
     "layers/norm.py",
-    "train/modes.py",
-    "plan/observe.py",
+    "app/process/modes.py",
+    "app/plan/observe.py",
 }
 
 
@@ -170,4 +170,4 @@ def test_no_other_source_names_cuda() -> None:
         for path in SOURCES.rglob("*.py")
         if (lines := list(of_cuda(path.read_text())))
     }
-    assert set(found) - OF_CUDA_ALONE - {"cli/preflight.py"} == set(), found
+    assert set(found) - OF_CUDA_ALONE - {"app/launch/preflight.py"} == set(), found

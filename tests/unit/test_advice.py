@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from internsp.app.report.advice import Setting, advise
+from internsp.base.trace import Event
 from internsp.config import WeightParallelConfig
-from internsp.report.advice import Setting, advise
-from internsp.trace import Event
 
 MIB = 1 << 20
 

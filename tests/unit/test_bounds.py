@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
-from internsp.config import Config, read_config, sections
+from internsp.app.config import Config, read_config, sections
+from internsp.app.plan.printed import print_plan
 from internsp.errors import ConfigError, MeshError
 from internsp.mesh import ParallelMesh
-from internsp.plan.kept import blocks_within
-from internsp.plan.printed import print_plan
+from internsp.structure.kept import blocks_within
 
 KEYS = [(name, key) for name, cls in sections().items() for key in cls.model_fields]
 

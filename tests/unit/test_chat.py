@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from internsp.config import DataConfig
-from internsp.data.batches import DataSource
-from internsp.data.cut import Row
-from internsp.data.tokenizer import FolderTokenizer
+from internsp.app.config import DataConfig
+from internsp.app.data.batches import DataSource
+from internsp.app.data.cut import Row
+from internsp.app.data.tokenizer import FolderTokenizer
 from internsp.errors import ConfigError
 from internsp.sp import SequenceLayout
 

@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from internsp.app.checkpoint.disk import not_finite, write_part
+from internsp.app.checkpoint.files import FilePlan, Reader
+from internsp.app.checkpoint.manifest import FileRecord, Manifest
 from internsp.optim.slices import Slices, boxes
-from internsp.train.checkpoint_files import FilePlan, Reader
-from internsp.train.disk import not_finite, write_part
-from internsp.train.manifest import FileRecord, Manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 STATE = {

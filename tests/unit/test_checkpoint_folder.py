@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 
-from internsp.errors import ConfigError
-from internsp.train import manifest
-from internsp.train.checkpoint import Resumed
-from internsp.train.checkpoint_folder import abandon_later, candidates, folder_of, partial_of
-from internsp.train.disk import (
+from internsp.app.checkpoint import manifest
+from internsp.app.checkpoint.checkpoint import Resumed
+from internsp.app.checkpoint.disk import (
     LATEST,
     MANIFEST,
     commit,
@@ -28,8 +26,10 @@ from internsp.train.disk import (
     write_manifest,
     write_part,
 )
-from internsp.train.manifest import Manifest, damage, read
-from internsp.train.run_folder import RunFolder
+from internsp.app.checkpoint.folder import abandon_later, candidates, folder_of, partial_of
+from internsp.app.checkpoint.manifest import Manifest, damage, read
+from internsp.app.train.run_folder import RunFolder
+from internsp.errors import ConfigError
 
 
 def save(folder: Path, step: int, content: str = "new") -> Path:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from internsp.report.chrome import write_chrome_trace
-from internsp.report.timeline import LANES
-from internsp.trace import Event
+from internsp.app.report.chrome import write_chrome_trace
+from internsp.app.report.timeline import LANES
+from internsp.base.trace import Event
 
 EVENTS = [
     Event("FORWARD", "", "", "", 10.0, 10.5, 0),

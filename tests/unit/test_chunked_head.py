@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from internsp.clients.chunked_head import LOSS, ChunkedHead
+from internsp.app.models.chunked_head import LOSS, ChunkedHead
 from internsp.sp import token_loss
 
 pytest.importorskip("transformers", reason="the extra [hf] is not installed")

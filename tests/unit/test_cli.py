@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from internsp import cli
-from internsp.cli.launch import start
-from internsp.config import Config, LaunchConfig, TrainConfig
+from internsp.app import cli
+from internsp.app.config import Config, LaunchConfig, TrainConfig
+from internsp.app.launch.launch import start
+from internsp.app.process.stop import StopRequest
 from internsp.errors import MeshError
 from internsp.failure.outcome import ChildError
-from internsp.train.stop import StopRequest
 
 COMPLETE = """
 source "$1"; shift
@@ -47,7 +47,7 @@ def started(monkeypatch):
         calls.append((config, output))
         return 0
 
-    monkeypatch.setattr("internsp.cli.launch.start", fake)
+    monkeypatch.setattr("internsp.app.launch.launch.start", fake)
     return calls
 
 
@@ -105,7 +105,7 @@ def test_a_command_line_without_sense_ends_with_status_2(words, expected, capsys
 
 
 def test_help_shows_every_section_with_defaults_and_does_not_load_torch():
-    code = "import sys; from internsp import cli\ntry: cli.main(['train', '--help'])\n"
+    code = "import sys; from internsp.app import cli\ntry: cli.main(['train', '--help'])\n"
     code += "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
     root = Path(__file__).parents[2]
     done = subprocess.run(
@@ -165,7 +165,7 @@ def test_a_completion_that_cannot_be_is_refused_in_one_line(words, status, said,
 def test_a_reader_that_has_seen_enough_of_the_help_ends_it_in_silence(words):
     reading, writing = os.pipe()
     os.close(reading)
-    code = f"import sys; from internsp import cli; sys.exit(cli.main({words.split()}))"
+    code = f"import sys; from internsp.app import cli; sys.exit(cli.main({words.split()}))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60, text=True,
         stdout=writing, stderr=subprocess.PIPE,
@@ -203,7 +203,7 @@ def joined(monkeypatch):
 
     def use(train):
         module = types.SimpleNamespace(train=train)
-        monkeypatch.setitem(sys.modules, "internsp.train.run", module)
+        monkeypatch.setitem(sys.modules, "internsp.app.train.run", module)
 
     return use
 
@@ -232,7 +232,7 @@ def test_plan_gets_the_world_of_the_launcher_or_the_local_processes(monkeypatch,
     module = types.SimpleNamespace(
         print_plan=lambda config, size, picture: print(config.train.name, size, picture)
     )
-    monkeypatch.setitem(sys.modules, "internsp.plan.printed", module)
+    monkeypatch.setitem(sys.modules, "internsp.app.plan.printed", module)
     assert cli.main(["plan", "good.toml", "--launch.processes", "2"]) == 0
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert cli.main(["plan", "good.toml"]) == 0
@@ -304,7 +304,7 @@ def test_the_cause_of_a_failure_is_told_once_with_its_rank(tmp_path, capfd):
 
 @pytest.mark.ranks
 def test_a_killed_rank_stops_the_others_and_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("internsp.cli.launch.SETTLE_SECONDS", 1.0)  # rank 0 does not end by itself
+    monkeypatch.setattr("internsp.app.launch.launch.SETTLE_SECONDS", 1.0)  # rank 0 does not end
     begin = time.monotonic()
     with pytest.raises(ChildError, match=r"rank 1 was ended by SIGKILL \(out of memory\?\)"):
         start(_die, _configured(), tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from internsp.report.metrics import MetricsWriter, StepMetrics
+from internsp.app.report.metrics import MetricsWriter, StepMetrics
 from tests.support.metrics import step
 from tools.compare_runs import compare, main
 

@@ -9,20 +9,19 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from internsp.config import (
-    ActivationCheckpointConfig,
+from internsp.app.config import (
     Config,
     LaunchConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
-    WeightParallelConfig,
     documented,
     load_config,
     sections,
 )
-from internsp.config.sections import ParameterGroup
+from internsp.app.config.sections import ParameterGroup
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config.model import ModelConfig
 from internsp.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from internsp.config import Config, load_config
+from internsp.app.config import Config, load_config
 from internsp.errors import ConfigError
 
 LLAMA = {

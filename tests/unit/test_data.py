@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from internsp.config import DataConfig
-from internsp.data import text as sources
-from internsp.data.batches import DataSource, rows_of, split
-from internsp.data.cut import Documents, PackedRows
-from internsp.data.store import TokenArray, documents
-from internsp.data.text import read_pieces, stdlib_documents
-from internsp.data.tokenizer import ByteTokenizer, Piece, load_tokenizer
+from internsp.app.config import DataConfig
+from internsp.app.data import text as sources
+from internsp.app.data.batches import DataSource, rows_of, split
+from internsp.app.data.cut import Documents, PackedRows
+from internsp.app.data.store import TokenArray, documents
+from internsp.app.data.text import read_pieces, stdlib_documents
+from internsp.app.data.tokenizer import ByteTokenizer, Piece, load_tokenizer
 from internsp.errors import ConfigError, MissingDependencyError
 
 OWN_TEXT = Path(__file__).parents[1] / "data"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from internsp.cli import command, plain
-from internsp.config import sections
+from internsp.app.cli import command, plain
+from internsp.app.config import sections
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "internsp/wp/README.md", *(ROOT / "docs").rglob("*.md")]

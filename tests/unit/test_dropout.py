@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import model_zoo
-from internsp.config import ModelConfig
-from internsp.config.load import load_config
+from internsp.app.config.load import load_config
+from internsp.config.model import ModelConfig
 from internsp.errors import ConfigError, LayoutError
 from internsp.layers import dropout
 from internsp.layers.dropout import Dropout, block_keys, dropout_mask, row_keys, token_keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from internsp.cli.environment import launched
+from internsp.app.process.environment import launched
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29400"}
 

@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 import internsp
-from internsp.config import ParallelConfig, sections
+from internsp.app.config import ParallelConfig, sections
 from tests.support.proofs import Sources, absent, sources
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from internsp import model_zoo
-from internsp.config import Config
-from internsp.report.flops import flops_per_token, peak_tflops
+from internsp.app.config import Config
+from internsp.app.report.flops import flops_per_token, peak_tflops
 
 LENGTH = 24
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from internsp import host
-from internsp.host import HostLink, HostSum
+from internsp.base import host
+from internsp.base.host import HostLink, HostSum
 
 KIND = torch.device("xpu", 0)  # a type that this build of torch has no devices of
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from internsp.config import DataConfig
-from internsp.data import index, store
-from internsp.data.batches import DataSource
-from internsp.data.store import TokenFile
+from internsp.app.config import DataConfig
+from internsp.app.data import index, store
+from internsp.app.data.batches import DataSource
+from internsp.app.data.store import TokenFile
 from internsp.errors import ConfigError, InternspError, MachineError
 
 TEXTS = [f"document {i}: " + "some words of it, " * (i % 7) for i in range(60)]
@@ -170,7 +170,7 @@ def test_a_writer_that_dies_leaves_the_old_index_and_its_part_is_removed_later(
     (target,) = indices(tmp_path)
     old = target.read_bytes()
     code = (
-        "import os, sys; from internsp.data import store; "
+        "import os, sys; from internsp.app.data import store; "
         "store.os.replace = lambda *a: os._exit(9); "
         "from tests.unit.test_index import source; from pathlib import Path; "
         "p = Path(sys.argv[1]); os.utime(p); source(p)"
@@ -307,8 +307,8 @@ def test_documents_of_one_token_leave_nothing_to_pad() -> None:
 
 
 def rows_of_nothing() -> None:
-    from internsp.data import batches
-    from internsp.data.tokenizer import ByteTokenizer
+    from internsp.app.data import batches
+    from internsp.app.data.tokenizer import ByteTokenizer
 
     given = DataConfig(sequence_length=4, held_out=0.0, pack=False)
     ones = store.TokenArray([(np.ones(1, np.uint16), store.End(1, b"x" * 16))] * 3, np.uint16)

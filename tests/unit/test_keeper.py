@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from internsp.train import keeper
-from internsp.train.disk import KeeperConnection, put_copy
+from internsp.app.checkpoint import keeper
+from internsp.app.checkpoint.disk import KeeperConnection, put_copy
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
 LARGE = os.urandom(1 << 20) * 5

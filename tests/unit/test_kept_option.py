@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from internsp.config import Config, WeightParallelConfig, load_config
-from internsp.config.kept import size_in_bytes
+from internsp.app.config import Config, load_config
+from internsp.base.sizes import size_in_bytes
+from internsp.config import WeightParallelConfig
 from internsp.errors import ConfigError
-from internsp.plan.kept import choose_kept_blocks
+from internsp.structure.kept import choose_kept_blocks
 
 SIZES = [1 << 20] * 6
 EXPECTED = 'expected a number of blocks, a size such as "2 GiB", "all" or "none"'

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from internsp.config import Config
-from internsp.plan.longest import MemoryBudget
+from internsp.app.config import Config
+from internsp.app.plan.longest import MemoryBudget
 from tests.support.ranks import start_server
 from tools.longest import arctic
 from tools.longest.__main__ import attempt, bisect

@@ -9,15 +9,9 @@ import os
 
 import pytest
 
+from internsp.app.report.display import Display, RunHistory, can_show_live, duration, sparkline
+from internsp.app.report.metrics import MetricsWriter, read_metrics
 from internsp.errors import InternspError
-from internsp.report.display import (
-    Display,
-    RunHistory,
-    can_show_live,
-    duration,
-    sparkline,
-)
-from internsp.report.metrics import MetricsWriter, read_metrics
 from tests.support.metrics import step
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from internsp.config import Config, DataConfig
-from internsp.data.batches import DataSource, rows_of
-from internsp.data.mixture import BLOCK, Mixture
+from internsp.app.config import Config, DataConfig
+from internsp.app.data.batches import DataSource, rows_of
+from internsp.app.data.mixture import BLOCK, Mixture
 from internsp.errors import ConfigError
 
 WEIGHTS = [(3.0, 1.0), (1.0,), (0.2, 1e-3, 5.0, 1e-6), (1.0, 1.0, 1.0)]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from internsp.config.names import checked, matches, mistake, within
+from internsp.base.names import checked, matches, mistake, within
 
 NAMES = st.lists(st.sampled_from(["a", "ab", "0", "3", "13", "30", "a3b"]), min_size=1, max_size=5)
 SIGNS = ["*", "?", "a", "3", "{*}", "{2-13}"]

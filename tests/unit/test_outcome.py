@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from internsp.cli.lifetime import is_stopped, stopped_ranks
+from internsp.app.process.lifetime import is_stopped, stopped_ranks
 from internsp.errors import CollectiveError, ConfigError
 from internsp.failure.outcome import Failure, RankOutcome, first_cause
 

@@ -14,7 +14,8 @@ from torch import nn
 
 import internsp.pipeline.chunks as chunks_module
 from internsp import model_zoo
-from internsp.config import ActivationCheckpointConfig, ModelConfig, WeightParallelConfig
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config.model import ModelConfig
 from internsp.errors import StructureError
 from internsp.pipeline.chunks import Chunk, partition_costs, split_model
 from internsp.pipeline.pipeline import chunk_config

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from internsp.app.train.passes import PipelinedStep
 from internsp.pipeline import MicroBatch
-from internsp.train.passes import PipelinedStep
 
 
 class _Pipeline:

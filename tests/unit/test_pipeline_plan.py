@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from internsp.base.trace import Trace
 from internsp.errors import ConfigError, OrderError
 from internsp.pipeline.hooks import (
     ComputeAction,
@@ -30,9 +31,8 @@ from internsp.pipeline.simulate import (
     simulate_actions,
     simulate_with_launches,
 )
-from internsp.plan.chunk import ChunkLayout, UnitLayout, WeightLayout
-from internsp.trace import Trace
-from internsp.wp.schedule import Policy
+from internsp.schedule.chunk import ChunkLayout, UnitLayout, WeightLayout
+from internsp.schedule.terms import Policy
 
 
 def order_of(name: str, ranks: int = 2, micro_batches: int = 4) -> tuple[Order, int]:

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from internsp import cli
-from internsp.config import Config
+from internsp.app import cli
+from internsp.app.config import Config
+from internsp.app.plan.pipeline import make_pipeline_plan, tables
+from internsp.app.plan.printed import print_plan
 from internsp.errors import ConfigError
-from internsp.plan.pipeline import make_pipeline_plan, tables
-from internsp.plan.printed import print_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -7,12 +7,12 @@ import io
 import pytest
 from rich.console import Console
 
-from internsp.config import Config
-from internsp.config.sizes import human
+from internsp.app.config import Config
+from internsp.app.config.tiles import tile_count
+from internsp.app.plan.pipeline import make_pipeline_plan
+from internsp.app.plan.printed import Plan, make_plan, print_plan
+from internsp.base.sizes import human
 from internsp.errors import ConfigError, StructureError
-from internsp.plan.pipeline import make_pipeline_plan
-from internsp.plan.printed import Plan, make_plan, print_plan
-from internsp.plan.tiles import tile_count
 
 
 def config(**changes: dict[str, object]) -> Config:

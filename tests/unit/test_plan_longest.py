@@ -15,16 +15,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from internsp.config import Config
+from internsp.app.config import Config
+from internsp.app.plan import kernels
+from internsp.app.plan.activations import ActivationModel
+from internsp.app.plan.in_flight import BUFFERS
+from internsp.app.plan.longest import MemoryBudget, print_longest
+from internsp.app.plan.observe import ModelPart, observe
+from internsp.app.plan.offloaded import HOSTED, STEPPING
+from internsp.base.host import ACTIVATIONS, OPTIMIZER, pinned_bytes
 from internsp.errors import ConfigError
-from internsp.host import ACTIVATIONS, OPTIMIZER, pinned_bytes
 from internsp.mesh import MeshShape
-from internsp.plan import kernels
-from internsp.plan.activations import ActivationModel
-from internsp.plan.in_flight import BUFFERS
-from internsp.plan.longest import MemoryBudget, print_longest
-from internsp.plan.observe import ModelPart, observe
-from internsp.plan.offloaded import HOSTED, STEPPING
 
 MIB = 1 << 20
 
@@ -235,8 +235,8 @@ CHILD = """
 import json, resource, sys, torch
 torch.set_num_threads(1)
 from model_zoo import build
-from internsp.config import ModelConfig
-from internsp.layers.recompute import checkpoint_block
+from internsp.config.model import ModelConfig
+from internsp.modules.recompute import checkpoint_block
 
 length, limit, settings = json.loads(sys.argv[1])
 

@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
-from internsp.config import Config, PlanRule, WeightParallelConfig, read_config
+from internsp.app.config import Config, read_config
+from internsp.app.models.factory import build_model
+from internsp.app.plan.printed import print_plan
+from internsp.config import PlanRule, WeightParallelConfig
 from internsp.errors import ConfigError, LayoutError, StructureError
-from internsp.factory import build_model
 from internsp.mesh.shape import MeshShape
-from internsp.plan.assign import plan_sharding
-from internsp.plan.blocks import read_structure
-from internsp.plan.chunk import ChunkLayout, WeightLayout
-from internsp.plan.printed import print_plan
-from internsp.plan.units import chunk_layout
+from internsp.schedule.chunk import ChunkLayout, WeightLayout
+from internsp.structure.assign import plan_sharding
+from internsp.structure.blocks import read_structure
+from internsp.structure.units import chunk_layout
 from tests.support.models import Tiny
 
 CUT = {"min_shard_elements": 20}

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from internsp import cli
-from internsp.cli import preflight
-from internsp.cli.preflight import check_before_start, device_mistakes, errors_in_words
-from internsp.config import Config
-from internsp.data.batches import DataSource
+from internsp.app import cli
+from internsp.app.config import Config
+from internsp.app.data.batches import DataSource
+from internsp.app.launch import preflight
+from internsp.app.launch.preflight import check_before_start, device_mistakes, errors_in_words
+from internsp.app.train.run_folder import set_aside
 from internsp.errors import ConfigError, InternspError, MachineError, MissingDependencyError
-from internsp.train.run_folder import set_aside
 
 
 @pytest.fixture(autouse=True)
@@ -224,7 +224,7 @@ def test_failures_of_files_and_memory_in_a_rank_are_one_line() -> None:
 def test_the_command_ends_with_the_status_and_starts_nothing(
     monkeypatch, capsys, words, status, expected
 ) -> None:
-    monkeypatch.setattr("internsp.cli.launch.start", None)  # would raise if called
+    monkeypatch.setattr("internsp.app.launch.launch.start", None)  # would raise if called
     monkeypatch.setattr(preflight, "_devices", lambda wanted: 0)
     Path("file").write_text("")
     Path("run.toml").write_text("")

@@ -23,7 +23,7 @@ DOCS = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.
 DOCUMENTS = ["README.md", "internsp/wp/README.md", *DOCS]
 # Documented by the path of its module: `internsp.train` is the application's folder.
 BY_PATH = {
-    "internsp.train.run.train", "internsp.clients.trainer", "internsp.clients.trainer.Trainer",
+    "internsp.app.train.run.train", "internsp.clients.trainer", "internsp.clients.trainer.Trainer",
 }  # fmt: skip
 # Layers and hooks use these; their methods have internal types of a chunk.
 MADE_BY_PARALLELIZE = {
@@ -178,7 +178,9 @@ BRITISH = re.compile(
 )
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, "configs/documented.toml", "internsp/errors.py"])
+@pytest.mark.parametrize(
+    "document", [*DOCUMENTS, "configs/documented.toml", "internsp/errors/__init__.py"]
+)
 def test_spelling_is_american_in_documents(document: str) -> None:
     assert BRITISH.findall((ROOT / document).read_text()) == []
 

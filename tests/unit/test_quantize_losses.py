@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from internsp.report.metrics import StepMetrics
+from internsp.app.report.metrics import StepMetrics
 from tests.support.metrics import step
 from tools.quantize_losses import main, table
 

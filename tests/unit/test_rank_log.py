@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from internsp.failure.rank_log import LastSeen, RankLog, last_seen, log_path
+from internsp.app.process.rank_log import LastSeen, RankLog, last_seen, log_path
 
 
 def test_the_first_line_says_where_the_rank_is_and_the_rest_is_appended(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_the_place_outlives_a_process_that_is_killed_and_a_crash_leaves_its_stac
 ) -> None:
     program = (
         "import os, sys, ctypes; from pathlib import Path\n"
-        "from internsp.failure.rank_log import RankLog\n"
+        "from internsp.app.process.rank_log import RankLog\n"
         "log = RankLog(Path(sys.argv[1]), 0); log.begin_step(7)\n"
         "log.record_launch('AG', 'head.weight', 'forward')\n"
     )

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as torchs
 
-from internsp.config import Config
-from internsp.train.rates import RateFactor
+from internsp.app.config import Config
+from internsp.app.session.rates import RateFactor
 
 STEPS, WARMUP, DECAY, FLOOR = 30, 5, 8, 0.1
 

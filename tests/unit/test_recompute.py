@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from internsp.errors import StructureError
-from internsp.layers.recompute import checkpoint_block
+from internsp.modules.recompute import checkpoint_block
 from tests.support.models import raises
 
 

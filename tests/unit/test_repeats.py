@@ -9,9 +9,9 @@ import re
 import pytest
 from rich.console import Console
 
-from internsp.config import Config
-from internsp.plan.printed import make_plan, print_plan
-from internsp.plan.repeats import Item, Repeat, fold, ranges
+from internsp.app.config import Config
+from internsp.app.plan.printed import make_plan, print_plan
+from internsp.app.plan.repeats import Item, Repeat, fold, ranges
 
 
 def unfolded(repeats: list[Repeat]) -> list[Item]:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from internsp.report.charts import Series, downsample, line_chart, number, smooth, ticks
-from internsp.report.lanes import MAX_BARS, draw_timeline
-from internsp.report.page import Report
-from internsp.trace import Event
+from internsp.app.report.charts import Series, downsample, line_chart, number, smooth, ticks
+from internsp.app.report.lanes import MAX_BARS, draw_timeline
+from internsp.app.report.page import Report
+from internsp.base.trace import Event
 from tests.support import metrics
 
 
@@ -117,7 +117,7 @@ def test_every_file_of_the_page_is_shipped_with_the_package():
     patterns = setup["package-data"]["internsp"]
     shipped = {file for p in patterns for file in (root / "internsp").glob(p)}
     assert {p.name for p in shipped} >= {"report.html.j2", "report.css"}
-    assert shipped >= set((root / "internsp/report/templates").iterdir())
+    assert shipped >= set((root / "internsp/app/report/templates").iterdir())
 
 
 def test_what_a_user_or_a_model_wrote_is_escaped():

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from internsp import cli
-from internsp.report.compare import differences, read_runs, table
-from internsp.report.metrics import MetricsWriter, StepMetrics
-from internsp.report.page import Report, load_report
-from internsp.trace import Event
+from internsp.app import cli
+from internsp.app.report.compare import differences, read_runs, table
+from internsp.app.report.metrics import MetricsWriter, StepMetrics
+from internsp.app.report.page import Report, load_report
+from internsp.base.trace import Event
 
 
 def made(folder: Path, losses: list[float], lr: float, rate: float = 100.0) -> Path:

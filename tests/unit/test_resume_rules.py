@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from internsp.config import Config, sections
-from internsp.config.resume import RULES, Rule, compare
+from internsp.app.config import Config, sections
+from internsp.app.config.resume import RULES, Rule, compare
 from internsp.errors import ConfigError
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from internsp.config import DataConfig
-from internsp.data.rows import row_texts
-from internsp.data.text import read_pieces
+from internsp.app.config import DataConfig
+from internsp.app.data.rows import row_texts
+from internsp.app.data.text import read_pieces
 from internsp.errors import ConfigError
 
 GOOD = b'{"text": "one"}\n\n{"text": "two"}\n'

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from internsp.app.train.run_lock import NAME, RunLock
 from internsp.errors import ConfigError
-from internsp.train.run_lock import NAME, RunLock
 
 
 def test_a_second_run_is_refused_with_the_first_ones_process(tmp_path: Path) -> None:
@@ -35,7 +35,8 @@ def test_a_second_run_is_refused_with_the_first_ones_process(tmp_path: Path) -> 
 
 def test_the_lock_of_a_process_that_was_killed_is_taken_over(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from internsp.train.run_lock import RunLock\n"
+        "import sys, time; from pathlib import Path\n"
+        "from internsp.app.train.run_lock import RunLock\n"
         "lock = RunLock.acquire(Path(sys.argv[1]), 'dead'); print('held', flush=True)\n"
         "time.sleep(60)"
     )
@@ -103,7 +104,8 @@ def test_a_lock_file_of_anything_is_taken_over(tmp_path: Path, content: bytes) -
 
 def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from internsp.train.run_lock import RunLock\n"
+        "import sys, time; from pathlib import Path\n"
+        "from internsp.app.train.run_lock import RunLock\n"
         "from internsp.errors import ConfigError\n"
         "while time.time() < float(sys.argv[2]): pass\n"
         "won = 0\n"

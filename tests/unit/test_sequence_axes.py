@@ -84,7 +84,7 @@ def test_a_layout_of_the_other_order_is_refused_by_every_rank() -> None:
 
 
 def test_a_configuration_says_who_is_near() -> None:
-    from internsp.config import Config
+    from internsp.app.config import Config
 
     settings = Config.model_validate({"parallel": {"sequence": 4, "ring": 2, "near": "ring"}})
     assert MeshShape(4, **settings.degrees()).sequence_axes.groups("ring") == [[0, 1], [2, 3]]

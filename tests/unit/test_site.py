@@ -66,8 +66,8 @@ def test_every_public_name_has_a_place_in_the_api(site: Path) -> None:
         if isinstance(getattr(internsp, name), types.ModuleType) and name != "train":
             assert any(one.startswith(f"internsp.{name}.") for one in ids), name
         else:  # the function `train` by its module: the package has the name, too
-            assert {f"internsp.{name}", f"internsp.train.trainer.{name}"} & ids, name
-    assert {"internsp.ZeroOptimizer.step", "internsp.train.trainer.train"} <= ids
+            assert {f"internsp.{name}", f"internsp.app.train.trainer.{name}"} & ids, name
+    assert {"internsp.ZeroOptimizer.step", "internsp.train"} <= ids
     assert not [one for one in ids if re.search(r"\._[a-z]", one)], "what is private is not shown"
 
 
@@ -91,15 +91,15 @@ def test_a_public_name_without_a_page_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_links_are_rewritten_outside_of_code_alone() -> None:
-    text = "[a](../internsp/errors.py) [b](plan.md#units) [c](https://x.org) [d](no.md)\n"
-    text += "```\n[a](../internsp/errors.py)\n```\n"
+    text = "[a](../internsp/mesh/axes.py) [b](plan.md#units) [c](https://x.org) [d](no.md)\n"
+    text += "```\n[a](../internsp/mesh/axes.py)\n```\n"
     sources: set[str] = set()
     found = pages.rewritten(text, "docs/x.md", "x.md", sources)
     assert found.splitlines()[0] == (
-        "[a](source/internsp/errors.py.md) [b](plan.md#units) [c](https://x.org) [d](no.md)"
+        "[a](source/internsp/mesh/axes.py.md) [b](plan.md#units) [c](https://x.org) [d](no.md)"
     )
-    assert found.splitlines()[2] == "[a](../internsp/errors.py)"
-    assert sources == {"internsp/errors.py"}
+    assert found.splitlines()[2] == "[a](../internsp/mesh/axes.py)"
+    assert sources == {"internsp/mesh/axes.py"}
     found = pages.rewritten("[p](../../docs/plan.md)", "internsp/wp/README.md", "wp.md", sources)
     assert found == "[p](plan.md)"
 

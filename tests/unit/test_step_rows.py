@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from internsp.config import Config, DataConfig
-from internsp.data.batches import FILLER, DataSource
-from internsp.data.cut import counted
+from internsp.app.config import Config, DataConfig
+from internsp.app.data.batches import FILLER, DataSource
+from internsp.app.data.cut import counted
+from internsp.app.train.rows import StepRows
 from internsp.errors import ConfigError
 from internsp.sp import SequenceLayout
-from internsp.train.rows import StepRows
 from tests.unit.test_chat import CHAT, source, tokenizer_folder
 
 TEXT = Path(__file__).parents[1] / "data"
@@ -64,7 +64,7 @@ def test_a_step_ends_with_the_row_that_has_the_last_token(pack: bool) -> None:
 
 
 def test_more_tokens_than_a_million_rows_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("internsp.data.batches._MOST_ROWS", 5)
+    monkeypatch.setattr("internsp.app.data.batches._MOST_ROWS", 5)
     with pytest.raises(ConfigError, match=r"5 sequences have 1,4\d\d tokens"):
         text().rows_with(10_000, 0)
 

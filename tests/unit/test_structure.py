@@ -12,36 +12,37 @@ ROOT = Path(__file__).parents[2]
 
 ZOO = "internsp.model_zoo"  # where the folder model_zoo is installed
 
-# From the bottom up; a module imports from its own level or below. The longest name wins, so that
-# `internsp.wp.slots` is found before `internsp.wp`, which is what users import from.
-LEVELS = [
-    ["internsp.accelerator", "internsp.errors", "internsp.trace", "internsp.autograd",
-     "internsp.terminal",
-     "internsp.train.stop", "internsp.cli.lifetime", "internsp.cli.fork_server",
-     "internsp.failure.outcome",
-     "internsp.failure.detection", "internsp.failure.rank_report", "internsp.failure.comm_context",
-     "internsp.host"],
-    ["internsp.config", "internsp.mesh", "internsp.dtensor", "internsp.cli.environment"],
-    ["internsp.wp.collectives", "internsp.wp.layout",
-     "internsp.wp.parameter", "internsp.wp.schedule", "internsp.wp.queue", "internsp.wp.enclosing",
-     "internsp.wp.reductions", "internsp.sp"],
-    ["internsp.wp.slots", "internsp.wp.reduce", "internsp.quantize", "internsp.packed",
-     "internsp.near", "internsp.wp.replicated", "internsp.failure"],
-    ["internsp.plan"],
-    ["internsp.wp", "internsp.agreement"],
-    ["internsp.layers", "internsp.wp.hooks", "internsp.optim", "internsp.hf", "internsp.meta"],
-    ["internsp.parallel", "internsp.sequence_parts", "internsp.clients", "internsp.whole",
-     "internsp.load"],
-    ["internsp.pipeline"],
-    [ZOO],
-    ["internsp.factory"],
-    ["internsp.plan.pipeline", "internsp.plan.printed", "internsp.plan.activations",
-     "internsp.plan.observe", "internsp.plan.kernels", "internsp.plan.in_flight",
-     "internsp.plan.longest", "internsp.data", "internsp.report"],
-    ["internsp.train", "internsp.clients.trainer", "internsp.cli.launch", "internsp.cli.preflight"],
-    ["internsp.cli", "internsp"],
-]  # fmt: skip
-SP_MAY_IMPORT = ("internsp.errors", "internsp.trace", "internsp.mesh", "internsp.sp")
+# The rooms, from the bottom up: a folder is a room and stands on one floor. A module imports from
+# its own room or from a lower floor; there are no exceptions. The face, `internsp` itself, is above
+# all.
+FLOORS = [
+    ["errors"],
+    ["base"],
+    ["config"],
+    ["mesh", "schedule"],
+    ["dtensor", "failure", "sp"],
+    ["wp", "structure"],
+    ["modules", "optim"],
+    ["values", "layers"],
+    ["parallel", "model_zoo"],
+    ["pipeline"],
+    # the application
+    ["app.config"],
+    ["app.process", "app.data", "app.models"],
+    ["app.report", "app.plan"],
+    ["app.session"],
+    ["app.checkpoint"],
+    ["app.launch", "clients"],
+    ["app.train"],
+    ["app.cli"],
+]
+SP_MAY_IMPORT = (
+    "internsp.errors",
+    "internsp.base",
+    "internsp.config",
+    "internsp.mesh",
+    "internsp.sp",
+)
 ZOO_MAY_IMPORT = ("internsp.errors", "internsp.layers", "internsp.sp", "internsp.config", ZOO)
 # Those that move tensors. Objects (names agreed upon at set-up) are neither weights nor gradients.
 COLLECTIVES = {
@@ -51,7 +52,8 @@ COLLECTIVES = {
     "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
 }  # fmt: skip
 WEIGHT_SIDE = (
-    "internsp.wp", "internsp.dtensor", "internsp.layers", "internsp.optim", "internsp.parallel",
+    "internsp.wp", "internsp.dtensor", "internsp.layers", "internsp.modules",
+    "internsp.optim", "internsp.parallel",
 )  # fmt: skip
 
 Sources = dict[str, str]
@@ -100,9 +102,16 @@ def imports(module: str, source: str, known: Sources, types: bool = True) -> Ite
         yield from (n for n in names if below(n, "internsp"))
 
 
+def room(module: str) -> str:
+    """The folder in `internsp` or in `internsp.app` that has ``module``; of the face, nothing."""
+    parts = module.split(".")[1:]
+    if parts == ["__main__"]:
+        return ""
+    return ".".join(parts[: 2 if parts[:1] == ["app"] else 1])
+
+
 def level(module: str) -> int:
-    placed = [(len(p), i) for i, ps in enumerate(LEVELS) for p in ps if below(module, p)]
-    return max(placed)[1]
+    return next((i for i, rooms in enumerate(FLOORS) if room(module) in rooms), len(FLOORS))
 
 
 def upward_imports(known: Sources) -> list[str]:
@@ -111,7 +120,7 @@ def upward_imports(known: Sources) -> list[str]:
         for module, source in known.items()
         if below(module, "internsp")
         for name in imports(module, source, known)
-        if below(name, "internsp") and level(name) > level(module)
+        if room(name) != room(module) and level(name) >= level(module)
     ]
 
 
@@ -202,6 +211,14 @@ def cycle(known: Sources) -> list[str]:
     return next((found for module in edges if (found := visit(module, []))), [])
 
 
+def test_each_file_lies_in_a_room_that_stands_on_a_floor() -> None:
+    rooms = {name for rooms in FLOORS for name in rooms}
+    found = {module: room(module) for module in sources()}
+    assert {name for name in found.values() if name not in ("", "app")} == rooms
+    loose = [path.name for name in ("", "app") for path in (ROOT / "internsp" / name).glob("*.py")]
+    assert sorted(loose) == ["__init__.py", "__init__.py", "__main__.py"]
+
+
 def test_imports_point_one_way() -> None:
     assert upward_imports(sources()) == []
 
@@ -215,7 +232,7 @@ def test_wp_and_sp_do_not_know_each_other_and_the_zoo_knows_layers_sp_and_config
 
 
 def test_only_the_factory_table_and_that_of_public_names_name_the_zoo() -> None:
-    assert zoo_names(sources()) == ["internsp", "internsp.factory"]
+    assert zoo_names(sources()) == ["internsp", "internsp.app.models.factory"]
 
 
 def test_only_one_file_calls_torch_distributed_for_weights_and_gradients() -> None:
@@ -234,16 +251,23 @@ def test_only_one_file_calls_torch_distributed_for_weights_and_gradients() -> No
     [
         (
             "internsp.wp.slots",
-            "def late():\n    from .communicator import x",
-            ["internsp.wp.slots imports internsp.wp.communicator"],
+            "def late():\n    from ..modules.hooks import x",
+            ["internsp.wp.slots imports internsp.modules.hooks"],
         ),
         ("internsp.mesh", "import internsp", ["internsp.mesh imports internsp"]),
         ("internsp.wp.contents", "from internsp.wp.communicator import x", []),
-        ("internsp.train.trainer", "from internsp import wp, mesh", []),
+        ("internsp.sp.loss", "import internsp.wp", ["internsp.sp.loss imports internsp.wp"]),
+        ("internsp.app.train.trainer", "from internsp import wp, mesh", []),
     ],
 )
 def test_an_upward_import_is_found(module: str, source: str, found: list[str]) -> None:
-    names = ["internsp", "internsp.wp", "internsp.wp.communicator", "internsp.mesh"]
+    names = [
+        "internsp",
+        "internsp.wp",
+        "internsp.wp.communicator",
+        "internsp.mesh",
+        "internsp.modules.hooks",
+    ]
     known = dict.fromkeys(names, "")
     assert upward_imports({**known, module: source}) == found
 
@@ -253,7 +277,7 @@ def test_an_upward_import_is_found(module: str, source: str, found: list[str]) -
     [
         ("internsp.wp.communicator", "from internsp.sp import SequenceLayout"),
         ("internsp.sp.exchange", "from internsp.wp.collectives import Gather"),
-        ("internsp.sp.exchange", "from internsp.config import Config"),
+        ("internsp.sp.exchange", "from internsp.app.config import Config"),
         ("internsp.model_zoo.llama", "from internsp.wp import ISPCommunicator"),
         ("internsp.model_zoo.llama", "import internsp"),
     ],

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from internsp.autograd import clone_aliases, input_tensors, new_tensors
+from internsp.base.autograd import clone_aliases, input_tensors, new_tensors
 from internsp.errors import StructureError
-from internsp.layers.supported import require_supported
+from internsp.modules.supported import require_supported
 from tests.support.models import Tiny, raises
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
-from internsp.meta import materialize_buffers
-from internsp.sequence_parts import require_sequence_attention, supports
+from internsp.parallel.sequences import require_sequence_attention, supports
 from internsp.sp import DistributedAttention
+from internsp.values.meta import materialize_buffers
 from tests.support import hf
 from tests.support.models import Tiny, raises
 

@@ -13,8 +13,8 @@ from typing import Any, TextIO
 import pytest
 from rich.console import Console
 
-from internsp.report.display import Display, flow
-from internsp.terminal import FittingTable, console, shows_escapes, terminal_width, wrap
+from internsp.app.process.terminal import FittingTable, console, shows_escapes, terminal_width, wrap
+from internsp.app.report.display import Display, flow
 from tests.support.metrics import step
 
 

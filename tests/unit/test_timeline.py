@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from internsp.report.timeline import (
+from internsp.app.report.timeline import (
     Bar,
     build_timeline,
     communication,
@@ -20,7 +20,7 @@ from internsp.report.timeline import (
     where_waited,
     window_of,
 )
-from internsp.trace import Event
+from internsp.base.trace import Event
 
 
 def event(kind, start, end, unit="", weight="", phase="", nbytes=0):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from internsp.train.numbers import EarlyStop, Spikes
+from internsp.app.train.numbers import EarlyStop, Spikes
 from tests.ranks.test_train import config
 from tests.support.metrics import step
 

@@ -12,16 +12,17 @@ import pytest
 from rich.console import Console
 from torch import Tensor, nn
 
-from internsp.config import Config, WeightParallelConfig
+from internsp.app.config import Config
+from internsp.app.plan.printed import make_plan, print_plan
+from internsp.config import WeightParallelConfig
 from internsp.errors import ConfigError, StructureError
 from internsp.mesh.shape import MeshShape
-from internsp.plan.assign import plan_sharding
-from internsp.plan.blocks import read_structure
-from internsp.plan.chunk import ChunkLayout
-from internsp.plan.printed import make_plan, print_plan
-from internsp.plan.simulate import simulate
-from internsp.plan.units import chunk_layout
-from internsp.plan.unused import BatchUsage
+from internsp.schedule.chunk import ChunkLayout
+from internsp.schedule.simulate import simulate
+from internsp.schedule.unused import BatchUsage
+from internsp.structure.assign import plan_sharding
+from internsp.structure.blocks import read_structure
+from internsp.structure.units import chunk_layout
 from tests.support.models import Tiny
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import internsp
-from internsp import cli
+from internsp.app import cli
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("internsp", "model_zoo", "configs", "pyproject.toml", "README.md", "LICENSE")

@@ -10,11 +10,11 @@ from torch import nn
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.mesh.shape import MeshShape
-from internsp.plan.assign import plan_sharding
-from internsp.plan.blocks import read_structure
-from internsp.plan.chunk import ChunkLayout
-from internsp.plan.simulate import simulate
-from internsp.plan.units import chunk_layout
+from internsp.schedule.chunk import ChunkLayout
+from internsp.schedule.simulate import simulate
+from internsp.structure.assign import plan_sharding
+from internsp.structure.blocks import read_structure
+from internsp.structure.units import chunk_layout
 
 
 class Block(nn.Module):

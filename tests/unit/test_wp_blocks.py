@@ -15,8 +15,8 @@ from torch import nn
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.layers import RowParallelLinearWithCommExt
-from internsp.plan.assign import plan_sharding, require_patterns_matched
-from internsp.plan.blocks import read_structure, trigger_position
+from internsp.structure.assign import plan_sharding, require_patterns_matched
+from internsp.structure.blocks import read_structure, trigger_position
 from tests.support.models import Block, Tiny
 
 

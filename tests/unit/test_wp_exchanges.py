@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from internsp.plan.chunk import WeightLayout
-from internsp.wp.reductions import Exchanges, Parcel, Reductions
-from internsp.wp.schedule import EXCHANGE, FINISH_EXCHANGE, FINISH_OLDEST, REDUCE_SCATTER, Action
+from internsp.schedule.chunk import WeightLayout
+from internsp.schedule.reductions import Exchanges, Parcel, Reductions
+from internsp.schedule.terms import EXCHANGE, FINISH_EXCHANGE, FINISH_OLDEST, REDUCE_SCATTER, Action
 
 UNITS = 5
 

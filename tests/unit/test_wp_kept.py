@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from internsp.plan.chunk import ChunkLayout, UnitLayout, WeightLayout
-from internsp.plan.kept import blocks_within, evenly_spread, extra_slot_bytes
-from internsp.plan.simulate import simulate
-from internsp.wp.schedule import BACKWARD, FORWARD, Policy, prefetch_targets, slot_of, slot_sizes
+from internsp.schedule.chunk import ChunkLayout, UnitLayout, WeightLayout
+from internsp.schedule.simulate import simulate
+from internsp.schedule.terms import BACKWARD, FORWARD, Policy, prefetch_targets, slot_of, slot_sizes
+from internsp.structure.kept import blocks_within, evenly_spread, extra_slot_bytes
 from tools.bench.bounds import MBIT, Line, play
 
 SIZES = {"q": 1.0, "k": 1.0, "v": 1.0, "wo": 1.0, "w1": 8 / 3, "w3": 8 / 3, "w2": 8 / 3}

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from internsp.plan.chunk import ChunkLayout, UnitLayout, WeightLayout
-from internsp.plan.learned import slots_for_order, with_run_order
-from internsp.plan.simulate import simulate
-from internsp.plan.unused import BatchUsage
-from internsp.wp.queue import GatherQueue
-from internsp.wp.schedule import FORWARD, Action, Policy
+from internsp.schedule.chunk import ChunkLayout, UnitLayout, WeightLayout
+from internsp.schedule.learned import slots_for_order, with_run_order
+from internsp.schedule.queue import GatherQueue
+from internsp.schedule.simulate import simulate
+from internsp.schedule.terms import FORWARD, Action, Policy
+from internsp.schedule.unused import BatchUsage
 from tests.unit.test_wp_schedule import PARTS, chunk, chunks
 
 LAUNCHES = ("AG", "RS", "A2A")

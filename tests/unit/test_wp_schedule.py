@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from internsp.plan.chunk import ChunkLayout, UnitLayout, WeightLayout
-from internsp.plan.simulate import simulate
-from internsp.wp.schedule import BACKWARD, FORWARD, Policy
+from internsp.schedule.chunk import ChunkLayout, UnitLayout, WeightLayout
+from internsp.schedule.simulate import simulate
+from internsp.schedule.terms import BACKWARD, FORWARD, Policy
 
 PARTS = ("q", "wo", "w1", "w2")
 

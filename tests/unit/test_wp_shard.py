@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from internsp.errors import LayoutError
-from internsp.wp.layout import ShardLayout
+from internsp.schedule.layout import ShardLayout
 from internsp.wp.reduce import input_without_copy
 
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from internsp.errors import PoolError
-from internsp.wp.layout import ShardLayout
-from internsp.wp.queue import GatherQueue
+from internsp.schedule.chunk import ALIGNMENT, aligned
+from internsp.schedule.layout import ShardLayout
+from internsp.schedule.queue import GatherQueue
+from internsp.schedule.terms import Group, Policy
 from internsp.wp.reduce import Buffers
-from internsp.wp.schedule import Group, Policy
-from internsp.wp.slots import ALIGNMENT, MemoryPool, Unit, aligned
+from internsp.wp.slots import MemoryPool, Unit
 
 
 @dataclass(eq=False)

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from internsp.accelerator import current_stream, device_clock
+from internsp.base.accelerator import current_stream, device_clock
+from internsp.base.trace import Trace
 from internsp.failure.comm_context import CommContext
-from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.reduce import Buffers
 from internsp.wp.slots import SlotStreams

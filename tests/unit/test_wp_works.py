@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from internsp.trace import CompletionThread
+from internsp.base.trace import CompletionThread
 from internsp.wp.collectives import WorkHandles
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from internsp.cli.preflight import check_before_start
-from internsp.config import Config, load_config
+from internsp.app.config import Config, load_config
+from internsp.app.launch.preflight import check_before_start
+from internsp.app.report import writers
+from internsp.app.report.metrics import StepMetrics, named
+from internsp.app.report.writers import Writers
 from internsp.errors import ConfigError, MissingDependencyError
-from internsp.report import writers
-from internsp.report.metrics import StepMetrics, named
-from internsp.report.writers import Writers
 from tests.support.metrics import step
 
 

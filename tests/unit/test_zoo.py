@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from internsp.config import ModelConfig
+from internsp.config.model import ModelConfig
 from internsp.errors import LayoutError
 from internsp.model_zoo import CausalLM, build
 from internsp.sp import SequenceLayout

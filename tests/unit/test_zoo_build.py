@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from internsp.config import ModelConfig
+from internsp.config.model import ModelConfig
 from internsp.model_zoo import CausalLM, build, canonical_name, generate, materialize
 from internsp.model_zoo.generate import cached
 

@@ -10,7 +10,7 @@ MBIT = 125_000.0  # bytes per second
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a schedule, like :class:`internsp.plan.chunk.ScheduleLine`, without torch."""
+    """One line of a schedule, like :class:`internsp.schedule.chunk.ScheduleLine`, without torch."""
 
     kind: str
     phase: str

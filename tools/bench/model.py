@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from internsp.config import ModelConfig
+from internsp.config.model import ModelConfig
 from internsp.layers.rotary import rotary_tables
 from internsp.model_zoo.llama import Llama
 from internsp.sp import SequenceLayout

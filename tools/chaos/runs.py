@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from internsp.cli.launch import start
-from internsp.config import Config
+from internsp.app.checkpoint import disk, manifest
+from internsp.app.config import Config
+from internsp.app.launch.launch import start
+from internsp.app.report.metrics import read_metrics
 from internsp.errors import ConfigError, InternspError
-from internsp.report.metrics import read_metrics
-from internsp.train import disk, manifest
 from tests.support import chaos
 from tests.support.chaos_files import started
 from tools.chaos.tally import Fault, Found
@@ -142,7 +142,7 @@ class Runs:
             output = self._folder / f"reference{ranks}-{weight}"
             chaos.plan_of(output).write_text(json.dumps({"faults": []}))
             config = settings(ranks, parallel={"weight": weight})
-            assert start(chaos.run, config, output, ["internsp.train.run"]) == 0
+            assert start(chaos.run, config, output, ["internsp.app.train.run"]) == 0
             self._references[ranks, weight] = {
                 "path": output / "checkpoints" / f"step-{STEPS:06d}",
                 "losses": [row.loss for row in read_metrics(output / "metrics.jsonl")],
@@ -218,7 +218,7 @@ class Runs:
         said, status = "", 0
         try:
             config = settings(ranks, parallel={"weight": min(ranks, self._weight)})
-            status = start(chaos.run, config, output, ["internsp.train.run"])
+            status = start(chaos.run, config, output, ["internsp.app.train.run"])
         except InternspError as error:
             said = str(error)
         finally:

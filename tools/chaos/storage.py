@@ -1,8 +1,8 @@
 """Faults in saves, in large numbers: the library's own file operations, in one process.
 
 The saved state is small and follows a rule in which every step's rows count: a step or rows that
-are lost or repeated change the final bytes. :mod:`internsp.train.disk` writes the files as in a
-rank's process, for two ranks.
+are lost or repeated change the final bytes. :mod:`internsp.app.checkpoint.disk` writes the files as
+in a rank's process, for two ranks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
+from internsp.app.checkpoint import disk, manifest
+from internsp.app.checkpoint import folder as checkpoint_folder
+from internsp.app.checkpoint.files import FilePlan
+from internsp.app.checkpoint.manifest import Manifest
 from internsp.errors import ConfigError
-from internsp.train import checkpoint_folder, disk, manifest
-from internsp.train.checkpoint_files import FilePlan
-from internsp.train.manifest import Manifest
 from tests.support.chaos_disk import Operation, Recorder, played, write_out
 from tests.support.chaos_files import Injected
 from tools.chaos.tally import Fault, Found

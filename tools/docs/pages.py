@@ -34,15 +34,14 @@ CONFIGURATION = "configs/documented.toml"
 # Pages of the API: the title, and the modules that its names are imported from.
 SUBJECTS = {
     "parallelize": ("A model becomes parallel", (
-        "internsp.parallel", "internsp.mesh", "internsp.load", "internsp.whole",
-        "internsp.sequence_parts")),
+        "internsp.parallel", "internsp.mesh", "internsp.values")),
     "optimizer": ("The optimizer", ("internsp.optim",)),
     "sequences": ("Cut sequences", ("internsp.sp",)),
     "pipelines": ("Pipelines", ("internsp.pipeline",)),
-    "runs": ("Runs from Python", ("internsp.train", "internsp.report")),
-    "configuration": ("Configuration", ("internsp.config",)),
+    "runs": ("Runs from Python", ("internsp.app.train", "internsp.app.report")),
+    "configuration": ("Configuration", ("internsp.config", "internsp.app.config")),
     "communicators": ("Weights and communicators", ("internsp.wp", "internsp.layers")),
-    "looking": ("Plans and traces", ("internsp.plan", "internsp.trace")),
+    "looking": ("Plans and traces", ("internsp.schedule", "internsp.base.trace")),
     "errors": ("Errors", ("internsp.errors",)),
     "model_zoo": ("The model zoo", ("internsp.model_zoo",)),
 }  # fmt: skip
@@ -87,8 +86,7 @@ def _api_page(subject: str, names: list[str]) -> str:
 
     parts = [f"# {title}"]
     for name in sorted(names, key=place):
-        # The package and the function have the same name; griffe would take the package.
-        path = f"{home_of(name)}.{name}" if name == "train" else f"internsp.{name}"
+        path = f"internsp.{name}"
         options = (
             "show_root_heading: false" if home_of(name) == path else "heading: internsp." + name
         )

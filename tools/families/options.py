@@ -9,7 +9,7 @@ from typing import Self
 
 import tyro
 
-from internsp.config.errors import nearest
+from internsp.app.config.errors import nearest
 from tools.families.configs import FAMILIES
 
 CHECKPOINTING = ("none", "full", "half", "reentrant", "own", "own-reentrant")

@@ -13,7 +13,7 @@ from torch import nn
 
 from internsp import ISPCommunicator, ParallelMesh, WeightParallelConfig, parallelize
 from internsp.config import ActivationCheckpointConfig
-from internsp.plan.simulate import simulate
+from internsp.schedule.simulate import simulate
 from tools.bench.bounds import MBIT, Line, play, shares
 from tools.bench.model import initial_weights, process_group, repeated
 from tools.bench.options import Sizes

@@ -91,8 +91,8 @@ def bisect(
 
 def planned(case: Case, limit: int) -> int:
     """The result of ``internsp plan --longest``."""
-    from internsp.config import Config
-    from internsp.plan.longest import MemoryBudget  # imports torch
+    from internsp.app.config import Config
+    from internsp.app.plan.longest import MemoryBudget  # imports torch
 
     config = Config.model_validate(case.settings(4096))
     return MemoryBudget(config, case.world).longest(limit).length

@@ -21,8 +21,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from internsp import parallel
-from internsp.host import HostLink
+from internsp.base.host import HostLink
+from internsp.parallel import parallelize as parallel
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's mallopt
 LARGE = 1 << 13  # bytes; below any matrix: freed matrices must not stay in the arena

@@ -81,8 +81,8 @@ def theirs(run: Run) -> Counter[str]:
 
 def main() -> None:
     """Print a table."""
-    from internsp.config import Config
-    from internsp.plan.longest import MemoryBudget  # imports torch
+    from internsp.app.config import Config
+    from internsp.app.plan.longest import MemoryBudget  # imports torch
 
     print("| model | devices | memory, GiB | host, GB | published | theirs, GB | theirs by its "
           "sources, GB | ours at it, GB | host of ours at it, GB | longest of ours | ratio | bound "

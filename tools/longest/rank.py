@@ -17,13 +17,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from internsp import ParallelMesh, SequenceLayout, parallelize
-from internsp.config import Config
-from internsp.factory import build_for_training, fill_parameters
+from internsp.app.config import Config
+from internsp.app.config.tiles import with_tile_count
+from internsp.app.models.factory import build_for_training, fill_parameters
+from internsp.app.session.optimizers import make_optimizer
 from internsp.optim import step_together
 from internsp.pipeline import MicroBatch, Pipeline
-from internsp.plan.tiles import with_tile_count
 from internsp.sp.dispatch import FIXED_BALANCE, fixed_sizes
-from internsp.train.optimizers import make_optimizer
 from tools.longest.cases import Case, Outcome, lack
 from tools.longest.limit import Peak, free, install, limit, return_memory
 

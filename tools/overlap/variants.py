@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from internsp import ParallelMesh, WeightParallelConfig, ZeroOptimizer, parallelize
-from internsp.plan.simulate import simulate
-from internsp.trace import Trace
+from internsp.base.trace import Trace
+from internsp.schedule.simulate import simulate
 from tools.bench.model import DTYPE, Blocks, batch, elements, fresh, full_batch, layout
 from tools.bench.options import Sizes
 from tools.overlap.faked import fake_exchanges

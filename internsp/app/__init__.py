@@ -1,0 +1,1 @@
+"""The application: a trainer, what it prints and saves, and its command."""

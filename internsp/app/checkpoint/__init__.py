@@ -1,0 +1,1 @@
+"""Checkpoints of a run: written beside training, read, exported."""

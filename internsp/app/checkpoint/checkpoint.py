@@ -1,0 +1,424 @@
+"""Checkpoints of a run: model, optimizer and random states as tensors, everything else as JSON.
+
+Tensors are written and read through ``torch.distributed.checkpoint``
+(:mod:`internsp.app.checkpoint.files`) by their global index ranges, so that a run on any mesh can
+resume from a checkpoint of any other mesh. Everything else is in ``manifest.json``. Writing is in
+:mod:`internsp.app.checkpoint.saver`. Before anything is loaded, the digest of every file is
+checked; nothing in a checkpoint is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from internsp.app.checkpoint import folder as checkpoint_folder
+from internsp.app.checkpoint import manifest
+from internsp.app.checkpoint.disk import MANIFEST
+from internsp.app.checkpoint.files import Reader
+from internsp.app.checkpoint.finite import require_finite
+from internsp.app.checkpoint.manifest import Manifest, Position, State
+from internsp.app.checkpoint.peer import PeerCopies
+from internsp.app.config import resume as resume_rules
+from internsp.app.session.agreement import on_every_rank, on_first_rank, plain_errors
+from internsp.app.session.session import Session
+from internsp.base import accelerator
+from internsp.errors import ConfigError
+from internsp.mesh import ParallelMesh
+from internsp.optim import ZeroOptimizer
+
+OWN, _RANK = "buffers.", ", rank "
+OWN_BYTES = 2**20
+"""Largest buffer of which every rank's own values are saved."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The state from which a run resumes.
+
+    Attributes:
+        step: finished steps.
+        sequences: rows of the training text used by these steps.
+        tokens: tokens of those rows that the loss counted.
+        path: the checkpoint's folder.
+        run: id of the run that wrote it.
+        notes: messages for the user: settings that changed, damaged checkpoints that were skipped.
+    """
+
+    step: int
+    sequences: int
+    tokens: int
+    path: Path
+    run: str
+    notes: list[str]
+
+
+def manifest_of(
+    session: Session,
+    step: int,
+    sequences: int,
+    tokens: int,
+    run: str,
+    scaler: dict[str, float] | None,
+) -> dict[str, Any]:
+    """The manifest of a checkpoint as JSON, without its values, tensors and files.
+
+    Called on rank 0, also while later steps train.
+
+    Args:
+        scaler: the loss scale and its counters (:func:`scale_of`) after ``step`` steps.
+    """
+    return Manifest(
+        step=step,
+        run=run,
+        mesh=session.mesh.shape.degrees(),
+        config=session.config.model_dump(mode="json"),
+        data=_position(session, sequences, tokens),
+        loss_scaler=scaler,
+        values={},
+        tensors={},
+        files={},
+    ).model_dump(mode="json")
+
+
+def scale_of(session: Session) -> dict[str, float] | None:
+    """The current loss scale and its counters; ``None`` without a loss scaler."""
+    scaler = session.optimizer.loss_scaler
+    return None if scaler is None else scaler.state_dict()
+
+
+def _position(session: Session, sequences: int, tokens: int) -> Position:
+    document, token = session.source.position_of(sequences)
+    return Position(
+        fingerprint=session.source.fingerprint,
+        sequences=sequences,
+        tokens=tokens,
+        document=document,
+        token=token,
+    )
+
+
+def load(session: Session, path: Path, copies: PeerCopies | None = None) -> Resumed:
+    """Restore a checkpoint that was written on any mesh. Collective; blocks.
+
+    Args:
+        path: folder of a checkpoint, or of a run, whose newest complete checkpoint is loaded.
+        copies: in-memory copies of files; a file that has one is not read from disk.
+
+    Raises:
+        ConfigError: on every rank, before anything is overwritten: there is no complete checkpoint,
+            a setting differs that must not, or the text has changed.
+        NotFiniteError: on every rank: its weights are not finite.
+    """
+    chosen, content, notes = _newest_complete(path, copies)
+    try:
+        refused, taken = resume_rules.compare(
+            content.config, session.config, content.mesh["world"], session.mesh.world_size
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{chosen / MANIFEST}: {error}") from None
+    if refused:
+        lines = [f"checkpoint.resume: {chosen} was trained with other settings:", *refused]
+        remedy = "Set them as they were, or start afresh without --resume."
+        raise ConfigError("\n  ".join(lines) + f"\n{remedy}")
+    here = _position(session, content.data.sequences, content.data.tokens)
+    if content.data.fingerprint != here.fingerprint:
+        raise ConfigError(
+            f"checkpoint.resume: {chosen} was trained on other text (or another mixture) "
+            "than [data] gives now; the order of the data would not continue"
+        )
+    if content.data != here:  # a numpy version that shuffles differently
+        raise ConfigError(
+            f"checkpoint.resume: {chosen} continues at token {content.data.token} of document "
+            f"{content.data.document}, but on this machine sequence {here.sequences} begins at "
+            f"token {here.token} of document {here.document}: use the version of numpy with which "
+            "the run began"
+        )
+    tensors, _ = state_of(session)
+    tensors = _detached(tensors)
+    # Tied weights that a later stage copies are loaded separately, under the first stage's names.
+    tied = session.pipeline is not None and len(session.pipeline.tied) > 0
+    numbers = range(len(session.modules) if tied else 0)
+    repeated = [_detached(_module_state(session, number, counted=False)) for number in numbers]
+    same_ranks = content.mesh["world"] == session.mesh.world_size
+    if not same_ranks:
+        tensors = {k: v for k, v in tensors.items() if not k.startswith("random.")}
+    left = {k: k for k in tensors if k.startswith(OWN)}
+    if content.mesh == session.mesh.shape.degrees():  # each rank has the same coordinates as then
+        left = {name: _shared_name(name) for name in left}
+    tensors = {k: v for k, v in tensors.items() if k not in left.values()}
+    on_every_rank(lambda: check_fits(content, tensors, chosen))
+    with plain_errors(f"checkpoint {chosen} could not be read"):
+        for part in (tensors, *repeated):
+            dcp.load(
+                dict(part),
+                storage_reader=Reader(chosen, content, None if copies is None else copies.open),
+                planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
+            )
+    on_every_rank(lambda: _restore(session, tensors, repeated, content, chosen))
+    if copies is not None:
+        copies.retain(content)
+    if not same_ranks:
+        seed = derived_seed(session.config.train.seed, content.step, session.mesh.rank)
+        torch.manual_seed(seed)  # seeds the accelerator, too
+        notes.append(
+            f"{content.mesh['world']} ranks saved, {session.mesh.world_size} go on: random states "
+            "are derived anew from train.seed, the step and the rank"
+        )
+    require_finite(session, f"{chosen} is not resumed from; give the path of an earlier checkpoint")
+    notes += taken
+    train = session.config.train
+    if train.tokens and content.data.tokens >= train.tokens:
+        notes.append(
+            f"{chosen} has counted {content.data.tokens} tokens: train.tokens = {train.tokens} "
+            "leaves none to do"
+        )
+    elif not train.tokens and content.step >= train.steps:
+        notes.append(
+            f"{chosen} has finished {content.step} steps: train.steps = {train.steps} leaves none "
+            "to do"
+        )
+    data = content.data
+    return Resumed(content.step, data.sequences, data.tokens, chosen, content.run, notes)
+
+
+def _detached(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return {k: v.detach() if isinstance(v, Parameter) else v for k, v in tensors.items()}
+
+
+def _newest_complete(path: Path, copies: PeerCopies | None) -> tuple[Path, Manifest, list[str]]:
+    """Find the newest complete checkpoint; also return messages for the user. Collective."""
+    folders, named = on_first_rank(lambda: checkpoint_folder.candidates(path))
+    skipped: list[str] = []
+    for folder in folders:
+        try:
+            content = on_first_rank(lambda folder=folder: manifest.read(folder))  # type: ignore[misc]
+            return folder, content, skipped + check_complete(folder, content, copies)
+        except ConfigError as error:
+            if named:
+                raise ConfigError(f"checkpoint.resume: {error}") from None
+            skipped.append(f"checkpoint {folder.name} was passed over: {error}")
+    remedy = "give the path of another, or checkpoint.resume = \"never\" to start afresh"
+    raise ConfigError(
+        "\n  ".join([f"checkpoint.resume: no complete checkpoint at {path}: {remedy}", *skipped])
+    )
+
+
+def check_complete(folder: Path, content: State, copies: PeerCopies | None = None) -> list[str]:
+    """Check that every file is as it was written, or has an intact copy in memory. Collective.
+
+    Each rank checks a part of the files.
+
+    Returns:
+        Messages for the user: which files are read from copies.
+
+    Raises:
+        ConfigError: on every rank: a file is missing or damaged.
+    """
+    names = sorted(content.files)
+    own = names[dist.get_rank() :: dist.get_world_size()]
+
+    def look() -> tuple[list[str], list[str]]:
+        read = [n for n in own if copies is None or not copies.has(content.files[n])]
+        return manifest.damage(folder, content, read), [content.files[n].sha256 for n in read]
+
+    found = on_every_rank(look)
+    damaged = [line for lines, _ in found for line in lines]
+    if damaged:
+        more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+        raise ConfigError(damaged[0] + more)
+    if copies is None:
+        return []
+    kept = copies.drop_damaged(content, [digest for _, digests in found for digest in digests])
+    gone = [name for name in kept if not (folder / name).is_file()]
+    missing = f"; not there any more: {', '.join(gone)}" if gone else ""
+    many = f"{len(kept)} of {len(names)} files of {folder} are read from copies in memory{missing}"
+    return [many] if kept else []
+
+
+def check_fits(content: State, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise before anything is overwritten if the checkpoint has other tensors than the model."""
+    for name, value in tensors.items():
+        stored = content.tensors.get(name)
+        if stored is None:
+            raise ConfigError(f"checkpoint.resume: {path} has no {name}; resume with its own model")
+        if stored.shape != tuple(value.shape) or f"torch.{stored.dtype}" != str(value.dtype):
+            raise ConfigError(
+                f"checkpoint.resume: {name} in {path} is {stored.dtype}{list(stored.shape)}, here "
+                f"it is {str(value.dtype).removeprefix('torch.')}{list(value.shape)}; resume with "
+                "its own model"
+            )
+
+
+def derived_seed(seed: int, step: int, rank: int) -> int:
+    """The random seed of a rank that resumes a run which was saved on another number of ranks."""
+    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _restore(
+    session: Session,
+    tensors: dict[str, Tensor],
+    copies: Sequence[dict[str, Tensor]],
+    content: Manifest,
+    path: Path,
+) -> None:
+    """Load the tensors that were read into random states, optimizers and loss scaler.
+
+    Optimizer settings stay as the current configuration sets them.
+    """
+    try:
+        for name, value in tensors.items():
+            if name.startswith("random."):
+                set_random(name, value)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"checkpoint.resume: {path} has no random state: {error}") from None
+    for number, optimizer in enumerate(session.optimizers):
+        own = {**tensors, **(copies[number] if copies else {})}
+        state = _optimizer_state(optimizer, own, content.values)
+        optimizer.load_local_state_dict(state)
+    scaler = session.optimizer.loss_scaler
+    if scaler is not None and content.loss_scaler is not None:
+        _check_scale(content.loss_scaler, path)
+        scaler.load_state_dict(content.loss_scaler)
+    for optimizer, schedule in zip(session.optimizers, session.schedules, strict=True):
+        _set_schedule(optimizer, schedule, content.step)
+    for communicator in session.communicators:
+        communicator.invalidate()
+
+
+def _check_scale(saved: dict[str, float], path: Path) -> None:
+    if saved.keys() != {"scale", "good_steps", "skipped_steps"} or not saved["scale"] > 0:
+        raise ConfigError(f"checkpoint.resume: {path / MANIFEST} has no loss scale")
+
+
+def _set_schedule(
+    optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LambdaLR, step: int
+) -> None:
+    """Set a schedule of the current settings to its state after ``step`` finished steps."""
+    pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    rates = [base * factor(step) for base, factor in pairs]
+    schedule.load_state_dict(
+        {
+            "lr_lambdas": [None] * len(rates),
+            "last_epoch": step,
+            "_step_count": step + 1,
+            "_last_lr": rates,
+        }
+    )
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+# What a checkpoint holds.
+
+
+def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """This rank's tensors (not copies) and other values, by names that are the same on all ranks.
+
+    A value that exists several times is listed once: a tied weight under its first name, in the
+    first stage that has it.
+    """
+    found: dict[str, Any] = {}
+    for number in range(len(session.modules)):
+        found |= _module_state(session, number, counted=True)
+    found |= _rank_buffers(found, session.mesh.rank)
+    found |= {f"random.{name}": value for name, value in random_states(session.mesh).items()}
+    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in found.items() if name not in tensors}
+
+
+def _module_state(session: Session, number: int, counted: bool) -> dict[str, Any]:
+    """State of one module and of its optimizer, by name.
+
+    Args:
+        counted: ``True`` for everything but copies of weights that belong to another stage;
+            ``False`` for these copies alone, under the names that the other stage uses.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, value in session.modules[number].state_dict(keep_vars=True).items():
+        member = getattr(value, "_member", None)
+        if id(value) not in seen and (member is None or member.counted) == counted:
+            seen.add(id(value))
+            found[f"model.{member.tied if member is not None and member.tied else name}"] = value
+    members = session.communicators[number].replicated.all_parameters()
+    copies = {member.tied for member in members if not member.counted}
+    for name, entry in session.optimizers[number].local_state_dict()["state"].items():
+        if (name not in copies) == counted:
+            found |= {state_key(name, kind): value for kind, value in entry.items()}
+    return found
+
+
+def _rank_buffers(found: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
+    """The buffers in ``found`` a second time, under names of this rank.
+
+    Buffers may differ between ranks (tokens of an expert, statistics); under the shared name only
+    one rank's value is saved.
+    """
+    return {
+        f"{OWN}{name.removeprefix('model.')}{_RANK}{rank}": value
+        for name, value in found.items()
+        if name.startswith("model.")
+        and isinstance(value, Tensor)
+        and not isinstance(value, Parameter | DTensor)
+        and value.nbytes <= OWN_BYTES
+    }
+
+
+def _shared_name(name: str) -> str:
+    """The shared name of a buffer whose per-rank name :func:`_rank_buffers` made."""
+    return f"model.{name.removeprefix(OWN).rpartition(_RANK)[0]}"
+
+
+def state_key(parameter: str, kind: str) -> str:
+    """Name in a checkpoint of one kind of optimizer state of a parameter."""
+    return f"optimizer.{parameter}.{kind}"
+
+
+def parameter_of(name: str) -> str:
+    """The parameter that a checkpoint's tensor holds, or whose optimizer state it holds."""
+    section, _, rest = name.partition(".")
+    return rest.rpartition(".")[0] if section == "optimizer" else rest
+
+
+def _optimizer_state(
+    optimizer: ZeroOptimizer, tensors: Mapping[str, Tensor], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The optimizer's local state dict with the loaded state in it and the current settings."""
+    state = optimizer.local_state_dict()
+    state.pop("loss_scaler", None)
+    for name, entry in state["state"].items():
+        for kind in entry:
+            key = state_key(name, kind)
+            entry[kind] = tensors[key] if key in tensors else values.get(key, entry[kind])
+    return state
+
+
+def random_states(mesh: ParallelMesh) -> dict[str, Tensor]:
+    """This rank's random states of the CPU and of the accelerator."""
+    states = {f"cpu, rank {mesh.rank}": torch.get_rng_state()}
+    if accelerator.has_streams(mesh.device):
+        device = mesh.device
+        states[f"{device.type}, rank {mesh.rank}"] = accelerator.random_state(device)
+    return states
+
+
+def set_random(name: str, value: Tensor) -> None:
+    """Restore one of the states that :func:`random_states` returned, by its name there."""
+    kind = name.removeprefix("random.").partition(",")[0]
+    if kind == accelerator.HOST:
+        torch.set_rng_state(value)
+    else:
+        accelerator.set_random_state(torch.device(kind), value)

@@ -1,0 +1,124 @@
+"""``internsp generate``: continue a text with the model of a run's newest checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from internsp.app.checkpoint.export import newest, read_tensor
+from internsp.app.config import Config
+from internsp.app.config.resume import parse_saved
+from internsp.app.data.tokenizer import Tokenizer, load_tokenizer
+from internsp.app.models.factory import Model, build_for_load, device_type, generate
+from internsp.errors import ConfigError
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoding ends in it while bytes of a character lack
+
+
+def load_run(run: Path) -> tuple[Model, Config, list[str]]:
+    """Load the full model of a run's newest checkpoint (or of a checkpoint's folder) on the CPU.
+
+    Returns:
+        The model, the run's configuration, and messages for the user.
+
+    Raises:
+        ConfigError: there is no complete checkpoint, or it is of a model that is not configured.
+    """
+    folder, content, notes = newest(run)
+    config = Config.model_validate(parse_saved(content.config))
+    if config.model.family == "hf" and not Path(str(config.model.path)).is_dir():
+        raise ConfigError(f"{folder} was trained from {config.model.path}, which does not exist")
+    model = build_for_load(config)
+    saved = {name for name in content.tensors if name.startswith("model.")}
+    weights = {n.removeprefix("model."): read_tensor(folder, content, n) for n in sorted(saved)}
+    shapes = {n: v.shape for n, v in model.state_dict().items()}
+    wrong = [n for n, v in weights.items() if n in shapes and v.shape != shapes[n]]
+    missing = model.load_state_dict(
+        {n: v for n, v in weights.items() if n not in wrong}, assign=True, strict=False
+    )
+    shared = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {
+        n for n, _ in model.named_parameters()
+    }
+    if lost := [*wrong, *(set(missing.missing_keys) - shared), *missing.unexpected_keys]:
+        raise ConfigError(
+            f"{folder} has another model than its [model] describes ({min(lost)}): it was trained "
+            "by a program with a model of its own, which only that program can build"
+        )
+    return model, config, [*notes, f"{folder} (step {content.step})"]
+
+
+def continuation(
+    run: Path,
+    prompt: str,
+    tokens: int,
+    on_text: Callable[[str], None],
+    *,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    device: str | None = None,
+) -> str:
+    """Continue ``prompt`` by at most ``tokens`` tokens; blocks.
+
+    Args:
+        on_text: called with the prompt, then with each piece of text as soon as its characters are
+            complete (one character may take several tokens).
+        device: ``None``: the device of the run's configuration.
+
+    Returns:
+        Prompt and continuation.
+
+    Raises:
+        ConfigError: see :func:`load_run`; or the text has a token that the model lacks.
+    """
+    model, config, _ = load_run(run)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    model.to(device_type(config) if device is None else device)
+    where = next(model.parameters()).device
+    ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
+    text = _Text(tokenizer, ids if prompt else [], on_text)
+    on_text(prompt)
+    generate(
+        model, torch.tensor(ids, dtype=torch.int64, device=where), tokens,
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+        stop_id=tokenizer.end_of_document, on_token=text.add,
+    )  # fmt: skip
+    return prompt + text.finish()
+
+
+class _Text:
+    """Decodes tokens to text, and passes the text on in complete characters."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, before: list[int], on_text: Callable[[str], None]
+    ) -> None:
+        self._tokenizer, self._on_text = tokenizer, on_text
+        self._ids = list(before)  # the text of a token may depend on the tokens before it
+        self._prompt = tokenizer.decode(before) if before else ""
+        self._given = ""
+
+    def add(self, token: int) -> None:
+        """Add a token; the end of a document gives no text."""
+        if token == self._tokenizer.end_of_document:
+            return
+        self._ids.append(token)
+        text = self._text()
+        if not text.endswith(_UNFINISHED):
+            self._give(text)
+
+    def finish(self) -> str:
+        """Pass on the remaining text, complete or not; returns all text passed on so far."""
+        self._give(self._text())
+        return self._given
+
+    def _text(self) -> str:
+        text = self._tokenizer.decode(self._ids)
+        return text[len(self._prompt) :]
+
+    def _give(self, text: str) -> None:
+        if more := text[len(self._given) :]:
+            self._given = text
+            self._on_text(more)

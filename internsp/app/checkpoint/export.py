@@ -1,0 +1,220 @@
+"""``internsp export``: write a run's newest checkpoint as a folder that ``transformers`` loads.
+
+One tensor is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from internsp.app.checkpoint import folder as checkpoint_folder
+from internsp.app.checkpoint import manifest
+from internsp.app.checkpoint.disk import PARTIAL, sync
+from internsp.app.checkpoint.files import SAFETENSORS
+from internsp.app.checkpoint.manifest import Manifest
+from internsp.app.config import Config
+from internsp.app.config.resume import parse_saved
+from internsp.app.data.tokenizer import tokenizer_files
+from internsp.app.models.factory import llama_config, llama_parts
+from internsp.errors import ConfigError
+
+MAX_FILE_BYTES = 4 << 30
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+@dataclass(frozen=True)
+class _ExportTensor:
+    """A tensor of the export: name, shape, dtype, and the checkpoint's tensor it is made from."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    source: str | None
+    convert: Callable[[Tensor], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+
+def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[str]:
+    """Write the weights of ``run`` (folder of a run or of a checkpoint) to the new folder ``to``.
+
+    Runs on one process and holds one tensor at a time. ``to`` exists only when it is complete.
+
+    Returns:
+        Messages for the user: the checkpoint, checkpoints that were skipped, the folder.
+
+    Raises:
+        ConfigError: there is no complete checkpoint, or ``to`` exists.
+    """
+    if to.exists():
+        raise ConfigError(f"--to: there is something at {to} already")
+    folder, content, notes = newest(run)
+    config = Config.model_validate(parse_saved(content.config))
+    hf = config.model.family == "hf"
+    if hf and not Path(str(config.model.path)).is_dir():
+        raise ConfigError(f"{folder} was trained from {config.model.path}, which does not exist")
+    if not hf and config.model.hidden_size % config.model.heads:
+        raise ConfigError(
+            f"transformers' Llama takes no {config.model.heads} heads with hidden_size = "
+            f"{config.model.hidden_size}, which they do not divide"
+        )
+    parts = list(_of_transformers(content) if hf else _of_zoo(config, content))
+    aside = to.with_name(to.name + PARTIAL)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        _write_weights(aside, folder, content, parts, max_file_bytes)
+        if hf:
+            _copy_folder(Path(str(config.model.path)), aside, config.train.dtype)
+        else:
+            _write_config(aside, config)
+        sync(aside)
+        aside.rename(to)
+        sync(to.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return [*notes, f"{folder} (step {content.step}) is now in {to}: {len(parts)} tensors"]
+
+
+def newest(run: Path) -> tuple[Path, Manifest, list[str]]:
+    """The newest complete checkpoint of a run's (or checkpoint's) folder, and which were skipped.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folders, named = checkpoint_folder.candidates(run)
+    notes: list[str] = []
+    for folder in folders:
+        try:
+            content = manifest.read(folder)
+            if damaged := manifest.damage(folder, content, sorted(content.files)):
+                raise ConfigError(damaged[0])
+        except ConfigError as error:
+            if named:
+                raise
+            notes.append(f"checkpoint {folder.name} was passed over: {error}")
+        else:
+            return folder, content, notes
+    raise ConfigError("\n  ".join([f"no complete checkpoint at {run}", *notes]))
+
+
+def _weights(content: Manifest) -> dict[str, tuple[int, ...]]:
+    return {
+        name.removeprefix("model."): record.shape
+        for name, record in content.tensors.items()
+        if name.startswith("model.")
+    }
+
+
+def _of_zoo(config: Config, content: Manifest) -> Iterator[_ExportTensor]:
+    for name, source, shape, convert in llama_parts(config.model, _weights(content)):
+        yield _ExportTensor(name, shape, config.train.dtype, source and f"model.{source}", convert)
+
+
+def _of_transformers(content: Manifest) -> Iterator[_ExportTensor]:
+    """Tensors under their names in transformers; the run's model holds that model as ``model``."""
+    for name, shape in _weights(content).items():
+        source = f"model.{name}"
+        dtype = content.tensors[source].dtype
+        yield _ExportTensor(
+            name.removeprefix("model."), shape, dtype, source, lambda tensor: tensor
+        )
+
+
+def _write_weights(
+    to: Path, folder: Path, content: Manifest, parts: list[_ExportTensor], most: int
+) -> None:
+    files: list[list[_ExportTensor]] = [[]]
+    size = 0
+    for part in parts:
+        if files[-1] and size + part.nbytes > most:
+            files.append([])
+            size = 0
+        files[-1].append(part)
+        size += part.nbytes
+    names = ["model.safetensors"]
+    if len(files) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+        index = {
+            "metadata": {"total_size": sum(part.nbytes for part in parts)},
+            "weight_map": {p.name: n for n, own in zip(names, files, strict=True) for p in own},
+        }
+        (to / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    for name, own in zip(names, files, strict=True):
+        _write_file(to / name, folder, content, own)
+
+
+def _write_file(path: Path, folder: Path, content: Manifest, parts: list[_ExportTensor]) -> None:
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for part in parts:
+        table[part.name] = {
+            "dtype": SAFETENSORS[part.dtype],
+            "shape": list(part.shape),
+            "data_offsets": [end, end + part.nbytes],
+        }
+        end += part.nbytes
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for part in parts:
+            value = torch.zeros(part.shape, dtype=getattr(torch, part.dtype))
+            if part.source is not None:
+                value = part.convert(read_tensor(folder, content, part.source)).to(value.dtype)
+            assert value.shape == part.shape, "planned so"
+            file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def read_tensor(folder: Path, content: Manifest, name: str) -> Tensor:
+    """Read a full tensor of a checkpoint from its chunks."""
+    record = content.tensors[name]
+    full = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+    for chunk in record.chunks:
+        if chunk.length:
+            with (folder / chunk.file).open("rb") as file:
+                file.seek(chunk.begin)
+                data = bytearray(file.read(chunk.length))
+            ends = zip(chunk.offsets, chunk.sizes, strict=True)
+            box = tuple(slice(start, start + size) for start, size in ends)
+            full[box] = torch.frombuffer(data, dtype=full.dtype).view(chunk.sizes)
+    return full
+
+
+def _write_config(to: Path, config: Config) -> None:
+    made = llama_config(config.model, config.train.dtype, config.data.sequence_length)
+    tokenizer = config.data.tokenizer
+    if tokenizer == "bytes":
+        made["eos_token_id"] = 256  # the end of a document
+    elif Path(tokenizer).is_file():
+        shutil.copyfile(tokenizer, to / "tokenizer.json")
+        words = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+        (to / "tokenizer_config.json").write_text(words)
+    elif Path(tokenizer).is_dir():
+        for file in tokenizer_files(Path(tokenizer)):
+            target = to / file.relative_to(tokenizer)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
+    (to / "config.json").write_text(json.dumps(made, indent=2) + "\n")
+
+
+def _copy_folder(source: Path, to: Path, dtype: str) -> None:
+    """Copy configuration, tokenizer and code of the model that the run began with, not weights."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.endswith(_WEIGHTS):
+            shutil.copyfile(path, to / path.name)
+    content = json.loads((to / "config.json").read_text())
+    content.pop("torch_dtype", None)
+    (to / "config.json").write_text(json.dumps({**content, "dtype": dtype}, indent=2) + "\n")

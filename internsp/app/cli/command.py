@@ -1,0 +1,284 @@
+"""The ``internsp`` command: ``train`` and ``plan``; the others are in
+:mod:`internsp.app.cli.plain`.
+
+tyro parses the options, which are made from the sections of :mod:`internsp.config`, as text. The
+configuration then converts and checks them together with the file, so that all mistakes are
+reported at once. torch is not imported before the command line is known to be right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+import tyro
+
+from internsp.app.cli import completion, plain
+from internsp.app.cli.plain import end_on_broken_pipe, print_output
+from internsp.app.config import Config, read_config, report, schemas, sections
+from internsp.app.config.errors import Problem, Schema, in_words, is_tables, items_of
+from internsp.app.process.environment import Launched, launched
+from internsp.app.process.terminal import write_lines
+from internsp.base.names import nearest
+from internsp.base.version import __version__
+from internsp.errors import InternspError
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+File = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG.toml")]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Print the mesh, the schedule of one step, bytes and memory; runs nothing."""
+
+    config: File
+    """The configuration; internsp init --config documented writes one of every key."""
+    picture: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """SVG file for a picture of a pipeline's schedule."""
+    longest: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
+    """Memory of a rank ("80 GiB"): print the longest sequence that fits, and its settings."""
+    host_memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
+    """With --longest: host memory of a rank (none: as much as is needed)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Train:
+    """Train a model: joins torchrun's ranks, or starts launch.processes local ones."""
+
+    config: File
+    """The configuration; internsp init --config documented writes one of every key."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
+    """Folder for the run's files (default: runs/<train.name>)."""
+    resume: Annotated[str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
+    """Checkpoint to resume from, auto or never; the same as --checkpoint.resume."""
+
+
+_COMMANDS = {"train": _Train, "plan": _Plan}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 2 for mistakes of usage or configuration.
+
+    Args:
+        argv: arguments without the program's name; ``None``: those of this process.
+
+    Raises:
+        SystemExit: from ``--help`` (0) and from a command line that tyro cannot parse (2).
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in plain.COMMANDS:
+        return plain.perform(words[0], words[1:])
+    stranger = completion.mistake(words) or _unknown_command(words)
+    if stranger:
+        write_lines(f"internsp: {stranger}", sys.stderr)
+        return USAGE_ERROR
+    if words[:1] == ["--version"]:
+        print(f"internsp {__version__}")
+        return 0
+    with end_on_broken_pipe(), completion.with_files(words):
+        command, unknown = _parse(words)
+    given = {name: getattr(command, name) for name in sections()}
+    if getattr(command, "resume", None) is not None:
+        given["checkpoint"] = {**given["checkpoint"], "resume": command.resume}
+    around = launched(os.environ, joins=isinstance(command, _Train))
+    os.environ.update(around.variables)
+    config, problems = read_config(
+        command.config, _with_unknown(given, unknown), world_size=around.world_size
+    )
+    problems = [*around.problems, *problems, *_stray(command, unknown)]
+    if config is None or problems:
+        if around.reports:
+            write_lines(f"internsp: {report(command.config, problems)}", sys.stderr)
+        return USAGE_ERROR
+    return _perform(command, config, around)
+
+
+def _perform(command: Any, config: Config, around: Launched) -> int:
+    try:
+        if isinstance(command, _Plan):
+            from internsp.app.plan.printed import print_plan
+
+            size = around.world_size or config.launch.processes
+            if command.longest is not None:
+                from internsp.app.plan.longest import print_longest
+
+                wanted, host = command.longest, command.host_memory
+                print_output(lambda: print_longest(config, size, wanted, host))
+                return 0
+            print_output(lambda: print_plan(config, size, picture=command.picture))
+            return 0
+        return _train(config, command.output or Path("runs") / config.train.name, around.rank)
+    except InternspError as error:
+        lines = [f"internsp: {error}", *getattr(error, "__notes__", ())]
+        write_lines("\n".join(lines), sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _train(config: Config, output: Path, rank: int | None) -> int:
+    from internsp.app.launch.preflight import check_before_start, check_joined
+
+    if rank is None:
+        check_before_start(config, output)
+        from internsp.app.launch.launch import start
+
+        return start(_run, config, output, preload=["internsp.app.train.run"])
+    import torch
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from internsp.app.process.lifetime import end_with_launcher, stopped_ranks
+    from internsp.app.process.stop import StopRequest, status_of
+
+    end_with_launcher()
+    check_joined(config, output, rank)
+    torch.set_num_threads(config.launch.threads)
+    with StopRequest() as stop:
+        try:
+            record(_run)(config, output)
+        except Exception as error:
+            for number in stopped_ranks(os.getppid()):  # torchrun sees only the rank that waited
+                message = f"rank {number} is stopped (SIGSTOP or a debugger)"
+                print(f"internsp: {message}", file=sys.stderr)
+            if getattr(error, "exit_status", 1) != USAGE_ERROR:
+                print(_where(output, rank), file=sys.stderr)
+            raise
+    return status_of(stop.number)
+
+
+def _where(output: Path, rank: int) -> str:
+    """For a failing rank of torchrun: where it was, and which other ranks ended before it.
+
+    Other ranks are listed only if all ranks are on this machine.
+    """
+    from internsp.app.launch.launch import advice
+    from internsp.app.process.lifetime import ended
+    from internsp.app.process.rank_log import last_seen, log_path
+
+    size, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    processes = {rank: os.getpid()}
+    for other in range(int(size)) if size == local else ():
+        seen = last_seen(log_path(output, other))
+        if other != rank and seen is not None and ended(seen.process):
+            processes = {other: seen.process, **processes}
+    again = "torchrun does so by itself (--max-restarts), or by the same command"
+    return f"internsp:\n{advice(output, processes, again)}"
+
+
+def _run(config: Config, output: Path) -> None:
+    """Run one rank of a training; imported late, so that mistakes are reported without torch."""
+    from internsp.app.launch.preflight import errors_in_words
+    from internsp.app.train.run import train
+
+    with errors_in_words():
+        train(config, output)
+
+
+def _unknown_command(words: Sequence[str]) -> str | None:
+    """What is wrong with the command's name, in one line; ``None`` if it is known."""
+    if not words or words[0].startswith("-") or words[0] in _COMMANDS:
+        return None
+    *others, last = known = [*_COMMANDS, *plain.COMMANDS]
+    near = nearest(words[0], known)
+    hint = f"did you mean {near}?" if near else f"there are {', '.join(others)} and {last}"
+    return f"unknown command {words[0]}; {hint}"
+
+
+def _parse(words: list[str]) -> tuple[Any, list[str]]:
+    """Parse the command with its options; also returns the words that tyro does not know."""
+    plain.plain_help()
+    train, plan = (
+        tyro.conf.subcommand(name, prefix_name=False, constructor=_with_sections(command))
+        for name, command in _COMMANDS.items()
+    )
+    shown: Any = Annotated[_Train, train] | Annotated[_Plan, plan]  # type: ignore[arg-type]
+    for name, other in plain.COMMANDS.items():  # for --help: perform() parses them
+        shown |= Annotated[other, tyro.conf.subcommand(name, prefix_name=False)]
+    return tyro.cli(
+        shown,
+        prog="internsp",
+        description="Train transformers with Intern sequence parallelism.",
+        args=words,
+        return_unknown_args=True,
+        use_underscores=True,
+    )
+
+
+def _with_sections(command: type) -> Any:
+    """``command`` with one more field for each section: a dict of the given options, as text."""
+    fields: list[Any] = [
+        (name, _options(name), dataclasses.field(default_factory=dict))
+        for name in sections()
+    ]
+    made = dataclasses.make_dataclass(command.__name__, fields, bases=(command,), frozen=True)
+    made.__doc__ = command.__doc__
+    return made
+
+
+def _options(section: str) -> Any:
+    keys: dict[str, Any] = {}
+    for key, schema in schemas(section).items():
+        if is_tables(schema):  # tables can be given only in a file
+            continue
+        default = in_words(schema["default"]).replace('"', "")
+        shown = tyro.conf.arg(
+            help=schema["description"],
+            metavar=_metavar(schema),
+            help_behavior_hint=f"(default: {default})",
+        )
+        several = "array" in (one.get("type") for one in (schema, *schema.get("anyOf", ())))
+        keys[key] = Annotated[tuple[str, ...] if several else str, shown]
+    return TypedDict(section, keys, total=False)  # type: ignore[operator]
+
+
+def _metavar(schema: Schema) -> str:
+    schema = schema.get("anyOf", [schema])[0]  # of an optional value, the type comes first
+    if "enum" in schema:
+        return "{" + ",".join(schema["enum"]) + "}"
+    if schema["type"] == "array":
+        entries = " ".join(map(_metavar, items_of(schema)))
+        return entries if "minItems" in schema else f"[{entries} ...]"
+    names = {"boolean": "{true,false}", "integer": "INT", "number": "FLOAT", "string": "TEXT"}
+    return names[schema["type"]]
+
+
+def _with_unknown(given: dict[str, Any], unknown: Sequence[str]) -> dict[str, Any]:
+    """Add misspelled options as unknown keys, which the configuration reports with the rest."""
+    result = {name: dict(values) for name, values in given.items()}
+    for word in unknown:
+        section, dot, key = _name(word).partition(".")
+        if word.startswith("--") and dot:
+            result.setdefault(section, {})[key] = ""
+    return result
+
+
+def _stray(command: Any, unknown: Sequence[str]) -> list[Problem]:
+    """Problems of words that are neither an option nor the value of a misspelled one."""
+    problems = []
+    own = [f.name for f in dataclasses.fields(command) if f.name not in (*sections(), "config")]
+    full = {key: f"{name}.{key}" for name, cls in sections().items() for key in cls.model_fields}
+    for before, word in zip(["", *unknown], unknown, strict=False):
+        name = _name(word)
+        if word.startswith("--") and "." not in name:
+            near = nearest(name, [*own, *full])
+            hint = f"; did you mean --{full.get(near, near)}?" if near else ""
+            if name in ("output", "resume"):
+                hint = " of plan, which writes and reads no run"
+            problems.append(Problem((name,), f"unknown option{hint}", "--"))
+        elif not word.startswith("--") and (not before.startswith("--") or "=" in before):
+            problems.append(Problem((), f"unexpected argument: {word}"))
+    return problems
+
+
+def _name(word: str) -> str:
+    return word.removeprefix("--").partition("=")[0].replace("-", "_")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

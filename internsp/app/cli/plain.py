@@ -1,0 +1,237 @@
+"""The commands that do not train: ``init``, ``generate``, ``export``, ``report``.
+
+They have their own options and read no configuration file. torch is not imported before the
+command line is known to be right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from internsp.app.process.terminal import printable, shows_escapes, terminal_width, write_lines
+from internsp.errors import ConfigError, InternspError, MachineError
+
+RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Init:
+    """Write a commented configuration to begin with."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """The folder to write it into; it may exist."""
+    config: Annotated[str, tyro.conf.arg(metavar="NAME")] = "demo"
+    """demo (two processes), single (one), pipeline_demo (four), long_demo (long sequences over
+    two), or documented (every key)."""
+
+    def perform(self) -> list[str]:
+        """Write the file; returns the lines to print.
+
+        Raises:
+            ConfigError: there is no such configuration, or a file of that name exists.
+            MachineError: the folder cannot be written.
+        """
+        known = {one.name.removesuffix(".toml"): one for one in _bundled()}
+        if self.config not in known:
+            raise ConfigError(f"--config: no {self.config}; there are {', '.join(sorted(known))}")
+        path = self.folder / f"{self.config}.toml"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with path.open("x", encoding="utf-8") as file:
+                file.write(known[self.config].read_text(encoding="utf-8"))
+        except FileExistsError:
+            raise ConfigError(f"{path} is there already: name another folder") from None
+        except OSError as error:
+            raise MachineError(f"{path}: {error.strerror}") from error
+        return [f"wrote {path}", f"next: internsp train {path}"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Write a run's weights as a folder that transformers loads: safetensors, config, tokenizer."""
+
+    run: RunFolder
+    """Folder of a run, whose newest checkpoint is used, or of a checkpoint."""
+    to: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """The folder to create."""
+
+    def perform(self) -> list[str]:
+        """Create the folder; returns the lines to print."""
+        from internsp.app.checkpoint.export import export
+
+        try:
+            return export(self.run, self.to)
+        except OSError as error:
+            raise MachineError(f"--to: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Continue a text with the model of a run, on one process, whatever mesh it was trained on."""
+
+    run: RunFolder
+    """Folder of a run, whose newest checkpoint is used, or of a checkpoint."""
+    prompt: str = ""
+    """The text to continue; empty: begin a document."""
+    tokens: int = 200
+    """Largest number of tokens; the document may end earlier."""
+    temperature: float = 0.8
+    """0: always the most likely token; above 1: more surprising ones."""
+    top_k: int | None = None
+    """Sample only from this many of the most likely tokens."""
+    top_p: float | None = None
+    """Sample only from the most likely tokens that together have this probability, 0 to 1."""
+    seed: int = 0
+    """Seed of sampling: the same seed gives the same text."""
+    device: str | None = None
+    """cpu, cuda, ...; none: the device of the run's configuration."""
+
+    def perform(self) -> list[str]:
+        """Write the text to standard output while it is generated.
+
+        Raises:
+            ConfigError: an option is out of range, or there is no complete checkpoint.
+        """
+        wrong = {
+            "tokens": self.tokens < 0,
+            "temperature": not 0 <= self.temperature < float("inf"),
+            "top_k": self.top_k is not None and self.top_k < 1,
+            "top_p": self.top_p is not None and not 0 < self.top_p <= 1,
+        }
+        if mistakes := [name for name, found in wrong.items() if found]:
+            lines = [f"--{name}: {getattr(self, name)} is out of range" for name in mistakes]
+            raise ConfigError("\n  ".join(lines))
+        from internsp.app.checkpoint.continuation import continuation
+
+        continuation(
+            self.run, self.prompt, self.tokens, _write_text, temperature=self.temperature,
+            top_k=self.top_k, top_p=self.top_p, seed=self.seed, device=self.device,
+        )  # fmt: skip
+        return [""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Write a run's page again from its files, or a page that compares several runs."""
+
+    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN")]
+    """Folders of runs; of a single one, report.html is written again."""
+    to: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """The page to write (for several runs; none: compare.html in the current folder)."""
+
+    def perform(self) -> list[str]:
+        """Write the page; returns a table and the page's path as lines to print.
+
+        Raises:
+            ConfigError: a given folder is not the folder of a run.
+            MachineError: the page cannot be written.
+        """
+        from internsp.app.report.compare import differences, read_runs, table, write_comparison
+        from internsp.app.report.page import load_report
+
+        if not self.runs:
+            raise ConfigError("give the folder of a run, or several")
+        runs = read_runs(self.runs)
+        path = self.to
+        try:
+            if len(runs) == 1:
+                path = path or self.runs[0] / "report.html"
+                load_report(self.runs[0]).write(path)
+                return [*_columns(table(runs)), f"wrote {path}"]
+            path = write_comparison(runs, path or Path("compare.html"))
+        except OSError as error:
+            raise MachineError(f"{path}: {error.strerror}") from error
+        return [*_columns(table(runs)), "", *_columns(differences(runs)), f"wrote {path}"]
+
+
+COMMANDS: dict[str, Any] = {
+    "init": Init, "generate": Generate, "export": Export, "report": Report,
+}  # fmt: skip
+
+
+def perform(name: str, words: Sequence[str]) -> int:
+    """Run the command ``name`` with its arguments; returns its exit status.
+
+    Raises:
+        SystemExit: from ``--help`` (0) and from a command line that tyro cannot parse (2).
+    """
+    plain_help()
+    with end_on_broken_pipe():
+        command = tyro.cli(
+            COMMANDS[name], prog=f"internsp {name}", args=list(words), use_underscores=True
+        )
+    try:
+        lines = command.perform()
+        print_output(lambda: write_lines("\n".join(lines), sys.stdout))
+    except InternspError as error:
+        write_lines(f"internsp: {error}", sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def plain_help() -> None:
+    """Have tyro write no escape sequences where none are wanted; it looks only at TERM."""
+    options = getattr(tyro, "_experimental_options", {})  # so named in its own documents
+    options["ansi_codes"] = shows_escapes(sys.stdout, os.environ)
+
+
+@contextmanager
+def end_on_broken_pipe() -> Iterator[None]:
+    """A context that ends the command with status 0 if its output's reader is gone (``| head``)."""
+    try:
+        try:
+            yield
+        finally:  # after a SystemExit, too: --help
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_stdout()
+        raise SystemExit(0) from None
+
+
+def print_output(write: Callable[[], None]) -> None:
+    """Run ``write``, which prints, and handle a full disk or a closed pipe at standard output."""
+    try:
+        with end_on_broken_pipe():
+            write()
+    except OSError as error:
+        _discard_stdout()
+        raise MachineError(f"standard output: {error.strerror}") from error
+
+
+def _discard_stdout() -> None:
+    """Discard buffered output, or Python would report the error again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows aligned in columns; on a narrow terminal, one cell a line."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    if sum(widths) + 2 * len(widths) <= (terminal_width(sys.stdout) or sys.maxsize):
+        cells = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
+        return ["  ".join(row).rstrip() for row in cells]
+    names, *content = rows
+    lines: list[str] = []
+    for first, *others in content:
+        lines += [first, *(f"  {n}: {c}" for n, c in zip(names[1:], others, strict=True))]
+    return lines
+
+
+def _write_text(text: str) -> None:
+    """Write at once, without a newline; control characters are not sent to a terminal."""
+    shown = printable(text) if sys.stdout.isatty() else text
+    print_output(lambda: print(shown, end=""))
+
+
+def _bundled() -> list[Any]:
+    """The configuration files that come with the package."""
+    folder = resources.files("internsp") / "bundled"
+    return [one for one in folder.iterdir() if one.name.endswith(".toml")]

@@ -1,0 +1,48 @@
+"""The configuration of a run: its sections, reading them from a file, and checks across them."""
+
+from internsp.app.config.checks import AVERAGE, HELD_OUT
+from internsp.app.config.load import (
+    Config,
+    documented,
+    load_config,
+    read_config,
+    report,
+    schemas,
+    sections,
+)
+from internsp.app.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    DocumentsConfig,
+    EvaluationText,
+    LaunchConfig,
+    MixturePart,
+    OptimizerConfig,
+    ParallelConfig,
+    PipelineConfig,
+    ReportConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "AVERAGE",
+    "HELD_OUT",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "DocumentsConfig",
+    "EvaluationText",
+    "LaunchConfig",
+    "MixturePart",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PipelineConfig",
+    "ReportConfig",
+    "TrainConfig",
+    "read_config",
+    "documented",
+    "load_config",
+    "report",
+    "schemas",
+    "sections",
+]

@@ -1,0 +1,444 @@
+"""Checks of values that are valid alone but not together. Each check names the keys involved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from internsp.app.config.errors import Problem
+from internsp.app.config.optimizers import OPTIMIZERS
+from internsp.app.config.sizes import too_large
+from internsp.config import hf_folder
+
+if TYPE_CHECKING:
+    from internsp.app.config import Config, DataConfig, DocumentsConfig
+
+HELD_OUT, AVERAGE = "held-out", "average"
+"""Names of evaluations that no table defines."""
+
+_MOST_PATHS = 10  # number of wrong paths that are listed
+# Keys of the section model that only the zoo's models read.
+_OF_THE_ZOO = (
+    "rope_theta", "norm_eps", "qkv_bias", "bias", "norm", "attention", "init_std", "dropout",
+    "embedding_dropout",
+)  # fmt: skip
+
+
+def combinations(config: Config) -> Iterator[Problem]:
+    """Mistakes that do not depend on the machine or the number of ranks."""
+    yield from _model(config)
+    yield from _data(config)
+    yield from _memory_and_order(config)
+    yield from _pipeline(config)
+    yield from _optimizer(config)
+    yield from _train(config)
+    yield from _evaluation(config)
+    yield from _report(config)
+
+
+def machine(config: Config, world_size: int) -> Iterator[Problem]:
+    """Mistakes for ``world_size`` ranks, or with the files on this machine."""
+    yield from _degrees(config, world_size)
+    yield from too_large(config, world_size)
+    yield from _files(config)
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if model.family == "hf":
+        yield from _hf(config)
+        return
+    heads_keys = ("model.heads", "model.hidden_size", "model.head_dim")
+    if model.head_dim is None and model.hidden_size % model.heads:
+        text = f"{model.heads} heads do not divide hidden_size = {model.hidden_size}"
+        yield Problem(heads_keys, f"{text}; change one, or give model.head_dim")
+    elif (model.head_dim or model.hidden_size // model.heads) % 2:
+        size = model.head_dim or model.hidden_size // model.heads
+        lead = "model.head_dim" if model.head_dim else "model.heads"
+        keys = (lead, *(key for key in heads_keys if key != lead))
+        yield Problem(keys, f"{size} features a head, but rotary embedding needs an even number")
+    if model.kv_heads is not None and model.heads % model.kv_heads:
+        text = f"{model.kv_heads} key/value heads do not divide heads = {model.heads}"
+        yield Problem(("model.kv_heads", "model.heads"), text)
+
+
+def _hf(config: Config) -> Iterator[Problem]:
+    model, fields = config.model, type(config.model).model_fields
+    if model.path is None:
+        text = 'model.family = "hf" needs a folder with config.json'
+        yield Problem(("model.path", "model.family"), text)
+    for key in _OF_THE_ZOO:
+        if getattr(model, key) != fields[key].default:
+            text = 'only for the model zoo; with family = "hf" config.json has it'
+            yield Problem((f"model.{key}", "model.family"), text)
+    if config.parallel.pipeline > 1:
+        text = f'{config.parallel.pipeline} is not supported with model.family = "hf"; use 1'
+        yield Problem(("parallel.pipeline", "model.family"), text)
+    if config.weight_parallel.head_output != "local":
+        text = 'only "local" with model.family = "hf", whose head computes its logits itself'
+        yield Problem(("weight_parallel.head_output", "model.family"), text)
+
+
+def _folder(config: Config) -> Iterator[Problem]:
+    """Check that the folder of a transformers model is readable and agrees with the section."""
+    model = config.model
+    if model.path is None:
+        return
+    found, mistake = hf_folder.sizes(model.path, model.family)
+    if mistake is not None:
+        yield Problem(("model.path",), mistake)
+        return
+    for key, names in hf_folder.missing(found).items():
+        if key not in model.model_fields_set:
+            text = f"{hf_folder.FILE} has no {names}: set model.{key}"
+            yield Problem(("model.path",), text)
+    for key, value in found.items():
+        if getattr(model, key) != value:
+            text = f"{hf_folder.FILE} of model.path says {value}; leave it out"
+            yield Problem((f"model.{key}", "model.path"), f"{getattr(model, key)}, but {text}")
+    folder = Path(model.path)
+    pickled = sorted(folder.glob("*.bin"))
+    if pickled and not any(folder.glob("*.safetensors")):
+        text = f"{pickled[0]} is a pickle, which is not read: convert the weights to safetensors"
+        yield Problem(("model.path",), text)
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if data.mixture and (data.source != "stdlib" or data.paths):
+        keys = ("data.source" if data.source != "stdlib" else "data.paths", "data.mixture")
+        yield Problem(keys, "unused with data.mixture, whose tables have it; leave it out")
+    elif data.mixture:
+        yield from _mixture(data)
+    else:
+        for key, text in documents_mistakes(data, "data.", data.tokenizer):
+            lead = (f"data.{key}", "data.source" if key != "format" else "data.tokenizer")
+            yield Problem(tuple(dict.fromkeys(lead)), text)
+    if data.tokenizer == "bytes" and config.model.vocab_size < 257:
+        text = f"bytes need 257 ids (256 and the end of a document), got {config.model.vocab_size}"
+        yield Problem(("model.vocab_size", "data.tokenizer"), text)
+    if data.sequence_length < config.parallel.sequence:
+        ranks = config.parallel.sequence
+        text = f"{data.sequence_length} tokens cannot be split over {ranks} ranks"
+        yield Problem(("data.sequence_length", "parallel.sequence"), text)
+
+
+def documents_mistakes(
+    given: DocumentsConfig, prefix: str, tokenizer: str
+) -> Iterator[tuple[str, str]]:
+    """(key, mistake) for where documents come from."""
+    if given.source == "stdlib" and given.paths:
+        text = f'unused with {prefix}source = "stdlib"; set {prefix}source to "text", "jsonl" or '
+        yield "paths", f'{text}"parquet"'
+    if given.source != "stdlib" and not given.paths:
+        yield "paths", f'{prefix}source = "{given.source}" needs at least one file or folder'
+    if given.format != "text":
+        if given.source not in ("jsonl", "parquet"):
+            text = f'"{given.format}" needs rows: set {prefix}source to "jsonl" or "parquet"'
+            yield "format", text
+        if tokenizer == "bytes":
+            text = f'"{given.format}" needs the chat template of a tokenizer: set data.tokenizer '
+            yield "format", f"{text}to a folder that transformers reads"
+
+
+def _evaluation(config: Config) -> Iterator[Problem]:
+    data, train = config.data, config.train
+    names: set[str] = set()
+    for number, given in enumerate(data.evaluation, 1):
+        for key, text in documents_mistakes(given, "", data.tokenizer):
+            yield Problem(("data.evaluation",), f"table {number}: {key}: {text}")
+        if given.name in names:
+            text = f"table {number}: another is called {given.name!r}, too"
+            yield Problem(("data.evaluation",), text)
+        if given.name in (HELD_OUT, AVERAGE):
+            text = f"table {number}: {given.name!r} is the name of another figure; choose one"
+            yield Problem(("data.evaluation",), text)
+        names.add(given.name)
+    if names and not train.eval_batches:
+        text = "set it above 0, or leave the tables out: nothing is evaluated"
+        yield Problem(("train.eval_batches", "data.evaluation"), text)
+    if train.eval_average and len(names) + bool(data.held_out) < 2:
+        text = "there are not two texts to average: give tables [[data.evaluation]]"
+        yield Problem(("train.eval_average", "data.evaluation", "data.held_out"), text)
+    if train.early_stop and not data.held_out and not train.eval_average:
+        text = "uses the held-out loss, and there is none: set data.held_out, or eval_average"
+        yield Problem(("train.early_stop", "data.held_out", "train.eval_average"), text)
+
+
+def _mixture(data: DataConfig) -> Iterator[Problem]:
+    names: set[str] = set()
+    for number, part in enumerate(data.mixture, 1):
+        for key, text in documents_mistakes(part, "", data.tokenizer):
+            yield Problem(("data.mixture",), f"table {number}: {key}: {text}")
+        if part.called in names:
+            text = f"table {number}: another is called {part.called!r}, too: give it a name"
+            yield Problem(("data.mixture",), text)
+        names.add(part.called)
+
+
+def _memory_and_order(config: Config) -> Iterator[Problem]:
+    weights, again, model = config.weight_parallel, config.activation_checkpoint, config.model
+    # WP-13: an all-gather cannot start inside a compiled region.
+    if weights.compile and weights.granularity == "module":
+        text = 'gathers module by module; a compiled block needs "block"'
+        yield Problem(("weight_parallel.granularity", "weight_parallel.compile"), text)
+    rolling = weights.trigger == "rolling"
+    inside = weights.trigger not in ("qkv", "rolling") or bool(weights.prefetch_triggers)
+    if rolling and weights.granularity == "module":
+        text = 'gathers weight by weight in any case; use granularity = "block"'
+        yield Problem(("weight_parallel.trigger", "weight_parallel.granularity"), text)
+    if rolling and weights.prefetch_triggers:
+        text = "unused with trigger = \"rolling\"; remove them or choose another trigger"
+        yield Problem(("weight_parallel.prefetch_triggers", "weight_parallel.trigger"), text)
+    elif weights.compile and weights.overlap and inside:
+        own = "prefetch_triggers" if weights.prefetch_triggers else "trigger"
+        lead = f"weight_parallel.{own}"
+        text = (
+            'lies inside a compiled block; use trigger = "qkv" or "rolling" and no '
+            "prefetch_triggers"
+        )
+        yield Problem((lead, "weight_parallel.compile", "weight_parallel.overlap"), text)
+    if weights.quantize != "none" and (weights.compute_dtype or config.train.dtype) == "float16":
+        text = "float16 has no range for scales; use bfloat16 or float32"
+        kinds = ("weight_parallel.quantize", "weight_parallel.compute_dtype", "train.dtype")
+        yield Problem(kinds, text)
+    if any(rule.options().get("ignore") for rule in weights.plan):
+        text = "ignore = true is for a loop of your own; internsp train steps all parameters"
+        yield Problem(("weight_parallel.plan",), text)
+    if isinstance(weights.keep_unsharded, int) and weights.keep_unsharded > model.layers:
+        text = f'there are {model.layers} blocks (model.layers); a size has a unit, as "2 GiB"'
+        yield Problem(("weight_parallel.keep_unsharded", "model.layers"), text)
+    if model.tie_embeddings and weights.embedding_cut == "hidden":
+        text = 'a tied head is sharded by vocabulary; use "vocabulary" or untie the embeddings'
+        yield Problem(("weight_parallel.embedding_cut", "model.tie_embeddings"), text)
+    if again.offload is not None and again.mode == "none":
+        text = 'no block recomputes, so there is no saved input to offload; set mode to "full"'
+        yield Problem(("activation_checkpoint.offload", "activation_checkpoint.mode"), text)
+    if again.tiles != 1 and weights.compile:
+        text = "a compiled block cannot compute in tiles; set tiles = 1, or compile = false"
+        yield Problem(("activation_checkpoint.tiles", "weight_parallel.compile"), text)
+    if again.tiled and again.tiles == 1:
+        text = "unused with one tile; set activation_checkpoint.tiles"
+        yield Problem(("activation_checkpoint.tiled", "activation_checkpoint.tiles"), text)
+    if again.mode == "selective" and again.reentrant:
+        text = 'torch\'s reentrant form cannot be selective; set it to false, or mode = "full"'
+        keys = ("activation_checkpoint.reentrant", "activation_checkpoint.mode")
+        yield Problem(keys, text)
+    outside = [str(i) for i in again.blocks or () if i >= model.layers]
+    if outside:
+        text = f"no block {', '.join(outside)}: model.layers = {model.layers}, counted from 0"
+        yield Problem(("activation_checkpoint.blocks", "model.layers"), text)
+
+
+def _pipeline(config: Config) -> Iterator[Problem]:
+    ranks, name, chunks = config.parallel.pipeline, config.pipeline.schedule, config.pipeline.chunks
+    if ranks == 1:
+        if chunks > 1:
+            text = f"{chunks} chunks without a pipeline; set parallel.pipeline above 1, or use 1"
+            yield Problem(("pipeline.chunks", "parallel.pipeline"), text)
+        return
+    wanted = {"GPipe": 1, "1F1B": 1, "ZBVZeroBubble": 2, "DualPipeV": 2}.get(name, chunks)
+    if chunks != wanted:
+        text = f'schedule "{name}" takes {wanted}, not {chunks}'
+        yield Problem(("pipeline.chunks", "pipeline.schedule"), text)
+    stages, layers = ranks * wanted, config.model.layers
+    if layers < stages:
+        text = f"{layers} blocks cannot fill {stages} stages (pipeline = {ranks} x chunks)"
+        yield Problem(("model.layers", "parallel.pipeline", "pipeline.chunks"), text)
+    if config.weight_parallel.unexpected_order == "learn":
+        text = 'a pipeline plans its passes in the declared order; use "error"'
+        yield Problem(("weight_parallel.unexpected_order", "parallel.pipeline"), text)
+    number = config.train.micro_batches
+    least = {"1F1B": ranks, "DualPipeV": stages}.get(name, 1)
+    keys = ("train.micro_batches", "pipeline.schedule", "parallel.pipeline")
+    if number < least:
+        yield Problem(keys, f'{number} are too few for "{name}", which needs {least} or more')
+    rounds = max(1, number // ranks)
+    if name.startswith("Interleaved") and number % rounds:
+        text = f'{number} do not fit "{name}" on {ranks} ranks; use a multiple of {ranks}'
+        yield Problem(keys, text)
+
+
+def _optimizer(config: Config) -> Iterator[Problem]:
+    optimizer, fields = config.optimizer, type(config.optimizer).model_fields
+    name, rest = optimizer.name, optimizer.rest_name
+    if optimizer.momentum and name in ("adamw", "adafactor"):
+        hint = "set optimizer.betas, or " if name == "adamw" else "set "
+        text = f'{name} has no momentum; {hint}optimizer.name = "sgd"'
+        yield Problem(("optimizer.momentum", "optimizer.name"), text)
+    unused = {"betas": rest != "adamw", "eps": rest != "adamw", "momentum": True}
+    if name not in OPTIMIZERS:
+        for key in ("betas", "eps", "momentum"):
+            if unused[key] and getattr(optimizer, key) != fields[key].default:
+                text = "only for adamw and sgd; for a class set it in optimizer.options"
+                yield Problem((f"optimizer.{key}", "optimizer.name"), text)
+    yield from _rest(config)
+    if optimizer.decay_steps is not None and optimizer.schedule != "wsd":
+        text = f'unused with schedule = "{optimizer.schedule}"; set it to "wsd"'
+        yield Problem(("optimizer.decay_steps", "optimizer.schedule"), text)
+    pairs = [(optimizer.lr, optimizer.weight_decay)]
+    pairs += [(optimizer.rest_lr or 0.0, optimizer.weight_decay)]
+    for group in optimizer.groups:
+        pairs.append((
+            optimizer.lr if group.lr is None else group.lr,
+            optimizer.weight_decay if group.weight_decay is None else group.weight_decay,
+        ))  # fmt: skip
+    for lr, decay in pairs:
+        if lr * decay > 1:
+            text = (
+                f"lr = {lr:g} x weight_decay = {decay:g} is above 1: a step "
+                "would take more from every weight than all of it; lower one of them"
+            )
+            yield Problem(("optimizer.weight_decay", "optimizer.lr"), text)
+            return
+
+
+def _rest(config: Config) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    name, rest = optimizer.name, optimizer.rest_name
+    if optimizer.rest_lr is not None and rest == name:
+        text = f'{name} steps all parameters: set optimizer.rest = "adamw", or optimizer.lr'
+        yield Problem(("optimizer.rest_lr", "optimizer.rest"), text)
+    if optimizer.whole_matrix is not None and name in OPTIMIZERS:
+        known = name in ("adafactor", "muon")
+        if optimizer.whole_matrix != known:
+            text = f"{name} {'needs' if known else 'does not need'} whole matrices; leave it out"
+            yield Problem(("optimizer.whole_matrix", "optimizer.name"), text)
+    for number, group in enumerate(optimizer.groups, start=1):
+        if group.optimizer not in (None, name, rest):
+            both = f"{name} (optimizer.name)" + (f" or {rest} (optimizer.rest)" * (rest != name))
+            text = f"group {number}: {group.optimizer} is neither: give {both}"
+            if rest == name:
+                text = f'group {number}: optimizer.name is {name}; set optimizer.rest, too'
+            yield Problem(("optimizer.groups", "optimizer.rest"), text)
+
+
+def _train(config: Config) -> Iterator[Problem]:
+    train = config.train
+    if train.early_stop and not (train.eval_every and train.eval_batches):
+        text = "there is nothing to stop by: evaluations are off until the end"
+        yield Problem(("train.early_stop", "train.eval_every", "train.eval_batches"), text)
+    if train.torch_profile is not None and train.torch_profile[0] > train.torch_profile[1]:
+        first, last = train.torch_profile
+        text = f"the first step, {first}, comes after the last, {last}"
+        yield Problem(("train.torch_profile",), text)
+    elif train.torch_profile is not None and train.torch_profile[0] > train.steps:
+        if not train.tokens:
+            text = f"the run ends with step {train.steps}, before the first of them"
+            yield Problem(("train.torch_profile", "train.steps"), text)
+    if train.memory_snapshot and train.torch_profile is None:
+        text = "needs the steps: set train.torch_profile"
+        yield Problem(("train.memory_snapshot", "train.torch_profile"), text)
+    size = len(config.train.name.encode())
+    if size > 200:  # of the 255 bytes that most file systems take
+        text = f"{size} bytes are too long for the name of a folder; use at most 200"
+        yield Problem(("train.name",), text)
+
+
+def _report(config: Config) -> Iterator[Problem]:
+    report, fields = config.report, type(config.report).model_fields
+    if len(set(report.writers)) < len(report.writers):
+        yield Problem(("report.writers",), "one is given twice")
+    for key in ("wandb_mode", "wandb_project", "wandb_entity"):
+        if "wandb" not in report.writers and getattr(report, key) != fields[key].default:
+            text = 'unused without "wandb" in report.writers; add it, or leave this out'
+            yield Problem((f"report.{key}", "report.writers"), text)
+
+
+def _ring(config: Config) -> Iterator[Problem]:
+    """Check that ring options have a ring, and that a double ring has two."""
+    weights, ring = config.weight_parallel, config.degrees()["ring"]
+    form, inner = weights.ring_form, weights.inner_ring
+    keys = ("weight_parallel.ring_form", "parallel.ring")
+    if form != "auto" and ring == 1:
+        yield Problem(keys, f'"{form}" of a ring of one rank: set parallel.ring, or use "auto"')
+    elif form == "double":
+        choices = [n for n in range(2, ring) if ring % n == 0]
+        if inner not in choices:
+            text = f"{inner} does not split into smaller rings the {ring} ranks"
+            remedy = f"choose one of {choices}" if choices else 'use ring_form = "ring"'
+            yield Problem(("weight_parallel.inner_ring", "parallel.ring"), f"{text}; {remedy}")
+    elif inner > 1:
+        text = f'{inner} is of no effect with "{form}"; set ring_form = "double", or leave it out'
+        yield Problem(("weight_parallel.inner_ring", "weight_parallel.ring_form"), text)
+
+
+def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
+    """Check that both factorings (sequence or weight x replica, x pipeline) fit the ranks."""
+    parallel, train = config.parallel, config.train
+    # The keys of a wrong world size are always the same; the remedy depends on who launches ranks.
+    world = f"{world_size} rank" + ("" if world_size == 1 else "s")
+    if world_size % parallel.pipeline:
+        text = f"{parallel.pipeline} does not divide the {world} (launch.processes, or torchrun's)"
+        yield Problem(("parallel.pipeline", "launch.processes"), text)
+        return
+    if parallel.pipeline > 1:
+        world_size //= parallel.pipeline
+        world = f"{world_size} rank{'' if world_size == 1 else 's'} of a pipeline stage"
+    for name, degree in (("weight", parallel.weight), ("sequence", parallel.sequence)):
+        if world_size % degree:
+            text = f"{degree} does not divide the {world} (launch.processes, or torchrun's)"
+            yield Problem((f"parallel.{name}", "launch.processes"), text)
+    if parallel.ring is not None and parallel.sequence % parallel.ring:
+        text = f"{parallel.ring} does not divide the sequence degree of {parallel.sequence}"
+        yield Problem(("parallel.ring", "parallel.sequence"), text)
+    else:
+        yield from _ring(config)
+    replicas, left = divmod(world_size, parallel.weight)
+    if parallel.zero is not None and not left and replicas % parallel.zero:
+        text = f"{parallel.zero} does not divide the {replicas} replicas of a weight"
+        keys = ("parallel.zero", "parallel.weight", "launch.processes")
+        yield Problem(keys, f"{text} ({world} / weight = {parallel.weight})")
+    own = parallel.weight if parallel.expert_weight is None else parallel.expert_weight
+    with_experts = parallel.expert > 1 or parallel.expert_weight is not None
+    if with_experts and world_size % (own * parallel.expert):
+        text = f"{own} x expert = {parallel.expert} does not divide the {world}"
+        lead = "parallel.weight" if parallel.expert_weight is None else "parallel.expert_weight"
+        yield Problem((lead, "parallel.expert", "launch.processes"), text)
+    data, left = divmod(world_size, parallel.sequence)
+    parts = train.micro_batches * data
+    if not left and train.global_batch % parts:
+        small = train.global_batch < parts
+        text = f"{train.global_batch} sequences are {'too few for' if small else 'no multiple of'}"
+        why = f"micro_batches = {train.micro_batches} x data degree = {data}"
+        keys = ("train.global_batch", "train.micro_batches", "parallel.sequence")
+        yield Problem((*keys, "launch.processes"), f"{text} {parts} ({why})")
+
+
+def _files(config: Config) -> Iterator[Problem]:
+    yield from _folder(config)
+    data, resume = config.data, config.checkpoint.named
+    unfit = [mistake for path in data.paths if (mistake := _unfit_text(path))]
+    if len(unfit) > _MOST_PATHS:
+        unfit[_MOST_PATHS:] = [f"and {len(unfit) - _MOST_PATHS} more that cannot be read"]
+    for mistake in unfit:
+        yield Problem(("data.paths",), mistake)
+    if data.tokenizer != "bytes":
+        if mistake := _missing(data.tokenizer, "file"):
+            text = f'{mistake} (or "bytes" for no tokenizer)'
+            yield Problem(("data.tokenizer",), text)
+        elif not Path(data.tokenizer).is_file():
+            text = f'not a file: {data.tokenizer} (or "bytes" for no tokenizer)'
+            yield Problem(("data.tokenizer",), text)
+    if resume is not None and (mistake := _missing(resume, "checkpoint")):
+        yield Problem(("checkpoint.resume",), mistake)
+
+
+def _unfit_text(path: str) -> str | None:
+    if mistake := _missing(path, "file or folder"):
+        return mistake
+    if not Path(path).is_file() and not Path(path).is_dir():
+        return f"neither a file nor a folder: {path} (every rank reads it from its beginning)"
+    return None
+
+
+def _missing(path: str, what: str) -> str | None:
+    """Why ``path`` cannot be found; ``None`` if it can."""
+    try:
+        Path(path).stat()
+    except FileNotFoundError:
+        return f"no such {what}: {path}"
+    except OSError as error:  # no permission for a folder above, a long name, links in a circle
+        return f"cannot be read: {path}: {error.strerror}"
+    return None

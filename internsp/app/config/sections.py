@@ -1,0 +1,344 @@
+"""The sections of a run's configuration that the application alone reads."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    model_validator,
+)
+
+from internsp.app.config.optimizers import checked_optimizer, checked_option
+from internsp.base.names import below
+from internsp.config.sections import (
+    MAX_TIMEOUT_SECONDS,
+    Count,
+    Degree,
+    Dtype,
+    Few,
+    Fraction,
+    Natural,
+    Patterns,
+    Section,
+    Size,
+    Text,
+    Texts,
+    Tiny,
+)
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Rate = Annotated[float, Field(ge=0, le=1000)]
+OptimizerName = Annotated[Text, AfterValidator(checked_optimizer)]
+Option = Annotated[Text, AfterValidator(checked_option)]
+# One part of a path, not only dots, without control characters.
+FOLDER_NAME = r"^[^/\\\x00-\x1f]*[^/\\.\x00-\x1f][^/\\\x00-\x1f]*$"
+
+
+class DocumentsConfig(Section):
+    """Where documents come from, and what they are."""
+
+    source: Literal["stdlib", "text", "jsonl", "parquet"] = "stdlib"
+    """Where documents come from; stdlib is the Python standard library's own source."""
+    paths: Texts = ()
+    """Files or folders of the source, from the current folder; unused by stdlib."""
+    text_field: Text = "text"
+    """Column of the text in jsonl and parquet files."""
+    format: Literal["text", "chat", "instruction"] = "text"
+    """What a row of jsonl or parquet is; in chats and instructions only the answers are learned."""
+    messages_field: Text = "messages"
+    """Column of a chat: a list of messages, each with role and content."""
+    prompt_field: Text = "prompt"
+    """Column of an instruction."""
+    completion_field: Text = "completion"
+    """Column of its answer."""
+
+
+class MixturePart(DocumentsConfig):
+    """One of the texts that are mixed."""
+
+    name: Annotated[str, Field(max_length=200)] = ""
+    """What metrics call it; empty: its first path."""
+    weight: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
+    """Its share of the sequences, as a ratio to the others' weights."""
+
+    @property
+    def called(self) -> str:
+        """Name of the text: ``name``, else its first path, else its source."""
+        return self.name or (self.paths[0] if self.paths else self.source)
+
+
+class EvaluationText(DocumentsConfig):
+    """A text to evaluate on, of which nothing is trained on."""
+
+    name: Annotated[str, Field(pattern=FOLDER_NAME, max_length=100)]
+    """What metrics call it."""
+
+
+class DataConfig(DocumentsConfig):
+    """The text to train on."""
+
+    tokenizer: Text = "bytes"
+    """bytes, a file of the tokenizers library (JSON), or a folder that transformers reads."""
+    sequence_length: Annotated[int, Field(ge=2, le=1 << 31)] = 1024
+    """Length of a sequence, in tokens, over all ranks of a sequence group."""
+    pack: bool = True
+    """Pack documents into one sequence, each attending only within itself; false: pad each."""
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Share of documents kept for the evaluation loss, from 0 to below 1."""
+    index: Literal["auto", "always", "never"] = "auto"
+    """Keep tokens in an index beside each path, not in memory; auto: of paths from 64 MiB on."""
+    index_dir: Text | None = None
+    """Folder of the indices, on a disk that all ranks see; none: beside the data."""
+    mixture: Annotated[tuple[MixturePart, ...], Field(strict=False, max_length=1000)] = ()
+    """Texts to mix by weight, in place of source and paths, each a table [[data.mixture]]."""
+    evaluation: Annotated[tuple[EvaluationText, ...], Field(strict=False, max_length=100)] = ()
+    """Texts to evaluate on besides, each by its name, each a table [[data.evaluation]]."""
+
+
+class ParallelConfig(Section):
+    """Degrees of parallelism; weight and sequence degrees are independent of each other."""
+
+    weight: Degree = 1
+    """Ranks over which every large weight is sharded."""
+    sequence: Degree = 1
+    """Ranks over which every sequence is sharded."""
+    ring: Degree | None = None
+    """Of those, ranks in a ring for keys and values; none: 1, or what gives each rank a head."""
+    near: Literal["heads", "ring"] = "heads"
+    """Whose ranks are neighbors, on the fastest links: those that share heads, or a ring's."""
+    balance: Literal["auto", "contiguous", "zigzag", "level"] = "auto"
+    """How positions are dealt to the ranks of a ring, see internsp.sp.dispatch."""
+    pipeline: Degree = 1
+    """Pipeline stages."""
+    zero: Degree | None = None
+    """Ranks over which the optimizer state of a shard is sharded; none: all its replicas."""
+    expert_weight: Degree | None = None
+    """Ranks over which every expert's weight is sharded; none: as weight."""
+    expert: Degree = 1
+    """Ranks that own experts of their own (expert parallel)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device; auto takes torch's accelerator where present, CUDA or any other."""
+    timeout_seconds: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_SECONDS)] = 300
+    """Seconds a collective may take before the run fails, up to 30 days."""
+
+    def degrees(self, heads: int) -> dict[str, Any]:
+        """Arguments of ``MeshShape`` and ``ParallelMesh.create``.
+
+        Args:
+            heads: query heads of the model.
+        """
+        found = self.model_dump(exclude={"device", "timeout_seconds", "balance"})
+        if self.ring is None:
+            rings = [n for n in range(1, self.sequence + 1) if self.sequence % n == 0]
+            found["ring"] = next(n for n in rings if self.sequence // n <= max(heads, 1))
+        return found
+
+
+class PipelineConfig(Section):
+    """The pipeline, where parallel.pipeline is above 1; micro-batches are train.micro_batches."""
+
+    schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """Schedule of torch.distributed.pipelining; the last three split backward."""
+    chunks: Few = 1
+    """Pieces of the model on each stage's ranks; ZBVZeroBubble and DualPipeV take 2."""
+
+
+class ParameterGroup(Section):
+    """Settings of some parameters alone; what matches no group has those of ``[optimizer]``.
+
+    Of several groups that match a parameter the first one holds.
+    """
+
+    match: Annotated[Patterns, BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+    """Patterns of the names of parameters, or of modules above them; each must match something."""
+    lr: Rate | None = None
+    """Highest learning rate; none: optimizer.lr. The schedule is that of all."""
+    weight_decay: Rate | None = None
+    """Weight decay; none: optimizer.weight_decay, and 0 for norms and biases."""
+    optimizer: OptimizerName | None = None
+    """Which of optimizer.name and optimizer.rest steps them; none: as without this group."""
+
+    @model_validator(mode="after")
+    def _check_not_empty(self) -> ParameterGroup:
+        if not self.match or (self.lr, self.weight_decay, self.optimizer) == (None, None, None):
+            raise ValueError("needs match, and lr, weight_decay or optimizer")
+        return self
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its schedule, which begins with a linear warm-up."""
+
+    name: OptimizerName = "adamw"
+    """Optimizer of the shards: adamw, sgd, adafactor, muon, or a class "package.module:Class"."""
+    rest: Literal["adamw"] | None = None
+    """Optimizer of all but the blocks' matrices; none: name's own, and adamw where that is muon."""
+    rest_lr: Rate | None = None
+    """Highest learning rate of optimizer.rest; none: optimizer.lr."""
+    whole_matrix: bool | None = None
+    """Whether a step of the class needs whole matrices; none: if it is muon or adafactor."""
+    options: Annotated[tuple[Option, ...], Field(strict=False, max_length=100)] = ()
+    """More arguments of the class, each a text "name = value", as TOML."""
+    lr: Rate = 3e-4
+    """Highest learning rate, reached after the warm-up."""
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
+    """Decay of adamw's first and second moment, also where that is optimizer.rest."""
+    eps: Tiny = 1e-8
+    """Added to adamw's denominator."""
+    weight_decay: Rate = 0.1
+    """Weight decay (decoupled in adamw); norms and biases have none."""
+    momentum: Beta | None = None
+    """Momentum; none: 0 of sgd, 0.95 of muon."""
+    groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False, max_length=1000)] = ()
+    """Parameters with settings of their own, each a table [[optimizer.groups]]."""
+    max_grad_norm: Annotated[float, Field(ge=1e-12, le=1e12)] | None = 1.0
+    """Clip the global gradient norm to this; none: do not clip."""
+    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    """Learning rate after the warm-up; wsd (warm-up, stable, decay) stays, then falls linearly."""
+    warmup_steps: Natural = 20
+    """Optimizer steps of the warm-up."""
+    decay_steps: Natural | None = None
+    """Steps of wsd's decay, the last ones; none: a tenth of train.steps."""
+    min_lr_ratio: Fraction = 0.1
+    """Learning rate at the last step, or (inverse_sqrt) the lowest one, as a share of lr."""
+    loss_scale_init: Annotated[float, Field(ge=1, le=2**24)] = 65536.0
+    """First loss scale, for float16; it never leaves the range from 1 to 2**24."""
+    loss_scale_growth_interval: Count = 1000
+    """Steps without overflow after which the loss scale doubles."""
+
+    @property
+    def rest_name(self) -> str:
+        """The optimizer of all parameters except the blocks' matrices."""
+        return self.rest or ("adamw" if self.name == "muon" else self.name)
+
+    def group_of(self, name: str) -> ParameterGroup | None:
+        """The group whose settings a parameter has; ``None`` if no group matches it."""
+        found = (g for g in self.groups if any(below(name, pattern) for pattern in g.match))
+        return next(found, None)
+
+    def stepped_by(self, name: str, matrix: bool) -> str:
+        """Which optimizer steps a parameter.
+
+        Args:
+            matrix: whether it is a matrix in a block, and not an embedding.
+        """
+        own = self.group_of(name)
+        if own is not None and own.optimizer is not None:
+            return own.optimizer
+        return self.name if matrix else self.rest_name
+
+    @property
+    def momentum_used(self) -> float:
+        """The momentum of sgd or muon, with its default."""
+        if self.momentum is not None:
+            return self.momentum
+        return 0.95 if self.name == "muon" else 0.0
+
+
+class TrainConfig(Section):
+    """The training loop."""
+
+    name: Annotated[str, Field(pattern=FOLDER_NAME, max_length=200)] = "run"
+    """Name of the run; its files go to runs/<name>/."""
+    steps: Count = 100
+    """Optimizer steps."""
+    tokens: Annotated[int, Field(ge=0, le=1 << 60)] = 0
+    """Stop after so many tokens that the loss counts, in place of steps; 0: by steps."""
+    global_batch: Size = 8
+    """Sequences of an optimizer step, over all ranks and micro-batches."""
+    micro_batches: Size = 1
+    """Parts into which each rank's share of the batch is split to save memory."""
+    batch_tokens: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+    """Sequences of a step: as many as have so many tokens that the loss counts; 0: global_batch."""
+    seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
+    """Seed of the weights and of the data order."""
+    dtype: Dtype = "float32"
+    """Dtype of parameters and activations; 16-bit ones get float32 master weights."""
+    eval_every: Natural = 0
+    """Steps between evaluations; 0: only at the end."""
+    eval_batches: Annotated[int, Field(ge=0, le=1_000_000)] = 4
+    """Batches of global_batch sequences of each text in an evaluation; 0: none."""
+    eval_average: bool = False
+    """Report the mean of the texts' evaluation losses, too; early_stop goes by it."""
+    sample_bytes: Annotated[int, Field(ge=0, le=1_000_000)] = 200
+    """Tokens of the sample generated at the end; 0: none."""
+    sample_prompt: Annotated[str, Field(max_length=1_000_000)] = "def "
+    """Text that the sample continues; empty: it begins a document."""
+    peak_tflops: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """TFLOP/s of a device at most, for MFU; none: what is known of it, for 16-bit training."""
+    profile: bool = False
+    """Write the step that the report shows as a Chrome/Perfetto trace, a file a rank."""
+    torch_profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = None
+    """Steps, first and last, over which torch's profiler writes a trace, a file a rank."""
+    memory_snapshot: bool = False
+    """Write CUDA's allocations over the same steps, a file a rank."""
+    deterministic: bool = False
+    """Take deterministic kernels only; an operation that has none ends the run."""
+    max_skipped_steps: Count = 10
+    """Stop after so many steps in a row whose gradients were not finite; none of them is taken."""
+    compare_replicas: Natural = 0
+    """Steps between comparisons of all replicas of the weights, bit for bit; 0: none."""
+    loss_spike: Annotated[float, Field(ge=0, le=1e6)] = 2.0
+    """Tell of a loss above so many times the median of the last 50 steps; 0: never."""
+    norm_spike: Annotated[float, Field(ge=0, le=1e6)] = 10.0
+    """The same of the gradient norm."""
+    early_stop: Natural = 0
+    """Stop after so many evaluations in a row without a lower held-out loss; 0: never."""
+    log_every: Count = 1
+    """Steps between printed lines; metrics.jsonl has every step."""
+    loss_chunk: Count = 1024
+    """Tokens whose logits exist at once in the loss."""
+
+
+class CheckpointConfig(Section):
+    """Saving and resuming."""
+
+    save: bool = True
+    """Save at the end, and when the run is stopped."""
+    every: Natural = 0
+    """Steps between checkpoints; 0: none between."""
+    keep_last: Natural = 0
+    """Checkpoints that are kept, the newest ones; 0: all."""
+    keep_every: Natural = 0
+    """Steps whose multiples are kept besides; 0: none."""
+    peer: bool = False
+    """Under torchrun: copies of what ranks save, in the memory of the next machine or this one."""
+    resume: Text | None = None
+    """Path to go on from, auto (the run's own newest one), or never; none: auto under torchrun."""
+
+    def from_own_folder(self, elastic: bool) -> bool:
+        """Whether the run resumes from its own folder."""
+        return self.resume == "auto" or (self.resume is None and elastic)
+
+    @property
+    def named(self) -> str | None:
+        """The configured path of a checkpoint; ``None`` if there is none."""
+        return None if self.resume in ("auto", "never") else self.resume
+
+
+class ReportConfig(Section):
+    """Where metrics go beside metrics.jsonl and the page."""
+
+    writers: Annotated[
+        tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False, max_length=2)
+    ] = ()
+    """Programs that get every row too, into folders of the run; extras of the same names."""
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """Whether Weights & Biases sends; offline: files alone, for wandb sync, and no connection."""
+    wandb_project: Annotated[Text, Field(min_length=1)] = "internsp"
+    """Project of Weights & Biases."""
+    wandb_entity: Text | None = None
+    """User or team of Weights & Biases; none: the one who is logged in."""
+
+
+class LaunchConfig(Section):
+    """Local processes, where no launcher such as torchrun started this one."""
+
+    processes: Degree = 1
+    """Processes to start on this machine."""
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Computing threads of a process."""

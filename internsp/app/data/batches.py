@@ -1,0 +1,361 @@
+"""Token batches whose order depends only on the seed, not on the mesh or the batch size.
+
+Documents are split into a training and a held-out part. Each part is cut into sequences of
+``sequence_length`` tokens (:mod:`internsp.app.data.cut`), and several texts are mixed
+(:mod:`internsp.app.data.mixture`). A batch is a function of the number of sequences used before it,
+so this number is all that a checkpoint must save, and a rank can read any rows of the global batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from internsp.app.config import Config, DataConfig, DocumentsConfig, MixturePart
+from internsp.app.data.cut import Documents, Row, Rows, counted
+from internsp.app.data.evaluation import Evaluation, evaluations, rows_of_documents
+from internsp.app.data.index import Indices, open_stores, parts_of, prepare
+from internsp.app.data.mixture import Mixture
+from internsp.app.data.store import TokenStore
+from internsp.app.data.tokenizer import Tokenizer, load_tokenizer
+from internsp.errors import ConfigError
+
+FILLER = -1
+"""Used in place of a row's number for a row from which nothing is learned."""
+_COUNTED = 256  # number of sequences from which the mean tokens of a sequence are computed
+_MOST_ROWS = 1 << 20  # limit for the rows of a step: more is a mistake, and takes seconds to count
+
+
+class Batch(NamedTuple):
+    """Rows of tokens.
+
+    ``ids`` is ``[rows, sequence_length]`` int64. ``boundaries`` lists for each row where documents
+    start, 0 first (a row may begin inside a document); ``None`` if ``data.pack`` is off, so that
+    each row counts as one document. ``ignored`` lists for each row half-open ranges of tokens that
+    are not predicted: prompts and padding.
+    """
+
+    ids: Tensor
+    boundaries: list[list[int]] | None
+    ignored: list[list[tuple[int, int]]]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Batch:
+        """The batch of these rows, at least one."""
+        starts = [row.starts for row in rows if row.starts is not None]
+        ids = torch.from_numpy(np.stack([row.ids for row in rows]))
+        return cls(ids, starts or None, [row.ignored for row in rows])
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the mixed texts, or the only text.
+
+    Attributes:
+        name: name in metrics.
+        weight: its share, relative to the others' weights.
+        stores: its tokens.
+        train, held_out: sequences cut from them.
+    """
+
+    name: str
+    weight: float
+    stores: tuple[TokenStore, ...]
+    train: Rows
+    held_out: Rows | None
+
+    @classmethod
+    def create(
+        cls, given: DocumentsConfig, stores: list[TokenStore], data: DataConfig,
+        tokenizer: Tokenizer, seed: int,
+    ) -> Part:  # fmt: skip
+        """Split the documents, and shuffle those of the training part.
+
+        Raises:
+            ConfigError: there is no text, or not enough for one sequence.
+        """
+        name = given.called if isinstance(given, MixturePart) else ""
+        end = 1 if given.format == "text" else 0
+        lengths = np.concatenate([store.lengths() for store in stores])
+        if not len(lengths):
+            where = list(given.paths) if given.paths else "the standard library"
+            why = "" if given.format == "text" else " in which the assistant says anything"
+            raise ConfigError(
+                f"data: there is no text in {where}{why}, or data.tokenizer finds no token in it"
+            )
+        digests = None
+        if round(data.held_out * len(lengths)):
+            digests = np.concatenate([store.digests() for store in stores])
+        train, held = split(lengths, digests, data.held_out, end)
+        order = np.random.default_rng([seed, 0]).permutation(len(train[0]))
+        marked = given.format != "text"
+        made = [
+            Documents.create(stores, begins, sizes, marked)
+            for begins, sizes in ((train[0][order], train[1][order]), held)
+        ]
+        for what, found in zip(("training", "held-out"), made, strict=True):
+            _require_enough(found, what, data, name)
+        rows = [rows_of_documents(found, data, seed, tokenizer) for found in made]
+        if not rows[0].available:
+            raise ConfigError("data: no document has two tokens, so that nothing can be predicted")
+        weight = given.weight if isinstance(given, MixturePart) else 1.0
+        return cls(name, weight, tuple(stores), rows[0], rows[1] if rows[1].available else None)
+
+
+def _require_enough(found: Documents, what: str, data: DataConfig, name: str) -> None:
+    if what == "held-out" and not data.held_out:
+        return
+    least = data.sequence_length if data.pack else 2
+    if len(found) < least:
+        remedy = "" if what == "training" else ", raise data.held_out (0: no evaluation)"
+        of = f" of {name!r}" if name else ""
+        raise ConfigError(
+            f"data.sequence_length: a sequence takes {least} tokens but the {what} text{of} has "
+            f"{len(found)}: lower it, give more text{remedy}"
+        )
+
+
+@dataclass
+class DataSource:
+    """Batches of a :class:`~internsp.app.config.DataConfig`; the same on every rank and every mesh.
+
+    Attributes:
+        evaluations: named texts that are only evaluated on.
+        notes: messages for the user about the indices.
+    """
+
+    parts: tuple[Part, ...]
+    tokenizer: Tokenizer
+    global_batch: int
+    sequence_length: int
+    held_out_share: float
+    seed: int
+    notes: tuple[str, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._mixture = Mixture([part.weight for part in self.parts], self.seed)
+
+    @classmethod
+    def create(
+        cls,
+        config: DataConfig,
+        *,
+        global_batch: int,
+        seed: int = 0,
+        tokenizer: Tokenizer | None = None,
+        indices: Indices | None = None,
+    ) -> DataSource:
+        """Read or open all texts and split them.
+
+        Args:
+            tokenizer: the tokenizer of ``config``, if it is already loaded.
+            indices: the result of :func:`internsp.app.data.index.prepare`; ``None``: make them.
+
+        Raises:
+            ConfigError: paths are missing, there is no text, or not enough for one sequence.
+            MachineError: there is no disk space for an index.
+            MissingDependencyError: an optional package is needed; gives the install command.
+        """
+        tokenizer = tokenizer or load_tokenizer(config.tokenizer)
+        notes: list[str] = []
+        if indices is None:
+            indices, notes = result_of(prepare(config, tokenizer))
+        parts = tuple(
+            Part.create(given, open_stores(given, tokenizer, indices), config, tokenizer, seed)
+            for given in parts_of(config)
+        )
+        return cls(
+            parts, tokenizer, global_batch, config.sequence_length, config.held_out, seed,
+            tuple(notes), evaluations(config, tokenizer, indices),
+        )  # fmt: skip
+
+    @property
+    def vocab_size(self) -> int:
+        """The smallest ``model.vocab_size`` that covers every id."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the texts that are mixed."""
+        return tuple(part.name for part in self.parts)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of all documents and of everything else that their order depends on: equal on two
+        machines, or in a resumed run, if and only if the data are equal."""
+        digest = hashlib.blake2b(digest_size=16)
+        for part in self.parts:
+            digest.update(f"{part.weight!r} {len(part.stores)}".encode())
+            for store in part.stores:
+                digest.update(f"{store.digest} {store.documents}".encode())
+        digest.update(f"{self.seed} {self.held_out_share!r}".encode())
+        return digest.hexdigest()
+
+    def train_batch(self, taken: int, rows: slice | None = None) -> Batch:
+        """The global batch after ``taken`` rows, or only its rows ``rows``."""
+        if taken < 0:
+            raise ValueError(f"rows count from 0, not {taken}")
+        wanted = range(self.global_batch)[rows if rows is not None else slice(None)]
+        return Batch.of([self.row(taken + row) for row in wanted])
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """The rows with these numbers; :data:`FILLER`: a row from which nothing is learned."""
+        return Batch.of([self._filler if n == FILLER else self.row(n) for n in numbers])
+
+    @cached_property
+    def _filler(self) -> Row:
+        row = self.row(0)
+        starts = None if row.starts is None else [0]
+        return Row(np.zeros_like(row.ids), starts, [(0, len(row.ids))])
+
+    def rows_with(self, tokens: int, taken: int) -> int:
+        """Number of rows after ``taken`` that together have at least ``tokens`` counted tokens.
+
+        Raises:
+            ConfigError: a million rows have fewer.
+        """
+        found = 0
+        for count in range(1, _MOST_ROWS + 1):
+            part, own = self._mixture.locate(taken + count - 1)
+            found += self.parts[part].train.counted(own)
+            if found >= tokens:
+                return count
+        raise ConfigError(
+            f"train.batch_tokens: {_MOST_ROWS:,} sequences have {found:,} tokens that the loss "
+            f"counts, less than {tokens:,}: lower it, or raise data.sequence_length"
+        )
+
+    def row(self, number: int) -> Row:
+        """Row ``number`` in the order of the data."""
+        part, own = self._mixture.locate(number)
+        return self.parts[part].train.row(own)
+
+    def position_of(self, row: int) -> tuple[int, int]:
+        """Where a row begins: its document, and the token within the document."""
+        part, own = self._mixture.locate(row)
+        return self.parts[part].train.position_of(own)
+
+    def epochs(self, taken: int) -> dict[str, float]:
+        """Epochs of each text after ``taken`` rows, by name."""
+        counts = self._mixture.taken(taken)
+        return {
+            part.name: count / part.train.per_epoch
+            for part, count in zip(self.parts, counts, strict=True)
+        }
+
+    @cached_property
+    def tokens_of_a_sequence(self) -> float:
+        """Mean number of tokens per sequence that the loss counts, over the first 256."""
+        return float(np.mean([counted(self.row(number)) for number in range(_COUNTED)]))
+
+    def held_out_batches(self, batches: int, rows: slice | None = None) -> Iterator[Batch]:
+        """``batches`` global batches of held-out text, or the rows ``rows`` of each.
+
+        The rows are evenly spaced over the held-out text and the same at every call; they repeat if
+        the text has fewer. In a mixture each text has its share. Yields nothing if
+        ``data.held_out`` is 0.
+        """
+        if any(part.held_out is None for part in self.parts):
+            return
+        total = batches * self.global_batch
+        for wanted in self._rows_of_batches(batches, rows):
+            yield Batch.of([self._held_out_row(row, total) for row in wanted])
+
+    def evaluation_batches(
+        self, text: Evaluation, batches: int, rows: slice | None = None
+    ) -> Iterator[Batch]:
+        """As :meth:`held_out_batches`, for one of :attr:`evaluations`."""
+        total = batches * self.global_batch
+        for wanted in self._rows_of_batches(batches, rows):
+            yield Batch.of([text.rows.even(row, total) for row in wanted])
+
+    def _rows_of_batches(self, batches: int, rows: slice | None) -> Iterator[range]:
+        size = self.global_batch
+        for index in range(batches):
+            yield range(index * size, (index + 1) * size)[rows or slice(None)]
+
+    def _held_out_row(self, number: int, total: int) -> Row:
+        part, own, of = self._mixture.even(number, total)
+        held_out = self.parts[part].held_out
+        assert held_out is not None, "held_out_batches has checked it"
+        return held_out.even(own, of)
+
+
+def result_of(work: Any) -> Any:
+    """Run a generator to its end and return its return value."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+
+
+Views = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Parts of documents: start of each in the stored tokens, and its number of tokens."""
+
+
+def split(
+    lengths: NDArray[np.int64], digests: NDArray[np.uint64] | None, held_out: float, end: int
+) -> tuple[Views, Views]:
+    """Split documents into parts to train on and parts to hold out.
+
+    Documents are ranked by a digest of their tokens and the first ``held_out`` of them are held
+    out. The split thus depends neither on the seed nor on file names, and copies of a document are
+    mostly on the same side. With fewer than ``1 / held_out`` documents, the last ``held_out`` of
+    each document is held out instead.
+
+    Args:
+        lengths: ``[n]``, tokens of each document with its end.
+        digests: ``[n, 2]``; ``None`` if no document is held out entirely.
+        end: tokens of a document's end, 0 or 1.
+    """
+    begins = np.cumsum(lengths) - lengths
+    if 0 < held_out * len(lengths) < 1:
+        content = lengths - end
+        cut = np.maximum(1, content - np.round(held_out * content).astype(np.int64))
+        tail = cut < content
+        train = begins, np.where(tail, cut, lengths)  # a cut document has no end token
+        return train, (begins[tail] + cut[tail], (lengths - cut)[tail])
+    count = round(held_out * len(lengths))
+    held = np.zeros(len(lengths), bool)
+    ranked = np.zeros(0, np.int64)
+    if count:
+        assert digests is not None, "the caller gives them where documents are held out"
+        ranked = np.lexsort((digests[:, 1], digests[:, 0]))[:count]
+        held[ranked] = True
+    return (begins[~held], lengths[~held]), (begins[ranked], lengths[ranked])
+
+
+def vocabulary_mistake(config: Config, tokenizer: Tokenizer | DataSource) -> ConfigError:
+    """The error if the model's vocabulary is smaller than the tokenizer's."""
+    return ConfigError(
+        f"model.vocab_size: {config.model.vocab_size} is less than the {tokenizer.vocab_size} ids "
+        f"of data.tokenizer = {config.data.tokenizer!r}"
+    )
+
+
+def rows_of(
+    global_batch: int, *, micro_batches: int, micro_batch: int, data: int, data_rank: int
+) -> slice:
+    """Rows of the global batch that data rank ``data_rank`` computes in one micro-batch.
+
+    Raises:
+        ConfigError: ``global_batch`` is not divisible by micro-batches times data ranks.
+    """
+    each, rest = divmod(global_batch, micro_batches * data)
+    if rest or not each:
+        raise ConfigError(
+            f"train.global_batch {global_batch} does not divide by train.micro_batches "
+            f"{micro_batches} x {data} data ranks"
+        )
+    first = (micro_batch * data + data_rank) * each
+    return slice(first, first + each)

@@ -1,0 +1,244 @@
+"""Tokenizers: bytes, a file of ``tokenizers``, or a folder of ``transformers``.
+
+Text is tokenized in pieces, so that a document may be larger than memory: documents of up to
+``PIECE_BYTES`` are one piece, larger ones are split after line breaks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from internsp.app.data.rows import required
+from internsp.errors import ConfigError
+
+Tokens = NDArray[Any]
+
+PIECE_BYTES = 4 << 20
+"""Largest piece; longer documents are tokenized in several pieces."""
+
+_END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+_ENCODE_AT_ONCE = 256  # documents passed together to the tokenizer, which has threads of its own
+_ENCODE_BYTES = 4 << 20  # limit for the bytes of these documents
+# Files from which transformers reads a tokenizer, in its folders.
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges*", "*.model",
+    "*.tiktoken", "chat_template*", "additional_chat_templates/*",
+)  # fmt: skip
+
+
+class Piece(NamedTuple):
+    """A piece of a document's text, and whether it is the document's last piece."""
+
+    text: bytes
+    ends: bool
+
+
+class Tokenizer(Protocol):
+    """Converts text to ids and back; ``end_of_document`` is the id put after each document."""
+
+    vocab_size: int
+    end_of_document: int
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text``, without an end of document."""
+        ...
+
+    def encode_pieces(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
+        """Ids of each piece, in order, in the smallest unsigned dtype that holds them."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``; ends of documents are left out, broken characters replaced."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Digest of everything that determines the ids."""
+        ...
+
+
+class ByteTokenizer:
+    """Each byte is its own id; 256 ends a document."""
+
+    vocab_size = 257
+    end_of_document = 256
+
+    def encode(self, text: str) -> list[int]:
+        """UTF-8 bytes of ``text``."""
+        return list(text.encode())
+
+    def encode_pieces(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
+        """Ids as ``uint16`` (256 does not fit into a byte)."""
+        return (
+            (np.frombuffer(text, dtype=np.uint8).astype(np.uint16), ends) for text, ends in pieces
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids below 256."""
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def fingerprint(self) -> str:
+        """A constant name."""
+        return "bytes"
+
+
+class _Batched:
+    """Base of tokenizers that encode many pieces at once, in threads of their own."""
+
+    vocab_size: int
+
+    def _ids(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        raise NotImplementedError
+
+    def encode_pieces(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
+        """Ids of each piece; bytes that are not UTF-8 are replaced."""
+        chunk: list[Piece] = []
+        size = 0
+        for piece in pieces:
+            chunk.append(piece)
+            size += len(piece.text)
+            if len(chunk) == _ENCODE_AT_ONCE or size >= _ENCODE_BYTES:
+                yield from self._encode_chunk(chunk)
+                chunk, size = [], 0
+        yield from self._encode_chunk(chunk)
+
+    def _encode_chunk(self, chunk: list[Piece]) -> Iterator[tuple[Tokens, bool]]:
+        if not chunk:
+            return
+        found = self._ids([piece.text.decode(errors="replace") for piece in chunk])
+        dtype = smallest_dtype(self.vocab_size)
+        for piece, ids in zip(chunk, found, strict=True):
+            yield np.asarray(ids, dtype=dtype), piece.ends
+
+
+class FileTokenizer(_Batched):
+    """A ``tokenizers`` JSON file. The end of a document is a usual end token of the file
+    (``<|endoftext|>``, ``</s>``, ...), else one more id after the file's last.
+
+    Raises:
+        MissingDependencyError: ``tokenizers`` is not installed.
+        ConfigError: the file is missing or is not a tokenizer.
+    """
+
+    def __init__(self, path: str) -> None:
+        tokenizers = required("tokenizers", f"data.tokenizer = {path!r}")
+        if not os.path.isfile(path):
+            raise ConfigError(f"data.tokenizer: there is no file {path!r}")
+        with _tokenizer_errors(path, "is not a tokenizer"):
+            self._tokenizer = tokenizers.Tokenizer.from_file(path)
+        self._path = path
+        size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        known = (self._tokenizer.token_to_id(name) for name in _END_OF_DOCUMENT_NAMES)
+        self.end_of_document: int = next((i for i in known if i is not None), size)
+        self.vocab_size = max(size, self.end_of_document + 1)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text`` without the file's own begin and end tokens."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _ids(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        with _tokenizer_errors(self._path, "cannot encode the text"):
+            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return (encoding.ids for encoding in encodings)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` without special tokens."""
+        inside = [int(i) for i in ids if i != self.end_of_document]
+        text: str = self._tokenizer.decode(inside, skip_special_tokens=True)
+        return text
+
+    def fingerprint(self) -> str:
+        """Digest of the file."""
+        return hashlib.blake2b(Path(self._path).read_bytes(), digest_size=16).hexdigest()
+
+
+class FolderTokenizer(_Batched):
+    """A folder from which ``transformers`` loads a tokenizer; it may have a chat template. The end
+    of a document is the tokenizer's end of sequence, else one more id after its last. Code in the
+    folder is not executed.
+
+    Attributes:
+        transformers: the tokenizer object of transformers.
+
+    Raises:
+        MissingDependencyError: ``transformers`` is not installed.
+        ConfigError: the folder holds no tokenizer.
+    """
+
+    def __init__(self, path: str) -> None:
+        library = required("transformers", f"data.tokenizer = {path!r}, a folder,")
+        with _tokenizer_errors(path, "is not a tokenizer's folder"):
+            self.transformers = library.AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
+        self.path = path
+        end, size = self.transformers.eos_token_id, len(self.transformers)
+        self.end_of_document: int = size if end is None else int(end)
+        self.vocab_size = max(size, self.end_of_document + 1)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text`` without the tokenizer's own begin and end tokens."""
+        ids: list[int] = self.transformers.encode(text, add_special_tokens=False)
+        return ids
+
+    def _ids(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        with _tokenizer_errors(self.path, "cannot encode the text"):
+            ids: list[list[int]] = self.transformers(
+                texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+            )["input_ids"]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` without special tokens."""
+        inside = [int(i) for i in ids if i != self.end_of_document]
+        text: str = self.transformers.decode(inside, skip_special_tokens=True)
+        return text
+
+    def fingerprint(self) -> str:
+        """Digest of the files from which transformers reads a tokenizer."""
+        digest = hashlib.blake2b(digest_size=16)
+        folder = Path(self.path)
+        for file in tokenizer_files(folder):
+            digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode())
+            digest.update(file.read_bytes())
+        return digest.hexdigest()
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a folder from which transformers reads a tokenizer."""
+    found = {file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)}
+    return sorted(file for file in found if file.is_file())
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Load ``"bytes"``, a ``tokenizers`` file or a folder; raises as the classes above."""
+    if name == "bytes":
+        return ByteTokenizer()
+    return FolderTokenizer(name) if os.path.isdir(name) else FileTokenizer(name)
+
+
+def smallest_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
+    """The smallest unsigned integer dtype that holds every id below ``vocab_size``."""
+    for dtype in (np.uint8, np.uint16):
+        if vocab_size - 1 <= np.iinfo(dtype).max:
+            return dtype
+    return np.uint32
+
+
+@contextmanager
+def _tokenizer_errors(path: str, what: str) -> Iterator[None]:
+    """Convert errors of ``tokenizers``, also its panics, which are no subclass of ``Exception``."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ConfigError(f"data.tokenizer: {path!r} {what}: {error}") from error
+        raise

@@ -1,0 +1,285 @@
+"""Local processes for a run that no launcher started: one for each rank, on this machine.
+
+They are forked by a fork server, which imports torch and the run's modules once for all of them,
+and each sends its messages to the launcher through a pipe. No file is written and no semaphore is
+created, so nothing can be left behind, however the run ends; ranks and server end with the launcher
+(:mod:`internsp.app.process.lifetime`). A failed run is not restarted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import multiprocessing
+import multiprocessing.util
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from internsp.app.checkpoint.disk import steps_in
+from internsp.app.config import Config
+from internsp.app.process.lifetime import (
+    FOLDER_VARIABLE,
+    LAUNCHER_VARIABLE,
+    end_with_launcher,
+    is_stopped,
+)
+from internsp.app.process.rank_log import last_seen, log_path
+from internsp.app.process.stop import SAVE, StopRequest, catch, restore, status_of
+from internsp.errors import ConfigError
+from internsp.failure.outcome import Failure, RankOutcome, first_cause
+
+GRACE_SECONDS = 60.0
+"""Time for a step and a checkpoint after Ctrl-C; then, or at a second Ctrl-C, ranks are killed."""
+SETTLE_SECONDS = 4.0
+"""Time for other ranks to fail, too, after the first one: the error comes within five seconds."""
+_LOOK_SECONDS = 0.25
+
+Run = Callable[[Config, Path], None]
+
+
+def start(run: Run, config: Config, output: Path, preload: Sequence[str] = ()) -> int:
+    """Run ``run(config, output)`` in ``launch.processes`` local processes; blocks until all end.
+
+    SIGUSR1 is forwarded to rank 0: the run saves and continues.
+
+    Args:
+        run: a function at the top level of a module (it is pickled by name).
+        preload: modules that ``run`` imports late; the fork server imports them once.
+
+    Returns:
+        0, also after SIGTERM; 130 after Ctrl-C, 129 after SIGHUP; once every rank has stopped.
+
+    Raises:
+        ChildError: a rank failed, or did not stop when requested; all ranks have ended.
+    """
+    modules = ["internsp.app.launch.fork_server", "torch", __name__, run.__module__, *preload]
+    multiprocessing.set_forkserver_preload(modules)
+    with _Signals() as signals, _environment(config):
+        # The ranks' store is in this process, as under torchrun: it outlives any rank that fails.
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        ranks: list[_Rank] = []
+        try:
+            for number in range(config.launch.processes):
+                ranks.append(_Rank(number, config, run, output, store.port))
+            stop_signal = _supervise(ranks, signals)
+        finally:
+            for rank in ranks:
+                rank.kill()
+    outcomes = [rank.outcome for rank in ranks]
+    cause = first_cause(outcomes)
+    if cause is not None and not signals.insisted:
+        if cause.exit_status != ConfigError.exit_status:  # else the configuration must be corrected
+            processes = {rank: ranks[rank].pid for rank in cause.ranks}
+            again = f"internsp train {output / 'config.toml'} --output {output} --resume auto"
+            cause.add_note(advice(output, processes, again))
+        raise cause
+    return status_of(
+        stop_signal or next((outcome.stopped_by for outcome in outcomes if outcome.stopped_by), 0)
+    )
+
+
+class _Rank:
+    """A local process, and what the launcher knows about it."""
+
+    def __init__(self, number: int, config: Config, run: Run, output: Path, port: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.pipe: Connection | None
+        self.pipe, ours = context.Pipe(duplex=False)
+        environment = {
+            "RANK": number,
+            "LOCAL_RANK": number,
+            "WORLD_SIZE": config.launch.processes,
+            "LOCAL_WORLD_SIZE": config.launch.processes,
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+            # The store of MASTER_PORT exists already: rank 0 must not create it.
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_RESTART_COUNT": 0,
+        }
+        self.process = context.Process(
+            target=_rank_main,
+            args=({k: str(v) for k, v in environment.items()}, ours, run, config, output),
+            name=f"rank {number}",
+        )
+        self.process.start()
+        self.pid = self.process.pid or 0
+        ours.close()
+        self.outcome = RankOutcome(number)
+        self.ready = self.stop_sent = self.finished = False
+
+    @property
+    def alive(self) -> bool:
+        return self.outcome.exit_status is None
+
+    def poll(self) -> None:
+        """Receive the rank's messages, and note whether it has ended."""
+        ended = self.process.exitcode  # read first: the pipe then has all messages of an ended rank
+        with contextlib.suppress(EOFError, OSError):
+            while self.pipe is not None and self.pipe.poll():
+                self._receive(self.pipe.recv())
+        if ended is not None and self.pipe is not None:
+            self.outcome.exit_status = ended
+            self.outcome.ended_early = not ended and not self.finished
+            self.pipe.close()
+            self.pipe = None
+
+    def _receive(self, message: Failure | int | None) -> None:
+        if message is None:
+            self.ready = True
+        elif isinstance(message, Failure):
+            self.outcome.failure = message
+        else:
+            self.finished, self.outcome.stopped_by = True, message
+
+    def request_stop(self, number: int) -> None:
+        """Send the rank a stop signal when it is ready; more calls send no further signal."""
+        self.stop_sent = self.stop_sent or self.send_signal(number)
+
+    def send_signal(self, number: int) -> bool:
+        """Send the rank a signal, if it is ready and runs; returns whether it did."""
+        if not self.ready or not self.alive or self.process.pid is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+        return True
+
+    def kill(self) -> None:
+        """Kill the process if it has not ended, and wait for its end."""
+        if self.alive:
+            self.outcome.killed = True
+            self.process.kill()
+            self.process.join()
+            self.poll()
+        self.process.close()
+
+
+def advice(output: Path, processes: Mapping[int, int], again: str) -> str:
+    """For the ranks that caused a failure: where they were, their logs, and how to resume.
+
+    Args:
+        processes: process id by rank; the log of another process is not of this run.
+        again: the command to resume with.
+    """
+    lines = []
+    for rank, process in processes.items():
+        path = log_path(output, rank)
+        seen = last_seen(path)
+        if seen is None or seen.process != process:
+            lines.append(f"rank {rank} had not begun to train: it has no log yet")
+        else:
+            lines.append(f"rank {rank} was at {seen}; its log: {path}")
+    steps = steps_in(output / "checkpoints")
+    if steps:
+        lines.append(f"to go on after step {steps[0][0]}: {again}")
+    else:
+        lines.append("there is no checkpoint to go on from (checkpoint.every saves between)")
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _supervise(ranks: list[_Rank], signals: _Signals) -> int:
+    """Wait until all ranks have ended or must be killed; returns the stop signal, or 0."""
+    failed_at = asked_at = math.inf
+    saves = 0  # save requests sent to rank 0
+    while alive := [rank for rank in ranks if rank.alive]:
+        connection.wait([rank.process.sentinel for rank in alive], timeout=_LOOK_SECONDS)
+        for rank in alive:
+            rank.poll()
+        now = time.monotonic()
+        if saves < signals.saves and ranks[0].send_signal(SAVE):
+            saves = signals.saves
+        if signals.number:
+            asked_at = min(asked_at, now)
+            for rank in alive:
+                rank.request_stop(signals.number)
+        if any(rank.outcome.failed for rank in ranks):
+            failed_at = min(failed_at, now)
+            for rank in alive:
+                rank.outcome.stopped |= rank.alive and is_stopped(rank.process.pid or 0)
+            if all(rank.outcome.stopped for rank in alive if rank.alive):
+                break  # stopped processes send nothing more
+        if signals.insisted or now > min(failed_at + SETTLE_SECONDS, asked_at + GRACE_SECONDS):
+            break
+    return signals.number
+
+
+def _rank_main(
+    environment: dict[str, str], pipe: Connection, run: Run, config: Config, output: Path
+) -> None:
+    """Main function of a local rank: reports when it is ready for signals, and how it ended."""
+    with StopRequest() as stop:
+        end_with_launcher()
+        pipe.send(None)
+        os.environ.update(environment)
+        torch.set_num_threads(config.launch.threads)
+        # Else every rank of a pipeline would log its whole schedule after any error, line by line.
+        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL + 1)
+        try:
+            run(config, output)
+        except BaseException as error:  # noqa: BLE001 - the launcher reports it once for all ranks
+            pipe.send(Failure.of(error))
+            raise SystemExit(1) from None
+    pipe.send(stop.number)
+
+
+class _Signals:
+    """Signals that the launcher received: the first stop signal stops the run, the second kills it.
+
+    Attributes:
+        number: the first stop signal; 0 if none.
+        insisted: whether there was a second stop signal.
+        saves: number of save requests.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.insisted = False
+        self.saves = 0
+
+    def __enter__(self) -> _Signals:
+        main = threading.current_thread() is threading.main_thread()
+        self._before = catch(self._on_signal) if main else {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        restore(self._before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == SAVE:
+            self.saves += 1
+            return
+        self.insisted = bool(self.number)
+        self.number = self.number or number
+
+
+@contextmanager
+def _environment(config: Config) -> Iterator[None]:
+    """Set environment variables for the server and its ranks, which are read before their code.
+
+    OpenMP reads its number of threads once. multiprocessing puts the server's socket into the
+    folder; this process removes the folder, or, if this process is killed, the server does.
+    """
+    values = {
+        "OMP_NUM_THREADS": str(config.launch.threads),
+        LAUNCHER_VARIABLE: str(os.getpid()),
+        FOLDER_VARIABLE: multiprocessing.util.get_temp_dir(),
+    }
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value

@@ -1,0 +1,311 @@
+"""Checks before the ranks of a run start: folders, disks, memory, devices, text.
+
+Each check yields its mistakes, and all are reported together. Mistakes in a large text that only
+reading all of it could show are found by the ranks, and reported with the same messages.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from internsp.app.config import Config
+from internsp.app.config.sizes import ITEM_BYTES, elements, moments
+from internsp.base.sizes import human
+from internsp.errors import MACHINE_ERRNOS, ConfigError, InternspError, MachineError
+
+_SMALL_TEXT = 4 << 20  # bytes that are read and tokenized whole
+_READ_SECONDS = 1.0  # for reading the beginning of larger texts
+_PROCESS_BYTES = 100 << 20  # what Python and torch take in a process, at the least
+_SCRATCH_BYTES = 1 << 16  # configuration, metrics, error files: what any run writes
+
+# Errors that mean that a path given by the user is wrong.
+_UNFIT = {
+    errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG,
+    errno.ELOOP, errno.EBUSY,
+}  # fmt: skip
+
+
+def check_before_start(config: Config, output: Path) -> None:
+    """Check everything that ``internsp train`` will need on this machine. Writes nothing.
+
+    Raises:
+        ConfigError: mistakes in what the user gave (together with what the machine lacks).
+        MachineError: the machine lacks something.
+    """
+    found: list[InternspError] = []
+    for check in (_peer, _writers, _output, _temporary, _memory, _device, _text):
+        try:
+            found += check(config, output)
+        except InternspError as error:  # raised by a function that the run itself would call
+            found.append(error)
+    if not found:
+        return
+    kind = max(found, key=lambda error: error.exit_status == ConfigError.exit_status)
+    raise type(kind)("\n  ".join(dict.fromkeys(str(error) for error in found)))
+
+
+def check_joined(config: Config, output: Path, rank: int) -> None:
+    """Like :func:`check_before_start`, in a rank of a launcher; does not read the text.
+
+    Raises:
+        ConfigError: the run's folder cannot be written (on rank 0, which writes it).
+        MachineError: the machine lacks the device, or disk space for a checkpoint.
+    """
+    for error in device_mistakes(config, os.environ):
+        raise error
+    if rank:
+        return
+    for error in [*_peer(config, output), *_writers(config, output), *_output(config, output)]:
+        raise error
+
+
+def _peer(config: Config, output: Path) -> Iterator[InternspError]:
+    if config.checkpoint.peer:
+        from internsp.app.checkpoint.peer import mistake
+
+        if why := mistake():
+            yield ConfigError(why)
+
+
+def _writers(config: Config, output: Path) -> Iterator[InternspError]:
+    if config.report.writers:
+        from internsp.app.report.writers import missing_packages
+
+        yield from missing_packages(config)
+
+
+def as_machine_error(error: OSError, what: str) -> InternspError:
+    """A failure of the file system as a one-line :class:`MachineError`, or as a wrong path."""
+    text = f"{what}: {error.strerror or error}"
+    return MachineError(text) if error.errno in MACHINE_ERRNOS else ConfigError(text)
+
+
+@contextmanager
+def errors_in_words() -> Iterator[None]:
+    """A context that turns failures of files and memory in a rank into one-line errors."""
+    try:
+        yield
+    except InternspError:
+        raise
+    except MemoryError as error:
+        raise MachineError("out of memory") from error
+    except OSError as error:
+        if error.errno not in MACHINE_ERRNOS | _UNFIT or isinstance(error, ConnectionError):
+            raise
+        raise as_machine_error(error, error.filename or "a file of the run") from error
+    except RuntimeError as error:
+        # torch has no class for this on a CPU; on a GPU it is OutOfMemoryError.
+        if "not enough memory" not in str(error) and "out of memory" not in str(error):
+            raise
+        raise MachineError(str(error).splitlines()[0]) from error
+
+
+def _output(config: Config, output: Path) -> Iterator[InternspError]:
+    """Check that the run's folder can be created and written, and nothing is in its files' way."""
+    path = Path(os.path.abspath(output))
+    try:
+        nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+        if not nearest.is_dir():
+            where = "is" if nearest == path else f"lies below {nearest}, which is"
+            yield ConfigError(f"--output: {output} {where} not a folder")
+            return
+        _write_scratch(nearest, _SCRATCH_BYTES)
+        old = (path / "metrics.jsonl").exists()
+        if old and config.checkpoint.resume in (None, "never"):
+            _write_scratch(path.parent, 0)  # the older run is moved aside
+            if os.path.ismount(path) or path == Path("/"):
+                yield ConfigError(
+                    f"--output: {output} holds a run and cannot be moved aside, being the root of "
+                    "a file system; give a folder below it"
+                )
+        elif path.is_dir():
+            yield from _in_the_way(path)
+    except OSError as error:
+        yield as_machine_error(error, f"--output: {output} cannot be written")
+        return
+    yield from _disk(config, output, nearest)
+
+
+def _in_the_way(path: Path) -> Iterator[InternspError]:
+    for name in ("config.toml", "metrics.jsonl", "report.html"):
+        if (path / name).is_dir():
+            yield ConfigError(f"--output: {path / name} is a folder, where the run writes a file")
+    for name in ("checkpoints", "logs", "traces"):
+        if os.path.lexists(path / name) and not (path / name).is_dir():
+            yield ConfigError(f"--output: {path / name} is a file, where the run makes a folder")
+
+
+def _disk(config: Config, output: Path, folder: Path) -> Iterator[InternspError]:
+    """Check that one checkpoint fits on the disk: weights and the optimizer's moments."""
+    if not config.checkpoint.save:
+        return
+    item = ITEM_BYTES[config.train.dtype]
+    needed = elements(config) * (item + moments(config) * max(4, item))
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if status.f_blocks and needed > free:  # some file systems do not say how large they are
+        yield MachineError(
+            f"--output: a checkpoint takes {human(needed)} and the disk of {output} has "
+            f"{human(free)} left: give another folder, or checkpoint.save = false"
+        )
+
+
+def _temporary(config: Config, output: Path) -> Iterator[InternspError]:
+    """Check the folder for temporary files, in which launcher and ranks create their sockets."""
+    try:
+        folder = Path(tempfile.gettempdir())
+        _write_scratch(folder, _SCRATCH_BYTES)
+    except OSError as error:
+        yield MachineError(
+            f"no folder for temporary files can be written ({error.strerror or error}): make room, "
+            "or set TMPDIR"
+        )
+        return
+    longest = (107 if sys.platform == "linux" else 103) - len("/pymp-12345678/listener-12345678")
+    if len(os.fsencode(folder)) > longest:  # a socket's address is limited, and includes the name
+        yield MachineError(
+            f"the name of the folder for temporary files, {folder}, has more than {longest} bytes, "
+            "so that processes cannot meet by sockets in it: set TMPDIR to a shorter one"
+        )
+
+
+def _write_scratch(folder: Path, nbytes: int) -> None:
+    """Write and remove a file without a name, so that nothing remains, however this ends."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(nbytes))
+        file.flush()
+
+
+def _memory(config: Config, output: Path) -> Iterator[InternspError]:
+    """Check that weights, gradients and moments fit into this machine, if it computes on a CPU."""
+    here = memory_bytes()
+    if here is None or config.parallel.device not in ("auto", "cpu"):
+        return
+    parallel, count = config.parallel, config.launch.processes
+    if count * _PROCESS_BYTES > here:
+        yield MachineError(
+            f"launch.processes: {count} processes take {human(count * _PROCESS_BYTES)} before they "
+            f"hold anything, and this machine has {human(here)}"
+        )
+        return
+    if parallel.device == "auto" and _devices("auto"):
+        return
+    item = ITEM_BYTES[config.train.dtype]
+    copies = count // (parallel.weight * parallel.pipeline)
+    # Each replica has the weights and their gradients; moments exist once (more with ZeRO-1.5).
+    weights = elements(config)
+    needed = weights * (copies * (item + max(4, item)) + moments(config) * max(4, item))
+    if needed > here:
+        yield MachineError(
+            f"model: {weights:.3g} parameters with their gradients and optimizer state take "
+            f"{human(needed)} on {count} processes, and this machine has {human(here)}"
+        )
+
+
+def memory_bytes() -> int | None:
+    """Memory of this machine, or of the container around this process; ``None`` if unknown."""
+    try:
+        here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(limit).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            here = min(here, int(text))
+    return here if here > 0 else None
+
+
+def _device(config: Config, output: Path) -> Iterator[InternspError]:
+    return device_mistakes(config, os.environ)
+
+
+def device_mistakes(config: Config, environment: Mapping[str, str]) -> Iterator[InternspError]:
+    """Check that the requested device exists, and that there is one for each local process."""
+    wanted = config.parallel.device
+    if config.train.memory_snapshot:
+        from internsp.app.process.modes import memory_mistake
+        from internsp.base import accelerator
+
+        if mistake := memory_mistake(
+            accelerator.default_device_type() if wanted == "auto" else wanted
+        ):
+            yield ConfigError(mistake)
+    if wanted == "cpu":
+        return
+    there = _devices(wanted)
+    if wanted != "auto" and not there:
+        yield MachineError(
+            f'parallel.device = "{wanted}": torch finds no {wanted.upper()} device on this '
+            f'machine; use "cpu" or "auto", or install a driver and a torch with {wanted.upper()}'
+        )
+    local = int(environment.get("LOCAL_WORLD_SIZE") or config.launch.processes)
+    if there and local > there:
+        yield MachineError(
+            f"launch.processes: {local} processes need a device each and this machine has "
+            f'{there}; start {there}, or set parallel.device = "cpu"'
+        )
+
+
+def _devices(wanted: str) -> int:
+    """Number of devices of the type ``wanted`` (``"auto"``: of any type), not counting the CPU."""
+    from internsp.base import accelerator
+
+    here = accelerator.default_device_type()
+    return accelerator.device_count(here if wanted == "auto" else wanted) if here != "cpu" else 0
+
+
+def _text(config: Config, output: Path) -> Iterable[InternspError]:
+    """Read a small text as the ranks will; of a larger one the beginning, for a second."""
+    from internsp.app.data.batches import vocabulary_mistake
+    from internsp.app.data.index import encoded, parts_of
+    from internsp.app.data.tokenizer import load_tokenizer
+
+    data, model = config.data, config.model
+    tokenizer = load_tokenizer(data.tokenizer)
+    if tokenizer.vocab_size > model.vocab_size:
+        return [vocabulary_mistake(config, tokenizer)]
+    trained = parts_of(data)
+    parts = [part for part in (*trained, *data.evaluation) if part.source != "stdlib"]
+    if not parts:
+        return []
+    if _size_of(path for part in parts for path in part.paths) <= _SMALL_TEXT:
+        from internsp.app.data.batches import DataSource
+        from internsp.app.data.evaluation import evaluations
+
+        # Nothing is written before a run: the run itself makes its indices.
+        in_memory = data.model_copy(update={"index": "never"})
+        if all(part.source == "stdlib" for part in trained):
+            evaluations(in_memory, tokenizer, {})
+        else:
+            DataSource.create(in_memory, global_batch=1, tokenizer=tokenizer)
+        return []
+    end = time.monotonic() + _READ_SECONDS
+    for part in parts:
+        for path in part.paths:
+            for _ in encoded(part, tokenizer, path):
+                if time.monotonic() > end:
+                    return []
+    return []
+
+
+def _size_of(paths: Iterable[str]) -> int:
+    """Bytes of the files in and below ``paths``; stops counting above ``_SMALL_TEXT``."""
+    total = 0
+    for path in map(Path, paths):
+        files = path.rglob("*") if path.is_dir() else [path]
+        for file in files:
+            with suppress(OSError):  # reported when it is read
+                total += file.stat().st_size
+            if total > _SMALL_TEXT:
+                return total
+    return total

@@ -1,0 +1,239 @@
+"""Make a model from a configuration. The only module that imports the model zoo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from internsp import model_zoo
+from internsp.app.config import Config
+from internsp.app.models.causal_lm import HFCausalLM, skip_packing_detection
+from internsp.base import accelerator
+from internsp.config import hf_folder
+from internsp.errors import ConfigError
+from internsp.model_zoo import llama_form
+from internsp.model_zoo.common import CausalLM
+from internsp.model_zoo.llama_form import exported_tensors as llama_parts
+from internsp.model_zoo.llama_form import llama_config
+from internsp.parallel.parallelize import initialize
+from internsp.structure.dtypes import DTYPES
+from internsp.values.load import load_weights, stored_shapes, stored_values
+from internsp.wp.communicator import ISPCommunicator
+
+__all__ = [
+    "Model", "build_first_layers", "build_for_load", "build_for_training", "build_model",
+    "device_type", "fill_parameters", "generate", "llama_config", "llama_parts", "move_buffers",
+    "skip_packing_detection", "to_parallelize",
+]  # fmt: skip
+
+Model = CausalLM | HFCausalLM
+
+
+def build_model(config: Config) -> nn.Module:
+    """The module that a run passes to ``parallelize``, on the meta device."""
+    if config.model.family == "hf":
+        return to_parallelize(_hf(config, "meta"))
+    return _zoo(config)
+
+
+def build_first_layers(config: Config, layers: int) -> Model:
+    """The model of a run with only its first ``layers`` blocks, on the meta device.
+
+    :mod:`internsp.structure` observes its forward and backward.
+    """
+    if config.model.family != "hf":
+        return _zoo(config.model_copy(update={
+            "model": config.model.model_copy(update={"layers": layers, "attention": "sdpa"})
+        }))  # fmt: skip
+    model = _hf(config, "meta")
+    for module in model.model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == config.model.layers:
+            del module[layers:]
+    model.model.config.num_hidden_layers = layers
+    return model
+
+
+def build_for_training(config: Config) -> Model:
+    """The model of a run. Pass its :func:`to_parallelize` to ``parallelize``, then call
+    :func:`fill_parameters`.
+
+    A model of the zoo, or one of transformers whose folder can be streamed, is on the meta device
+    and has no values yet. Any other model of transformers has unsharded values in this process.
+
+    Returns:
+        A module that is called as ``model(input_ids, layout=..., labels=..., loss_chunk=...)``.
+    """
+    if config.model.family == "hf":
+        return _hf(config, "cpu", weights=True)
+    model = _zoo(config)
+    if _has_stored_weights(config):
+        _check_folder(config, model)
+    return model
+
+
+def build_for_load(config: Config) -> Model:
+    """The model of a run for a ``load_state_dict(..., assign=True)`` of all parameters."""
+    return _hf(config, "cpu") if config.model.family == "hf" else _zoo(config)
+
+
+def to_parallelize(model: Model) -> nn.Module:
+    """The module for ``parallelize``: for a wrapped model of transformers the model itself."""
+    return model.model if isinstance(model, HFCausalLM) else model
+
+
+def fill_parameters(
+    config: Config,
+    model: Model,
+    modules: Sequence[nn.Module],
+    communicators: Sequence[ISPCommunicator],
+    device: torch.device,
+) -> None:
+    """Load or initialize a parallel model's parameters and buffers, for its first forward.
+
+    Collective if a folder is read.
+
+    Args:
+        modules: the model, or this rank's chunks of it.
+        communicators: the communicator of each module.
+
+    Raises:
+        StructureError: documents are packed, but the model's attention cannot separate them.
+    """
+    if isinstance(model, CausalLM):
+        if _has_stored_weights(config):
+            _load_folder(config, modules)
+            return
+        for communicator in communicators:
+            initialize(communicator, model.initialize, config.train.seed)
+        return
+    if model.unread is not None:
+        load_weights(model.model, model.unread)
+    move_buffers(model, device)
+    if config.data.pack:
+        model.check_documents_separate(device)
+
+
+def _has_stored_weights(config: Config) -> bool:
+    """Whether ``model.path`` is a folder with weights for a model of the zoo."""
+    path = config.model.path
+    return path is not None and any(Path(path).glob("*.safetensors"))
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in model.named_parameters()}
+
+
+def _check_folder(config: Config, model: CausalLM) -> None:
+    """Require that the folder has all tensors of a model, and no others.
+
+    Raises:
+        ConfigError: a tensor is missing, superfluous or has another shape; the message has its
+            name in the folder.
+    """
+    folder, shapes = Path(str(config.model.path)), _shapes(model)
+    zeros = []
+    if hf_folder.kind(str(folder)) == "internlm2":
+        wanted = {llama_form.internlm2_name(name): shape for name, shape in shapes.items()}
+    else:
+        parts = list(llama_parts(config.model, shapes))
+        wanted = {part.name: part.shape for part in parts}
+        zeros = [part.name for part in parts if part.source is None]
+    stored = stored_shapes(folder)
+    for name, shape in wanted.items():
+        if name not in stored:
+            raise ConfigError(f"model.path: {folder} has no {name}")
+        if stored[name] != list(shape):
+            text = f"has the shape {stored[name]}, the model's has {list(shape)}"
+            raise ConfigError(f"model.path: {name} in {folder} {text}")
+    for name in stored:
+        if name not in wanted and not _is_derived(name):
+            text = "which a model of this family and these sizes does not have"
+            raise ConfigError(f"model.path: {folder} has {name}, {text}")
+    for name, value in stored_values(folder, zeros).items():
+        if value.any():
+            text = "is not zero, and model.bias would give all linear layers a bias"
+            raise ConfigError(f"model.path: {name} in {folder} {text}; set model.family = \"hf\"")
+
+
+def _is_derived(name: str) -> bool:
+    """Whether ``name`` follows from config.json: rotary frequencies, which old folders contain."""
+    return name.endswith(".rotary_emb.inv_freq")
+
+
+def _load_folder(config: Config, modules: Sequence[nn.Module]) -> None:
+    """Load this rank's rows from a folder that was checked. Collective."""
+    shapes = _shapes(_zoo(config))
+    if hf_folder.kind(str(config.model.path)) == "internlm2":
+        joined, names = {}, {name: llama_form.internlm2_name(name) for name in shapes}
+    else:
+        joined = llama_form.fused_projections(config.model, shapes)
+        parts = llama_parts(config.model, shapes)
+        names = {part.source: part.name for part in parts if part.source is not None}
+        names |= {name: name for name in joined}
+    for module in modules:
+        missing, _ = load_weights(
+            module, str(config.model.path), strict=False, joined=joined,
+            rename=lambda name: names.get(name, ""),  # a tied head's second name
+        )  # fmt: skip
+        assert not missing, f"the folder was checked, and has no values of {missing}"
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move buffers to ``device``, to which ``parallelize`` has moved the parameters."""
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+def _zoo(config: Config) -> CausalLM:
+    return model_zoo.build(config.model, device="meta", dtype=DTYPES[config.train.dtype])
+
+
+def _hf(config: Config, device: str, weights: bool = False) -> HFCausalLM:
+    assert config.model.path is not None, "model.path is checked with model.family"
+    dtype = DTYPES[config.train.dtype]
+    return HFCausalLM(config.model.path, dtype, config.train.seed, device, weights)
+
+
+def device_type(config: Config) -> str:
+    """The device type on which a run of this configuration would compute on this host."""
+    chosen = config.parallel.device
+    if chosen == "auto":
+        return accelerator.default_device_type()
+    return chosen
+
+
+def generate(
+    model: Model,
+    prompt: Tensor,
+    tokens: int,
+    *,
+    seed: int,
+    stop_id: int,
+    on_token: Callable[[int], None] | None = None,
+    **options: Any,
+) -> Tensor:
+    """Continue ``prompt`` ``[n]`` by at most ``tokens`` tokens, on one process.
+
+    Returns the prompt and its continuation.
+
+    Args:
+        on_token: called with each token as soon as it is generated.
+        options: sampling options ``temperature``, ``top_k`` and ``top_p``.
+    """
+    if isinstance(model, HFCausalLM):
+        return model.generate(
+            prompt, tokens, seed=seed, stop_id=stop_id, on_token=on_token, **options
+        )
+    generator = torch.Generator().manual_seed(seed)
+    ids = [prompt]
+    for token in model_zoo.stream(
+        model, prompt[None], tokens, generator=generator, stop_id=stop_id, **options
+    ):
+        ids.append(token[0])
+        if on_token is not None:
+            on_token(int(token))
+    return torch.cat(ids)

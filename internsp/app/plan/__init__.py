@@ -1,0 +1,1 @@
+"""``internsp plan``: schedules, bytes and memory of a run that is not started."""

@@ -1,0 +1,274 @@
+"""Estimates one rank's activation memory from steps of the model on fake tensors.
+
+A few forwards and backwards with few blocks and short sequences are measured
+(:mod:`internsp.app.plan.observe`). Memory is linear in the number of blocks, and in the number of
+positions while tiles and chunks of the loss have a fixed length, so these measurements determine
+the memory of any number of blocks and any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from internsp.app.config import Config
+from internsp.app.config.tiles import tile_tokens
+from internsp.app.models.factory import device_type
+from internsp.app.plan.observe import ModelPart, Observed, observe
+from internsp.base.host import pinned_bytes
+from internsp.base.sizes import size_in_bytes
+from internsp.mesh import MeshShape
+from internsp.mesh.sequence import HEADS, RING
+from internsp.modules.offload import offloaded_blocks
+from internsp.modules.tiles import ROWS
+from internsp.structure.dtypes import DTYPES
+
+_SHORTEST = 512  # positions of the shortest step; shorter ones would be rounded to ROWS
+# Lengths of the measured steps as multiples of the shortest; longer lengths are extrapolated.
+_FACTORS = (1, 4, 16, 32)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes on one rank in the forward and backward of one micro-batch, for a model or one chunk.
+
+    Attributes:
+        batch: token ids, labels and positions.
+        kept: on the device between forward and backward.
+        forward: in addition to ``kept`` at the peak of a forward.
+        working: in addition to ``kept`` and ``exchanges`` at the peak, which is in the backward of
+            a block or of the loss.
+        between_parts: between input backward and weight backward, where they are separate.
+        host: in host memory at the end of forward, rounded up as torch's pinned allocator does
+            for a device.
+        offloaded: number of blocks whose activations are in host memory.
+        block: what one recomputing block that is not offloaded keeps on the device.
+        exchanges: at the peak, what the operators that exchange heads, or send keys and values
+            around a ring, have allocated; by kind.
+        earlier_peaks: in addition to ``kept`` at the peaks of forward and loss, and of the last
+            norm.
+        host_pieces: what one block keeps in host memory, by tensor.
+    """
+
+    batch: int
+    kept: int
+    forward: int
+    working: int
+    between_parts: int
+    host: int
+    offloaded: int
+    block: int
+    exchanges: Mapping[str, int]
+    earlier_peaks: tuple[int, ...] = ()
+    host_pieces: tuple[int, ...] = ()
+
+    def with_highest_peak(self) -> Activations:
+        """The same, with ``working`` and ``exchanges`` of whichever peak is highest."""
+        highest = max(self.earlier_peaks, default=0)
+        if highest <= self.working + sum(self.exchanges.values()):
+            return self
+        return replace(self, working=highest, exchanges=dict.fromkeys(self.exchanges, 0))
+
+    def rows(self, micro_batches: int) -> list[tuple[str, int]]:
+        """(component, bytes) on the device in a step that runs its micro-batches one by one."""
+        found = [
+            ("token ids, labels and positions", micro_batches * self.batch),
+            ("activations that are kept", self.kept),
+            ("block or loss at work", self.working),
+        ]
+        return found + exchange_rows(self.exchanges)
+
+
+def exchange_rows(exchanges: Mapping[str, int]) -> list[tuple[str, int]]:
+    """(component, bytes) of the exchanges of heads and of the ring."""
+    names = {HEADS: "exchanges of heads", RING: "keys and values around a ring"}
+    return [(name, exchanges[kind]) for kind, name in names.items() if exchanges.get(kind)]
+
+
+class ActivationModel:
+    """Activation memory of one configuration, for any sequence length.
+
+    Args:
+        model_part: which chunk of a pipeline; ``None``: the complete model.
+        layers, recomputing: blocks of the chunk, and how many of them recompute.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        shape: MeshShape,
+        model_part: ModelPart | None = None,
+        layers: int | None = None,
+        recomputing: int | None = None,
+    ) -> None:
+        self.config, self.shape = config, shape
+        self.model_part = model_part or ModelPart(shape)
+        self.rows = config.train.global_batch // (config.train.micro_batches * shape.data)
+        self.layers = config.model.layers if layers is None else layers
+        again = len(config.activation_checkpoint.selected(self.layers))
+        self.recomputing = again if recomputing is None else recomputing
+        self._steps: dict[int, Activations] = {}
+
+    def at(self, length: int) -> Activations:
+        """Activation memory for sequences of ``length`` tokens, counted over all ranks."""
+        local = -(-length // self.shape.sequence)
+        # Which operation is the peak depends on the length: interpolate between adjacent lengths.
+        lengths = [self._shortest() * factor for factor in _FACTORS]
+        above = next((i for i, each in enumerate(lengths) if i and each >= local), len(lengths) - 1)
+        small, large = lengths[above - 1], lengths[above]
+        found = _interpolate((small, large), [self._step(small), self._step(large)], local)
+        if found.host_pieces and device_type(self.config) != "cpu":
+            taken = sum(map(pinned_bytes, found.host_pieces))
+            found = replace(found, host=found.host * taken // sum(found.host_pieces))
+        return (self._with_formulas(found, local) if self._formulas else found).with_highest_peak()
+
+    def _shortest(self) -> int:
+        """Positions of the shortest step: complete tiles (if their length is fixed) and chunks."""
+        tiles = self.config.activation_checkpoint.tiles
+        if tiles == "auto":
+            return self._tile
+        return max(_SHORTEST, -(-self.config.train.loss_chunk // self.rows), ROWS * tiles)
+
+    @property
+    def _tile(self) -> int:
+        """Positions of a tile, where the length of tiles is fixed."""
+        return -(-tile_tokens(self.config) // self.rows // ROWS) * ROWS
+
+    def _tiles(self, positions: int) -> int:
+        tiles = self.config.activation_checkpoint.tiles
+        return positions // self._tile if tiles == "auto" else tiles
+
+    def _step(self, positions: int) -> Activations:
+        if positions not in self._steps:
+            self._steps[positions] = self._all_blocks(positions, self._tiles(positions))
+        return self._steps[positions]
+
+    def _all_blocks(self, positions: int, tiles: int) -> Activations:
+        """A step of all blocks, computed from steps of two and of three blocks of each kind."""
+        offload = self.config.activation_checkpoint.offload
+        layers, recomputing = self.layers, self.recomputing
+
+        def measure(
+            layers: int, again: int, offload: int | None = None, backward: bool = True
+        ) -> Observed:
+            model_part = self.model_part
+            return observe(
+                self.config,
+                self.rows,
+                positions,
+                tiles,
+                layers,
+                again,
+                offload,
+                model_part,
+                backward,
+            )
+
+        plain = 0
+        if recomputing < layers:
+            peaks = not recomputing
+            two = measure(2, 0, backward=peaks)
+            three = measure(3, 0, backward=peaks and self.model_part.split)
+            plain = three.kept - two.kept
+        if not recomputing:
+            found = _activations(two, (layers - 2) * plain)
+            each = three.between_parts - two.between_parts
+            return replace(found, between_parts=two.between_parts + (layers - 2) * each)
+        step = measure(2, 2, 1) if offload else None
+        offloaded = offloaded_blocks(offload, recomputing)
+        limit = size_in_bytes(offload) if isinstance(offload, str) else None
+        if step is not None and step.host and limit is not None:
+            offloaded = min(offloaded, limit // sum(step.host))
+        base = step if offloaded else None
+        whole = measure(2, 2, backward=base is None)  # only one step has to measure peaks
+        block = measure(3, 3, backward=False).kept - whole.kept
+        stays = recomputing - 2 - max(offloaded - 1, 0)
+        more = stays * block + (layers - recomputing) * plain
+        return _activations(base or whole, more, base.host if base else (), offloaded, block)
+
+    @property
+    def _formulas(self) -> bool:
+        """Whether exchanges are not measured: transformers' models are run as on one rank."""
+        return self.config.model.family == "hf" and self.shape.sequence > 1
+
+    def _with_formulas(self, found: Activations, local: int) -> Activations:
+        exchanges = {HEADS: self._head_exchange_bytes(local), RING: self._ring_bytes(local)}
+        return replace(found, exchanges=exchanges)
+
+    def _head_exchange_bytes(self, local: int) -> int:
+        """Upper bound of the queries, keys and values that exchanges of heads have in flight."""
+        shares = self.shape.sequence // self.shape.ring
+        if shares == 1:
+            return 0
+        model = self.config.model
+        heads = model.heads + 2 * (model.kv_heads or model.heads)
+        features = heads * (model.head_dim or model.hidden_size // model.heads)
+        size = DTYPES[self.config.weight_parallel.compute_dtype or self.config.train.dtype].itemsize
+        return 2 * self.rows * local * features * size
+
+    def _ring_bytes(self, local: int) -> int:
+        """Upper bound of a step of the ring's backward (:mod:`internsp.sp.ring`).
+
+        It holds, in fp32 or wider, the gradient sums of queries and of two parts' keys and values;
+        the received part of keys and values, and gradients returned to this rank; the next parts
+        (none, one, two of a double ring, or all where parts are sent directly); and copies of the
+        gradients that are sent, where their dtype is narrower than that of their sums.
+        """
+        ring, model = self.shape.ring, self.config.model
+        if ring == 1:
+            return 0
+        dtype = DTYPES[self.config.weight_parallel.compute_dtype or self.config.train.dtype]
+        size, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+        form = self.config.weight_parallel.ring_form
+        more = {"double": 2, "direct": ring - 2}.get(form, 1)
+        blocks = 4 + 2 * min(more, ring - 2) + 2 * (size < wide)
+        features = model.head_dim or model.hidden_size // model.heads
+        each = model.heads * wide + (model.kv_heads or model.heads) * (4 * wide + blocks * size)
+        return self.rows * local * features * each
+
+
+def _activations(
+    observed: Observed,
+    more: int,
+    host_pieces: tuple[int, ...] = (),
+    offloaded: int = 0,
+    block: int = 0,
+) -> Activations:
+    """The measurement ``observed`` as :class:`Activations`, with ``more`` bytes in ``kept``."""
+    *earlier_peaks, above = (max(peak - observed.kept, 0) for peak in observed.phases)
+    exchanges = {}
+    for kind, nbytes in observed.exchanges.items():
+        exchanges[kind] = min(nbytes, above)
+        above -= exchanges[kind]
+    return Activations(
+        observed.batch, observed.kept + more, observed.forward - observed.kept, above, 0,
+        offloaded * sum(host_pieces), offloaded, block, exchanges, tuple(earlier_peaks),
+        host_pieces,
+    )  # fmt: skip
+
+
+def _interpolate(at: tuple[int, int], steps: Sequence[Activations], wanted: int) -> Activations:
+    """Interpolate (or extrapolate) the steps of the two lengths ``at`` linearly to ``wanted``."""
+    low, high = steps
+
+    def line(small: int, large: int) -> int:
+        return round(large + (large - small) / (at[1] - at[0]) * (wanted - at[1]))
+
+    names = ("batch", "kept", "forward", "working", "between_parts", "host", "block")
+    values = {name: line(getattr(low, name), getattr(high, name)) for name in names}
+    exchanges = {kind: line(low.exchanges[kind], high.exchanges[kind]) for kind in high.exchanges}
+    earlier_peaks = tuple(
+        line(*each) for each in zip(low.earlier_peaks, high.earlier_peaks, strict=True)
+    )
+    host_pieces = tuple(
+        line(*each) for each in zip(low.host_pieces, high.host_pieces, strict=False)
+    )
+    return Activations(
+        exchanges=exchanges,
+        earlier_peaks=earlier_peaks,
+        host_pieces=host_pieces,
+        offloaded=high.offloaded,
+        **values,
+    )

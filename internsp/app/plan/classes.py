@@ -1,0 +1,198 @@
+"""Prints many ranks and long schedules for ``internsp plan``: equal ones once, with their numbers.
+
+Few ranks and short schedules are printed one by one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from internsp.app.config.errors import in_words
+from internsp.app.plan.offloaded import with_sums
+from internsp.app.plan.repeats import Item, folded_lines, ranges
+from internsp.app.process.terminal import FittingTable
+from internsp.base.sizes import human
+from internsp.mesh.shape import MeshShape
+from internsp.schedule.chunk import Schedule
+from internsp.structure.rules import FROM_CONFIG, Rules
+
+FEW_RANKS = 16
+FEW_STAGES = 4
+FEW_LINES = 400
+FEW_PASSES = 100
+_SHOWN_GROUPS = 3  # of the groups of one kind, before the last one
+
+
+def print_mesh(shape: MeshShape, console: Console) -> None:
+    """Print every rank's mesh coordinates; for many ranks those of each stage, and the groups."""
+    if shape.world_size > FEW_RANKS:
+        console.print(_stages_table(shape))
+        console.print(_groups_table(shape))
+        if shape.ring > 1:
+            console.print(f"Sequence of {shape.sequence_axes}.")
+        return
+    rows, own = [], []
+    for rank in range(shape.world_size):
+        inside = rank % shape.stage_size
+        replica, _, weight = shape.dense.coordinates(inside)
+        data, sequence = divmod(inside, shape.sequence)
+        zero = replica % shape.zero_size
+        coordinates = shape.sequence_axes.place(sequence) if shape.ring > 1 else ()
+        stage = rank // shape.stage_size
+        rows.append((rank, stage, data, sequence, *coordinates, replica, zero, weight))
+        replica, expert, weight = shape.experts.coordinates(inside)
+        own.append((rank, replica, replica % shape.experts.zero, expert, weight))
+    axes = ("ring", "heads") if shape.ring > 1 else ()
+    columns = ("rank", "pipeline", "data", "sequence", *axes, "replica", "zero", "weight")
+    console.print(table(f"Mesh of {shape.world_size} ranks", columns, rows))
+    if shape.ring > 1:
+        console.print(f"Sequence of {shape.sequence_axes}.")
+    if shape.separate:
+        around = ("rank", "replica", "zero", "expert", "expert weight")
+        console.print(table("Experts on the same ranks", around, own))
+
+
+def _stages_table(shape: MeshShape) -> Table:
+    """One row a pipeline stage: its ranks differ only in their parts of data and weights."""
+    coordinates = (shape.data, shape.sequence, shape.replicas, shape.zero_size, shape.weight)
+    inside = [ranges(range(size)) for size in coordinates]
+    rows = [
+        (ranges(range(p * shape.stage_size, (p + 1) * shape.stage_size)), p, *inside)
+        for p in range(min(shape.pipeline, FEW_RANKS))
+    ]
+    if shape.pipeline > FEW_RANKS:
+        last = shape.world_size - shape.stage_size
+        rows += [("...",), (ranges(range(last, shape.world_size)), shape.pipeline - 1, *inside)]
+    columns = ("ranks", "pipeline", "data", "sequence", "replica", "zero", "weight")
+    return table(f"Mesh of {shape.world_size} ranks, by pipeline stage", columns, rows)
+
+
+def _groups_table(shape: MeshShape) -> Table:
+    names = ["weight", "replica", "zero", "sequence", "data", "pipeline"]
+    if shape.ring > 1:
+        names[4:4] = ["heads", "ring"]
+    if shape.separate:
+        names += ["expert", "expert_weight", "expert_replica", "expert_zero"]
+    rows = []
+    for name in names:
+        groups = shape.ranks(name)
+        if len(groups[0]) == 1:
+            continue
+        shown = [ranges(group) for group in groups[:_SHOWN_GROUPS]]
+        if len(groups) > _SHOWN_GROUPS:
+            shown += ["..."] * (len(groups) > _SHOWN_GROUPS + 1) + [ranges(groups[-1])]
+        rows.append((name.replace("_", " "), len(groups[0]), len(groups), "; ".join(shown)))
+    return table("Ranks that share a group", ("<group", "ranks", "groups", "<members"), rows)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """A table to print: columns are aligned right, or left if their names begin with ``<``."""
+    result = FittingTable(title=title, title_justify="left")
+    for column in columns:
+        result.add_column(column.removeprefix("<"), justify="left" if "<" in column else "right")
+    for values in rows:
+        result.add_row(*(str(value) for value in values))
+    return result
+
+
+def equal_ranks(figures: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+    """Group pipeline ranks with equal ``figures``, in the order of each group's first rank.
+
+    Up to :data:`FEW_STAGES` ranks are not grouped.
+    """
+    found: dict[Hashable, list[int]] = {}
+    for rank, figure in enumerate(figures):
+        key = (rank, figure) if len(figures) <= FEW_STAGES else figure
+        found.setdefault(key, []).append(rank)
+    return found
+
+
+def ranks_label(ranks: Sequence[int]) -> str:
+    """``pipeline rank 3`` or ``pipeline ranks 3-6``."""
+    return f"pipeline rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+
+
+def memory_by_rank(rows: Mapping[str, Sequence[int]]) -> Table:
+    """Table of components and their bytes on each pipeline rank; equal ranks share a column.
+
+    Args:
+        rows: component -> bytes by pipeline rank.
+    """
+    columns = list(zip(*rows.values(), strict=True))
+    same = equal_ranks(columns)
+    title = "Memory of a rank, without activations"
+    sums = [
+        dict(with_sums(list(zip(rows, columns[ranks[0]], strict=True)))) for ranks in same.values()
+    ]
+    names = list(sums[0])
+    values = [[human(nbytes) for nbytes in each.values()] for each in sums]
+    if len(same) <= FEW_STAGES:
+        heads = ("<component", *map(ranks_label, same.values()))
+        return table(title, heads, zip(names, *values, strict=True))
+    lines = ((ranges(ranks), *each) for ranks, each in zip(same.values(), values, strict=True))
+    return table(title, ("<pipeline ranks", *names), lines)
+
+
+def rules_lines(rules: Rules) -> list[str]:
+    """Lines that say what each rule of the plan sets, and what it matches."""
+    lines = []
+    for number, matched_rule in enumerate(rules.matched, 1):
+        options = matched_rule.rule.model_dump(exclude={"match"}).items()
+        sets = ", ".join(f"{key} = {in_words(value)}" for key, value in options)
+        where = "" if matched_rule.origin == FROM_CONFIG else f" ({matched_rule.origin})"
+        lines.append(f"  {number}. {', '.join(matched_rule.rule.match)}{where}: {sets}")
+        names = ", ".join(folded_names(matched_rule.outermost()))
+        amount = f"{matched_rule.parameters} parameters, {human(matched_rule.nbytes)}"
+        lines.append(f"     matches {names} ({amount})")
+    return lines
+
+
+def folded_names(names: Iterable[str]) -> list[str]:
+    """``layers.0``, ``layers.1``, ``head`` as ``layers.{0-1}``, ``head``."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        before, number, after = _split_number(name)
+        numbers.setdefault((before, after), []).extend([] if number is None else [number])
+    return [
+        f"{before}{{{ranges(sorted(found))}}}{after}" if len(found) > 1 else
+        f"{before}{found[0] if found else ''}{after}"
+        for (before, after), found in numbers.items()
+    ]
+
+
+def schedule_lines(schedule: Schedule) -> list[str]:
+    """Every action of a step on a line; in long schedules, repeated actions are folded."""
+    if len(schedule.actions) <= FEW_LINES:
+        return [_action(a.kind, a.phase, a.weight, a.nbytes) for a in schedule.actions]
+    items: list[Item] = []
+    text: dict[Hashable, str] = {}
+    for action in schedule.actions:
+        before, number, after = _split_number(action.weight)
+        key = (action.kind, action.phase, before, after, action.nbytes)
+        name = _escape_braces(before)
+        if number is not None:
+            name = f"{name}{{}}{_escape_braces(after)}"
+        text[key] = _action(action.kind, action.phase, name, action.nbytes)
+        items.append(Item(key, number))
+    return folded_lines(items, text)
+
+
+def _split_number(name: str) -> tuple[str, int | None, str]:
+    """Split ``layers.12.wq`` into ``("layers.", 12, ".wq")``: the first number is the block's."""
+    found = re.search(r"(?<![0-9A-Za-z_])\d{1,9}(?![0-9A-Za-z_])", name)
+    if found is None:
+        return name, None, ""
+    return name[: found.start()], int(found.group()), name[found.end() :]
+
+
+def _escape_braces(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def _action(kind: str, phase: str, name: str, nbytes: int) -> str:
+    amount = f"  {human(nbytes)}" if nbytes else ""
+    return f"{kind:<5} {phase:<9} {name}{amount}"

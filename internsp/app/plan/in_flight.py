@@ -1,0 +1,158 @@
+"""Activation memory on the ranks of a pipeline, of all micro-batches in flight.
+
+A rank's passes are simulated in their order: a forward adds the bytes that its micro-batch keeps,
+its backward removes them. In addition, torch's stages and schedules hold a receive buffer for each
+message of a step, and each sent tensor until the schedule drops its work handle.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from internsp.app.config import Config
+from internsp.app.plan.activations import ActivationModel, Activations, exchange_rows
+from internsp.app.plan.observe import ModelPart
+from internsp.app.plan.pipeline import PipelinePlan, RankPlan, message_bytes
+from internsp.base.sizes import size_in_bytes
+from internsp.pipeline.hooks import FULL, INPUT, ComputeAction
+
+BUFFERS = "buffers for messages between stages"
+
+
+@dataclass(frozen=True)
+class RankActivations:
+    """Activation memory of one pipeline rank.
+
+    Attributes:
+        buffers: bytes of receive buffers, which are kept from step to step.
+        rows: (component, bytes) on the device at the peak, without ``buffers``.
+        host: bytes in host memory at the peak.
+    """
+
+    buffers: int
+    rows: tuple[tuple[str, int], ...]
+    host: int
+
+
+class PipelineActivations:
+    """Activation memory of all ranks of a pipeline, for any sequence length."""
+
+    def __init__(self, config: Config, plan: PipelinePlan) -> None:
+        self.config, self.plan = config, plan
+        model_by_part: dict[tuple[ModelPart, int, int], ActivationModel] = {}
+        self.models: dict[int, ActivationModel] = {}
+        last = max(chunk.stage for rank in plan.ranks for chunk in rank.chunks)
+        for rank in plan.ranks:
+            for chunk in rank.chunks:
+                stage, layers = chunk.stage, len(chunk.blocks)
+                parts = {action.part for action in rank.actions if action.stage == stage}
+                model_part = ModelPart(plan.shape, stage == 0, stage == last, INPUT in parts)
+                again = sum(unit.recomputed for unit in chunk.plan.blocks)
+                key = model_part, layers, again
+                if key not in model_by_part:
+                    model_by_part[key] = ActivationModel(
+                        config, plan.shape, model_part, layers, again
+                    )
+                self.models[stage] = model_by_part[key]
+
+    def at(self, rank: int, length: int) -> RankActivations:
+        """Activation memory of a pipeline rank, for sequences of ``length`` tokens in all."""
+        plan = self.plan.ranks[rank]
+        chosen = self.config.data.model_copy(update={"sequence_length": length})
+        message = message_bytes(
+            self.config.model_copy(update={"data": chosen}), self.plan.shape
+        )
+        activations = {chunk.stage: self.models[chunk.stage].at(length) for chunk in plan.chunks}
+        model_parts = {stage: self.models[stage].model_part for stage in activations}
+        number = self.plan.micro_batches
+        ends = sum((not part.first) + (not part.last) for part in model_parts.values())
+        batch = number * next(iter(activations.values())).batch
+        offload = self.config.activation_checkpoint.offload
+        limit = size_in_bytes(offload) if isinstance(offload, str) else None
+        holds_sends = self.plan.kind.name != "1F1B"
+        simulation = _PassSimulation(plan, activations, model_parts, message, limit, holds_sends)
+        ids = [("token ids, labels and positions", batch)]
+        return RankActivations(number * ends * message, (*ids, *simulation.rows), simulation.host)
+
+
+class _PassSimulation:
+    """Simulates one rank's passes and records the peak.
+
+    Args:
+        activations: of one micro-batch, by stage.
+        message: bytes of a message between stages.
+        limit: bytes of host memory for activations of a chunk; ``None``: no limit.
+        holds_sends: a sent tensor is held to the end of the step; else until the next one is sent.
+    """
+
+    def __init__(
+        self,
+        rank: RankPlan,
+        activations: Mapping[int, Activations],
+        model_parts: Mapping[int, ModelPart],
+        message: int,
+        limit: int | None,
+        holds_sends: bool,
+    ) -> None:
+        self.activations, self.message = activations, message
+        self.limit, self.holds_sends = limit, holds_sends
+        own = set(activations)
+        self.sends = {s: not model_parts[s].last and s + 1 not in own for s in own}
+        self.returns = {s: not model_parts[s].first and s - 1 not in own for s in own}
+        # The output for a next stage on this same rank is counted in that stage's receive buffer.
+        self.in_receive_buffer = {
+            s: 0 if self.sends[s] or model_parts[s].last else message for s in own
+        }
+        self.kept: dict[tuple[int, int], tuple[int, int]] = {}  # on the device, on the host
+        self.leaving: Counter[str] = Counter()
+        self.rows: list[tuple[str, int]] = []
+        self.host = self._most = 0
+        # torch's 1F1B keeps the last message that it sent before its first backward.
+        first = next((n for n, action in enumerate(rank.actions) if action.part), 0)
+        self.held = None
+        if not holds_sends and first > 1:
+            self.held = rank.actions[first - 2].micro_batch
+        for action in rank.actions:
+            self._pass(action)
+
+    def _pass(self, action: ComputeAction) -> None:
+        stage, key = action.stage, (action.stage, action.micro_batch)
+        one = self.activations[stage]
+        if not action.part:
+            self.kept[key] = self._kept_bytes(stage, one)
+            self.host = max(self.host, sum(host for _, host in self.kept.values()))
+            self._peak(one.forward, {})
+            return
+        self._peak(one.working, one.exchanges)
+        _, host = self.kept.pop(key)
+        if action.part == INPUT:
+            self.kept[key] = (max(one.between_parts - self.in_receive_buffer[stage], 0), host)
+        elif self.sends[stage] and (self.holds_sends or action.micro_batch == self.held):
+            self.leaving["outputs"] += self.message
+        if self.returns[stage] and action.part in (INPUT, FULL):
+            held = self.leaving["gradients"] if self.holds_sends else 0
+            self.leaving["gradients"] = held + self.message
+
+    def _kept_bytes(self, stage: int, one: Activations) -> tuple[int, int]:
+        kept = one.kept - self.in_receive_buffer[stage]
+        if self.limit is None or not one.host:
+            return kept, one.host
+        used = sum(host for (s, _), (_, host) in self.kept.items() if s == stage)
+        leaves = min(one.offloaded, max(self.limit - used, 0) * one.offloaded // one.host)
+        return kept + (one.offloaded - leaves) * one.block, leaves * one.host // one.offloaded
+
+    def _peak(self, working: int, exchanges: Mapping[str, int]) -> None:
+        kept = sum(each for each, _ in self.kept.values())
+        leaving = sum(self.leaving.values())
+        total = kept + leaving + working + sum(exchanges.values())
+        if total <= self._most:
+            return
+        self._most = total
+        self.rows = [
+            (f"activations that are kept, {len(self.kept)} in flight", kept),
+            *([("hidden states and gradients that were sent", leaving)] if leaving else []),
+            ("block or loss at work", working),
+            *exchange_rows(exchanges),
+        ]

@@ -1,0 +1,171 @@
+"""``internsp plan --longest``: the longest sequence that fits into memory, by component."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from internsp.app.config import Config
+from internsp.app.plan.activations import ActivationModel
+from internsp.app.plan.classes import table
+from internsp.app.plan.in_flight import BUFFERS, PipelineActivations
+from internsp.app.plan.offloaded import HOSTED, STEPPING
+from internsp.app.plan.pipeline import make_pipeline_plan
+from internsp.app.plan.printed import make_plan, rank_memory
+from internsp.app.process import terminal
+from internsp.base.host import ACTIVATIONS
+from internsp.base.sizes import human, size_in_bytes
+from internsp.errors import ConfigError
+
+MOST_TOKENS = 1 << 31
+
+
+Rows = list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class LongestSequence:
+    """The longest sequence of a configuration on one rank's memory.
+
+    Attributes:
+        length: tokens, over all ranks of a sequence group; 0: nothing fits.
+        memory: (component, bytes) on the device at that length, on the rank whose memory is full.
+        host: the same in host memory.
+        bound: the component that grows most with the length, in the memory that is full.
+        rank: pipeline rank whose memory is full.
+    """
+
+    length: int
+    memory: tuple[tuple[str, int], ...]
+    host: tuple[tuple[str, int], ...]
+    bound: str
+    rank: int = 0
+
+
+class _RankMemory:
+    """A rank's memory without activations."""
+
+    def __init__(self, memory: Rows, process: int) -> None:
+        here = [row for row in memory if row[0] not in HOSTED.values() and row[1]]
+        self.fixed = [row for row in here if row[0] != STEPPING]
+        self.stepping = [row for row in here if row[0] == STEPPING]
+        if process:
+            self.fixed.insert(0, ("process before the model", process))
+        self.hosted = [row for row in memory if row[0] in HOSTED.values() and row[1]]
+
+
+class MemoryBudget:
+    """The memory of every pipeline rank, for any sequence length.
+
+    Args:
+        process: bytes that a process takes before it builds a model, where the CPU computes; they
+            get a row of their own.
+    """
+
+    def __init__(self, config: Config, world_size: int, process: int = 0) -> None:
+        self.stages: PipelineActivations | None = None
+        if config.parallel.pipeline > 1:
+            pipeline = make_pipeline_plan(config, world_size)
+            self.stages = PipelineActivations(config, pipeline)
+            memory = [
+                list(rank_memory(config, pipeline, rank).items()) for rank in pipeline.ranks
+            ]
+            shape = pipeline.shape
+        else:
+            plan = make_plan(config, world_size)
+            self.activations = ActivationModel(config, plan.shape)
+            memory, shape = [list(plan.memory)], plan.shape
+        self.ranks = [_RankMemory(rows, process) for rows in memory]
+        self.multiple, self.micro_batches = shape.sequence, config.train.micro_batches
+
+    def at(self, length: int, rank: int = 0) -> tuple[Rows, Rows]:
+        """(component, bytes) on the device and on the host with sequences of ``length`` tokens."""
+        own = self.ranks[rank]
+        buffers: Rows = []
+        if self.stages is not None:
+            found = self.stages.at(rank, length)
+            buffers, rows, nbytes = [(BUFFERS, found.buffers)], list(found.rows), found.host
+        else:
+            one = self.activations.at(length)
+            rows, nbytes = one.rows(self.micro_batches), one.host
+        host = [(HOSTED[ACTIVATIONS], nbytes)] if nbytes else []
+        # During the optimizer's step there are no activations.
+        phases = (rows, own.stepping)
+        return [*own.fixed, *buffers, *max(phases, key=_sum)], [*own.hosted, *host]
+
+    def longest(self, memory: int, host_memory: int | None = None) -> LongestSequence:
+        """The longest multiple of the sequence degree that fits on every rank."""
+
+        def excess(length: int, rank: int) -> list[int]:
+            """Bytes beyond the limit on the device and on the host."""
+            here, there = (_sum(rows) for rows in self.at(length, rank))
+            return [here - memory, 0 if host_memory is None else there - host_memory]
+
+        def fits(length: int) -> bool:
+            return all(max(excess(length, rank)) <= 0 for rank in range(len(self.ranks)))
+
+        low, high = 0, 1
+        while high * self.multiple < MOST_TOKENS and fits(high * self.multiple):
+            low, high = high, 2 * high  # from below: longer sequences take longer to evaluate
+        high = min(high, MOST_TOKENS // self.multiple)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if fits(middle * self.multiple):
+                low = middle
+            else:
+                high = middle - 1
+        length = low * self.multiple
+        more = min(length + max(length // 100, self.multiple), MOST_TOKENS)
+        full = max(range(len(self.ranks)), key=lambda rank: max(excess(more, rank)))
+        which = 0 if excess(more, full)[0] > 0 else 1
+        here, there = self.at(max(length, self.multiple), full)
+        now = dict((here, there)[which])
+        then = self.at(max(2 * length, self.multiple), full)[which]
+        grown = sorted(((n - now.get(name, 0), name) for name, n in then), reverse=True)
+        return LongestSequence(length, tuple(here), tuple(there), grown[0][1], full)
+
+
+def _sum(rows: Sequence[tuple[str, int]]) -> int:
+    return sum(nbytes for _, nbytes in rows)
+
+
+def print_longest(
+    config: Config, world_size: int, memory: str, host: str | None, console: Console | None = None
+) -> None:
+    """Print the longest sequence for ``memory`` (``"80 GiB"``) and ``host`` memory of a rank.
+
+    Raises:
+        ConfigError: ``memory`` or ``host`` is not a size; or nothing fits.
+    """
+    console = console or terminal.console()
+    sizes = [_size("--longest", memory), None if host is None else _size("--host-memory", host)]
+    assert sizes[0] is not None
+    found = MemoryBudget(config, world_size).longest(sizes[0], sizes[1])
+    rows = [(name, human(nbytes)) for name, nbytes in found.memory]
+    rows.append(("sum", human(_sum(found.memory))))
+    rows += [(name, human(nbytes)) for name, nbytes in found.host]
+    if not found.length:
+        needed = _sum(found.memory)
+        raise ConfigError(
+            f"--longest {memory}: no sequence fits; one of {config.parallel.sequence} tokens takes "
+            f"{human(needed)} a rank (shard weights further, or offload them)"
+        )
+    of = "one rank"
+    where = ""
+    if config.parallel.pipeline > 1:
+        of = f"pipeline rank {found.rank}"
+        where = f", on {of}"
+    console.print(
+        f"Longest sequence for {memory} a rank: {found.length:,} tokens over "
+        f"{config.parallel.sequence} ranks, bound by: {found.bound}{where}"
+    )
+    console.print(table(f"Memory of {of} at that length", ("<component", "bytes"), rows))
+
+
+def _size(option: str, text: str) -> int:
+    found = size_in_bytes(text)
+    if found is None:
+        raise ConfigError(f'{option}: {text!r} is no size; write a number and a unit, as "80 GiB"')
+    return found

@@ -1,0 +1,455 @@
+"""Measures a forward and backward on fake tensors by counting the bytes of their storages.
+
+The model's own code runs on fake tensors (torch's ``FakeTensorMode``) of one rank's sizes: blocks
+with their checkpoints, tiles and offload, exchanges of heads and rings with all that they allocate.
+Only nothing is sent. For a CUDA device, the temporary memory of its kernels is counted in place of
+that of the CPU's (:mod:`internsp.app.plan.kernels`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from internsp.app.config import Config
+from internsp.app.models.factory import (
+    build_first_layers,
+    device_type,
+    skip_packing_detection,
+    to_parallelize,
+)
+from internsp.app.plan.kernels import KernelMemory, fuse_norms, kernel_memory
+from internsp.base.host import HostLink
+from internsp.mesh import MeshShape
+from internsp.mesh.sequence import HEADS, RING, SequenceAxes
+from internsp.modules.offload import ActivationOffload
+from internsp.modules.recompute import checkpoint_block
+from internsp.modules.tiles import tile_all
+from internsp.pipeline.chunks import Chunk
+from internsp.sp import DistributedAttention, SequenceLayout, checkpoint_context_fn
+from internsp.sp.dispatch import FIXED_BALANCE, rank_ranges, ring_ranges
+from internsp.sp.exchange import OPERATORS as EXCHANGES
+from internsp.sp.exchange import ExchangeGroup
+from internsp.sp.ranges import MaskSpec
+from internsp.sp.ring import OPERATORS as RINGS
+from internsp.sp.routes import Route, routes
+from internsp.structure.blocks import read_structure
+from internsp.structure.dtypes import DTYPES
+from internsp.structure.tiles import find_tiled
+
+_OPERATORS = {
+    **{name: (HEADS, body) for name, body in EXCHANGES.items()},
+    **{name: (RING, body) for name, body in RINGS.items()},
+}
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Which part of the model is measured: all of it, or a pipeline's chunk.
+
+    Attributes:
+        shape: of the mesh.
+        first: the chunk has the embedding; else it takes hidden states.
+        last: the chunk has norm, head and loss; else it returns hidden states.
+        split: input backward and weight backward are computed separately.
+    """
+
+    shape: MeshShape
+    first: bool = True
+    last: bool = True
+    split: bool = False
+
+    @property
+    def is_whole_model(self) -> bool:
+        """Whether it is the complete model, without a pipeline."""
+        return self.shape.pipeline == 1
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Measured bytes of one micro-batch on one rank, without messages of a pipeline.
+
+    Attributes:
+        batch: token ids, labels and positions.
+        kept: from forward to backward, a chunk's output included.
+        forward: at the peak of forward.
+        peak: at the peak of forward and backward.
+        phases: at the peaks of three phases: forward with the loss's backward, the last norm's
+            backward, the blocks' backward. Each grows differently with the length.
+        between_parts: between input backward and weight backward, where they are separate.
+        host: in host memory at the end of forward, by tensor.
+        exchanges: at the blocks' peak, in addition to ``kept``: what operators that exchange
+            heads, or send keys and values around a ring, have allocated; by kind.
+    """
+
+    batch: int
+    kept: int
+    forward: int
+    peak: int
+    phases: tuple[int, ...]
+    between_parts: int
+    host: tuple[int, ...]
+    exchanges: Mapping[str, int]
+
+
+def observe(
+    config: Config,
+    rows: int,
+    positions: int,
+    tiles: int,
+    layers: int,
+    again: int,
+    offload: Any,
+    model_part: ModelPart | None = None,
+    backward: bool = True,
+) -> Observed:
+    """Measure a forward and backward of ``layers`` blocks, ``again`` of which recompute.
+
+    Args:
+        rows: sequences of a micro-batch.
+        positions: of this rank.
+        offload: ``activation_checkpoint.offload``.
+        backward: False where only what forward keeps is needed (a third of the time or less):
+            then no peak is that of a backward, and ``between_parts`` is 0.
+    """
+    model_part = model_part or ModelPart(MeshShape(1))
+    model: Any = build_first_layers(config, layers)
+    dtype = DTYPES[config.weight_parallel.compute_dtype or config.train.dtype]
+    hf = config.model.family == "hf"
+    layout = _layout(config, rows, positions, model_part.shape, hf)
+    batch = sum(_storages(tensor for _, tensor in _tensors(layout)).values())
+    cuda = device_type(config) == "cuda"
+    live = _LiveBytes(kernel_memory(config) if cuda else {})
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        _allocate(model, dtype)
+        if cuda:
+            fuse_norms(model, config)
+        if not hf:  # transformers' code reads values
+            made: dict[str, Any]
+            made = {name: fake.from_tensor(tensor) for name, tensor in _tensors(layout)}
+            layout = replace(layout, **made)
+            _attach(model, config, model_part.shape)
+        if not model_part.is_whole_model:
+            model = Chunk(model, range(layers), model_part.first, model_part.last)
+        link = _UncountedHost(torch.device("cpu"), live)
+        activation_offload = ActivationOffload(link, offload, again)
+        _wrap(model, config, model_part, tiles, again, activation_offload)
+        blocks = config.weight_parallel.blocks if model_part.is_whole_model else model.block_names()
+        _register_phase_hooks(
+            model, read_structure(to_parallelize(model), "qkv", blocks).blocks[-1].module, live
+        )
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        inputs = layout.input_ids
+        if not model_part.first:
+            width = config.model.hidden_size
+            inputs = torch.empty(*inputs.shape, width, dtype=dtype, requires_grad=True)
+        live.exclude(*(t for _, t in _tensors(layout)), inputs, *model.parameters())
+        with skip_packing_detection() if hf else nullcontext(), live:
+            output = model(
+                inputs, labels=layout.labels, loss_chunk=config.train.loss_chunk, layout=layout
+            )
+            if model_part.is_whole_model:  # the loss, and a count
+                output = output[0]
+            kept, forward, host = live.now, live.peak, tuple(link.pieces)
+            begun = live.kinds.copy()
+            between_parts = _backward(model, inputs, output, model_part, live) if backward else 0
+    phases = [*live.phases, (live.peak, live.at_peak)]
+    peaks = tuple(peak for peak, _ in phases)
+    in_blocks = phases[-1][1]
+    exchanges = {kind: max(in_blocks[kind] - begun[kind], 0) for kind in (HEADS, RING)}
+    return Observed(batch, kept, forward, max(peaks), peaks, between_parts, host, exchanges)
+
+
+def _backward(
+    model: Any, inputs: Tensor, output: Tensor, model_part: ModelPart, live: _LiveBytes
+) -> int:
+    """Run backward; return the bytes that live between its two parts, 0 if it has one part."""
+    gradient = None
+    if not model_part.last:
+        with live.paused():
+            gradient = torch.empty_like(output)
+        live.exclude(gradient)
+    if not model_part.split:
+        output.backward(gradient)
+        return 0
+    weights = list(model.parameters())
+    upstream = None if gradient is None else [gradient]
+    returned, groups = stage_backward_input([output], upstream, [inputs], iter(weights))
+    inputs.grad = None
+    del returned
+    between_parts = live.now
+    stage_backward_weight(iter(weights), groups)
+    return between_parts
+
+
+def _register_phase_hooks(model: Any, last: nn.Module, live: _LiveBytes) -> None:
+    """Begin a new phase of ``live`` when backward reaches the last norm, and the last block."""
+    norm = getattr(model, "norm", None)
+
+    def register(_: nn.Module, __: Any, output: Any) -> None:
+        first = next(t for t in tree_leaves(output) if isinstance(t, Tensor))
+        if first.requires_grad:
+            first.register_hook(lambda _: live.end_phase())
+
+    for module in (norm, last):
+        if isinstance(module, nn.Module):
+            module.register_forward_hook(register)
+        else:
+            live.phases.append((0, Counter()))
+
+
+def _wrap(
+    model: Any,
+    config: Config,
+    model_part: ModelPart,
+    tiles: int,
+    again: int,
+    activation_offload: ActivationOffload,
+) -> None:
+    """Checkpoint the first ``again`` blocks, and make feed-forwards compute in tiles."""
+    mode = config.activation_checkpoint
+    blocks = config.weight_parallel.blocks if model_part.is_whole_model else model.block_names()
+    found = read_structure(to_parallelize(model), "qkv", blocks)
+    for number, block in enumerate(found.blocks[:again]):
+        context = checkpoint_context_fn if mode.mode == "selective" else None
+        group = partial(activation_offload.group, number) if activation_offload.count else None
+        checkpoint_block(block.module, mode.reentrant, context, None, group)
+    if tiles > 1:
+        tiled = mode.model_copy(update={"tiles": tiles})
+        tile_all(find_tiled(found, tiled), tiles, ())
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    """Free a weight's gradient: gradients are counted elsewhere, with the weights."""
+    parameter.grad = None
+
+
+def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = made.setdefault(
+                    id(parameter),
+                    nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cpu")),
+                )
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+
+
+# Sequences over several ranks
+
+
+def _layout(
+    config: Config, rows: int, positions: int, shape: MeshShape, alone: bool
+) -> SequenceLayout:
+    """Layout of the rank with most in flight; if ``alone``, of a rank with unsharded sequences."""
+    keys = torch.zeros(rows, dtype=torch.int64)
+    if alone:
+        ids = torch.zeros(rows, positions, dtype=torch.int64)
+        return SequenceLayout.create(ids, row_keys=keys)
+    ids = torch.zeros(rows, positions * shape.sequence, dtype=torch.int64)
+    axes = shape.sequence_axes
+    return SequenceLayout.create(
+        ids, rank=axes.rank(_ring_part(config, shape), 0), size=axes.size, ring=axes.ring,
+        near=axes.near, balance=_balance(config, shape), row_keys=keys,
+    )  # fmt: skip
+
+
+def _balance(config: Config, shape: MeshShape) -> str:
+    return config.parallel.balance if shape.pipeline == 1 else FIXED_BALANCE
+
+
+def _ring_part(config: Config, shape: MeshShape) -> int:
+    """Index in the ring of the rank whose keys and values in flight take most memory, for one
+    document. Of the ranks that share its heads, the first has most."""
+    weights = config.weight_parallel
+    way = weights.ring_form, weights.inner_ring
+    return _busiest_part(shape.sequence_axes, _balance(config, shape), *way)
+
+
+_PROBED = 256  # positions of a rank for which routes are compared
+
+
+@lru_cache(maxsize=64)
+def _busiest_part(axes: SequenceAxes, balance: str, form: str, inner: int) -> int:
+    if axes.ring == 1:
+        return 0
+    length = _PROBED * axes.size
+    spec = MaskSpec(True, None, ((length,),))
+    held = ring_ranges(rank_ranges(length, axes, balance, spec), axes)
+    loads = [_in_flight(route) for route in routes(held, spec, form, inner)]
+    return loads.index(max(loads))
+
+
+def _in_flight(route: Route) -> int:
+    """The most positions that are received in two consecutive steps."""
+    came = [sum(b - a for move in step.receives for a, b in move.spans) for step in route.steps]
+    return max(sum(came[i : i + 2]) for i in range(len(came)))
+
+
+def _attach(model: nn.Module, config: Config, shape: MeshShape) -> None:
+    """Make attention run as one rank of its groups, without sending anything."""
+    if shape.sequence == 1:
+        return
+    axes, part = shape.sequence_axes, _ring_part(config, shape)
+    no_group: Any = None
+    heads: Any = _SingleRankGroup(no_group, None, 0, axes.heads)
+    around: Any = _SingleRankGroup(no_group, None, part, axes.ring) if axes.ring > 1 else None
+    for module in model.modules():
+        if isinstance(module, DistributedAttention):
+            module.attach(
+                heads, ring=around, axes=axes, form=config.weight_parallel.ring_form,
+                inner=config.weight_parallel.inner_ring,
+            )  # fmt: skip
+
+
+class _CompletedWork:
+    """A work handle that is already complete."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class _SingleRankGroup(ExchangeGroup):
+    """One rank of a group whose other ranks do not exist: its collectives send nothing."""
+
+    def all_to_all(
+        self, received: Tensor, send: Tensor, receive_counts: Sequence[int],
+        send_counts: Sequence[int],
+    ) -> _CompletedWork:  # fmt: skip
+        """See :meth:`ExchangeGroup.all_to_all`."""
+        return _CompletedWork()
+
+    def batch_isend_irecv(
+        self, operations: Sequence[tuple[bool, Tensor, int, int]]
+    ) -> list[_CompletedWork]:
+        """See :meth:`ExchangeGroup.batch_isend_irecv`."""
+        return [_CompletedWork() for _ in operations]
+
+
+# Memory
+
+
+def _tensors(layout: SequenceLayout) -> list[tuple[str, Tensor]]:
+    found = ((each.name, getattr(layout, each.name)) for each in fields(layout))
+    return [(name, value) for name, value in found if isinstance(value, Tensor)]
+
+
+def _storages(tensors: Any) -> dict[int, int]:
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all live storages.
+
+    Args:
+        kernel_memory: temporary bytes of operators, by name.
+    """
+
+    def __init__(self, kernel_memory: KernelMemory) -> None:
+        super().__init__()
+        self._taken = kernel_memory
+        self.now = self.peak = 0
+        self.phases: list[tuple[int, Counter[str]]] = []
+        self.kinds: Counter[str] = Counter()
+        self.at_peak: Counter[str] = Counter()
+        self._counted: set[int] = set()
+        self._paused = False
+        self._kind = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kind, body = _OPERATORS.get(func._schema.name, ("", None))
+        if body is not None:
+            before, self._kind = self._kind, kind
+            try:
+                with self:
+                    return body(*args, **(kwargs or {}))
+            finally:
+                self._kind = before
+        output = func(*args, **(kwargs or {}))
+        if not self._paused:
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor):
+                    self._note(tensor.untyped_storage())
+            if (own := self._taken.get(func._schema.name)) is not None:
+                nbytes = own(*args, **(kwargs or {}))
+                self._add(self._kind, nbytes)
+                self._update_peak()
+                self._add(self._kind, -nbytes)
+        return output
+
+    def exclude(self, *tensors: Tensor) -> None:
+        """Do not count these, nor views of them."""
+        for tensor in tensors:
+            if id(tensor.untyped_storage()) not in self._counted:
+                self._count(tensor.untyped_storage(), 0)
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) not in self._counted:
+            self._count(storage, storage.nbytes())
+
+    def _count(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        self._counted.add(id(storage))
+        self._add(self._kind, nbytes)
+        self._update_peak()
+        weakref.finalize(storage, self._freed, id(storage), self._kind, nbytes)
+
+    def _freed(self, key: int, kind: str, nbytes: int) -> None:
+        self._counted.discard(key)
+        self._add(kind, -nbytes)
+
+    def end_phase(self) -> None:
+        """End a phase: record its peak, and start the next from the live bytes."""
+        self.phases.append((self.peak, self.at_peak))
+        self.peak, self.at_peak = self.now, self.kinds.copy()
+
+    def _update_peak(self) -> None:
+        if self.now > self.peak:
+            self.peak, self.at_peak = self.now, self.kinds.copy()
+
+    def _add(self, kind: str, nbytes: int) -> None:
+        self.now += nbytes
+        self.kinds[kind] += nbytes
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count what is allocated inside."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+
+class _UncountedHost(HostLink):
+    """Host memory, which is not counted."""
+
+    def __init__(self, device: torch.device, live: _LiveBytes) -> None:
+        super().__init__(device)
+        self._live = live
+        self.pieces: list[int] = []
+
+    def empty(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See :meth:`HostLink.empty`."""
+        with self._live.paused():
+            made = super().empty(what, shape, dtype)
+        self._live.exclude(made)
+        self.pieces.append(made.nbytes)
+        return made

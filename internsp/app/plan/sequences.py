@@ -1,0 +1,102 @@
+"""Bytes that the ranks of a sequence group exchange for attention in one step. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from internsp.app.config import Config
+from internsp.mesh.sequence import HEADS, RING
+from internsp.mesh.shape import MeshShape
+from internsp.sp.dispatch import FIXED_BALANCE, balance_ranges
+from internsp.sp.ranges import MaskSpec
+from internsp.sp.routes import routes
+from internsp.sp.stages import exchange_order
+from internsp.structure.dtypes import DTYPES
+
+
+@dataclass(frozen=True)
+class SequenceTraffic:
+    """Payload in bytes of one rank in one step.
+
+    Attributes:
+        heads: upper bound of what a rank receives in all-to-alls that exchange heads.
+        ring: keys, values and their gradients that the busiest rank of a ring sends, if each row
+            is one document.
+    """
+
+    heads: int
+    ring: int
+
+    @classmethod
+    def of(cls, config: Config, shape: MeshShape, blocks: int, again: int) -> SequenceTraffic:
+        """Traffic of a rank with ``blocks`` blocks, ``again`` of which recompute attention."""
+        axes = shape.sequence_axes
+        rows = config.train.global_batch // shape.data
+        heads = cls._head_exchange_bytes(config, shape, rows) * (axes.heads - 1) // axes.heads
+        around, returned = (0, 0) if axes.ring == 1 else cls._ring_bytes(config, shape, rows)
+        passes = 2 * blocks + again
+        return cls(heads * passes, around * passes + returned * blocks)
+
+    @staticmethod
+    def _head_exchange_bytes(config: Config, shape: MeshShape, rows: int) -> int:
+        """Bytes of queries, keys, values and output of a rank's positions."""
+        model = config.model
+        heads = 2 * model.heads + 2 * (model.kv_heads or model.heads)
+        features = heads * (model.head_dim or model.hidden_size // model.heads)
+        tokens = rows * config.data.sequence_length // shape.sequence
+        return tokens * features * DTYPES[config.train.dtype].itemsize
+
+    @staticmethod
+    def _ring_bytes(config: Config, shape: MeshShape, rows: int) -> tuple[int, int]:
+        """Bytes a block: sent keys and values, and their gradients, returned to their ranks."""
+        model, length = config.model, config.data.sequence_length
+        balance = config.parallel.balance if shape.pipeline == 1 else FIXED_BALANCE
+        spec = MaskSpec(True, None, ((length,),))
+        way = config.weight_parallel.ring_form, config.weight_parallel.inner_ring
+        found = routes(balance_ranges(length, shape.ring, balance, spec), spec, *way)
+        heads = -(-(model.kv_heads or model.heads) // shape.sequence_axes.heads)
+        features = 2 * heads * (model.head_dim or model.hidden_size // model.heads)
+        one = rows * features * DTYPES[config.train.dtype].itemsize
+        sent = max(route.sent_positions for route in found)
+        return one * sent, one * max(route.gradient_positions for route in found)
+
+    def rows(self, shape: MeshShape) -> list[tuple[str, int]]:
+        """(name, bytes) to print; with the links if both kinds of exchanges are used."""
+        axes = shape.sequence_axes
+        links = {HEADS: "", RING: ""}
+        if axes.heads > 1 and axes.ring > 1:
+            links = {name: ", near ranks" if name == axes.near else ", far ranks" for name in links}
+        found = [
+            (f"all-to-alls of heads{links[HEADS]}", self.heads),
+            (f"keys and values around a ring{links[RING]} (busiest rank sends)", self.ring),
+        ]
+        return [row for row in found if row[1]]
+
+
+def head_exchange_lines(config: Config, shape: MeshShape, device: str, split: bool) -> list[str]:
+    """Lines that describe how attention exchanges heads; none if no heads are exchanged.
+
+    Args:
+        split: the pipeline's schedule splits backwards into input and weight backward.
+    """
+    if shape.sequence_axes.heads == 1:
+        return []
+    all_to_all = "The attention of every block exchanges heads as a whole, in all-to-alls: "
+    weights = config.weight_parallel
+    if config.model.family == "hf":
+        return [all_to_all + "models of transformers attend by their own modules."]
+    if device != "cpu":
+        return [all_to_all + f"in parts on the host only, not on {device}."]
+    if not weights.exchange_in_parts:
+        return [all_to_all + "weight_parallel.exchange_in_parts = false."]
+    if weights.compile:
+        return [all_to_all + "blocks are compiled."]
+    made = exchange_order(0, shape.sequence_axes.heads, weights.overlap)
+    products = "" if config.model.family == "llama" else " (the fused projection as a whole)"
+    lines = [f"The attention of every block exchanges heads in parts{products}; on the first rank:"]
+    for stage, actions in zip(made._fields, made, strict=True):
+        text = ", ".join(action.line() for action in actions)
+        lines.append(f"  {stage.replace('_', ' ')}: {text}")
+    if split:
+        lines.append("  stages whose backward is in two parts: as a whole, in all-to-alls")
+    return lines

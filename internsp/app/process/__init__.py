@@ -1,0 +1,1 @@
+"""This process: where it was started, how it ends, its terminal."""

@@ -1,0 +1,115 @@
+"""Ends a rank when the process that started it ends, in any way (SIGKILL runs no handler)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LOOK_SECONDS = 1.0
+LAUNCHER_VARIABLE = "INTERNSP_LAUNCHER"
+FOLDER_VARIABLE = "INTERNSP_SOCKET_FOLDER"
+"""Environment of local ranks and their server: process id of the launcher, folder of the socket."""
+
+
+def end_with_launcher() -> None:
+    """End this rank (SIGKILL) as soon as its launcher has ended; returns at once.
+
+    The launcher is the process that started a local rank through multiprocessing, or the agent of
+    ``torchrun``. If neither started this process (SLURM, MPI, by hand), this does nothing: those
+    launchers end their ranks themselves, and a rank's parent process may end before the rank.
+
+    Two mechanisms, since each has a gap. The kernel ends this process with its parent, even if it
+    is stopped or in a call that holds the interpreter lock (Linux only; the parent of a local rank
+    is the fork server, which itself ends with the launcher:
+        :mod:`internsp.app.launch.fork_server`). A
+    thread notices on every system that the launcher itself has ended.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        gone: Callable[[], object] = parent.join  # waits for a pipe that only the launcher holds
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        gone = functools.partial(_wait_for_new_parent, os.getppid())
+    else:
+        return
+    before = os.getppid()
+    signal_at_parents_end(signal.SIGKILL)
+    if os.getppid() != before:  # the parent ended meanwhile: no signal will come
+        _end()
+    threading.Thread(target=_end_after, args=(gone,), name="launcher", daemon=True).start()
+
+
+def signal_at_parents_end(number: int) -> None:
+    """Have the kernel send this process a signal when its parent ends; Linux only.
+
+    To the kernel the parent is the thread that created this process, so call it only if that thread
+    lives as long as the parent process. The parent may have ended before the call: compare
+    ``os.getppid()`` afterwards. Children do not inherit it.
+    """
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is stopped (SIGSTOP, SIGTSTP, a debugger); Linux only."""
+    return _state(pid)[0] in ("T", "t")
+
+
+def stopped_ranks(parent: int) -> list[int]:
+    """Ranks of torchrun that are stopped, among the children of its agent; Linux only."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        if is_stopped(int(place.name)) and _state(int(place.name))[1] == str(parent):
+            with contextlib.suppress(OSError, ValueError):  # ended, another user's, or not a rank
+                variables = (place / "environ").read_bytes().decode(errors="replace").split("\0")
+                found += [int(v.removeprefix("RANK=")) for v in variables if v.startswith("RANK=")]
+    return sorted(found)
+
+
+def ended(pid: int) -> bool:
+    """Whether a process of this machine has ended (or is a zombie that its parent must reap)."""
+    return _state(pid)[0] in ("", "Z")
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """State and parent of a process, as in /proc; empty texts if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "", ""
+    # After the command's name, which is in brackets and may contain brackets itself.
+    state, parent, *_ = text.rpartition(")")[2].split()
+    return state, parent
+
+
+def remove_socket_folder() -> None:
+    """Remove the socket's folder in place of a launcher that was killed."""
+    folder = Path(os.environ.get(FOLDER_VARIABLE, ""))
+    if folder.name.startswith("pymp-"):  # made by multiprocessing, never a folder of the user
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait_for_new_parent(old: int) -> None:
+    while os.getppid() == old:
+        time.sleep(_LOOK_SECONDS)
+
+
+def _end_after(gone: Callable[[], object]) -> None:
+    gone()
+    if multiprocessing.parent_process() is not None:
+        remove_socket_folder()
+    _end()
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

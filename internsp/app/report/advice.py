@@ -1,0 +1,365 @@
+"""Advice on settings, from the measured times of one traced step.
+
+:func:`advise` is a pure function from the events of each rank and the step's settings to sentences,
+the one with the most seconds to gain first. A sentence names the block and the phase in which the
+computing thread waited, and what would hide or avoid that communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from internsp.app.config.errors import in_words
+from internsp.app.report.timeline import (
+    communication,
+    intersect,
+    measure,
+    spans,
+    step_times,
+    subtract,
+    where_waited,
+)
+from internsp.base.sizes import human
+from internsp.base.trace import Event
+from internsp.config import WeightParallelConfig
+
+Traces = Mapping[int, Sequence[Event]]
+
+NOTICED = 0.02
+"""Share of a step from which exposed communication, or a difference between ranks, is mentioned."""
+
+FULL = 0.95
+"""If weights are in flight for this share of compute, no more communication can be hidden."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The settings of the step.
+
+    Attributes:
+        weight, sequence, zero: sizes of these groups, in ranks.
+        micro_batches: micro-batches of one optimizer step.
+        blocks: transformer blocks of the model.
+    """
+
+    weights: WeightParallelConfig
+    weight: int = 1
+    sequence: int = 1
+    zero: int = 1
+    micro_batches: int = 1
+    blocks: int = 1
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A sentence, and the seconds of a step that could be gained."""
+
+    seconds: float
+    text: str
+
+
+def advise(traces: Traces, setting: Setting) -> list[str]:
+    """Advice, most seconds first; a single sentence if nothing is worth changing.
+
+    Args:
+        traces: rank -> its events of one step; ranks without events are ignored.
+    """
+    traced = {rank: list(events) for rank, events in sorted(traces.items()) if events}
+    if not traced:
+        return []
+    figures = _Figures.of(traced)
+    found = [*_uneven(traced, figures), *_stages(traced, figures)]
+    if figures.exposed > NOTICED * figures.step:
+        found += _synchronous(figures, setting)
+        if setting.weights.overlap:
+            found += [*_full_link(figures, setting), *_late_gathers(figures, setting)]
+            found += _reductions(traced, figures, setting)
+        found += [*_first_gather(figures, setting), *_exchanges(figures, setting)]
+        found += _parameter_gathers(figures, setting)
+    worth = [a for a in found if a.seconds > NOTICED / 2 * figures.step]
+    if worth:
+        return [a.text for a in sorted(worth, key=lambda a: -a.seconds)]
+    share = figures.exposed / figures.step if figures.step > 0 else 0.0
+    return [
+        f"Nothing to change: computing stood still for {share:.1%} of the step, and no single "
+        "wait is long enough to be worth a setting."
+    ]
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """Times of one step in seconds, as means over the ranks."""
+
+    step: float
+    compute: float
+    exposed: float
+    in_flight: float
+    """Time in which weights or gradients were in flight."""
+    nbytes: float
+    """Payload of these collectives."""
+    waits: Mapping[tuple[str, str, str], float]
+    """(kind, unit, phase) -> seconds waited."""
+    unit_bytes: float
+    """Bytes that the largest unit's all-gathers of one phase receive, in all micro-batches."""
+    first: frozenset[str]
+    """Units whose all-gathers were launched before any weight was used."""
+
+    @classmethod
+    def of(cls, traces: Traces) -> _Figures:
+        count = len(traces)
+        times = [step_times(events) for events in traces.values()]
+        waits: dict[tuple[str, str, str], float] = {}
+        in_flight = nbytes = 0.0
+        units: dict[tuple[str, str], float] = {}
+        for events in traces.values():
+            in_flight += measure(spans(events, ("AG", "RS"))) / count
+            nbytes += sum(e.nbytes for e in events if e.kind in ("AG", "RS")) / count
+            for row in where_waited(events):
+                key = (row.kind, row.unit, row.phase)
+                waits[key] = waits.get(key, 0.0) + row.seconds / count
+            for moving in communication(events, by=("unit", "phase")):
+                if moving.kind == "AG":
+                    place = moving.unit, moving.phase
+                    units[place] = max(units.get(place, 0.0), float(moving.nbytes))
+        return cls(
+            step=sum(t.step for t in times) / count,
+            compute=sum(t.compute for t in times) / count,
+            exposed=sum(t.exposed for t in times) / count,
+            in_flight=in_flight,
+            nbytes=nbytes,
+            waits=waits,
+            unit_bytes=max(units.values(), default=0.0),
+            first=_launched_first(next(iter(traces.values()))),
+        )
+
+    def waited(self, kind: str, phases: Iterable[str] = ()) -> dict[tuple[str, str], float]:
+        """Waits of a kind by (unit, phase), longest first; all phases by default."""
+        wanted = set(phases)
+        chosen = {
+            (unit, phase): seconds
+            for (k, unit, phase), seconds in self.waits.items()
+            if k == kind and (not wanted or phase in wanted) and seconds > 0
+        }
+        return dict(sorted(chosen.items(), key=lambda item: -item[1]))
+
+
+def _launched_first(events: Sequence[Event]) -> frozenset[str]:
+    used = min((e.start for e in events if e.kind == "USE"), default=float("inf"))
+    return frozenset(e.unit for e in events if e.kind == "AG" and e.start < used)
+
+
+_PASSES = ("forward", "recompute", "backward")
+
+
+def _uneven(traces: Traces, figures: _Figures) -> Iterator[Advice]:
+    """A rank that computes longer makes the others wait; no communication setting helps."""
+    compute = {rank: step_times(events).compute for rank, events in traces.items()}
+    slow, fast = max(compute, key=lambda r: compute[r]), min(compute, key=lambda r: compute[r])
+    gap = compute[slow] - compute[fast]
+    if gap <= max(NOTICED * figures.step, 0.1 * figures.compute):
+        return
+    yield Advice(
+        gap,
+        f"Rank {slow} computes {_ms(gap)} longer than rank {fast}, and the ranks wait for each "
+        "other: even out the work (documents and valid tokens of each rank, other programs on "
+        "its processor) before touching communication.",
+    )
+
+
+def _stages(traces: Traces, figures: _Figures) -> Iterator[Advice]:
+    """Time in which a pipeline's rank had no pass to run: the bubble, or a slow stage."""
+    waiting = 0.0
+    for events in traces.values():
+        staged = [e for e in events if e.unit.startswith("stage ")]
+        passes = spans(staged, ("FORWARD", "BACKWARD"))
+        if passes:
+            first_to_last = (min(start for start, _ in passes), max(end for _, end in passes))
+            waiting += measure(subtract([first_to_last], passes)) / len(traces)
+    if waiting <= 0:
+        return
+    yield Advice(
+        waiting,
+        f"Ranks had no pass to run for {_ms(waiting)} between their first and their last one "
+        f"({waiting / figures.step:.0%} of a step): they waited for other stages. More "
+        "train.micro_batches make that matter less, and so do schedules with more chunks or "
+        "a split backward, whose times internsp plan compares (pipeline.schedule).",
+    )
+
+
+def _synchronous(figures: _Figures, setting: Setting) -> Iterator[Advice]:
+    if setting.weights.overlap or setting.weight == 1:
+        return
+    yield Advice(
+        figures.exposed,
+        f"Set weight_parallel.overlap = true: it is off, so every gather and every reduction "
+        f"is waited for at once ({_ms(figures.exposed)} of a step of {_ms(figures.step)}).",
+    )
+
+
+def _full_link(figures: _Figures, setting: Setting) -> Iterator[Advice]:
+    """Weights and gradients are in flight for longer than there is compute to hide them."""
+    at_stake = figures.in_flight - figures.compute
+    if setting.weight == 1 or figures.in_flight <= 0 or figures.in_flight < FULL * figures.compute:
+        return
+    waiting = sum(
+        seconds for (kind, _, _), seconds in figures.waits.items() if kind in ("AG", "RS")
+    )
+    rate = figures.nbytes / figures.in_flight
+    longer = figures.in_flight / figures.compute if figures.compute > 0 else float("inf")
+    ways = [f"a micro-batch or sequences {longer:.2g} times as long or more"]
+    if setting.micro_batches > 1 and setting.weights.keep_unsharded != "all":
+        ways.append(
+            'weight_parallel.keep_unsharded = "all", which gathers once for all '
+            f"{setting.micro_batches} micro-batches and needs a slot for every block"
+        )
+    if setting.micro_batches > 1 and setting.weights.accumulation == "sharded":
+        ways.append(
+            'weight_parallel.accumulation = "full", which reduces once for all micro-batches and '
+            "keeps unsharded gradients until then"
+        )
+    if setting.weights.keep_unsharded != "all":
+        now = in_words(setting.weights.keep_unsharded or "none")
+        ways.append(
+            f"more blocks in weight_parallel.keep_unsharded (now {now}), which are gathered once "
+            "a step, as far as memory allows"
+        )
+    if setting.weight > 2:
+        fewer = setting.weight // 2
+        saved = 1 - (fewer - 1) / fewer * setting.weight / (setting.weight - 1)
+        ways.append(
+            f"parallel.weight = {fewer}, which sends {saved:.0%} less for twice the shards and "
+            "may keep the group on one machine's faster links"
+        )
+    yield Advice(
+        max(at_stake, waiting),
+        f"The link is too slow for this size: {human(figures.nbytes)} of weights and gradients "
+        f"were in flight for {_ms(figures.in_flight)} ({human(rate)}/s), and there are "
+        f"{_ms(figures.compute)} of compute to hide them behind. What helps: "
+        f"{'; '.join(ways)}.",
+    )
+
+
+def _late_gathers(figures: _Figures, setting: Setting) -> Iterator[Advice]:
+    """All-gathers start too late: blocks wait although the link is sometimes free."""
+    if figures.in_flight >= FULL * figures.compute:
+        return
+    late = {
+        place: seconds
+        for place, seconds in figures.waited("AG", _PASSES).items()
+        if not (place[0] in figures.first and place[1] == "forward")
+    }
+    total = sum(late.values())
+    if not late:
+        return
+    (unit, phase), worst = next(iter(late.items()))
+    ways: list[str] = []
+    depth = setting.weights.prefetch_depth
+    if depth + 1 < setting.blocks:
+        received = figures.unit_bytes / setting.micro_batches  # all but this rank's own shard
+        nbytes = received * setting.weight / max(setting.weight - 1, 1)
+        ways.append(
+            f"weight_parallel.prefetch_depth = {depth + 1} (one more slot, about {human(nbytes)})"
+        )
+    if setting.weights.trigger in ("out_proj", "mlp") and not setting.weights.prefetch_triggers:
+        ways.append(
+            'weight_parallel.trigger = "qkv" (the block\'s entry'
+            + (", where the all-to-alls want the link too)" if setting.sequence > 1 else ")")
+        )
+    if setting.weights.granularity == "block":
+        ways.append("more, smaller blocks in a slot's time: a longer sequence or micro-batch")
+    yield Advice(
+        total,
+        f"Gathers start too late: blocks waited {_ms(total)} for their weights, most "
+        f"{unit or 'a unit'} in {phase} ({_ms(worst)}), while the link was free for "
+        f"{_ms(max(figures.step - figures.in_flight, 0.0))}. What helps: {'; '.join(ways)}.",
+    )
+
+
+def _first_gather(figures: _Figures, setting: Setting) -> Iterator[Advice]:
+    """The first all-gathers of a forward, which no compute can hide."""
+    first = {
+        place: seconds
+        for place, seconds in figures.waited("AG", _PASSES).items()
+        if place[0] in figures.first and place[1] == "forward"
+    }
+    total = sum(first.values())
+    if not first or not setting.weights.overlap:
+        return
+    text = (
+        f"The first gathers of a forward have nothing to hide behind: {_ms(total)}, most in "
+        f"{next(iter(first))[0] or 'the first block'}. "
+    )
+    if setting.micro_batches > 1 and setting.weights.keep_unsharded != "all":
+        text += (
+            'weight_parallel.keep_unsharded = "all" pays it once a step instead of '
+            f"{setting.micro_batches} times, for a slot for every block."
+        )
+    else:
+        text += "More tokens in a step make it matter less."
+    yield Advice(total, text)
+
+
+def _reductions(traces: Traces, figures: _Figures, setting: Setting) -> Iterator[Advice]:
+    """Waits for reduce-scatters: in backward at the limit of those in flight, and after it."""
+    inside = after = 0.0
+    for events in traces.values():
+        last = max((e.start for e in events if e.kind == "USE"), default=0.0)
+        finishes = spans([e for e in events if e.phase == "finish"], ("WAIT",))
+        inside += measure(intersect(finishes, [(0.0, last)])) / len(traces)
+        after += measure(subtract(finishes, [(0.0, last)])) / len(traces)
+    if inside > 0 and figures.in_flight < FULL * figures.compute:
+        limit = setting.weights.pending_blocks
+        yield Advice(
+            inside,
+            f"Backward waited {_ms(inside)} for gradients of earlier blocks because no more "
+            f"than {limit} blocks' may be in flight: weight_parallel.pending_blocks = "
+            f"{limit + 1} lets it go on, for one more block of gradients in memory.",
+        )
+    if after > 0:
+        yield Advice(
+            after,
+            f"After backward {_ms(after)} went by until the last gradients had arrived, with "
+            "nothing left to hide them behind. More micro-batches or tokens in a step make "
+            "that matter less"
+            + (
+                "; fewer ranks in parallel.zero shorten it."
+                if setting.zero > 1
+                else "; smaller last-reduced weights (the first block's, the embedding's) too."
+            ),
+        )
+
+
+def _exchanges(figures: _Figures, setting: Setting) -> Iterator[Advice]:
+    """Attention needs the complete all-to-all, so only other compute can hide it."""
+    waited = figures.waited("A2A")
+    total = sum(waited.values())
+    if not waited or setting.sequence == 1:
+        return
+    (unit, phase), worst = next(iter(waited.items()))
+    text = (
+        f"Sequence all-to-alls were waited for {_ms(total)}, most in {unit or 'attention'} in "
+        f"{phase} ({_ms(worst)}): keep each sequence group on the fastest links"
+    )
+    if setting.sequence > 1:
+        text += f", or lower parallel.sequence from {setting.sequence} where memory allows"
+    if setting.weights.trigger == "qkv":
+        text += '; weight_parallel.trigger = "out_proj" leaves them the link'
+    yield Advice(total, text + ".")
+
+
+def _parameter_gathers(figures: _Figures, setting: Setting) -> Iterator[Advice]:
+    total = sum(figures.waited("PUBLISH").values())
+    if total <= 0:
+        return
+    yield Advice(
+        total,
+        f"New parameters were still on their way from the optimizer when they were needed "
+        f"({_ms(total)}): fewer ranks in parallel.zero (now {setting.zero}) send less, for "
+        "more optimizer state on each.",
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+

@@ -1,0 +1,160 @@
+"""Comparison of runs: final figures of each, their curves in one chart, settings that differ."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from internsp.app.config import HELD_OUT
+from internsp.app.report.charts import Series, line_chart
+from internsp.app.report.metrics import StepMetrics, read_metrics
+from internsp.app.report.page import COLORS, Chart, clean, evaluated, template
+from internsp.base.sizes import human
+from internsp.errors import ConfigError
+
+_MOST_TEXTS = 8  # evaluation texts with a chart of their own; the table has all
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, read from its folder.
+
+    Attributes:
+        name: name of the folder, with as much of the path as is needed to be unique.
+    """
+
+    path: Path
+    name: str
+    metrics: list[StepMetrics]
+    config_toml: str
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Settings by ``"section.key"``."""
+        content = tomllib.loads(self.config_toml)
+        return {f"{s}.{k}": v for s, keys in content.items() for k, v in keys.items()}
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read the folders of runs.
+
+    Raises:
+        ConfigError: a path is not the folder of a run, or is given twice.
+    """
+    found: list[Run] = []
+    full = [Path(os.path.abspath(path)) for path in paths]
+    for path, own in zip(paths, full, strict=True):
+        if full.count(own) > 1:
+            raise ConfigError(f"{path} is given twice")
+        if not (path / "metrics.jsonl").is_file():
+            raise ConfigError(f"{path} is not the folder of a run: it has no metrics.jsonl")
+        config = path / "config.toml"
+        text = config.read_text() if config.is_file() else ""
+        same = [other for other in full if other.name == own.name]
+        name = own.name if len(same) == 1 else str(path)
+        found.append(Run(path, name, read_metrics(path / "metrics.jsonl"), text))
+    return found
+
+
+def table(runs: Sequence[Run]) -> list[list[str]]:
+    """Table of the runs' figures: a heading, then a row for each run."""
+    texts = _texts(runs)
+    rows = [[
+        "run", "steps", "loss", *texts, "tokens/s", "step", "waits", "MFU", "peak memory",
+    ]]  # fmt: skip
+    for run in runs:
+        m = run.metrics
+        losses = evaluated(m)
+        used = [row.mfu for row in m if row.mfu is not None]
+        rows.append([
+            run.name,
+            str(len(m)),
+            f"{m[-1].loss:.4f}" if m else "-",
+            *(f"{losses[name][-1][1]:.4f}" if name in losses else "-" for name in texts),
+            f"{_median([row.tokens_per_second for row in m]):,.0f}" if m else "-",
+            f"{_median([row.step_seconds for row in m]) * 1e3:,.0f} ms" if m else "-",
+            f"{_median([row.exposed_step_share for row in m]):.1%}" if m else "-",
+            f"{_median(used):.1%}" if used else "-",
+            human(max(row.peak_memory_bytes for row in m)) if m else "-",
+        ])  # fmt: skip
+    return rows
+
+
+def differences(runs: Sequence[Run]) -> list[list[str]]:
+    """Table of the settings that differ between runs: a heading, then a row for each key."""
+    keys = sorted({key for run in runs for key in run.settings})
+    rows = [["setting", *(run.name for run in runs)]]
+    for key in keys:
+        values = [str(run.settings.get(key, "-")) for run in runs]
+        if len(set(values)) > 1 and key != "train.name":
+            rows.append([key, *values])
+    return rows
+
+
+def write_comparison(runs: Sequence[Run], path: Path) -> Path:
+    """Write the page that compares the runs; replaces an older page atomically.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    page = template("compare.html.j2").render(
+        names={COLORS[i % len(COLORS)]: run.name for i, run in enumerate(runs[: len(COLORS)])},
+        title=" · ".join(run.name for run in runs),
+        table=table(runs),
+        differences=differences(runs),
+        charts=_charts(runs),
+        beyond=max(len(runs) - len(COLORS), 0),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(clean(page), encoding="utf-8")
+    os.replace(fresh, path)
+    return path
+
+
+def _charts(runs: Sequence[Run]) -> list[Chart]:
+    shown = list(zip(COLORS, runs, strict=False))
+    legend = {style: run.name for style, run in shown}
+
+    def chart(title: str, column: str, zero: bool = False) -> Chart:
+        lines = [
+            Series(run.name, [(m.step, getattr(m, column)) for m in run.metrics], style)
+            for style, run in shown
+            if run.metrics
+        ]
+        return Chart(title, line_chart(lines, label=title, zero=zero), legend)
+
+    def evaluation(name: str) -> Chart:
+        lines = [
+            Series(run.name, points, style, dots=len(points) <= 60, noisy=False)
+            for style, run in shown
+            if (points := evaluated(run.metrics).get(name))
+        ]
+        return Chart(f"Evaluation: {name} (nats per token)", line_chart(lines, label=name), legend)
+
+    if not any(run.metrics for _, run in shown):
+        return []
+    return [
+        chart("Loss (nats per token)", "loss"),
+        *map(evaluation, _texts(runs)[:_MOST_TEXTS]),
+        chart("Throughput (tokens/s)", "tokens_per_second", zero=True),
+        chart("Gradient norm", "grad_norm"),
+        chart("Learning rate", "lr", zero=True),
+    ]
+
+
+def _texts(runs: Sequence[Run]) -> list[str]:
+    """Names of all evaluated texts of the runs; the held-out text is always the first."""
+    return list(dict.fromkeys([HELD_OUT, *(n for run in runs for n in evaluated(run.metrics))]))
+
+
+def _median(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.median(finite) if finite else math.nan

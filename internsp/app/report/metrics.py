@@ -1,0 +1,201 @@
+"""``metrics.jsonl``: one row for each optimizer step, written line by line, and its reader."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from internsp.app.config import AVERAGE, HELD_OUT
+from internsp.errors import InternspError
+
+
+class StepMetrics(BaseModel):
+    """Figures of one optimizer step. A value that is ``None`` is left out of the row.
+
+    JSON has no NaN and no infinity: they are written as the strings ``"NaN"``, ``"Infinity"`` and
+    ``"-Infinity"``, which ``float`` (and JavaScript's ``Number``) read.
+    """
+
+    # A row may have keys of later versions.
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", ser_json_inf_nan="strings", use_attribute_docstrings=True
+    )
+
+    step: int
+    """Number of the optimizer step."""
+    loss: float
+    """Nats per valid token, over all ranks and micro-batches."""
+    grad_norm: float
+    """Global gradient norm before clipping; not finite where the step was skipped."""
+    lr: float
+    """Learning rate that the step used."""
+    tokens: int
+    """Valid tokens of the step, over all ranks."""
+    sequences: int | None = None
+    """Sequences of the step, over all ranks, if their number depends on their tokens."""
+    step_seconds: float
+    """Wall time of the step on this rank."""
+    tokens_per_second: float
+    """``tokens / step_seconds``."""
+    exposed_comm_seconds: float
+    """Time in which this rank's computing thread waited for communication."""
+    gathered_bytes: int
+    """Payload of weight all-gathers that this rank received."""
+    reduced_bytes: int
+    """Payload of gradient reduce-scatters that this rank sent."""
+    peak_memory_bytes: int
+    """Peak memory of this rank."""
+    eval_loss: float | None = None
+    """Held-out loss, nats per valid token, if an evaluation followed the step."""
+    eval_losses: dict[str, float] | None = None
+    """Loss of each text of ``data.evaluation``, by name."""
+    eval_average: float | None = None
+    """Unweighted mean of all of these losses, with ``train.eval_average``."""
+    comm_seconds: float | None = None
+    """Time in which communication was in flight, hidden or exposed, if measured (see
+    :func:`internsp.app.report.timeline.step_times`)."""
+    stage_wait_seconds: float | None = None
+    """Time in which this rank of a pipeline had no pass to run."""
+    skipped_steps: int | None = None
+    """Number of skipped steps of the run so far: their gradients were not finite, so weights did
+    not change."""
+    total_tokens: int | None = None
+    """Valid tokens of the run up to this step, over all ranks."""
+    epochs: dict[str, float] | None = None
+    """Epochs of the training text so far: of a mixture's texts by name, of a single text under an
+    empty name."""
+    tflops: float | None = None
+    """Model TFLOP/s of one device, by the formula of :mod:`internsp.app.report.flops`."""
+    hardware_tflops: float | None = None
+    """TFLOP/s of one device including recomputation."""
+    mfu: float | None = None
+    """``tflops`` over the device's peak, if that is known or configured."""
+    run: str | None = None
+    """Id of the run."""
+
+    @property
+    def evaluated(self) -> dict[str, float]:
+        """Each loss of the evaluation that followed the step, by display name; else empty."""
+        held_out, average = self.eval_loss, self.eval_average
+        return {
+            **({} if held_out is None else {HELD_OUT: held_out}),
+            **(self.eval_losses or {}),
+            **({} if average is None else {AVERAGE: average}),
+        }
+
+    @property
+    def exposed_step_share(self) -> float:
+        """Exposed communication as a fraction of the step (0 for a step of no time)."""
+        return self.exposed_comm_seconds / self.step_seconds if self.step_seconds > 0 else 0.0
+
+    @property
+    def stage_wait_share(self) -> float | None:
+        """Waiting for other stages as a fraction of the step; ``None`` without a pipeline."""
+        if self.stage_wait_seconds is None:
+            return None
+        return self.stage_wait_seconds / self.step_seconds if self.step_seconds > 0 else 0.0
+
+    @property
+    def exposed_comm_share(self) -> float | None:
+        """Exposed communication as a fraction of all communication, where that was measured."""
+        if self.comm_seconds is None:
+            return None
+        return self.exposed_comm_seconds / self.comm_seconds if self.comm_seconds > 0 else 0.0
+
+
+def named(row: StepMetrics) -> dict[str, float]:
+    """Every number of a row but its step, as ``train/...``, ``eval/...`` and ``epochs/...``."""
+    found = {f"eval/{name}": loss for name, loss in row.evaluated.items()}
+    for key, value in row:
+        if value is None or key in ("step", "run", "eval_loss", "eval_losses", "eval_average"):
+            continue
+        if isinstance(value, dict):
+            found |= {f"{key}/{name or 'text'}": each for name, each in value.items()}
+        else:
+            found[f"train/{key}"] = value
+    return found
+
+
+class MetricsWriter:
+    """Appends one JSON line for each step and flushes it, so that a killed run keeps its rows.
+
+    Args:
+        path: the ``metrics.jsonl`` to write; its folder is created if missing.
+        resume_step: number of the first step that will be written; ``None`` starts a new file. Rows
+            of this and later steps, which an interrupted run wrote, and a torn last line are
+            removed first.
+        run: id of the run, written into every row if given.
+    """
+
+    def __init__(
+        self, path: str | Path, resume_step: int | None = None, run: str | None = None
+    ) -> None:
+        self.path = Path(path)
+        self._run = run
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_step is not None and self.path.exists():
+            _keep_rows_before(self.path, resume_step)
+            self._file = self.path.open("a", encoding="utf-8")
+        else:
+            self._file = self.path.open("w", encoding="utf-8")
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one row and hand it to the operating system before returning."""
+        row = metrics.model_copy(update={"run": self._run})
+        self._file.write(row.model_dump_json(exclude_none=True) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; may be called more than once."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: str | Path) -> list[StepMetrics]:
+    """Read a ``metrics.jsonl``, also of a run that is still writing or was killed.
+
+    A torn last line and blank lines are skipped.
+
+    Raises:
+        InternspError: another line is not a row of metrics; the message names the line.
+        OSError: the file cannot be read.
+    """
+    return [row for _, row in _rows(Path(path))]
+
+
+def _rows(path: Path) -> list[tuple[str, StepMetrics]]:
+    """Every valid row with the text of its line."""
+    # A run cut off by a power failure can leave NUL bytes or half a character at the end.
+    lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
+    rows = []
+    last = max((i for i, line in enumerate(lines) if line.strip()), default=-1)
+    for i, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            rows.append((line, StepMetrics.model_validate_json(line)))
+        except ValidationError as error:
+            if i == last:
+                break
+            mistake = error.errors(include_url=False)[0]
+            where = ".".join(map(str, mistake["loc"])) or "the line"
+            raise InternspError(
+                f"{path}, line {i + 1} is not a row of metrics ({where}: {mistake['msg']}); "
+                "remove the line, or start the run under another name"
+            ) from error
+    return rows
+
+
+def _keep_rows_before(path: Path, step: int) -> None:
+    kept = [line for line, row in _rows(path) if row.step < step]
+    # Replaced atomically: a run killed here keeps either the old file or the new one.
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(fresh, path)

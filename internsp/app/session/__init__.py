@@ -1,0 +1,1 @@
+"""What a run consists of: model, optimizer, data, made from a configuration."""

@@ -1,0 +1,72 @@
+"""The training data on all ranks: rank 0 makes the index files, then all ranks open them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from internsp.app.config import Config
+from internsp.app.data.batches import DataSource, vocabulary_mistake
+from internsp.app.data.index import prepare
+from internsp.app.data.tokenizer import Tokenizer, load_tokenizer
+from internsp.app.session.agreement import on_every_rank, on_first_rank
+from internsp.mesh import ParallelMesh
+
+_LOOK_SECONDS = 5.0  # between messages to the ranks that wait for an index
+
+
+def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
+    """Open the training data of a run. Collective.
+
+    Raises:
+        ConfigError: on every rank: see :meth:`DataSource.create`; or the text has ids that the
+            model's vocabulary lacks.
+        InternspError: on every rank: a rank cannot see an index that rank 0 made.
+    """
+    loaded: list[Tokenizer] = []
+    on_every_rank(lambda: loaded.append(load_tokenizer(config.data.tokenizer)))
+    tokenizer = loaded[0]
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise vocabulary_mistake(config, tokenizer)
+    indices, notes = _prepare_indices(config, tokenizer, mesh)
+    made: list[DataSource] = []
+
+    def open_data() -> None:
+        made.append(
+            DataSource.create(
+                config.data,
+                global_batch=config.train.global_batch,
+                seed=config.train.seed,
+                tokenizer=tokenizer,
+                indices=indices,
+            )
+        )
+
+    on_every_rank(open_data)
+    source = made[0]
+    source.notes = tuple(notes)
+    return source
+
+
+def _prepare_indices(config: Config, tokenizer: Tokenizer, mesh: ParallelMesh) -> Any:
+    """Make the missing indices on rank 0. It sends the other ranks a message every few seconds, so
+    that none waits in a collective for longer than its timeout, however large the data are."""
+    work = prepare(config.data, tokenizer) if dist.get_rank() == 0 else None
+    pause = min(_LOOK_SECONDS, mesh.timeout_seconds / 4)
+
+    def work_for_a_while() -> Any:
+        assert work is not None, "rank 0 alone is asked"
+        end = time.monotonic() + pause
+        while time.monotonic() < end:
+            try:
+                next(work)
+            except StopIteration as done:
+                return done.value
+        return None
+
+    found = None
+    while found is None:
+        found = on_first_rank(work_for_a_while)
+    return found

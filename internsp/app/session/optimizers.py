@@ -1,0 +1,141 @@
+"""The optimizer of a run: its class, its arguments and its parameter groups."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from internsp.app.config import Config
+from internsp.app.config.optimizers import OPTIMIZERS, options
+from internsp.base.names import below
+from internsp.config.functions import resolve
+from internsp.errors import ConfigError
+from internsp.optim import LossScaler, ZeroOptimizer
+from internsp.optim.groups import trainable_members
+from internsp.wp.communicator import ISPCommunicator
+from internsp.wp.parameter import Member
+
+_CLASSES = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "adafactor": torch.optim.Adafactor,
+    "muon": torch.optim.Muon,
+}
+assert _CLASSES.keys() == set(OPTIMIZERS), "each name has a class"
+
+
+def make_optimizer(
+    config: Config, communicator: ISPCommunicator, scaler: LossScaler | None
+) -> ZeroOptimizer:
+    """Make the optimizer of one module.
+
+    Norms and biases have no weight decay, unless a parameter group sets it.
+
+    Raises:
+        ConfigError: there is no such class, it takes other arguments, or it is for matrices and was
+            given a parameter that is none.
+        TypeError: the optimizer is elementwise and declared not to be, or the reverse.
+    """
+    settings = config.optimizer
+    cls, arguments = _class_of(config)
+    matrices = _block_matrices(communicator)
+    groups: dict[tuple[str, float, float], list[Any]] = {}
+    for member in trainable_members(communicator):
+        name = member.name_in_model
+        own, by = settings.group_of(name), settings.stepped_by(name, member in matrices)
+        lr = settings.lr
+        if by != settings.name and settings.rest_lr is not None:
+            lr = settings.rest_lr
+        # By their shape: whether a matrix is sharded or not must not change any number.
+        decay = settings.weight_decay if len(member.shape) > 1 else 0.0
+        if own is not None:
+            lr = lr if own.lr is None else own.lr
+            decay = decay if own.weight_decay is None else own.weight_decay
+        groups.setdefault((by, lr, decay), []).append(member.parameter)
+    decays = "weight_decay" in inspect.signature(cls).parameters
+    if any(decay for by, _, decay in groups if by == settings.name) and not decays:
+        raise ConfigError(
+            f"optimizer.weight_decay: {settings.name} takes none; set it to 0, here and in groups"
+        )
+    rest = {"optimizer": torch.optim.AdamW, "betas": settings.betas, "eps": settings.eps}
+    return ZeroOptimizer(
+        communicator,
+        cls,
+        param_groups=[
+            {
+                "params": held,
+                "lr": lr,
+                **({"weight_decay": decay} if decays or by != settings.name else {}),
+                **(rest if by != settings.name else {}),
+            }
+            for (by, lr, decay), held in groups.items()
+        ],
+        lr=settings.lr,
+        max_grad_norm=settings.max_grad_norm,
+        loss_scaler=scaler,
+        whole_matrix=settings.whole_matrix,
+        **arguments,
+    )
+
+
+def _block_matrices(communicator: ISPCommunicator) -> set[Member]:
+    """Parameters of blocks with two or more dimensions, without embeddings."""
+    blocks = [b.name for b in communicator.blocks]
+    blocks += [b.name for b in communicator.enclosing.blocks]
+    looked_up = {m for (module, _), m in communicator.parameters_of.items() if _embeds(module)}
+    return {
+        member
+        for member in trainable_members(communicator)
+        if member.parameter.dim() > 1
+        and member not in looked_up
+        and any(member.name.startswith(f"{block}.") for block in blocks)
+    }
+
+
+def _embeds(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+
+def check_group_patterns(config: Config, names: Iterable[str]) -> None:
+    """Check that every pattern of ``optimizer.groups`` matches one of the full model's ``names``.
+
+    Raises:
+        ConfigError: a pattern matches none.
+    """
+    every = list(names)
+    for number, group in enumerate(config.optimizer.groups, start=1):
+        for pattern in group.match:
+            if not any(below(name, pattern) for name in every):
+                raise ConfigError(
+                    f"optimizer.groups: group {number}: {pattern!r} matches no parameter of the "
+                    f"model; there are {', '.join(every[:8])}, ..."
+                )
+
+
+def _class_of(config: Config) -> tuple[Any, dict[str, Any]]:
+    """The optimizer class and its arguments, without learning rate and weight decay."""
+    settings = config.optimizer
+    more = options(settings.options)
+    arguments: dict[str, Any] = {}
+    if settings.name == "adamw":
+        arguments = {"betas": settings.betas, "eps": settings.eps}
+    elif settings.name in ("sgd", "muon"):
+        arguments = {"momentum": settings.momentum_used}
+    if settings.name == "muon" and "adjust_lr_fn" not in more:
+        # The same learning rate and decay fit muon and adamw (Moonshot, arXiv 2502.16982).
+        more["adjust_lr_fn"] = "match_rms_adamw"
+    named = settings.name in _CLASSES
+    cls: Any = _CLASSES[settings.name] if named else resolve(settings.name, "optimizer.name")
+    if doubled := {"lr", "weight_decay", "params", *arguments} & more.keys():
+        raise ConfigError(f"optimizer.options: {', '.join(sorted(doubled))} has a key of its own")
+    try:
+        inspect.signature(cls).bind([], lr=settings.lr, **arguments, **more)
+    except TypeError as error:
+        raise ConfigError(f"optimizer.options: {settings.name}: {error}") from None
+    return cls, arguments | more
+
+

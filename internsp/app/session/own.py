@@ -1,0 +1,227 @@
+"""A program's own model, loss, data and optimizer in place of the configured ones.
+
+Also the interface through which a run reports its progress to the program (:class:`Listener`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from internsp.app.config import Config
+from internsp.app.data.batches import Batch
+from internsp.app.report.metrics import StepMetrics
+from internsp.errors import ConfigError
+from internsp.mesh import ParallelMesh
+from internsp.optim import ZeroOptimizer
+from internsp.sp import SequenceLayout
+from internsp.wp.communicator import ISPCommunicator
+
+Data = Callable[[ParallelMesh], Iterable[Tensor | tuple[Tensor, list[list[int]] | None]]]
+Loss = Callable[[nn.Module, SequenceLayout], Tensor]
+
+
+@dataclass(frozen=True)
+class Custom:
+    """The arguments of :class:`internsp.Trainer`; ``None``: as configured."""
+
+    model: nn.Module | None = None
+    loss: Loss | None = None
+    optimizer: Callable[[ISPCommunicator], ZeroOptimizer] | None = None
+    data: Data | None = None
+
+    def check(self, config: Config) -> None:
+        """Check that these objects and the configuration fit together.
+
+        Raises:
+            ConfigError: a loss without a model; a custom model with a pipeline or without values; a
+                setting that would have no effect on the custom object.
+        """
+        if self.data is not None and config.train.batch_tokens:
+            raise ConfigError(
+                "train.batch_tokens: a program's own data determines its batches; set it to 0"
+            )
+        if self.data is not None and config.train.early_stop:
+            raise ConfigError(
+                "train.early_stop: a program's own data have no held-out loss; set it to 0, and "
+                "call trainer.stop() in a callback"
+            )
+        if self.model is not None:
+            for name in ("dropout", "embedding_dropout"):
+                if getattr(config.model, name):
+                    raise ConfigError(
+                        f"model.{name}: a model of your own applies its own dropout; set it to 0"
+                    )
+        if self.model is None:
+            if self.loss is not None:
+                raise ConfigError("Trainer: loss is for a model of your own; give model, too")
+            return
+        if config.parallel.pipeline > 1:
+            raise ConfigError(
+                "Trainer: a model of your own is not split into stages; set parallel.pipeline = 1, "
+                "or use internsp.Pipeline in a loop of your own"
+            )
+        empty = [n for n, p in self.model.named_parameters() if p.is_meta]
+        if empty:
+            raise ConfigError(
+                f"Trainer: {empty[0]} of your model is on the meta device: give it values, the "
+                "same on every rank (torch.manual_seed)"
+            )
+
+    def checked_optimizer(self, optimizer: Any) -> ZeroOptimizer:
+        """The optimizer that the program's function returned, if a run can use it.
+
+        Raises:
+            ConfigError: it is not a :class:`internsp.ZeroOptimizer`.
+        """
+        if isinstance(optimizer, ZeroOptimizer):
+            return optimizer
+        raise ConfigError(
+            f"Trainer: optimizer gives {type(optimizer).__name__}, no ZeroOptimizer: return "
+            "internsp.ZeroOptimizer(communicator, torch.optim.Adam, lr=...)"
+        )
+
+    def checked_loss(self, output: Any) -> Tensor:
+        """The value that the program's loss returned, if backward can start from it.
+
+        Raises:
+            ConfigError: it is no scalar, or does not depend on any weight.
+        """
+        if not isinstance(output, Tensor) or output.dim():
+            shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise ConfigError(
+                f"Trainer: loss gives {shape}, no scalar tensor: sum over this rank's tokens "
+                '(reduction="sum")'
+            )
+        if torch.is_grad_enabled() and not output.requires_grad:  # in training
+            raise ConfigError("Trainer: loss gives a value without gradients: it was detached")
+        return output
+
+
+class CustomData:
+    """A program's own batches, in place of a :class:`~internsp.app.data.batches.DataSource`.
+
+    One ``next`` gives the rows of one micro-batch for this rank's data rank: int64 ids
+    ``[rows, s]``, or a pair of ids and the document starts of each row. All ranks with the same
+    data rank (ranks of a sequence group, pipeline stages) must give the same rows, which is checked
+    in the first step. A resumed run skips the batches that were used before.
+    """
+
+    tokenizer = None
+    evaluations = ()
+    fingerprint = "of a program"
+
+    def __init__(self, data: Data, config: Config, mesh: ParallelMesh) -> None:
+        self._config, self._mesh = config, mesh
+        self._batches = iter(data(mesh))  # once: a list or a DataLoader would begin anew each step
+        self._ready: deque[Batch] = deque()
+        self._taken = 0  # batches
+        self._compared = False
+        self.notes: tuple[str, ...] = ()
+        self.tokens_of_a_sequence = config.data.sequence_length - 1.0
+
+    def has_batches(self, sequences: int) -> bool:
+        """Whether every rank has the batches of the next step. Collective; blocks.
+
+        Args:
+            sequences: rows used so far.
+
+        Raises:
+            ConfigError: on every rank: a rank's batch is no int64 tensor of the expected rows, or
+                in the first step ranks differ that must have the same rows.
+        """
+        train = self._config.train
+        begin = sequences // train.global_batch * train.micro_batches
+        for _ in islice(self._batches, max(begin - self._taken, 0)):
+            self._taken += 1
+        mistake = ""
+        for given in islice(self._batches, train.micro_batches - len(self._ready)):
+            ids, boundaries = given if isinstance(given, tuple) else (given, None)
+            mistake = mistake or self._mistake(ids)
+            self._ready.append(Batch(ids, boundaries, [] if mistake else [[] for _ in ids]))
+            self._taken += 1
+        enough = len(self._ready) == train.micro_batches
+        if not self._compared:
+            self._compare(mistake)
+        worst = torch.tensor([-1.0 if mistake else float(enough)], device=self._mesh.device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MIN)
+        if worst.item() < 0:  # not only in the first step: a loader's last batch is often shorter
+            self._compare(mistake)
+        return bool(worst.item())
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """The next micro-batch, whose existence :meth:`has_batches` has checked."""
+        return self._ready.popleft()
+
+    def held_out_batches(self, count: int, *, rows: slice) -> Iterator[Batch]:
+        """No batches: a program with its own data evaluates in a callback."""
+        return iter(())
+
+    def evaluation_batches(self, text: Any, count: int, *, rows: slice) -> Iterator[Batch]:
+        """No batches, see :meth:`held_out_batches`."""
+        return iter(())
+
+    def epochs(self, taken: int) -> dict[str, float]:
+        """Empty: the length of the data is unknown."""
+        return {}
+
+    def position_of(self, sequences: int) -> tuple[int, int]:
+        """(0, 0): the position in the data is unknown."""
+        return 0, 0
+
+    def _mistake(self, ids: Any) -> str:
+        train = self._config.train
+        rows = train.global_batch // (train.micro_batches * self._mesh.data)
+        if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2:
+            return "data gives no int64 tensor [rows, tokens]"
+        if len(ids) != rows:
+            return (
+                f"data gives {len(ids)} rows where global_batch / (micro_batches x data degree) = "
+                f"{rows} (a DataLoader's last batch is shorter without drop_last=True)"
+            )
+        return ""
+
+    def _compare(self, mistake: str) -> None:
+        self._compared = True
+        mesh = self._mesh
+        digest = hashlib.sha256()
+        for batch in self._ready if not mistake else ():
+            digest.update(batch.ids.contiguous().numpy().tobytes())
+        everyone: list[Any] = [None] * mesh.world_size
+        dist.all_gather_object(everyone, (mesh.data_rank, digest.hexdigest(), mistake))
+        for rank, (_, _, problem) in enumerate(everyone):
+            if problem:
+                raise ConfigError(f"Trainer: rank {rank}: {problem}")
+        first: dict[int, tuple[int, str]] = {}
+        for rank, (data_rank, found, _) in enumerate(everyone):
+            other, wanted = first.setdefault(data_rank, (rank, found))
+            if found != wanted:
+                raise ConfigError(
+                    f"Trainer: data gives ranks {other} and {rank} other rows, but both compute "
+                    "parts of the same sequences: choose them by mesh.data_rank, not by the rank"
+                )
+
+
+class Listener:
+    """Base class whose methods a run calls on every rank; here they do nothing."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Called after a step, when its row of metrics is written."""
+
+    def evaluation(self, metrics: StepMetrics) -> None:
+        """Called after an evaluation, before :meth:`step` is called with the same metrics."""
+
+    def checkpoint(self, path: Path) -> None:
+        """Called when a checkpoint is complete."""
+
+    def end(self) -> None:
+        """Called at the end of the run; on rank 0 the report is written by then."""

@@ -1,0 +1,194 @@
+"""Builds everything one rank trains with: mesh, model, communicator, optimizer and data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from internsp.app.config import Config
+from internsp.app.config.tiles import with_tile_count
+from internsp.app.data.batches import DataSource
+from internsp.app.models.factory import (
+    build_for_training,
+    fill_parameters,
+    move_buffers,
+    to_parallelize,
+)
+from internsp.app.session.inputs import open_source
+from internsp.app.session.optimizers import check_group_patterns, make_optimizer
+from internsp.app.session.own import Custom, CustomData
+from internsp.app.session.rates import RateFactor
+from internsp.base.accelerator import device_clock
+from internsp.base.trace import Trace
+from internsp.errors import ConfigError
+from internsp.mesh import ParallelMesh
+from internsp.optim import LossScaler, ZeroOptimizer, step_together
+from internsp.parallel.parallelize import parallelize
+from internsp.pipeline import Pipeline, SchedulerHook
+from internsp.sp.dispatch import fixed_sizes
+from internsp.wp.communicator import ISPCommunicator
+
+_NOTHING = Custom()
+
+
+@dataclass
+class Session:
+    """Everything that one rank trains with.
+
+    Attributes:
+        modules: the model, or this rank's chunks of it, by ascending stage; a parameter has the
+            same name in both.
+        communicators, optimizers, schedules: one for each module.
+        pipeline: runs the chunks; ``None`` without a pipeline.
+        hooks: called at every forward, criterion and backward, with or without a pipeline.
+        parameters: number of elements of the full model.
+        steps: length of the run; an estimate with ``train.tokens``, see :func:`steps_of`.
+        custom: the program's own objects in place of configured ones.
+    """
+
+    config: Config
+    mesh: ParallelMesh
+    modules: list[Any]
+    communicators: list[ISPCommunicator]
+    optimizers: list[ZeroOptimizer]
+    schedules: list[torch.optim.lr_scheduler.LambdaLR]
+    source: DataSource | CustomData
+    trace: Trace
+    pipeline: Pipeline | None
+    hooks: list[SchedulerHook]
+    parameters: int
+    steps: int
+    custom: Custom
+
+    @property
+    def optimizer(self) -> ZeroOptimizer:
+        """The optimizer of the first module: settings and loss scaler are the same for all."""
+        return self.optimizers[0]
+
+    @property
+    def rate(self) -> float:
+        """The next step's learning rate, of parameters in no group of ``optimizer.groups``."""
+        schedule = self.schedules[0]
+        return self.config.optimizer.lr * float(schedule.lr_lambdas[0](schedule.last_epoch))
+
+    def step(self) -> float:
+        """Run one step of optimizer and learning rate schedule; returns the gradient norm."""
+        step_together(self.optimizers, log=False)
+        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+            optimizer.zero_grad()
+            schedule.step()
+        return self.optimizer.grad_norm
+
+    @classmethod
+    def create(
+        cls, config: Config, hooks: Iterable[SchedulerHook] = (), custom: Custom = _NOTHING
+    ) -> Session:
+        """Build everything except the objects in ``custom``. Collective.
+
+        Raises:
+            ConfigError: the text has ids that the model's vocabulary lacks; see ``factory``.
+            InternspError: see :func:`internsp.parallelize` and :class:`ParallelMesh`.
+        """
+        parallel = config.parallel
+        mesh = ParallelMesh.create(
+            **config.degrees(),
+            device_type=None if parallel.device == "auto" else parallel.device,
+            timeout_seconds=parallel.timeout_seconds,
+        )
+        source: DataSource | CustomData
+        if custom.data is None:
+            source = open_source(config, mesh)
+        else:
+            source = CustomData(custom.data, config, mesh)
+        steps = steps_of(config, source)
+        model: Any = build_for_training(config) if custom.model is None else custom.model
+        parameters = sum(p.numel() for p in model.parameters())
+        check_group_patterns(config, [name for name, _ in to_parallelize(model).named_parameters()])
+        trace = Trace(clock=device_clock(mesh.device))
+        everyone = list(hooks)
+        modules: list[Any] = [model]
+        pipeline = _pipeline(config, mesh, model, everyone, trace)
+        if pipeline is not None:
+            modules, communicators = list(pipeline.chunks), pipeline.communicators
+        else:
+            communicators = [
+                parallelize(
+                    to_parallelize(model),
+                    mesh,
+                    config.weight_parallel,
+                    activation_checkpoint=with_tile_count(config, mesh.data),
+                    trace=trace,
+                )
+            ]
+        if custom.model is None:
+            fill_parameters(config, model, modules, communicators, mesh.device)
+        else:
+            move_buffers(model, mesh.device)
+        scaler = _scaler(config)
+        make = custom.optimizer or (lambda each: make_optimizer(config, each, scaler))
+        optimizers = [custom.checked_optimizer(make(each)) for each in communicators]
+        schedules = [
+            torch.optim.lr_scheduler.LambdaLR(optimizer, RateFactor(config, steps))
+            for optimizer in optimizers
+        ]
+        return cls(
+            config, mesh, modules, communicators, optimizers, schedules, source, trace, pipeline,
+            everyone if pipeline is None else pipeline.hooks, parameters, steps, custom,
+        )  # fmt: skip
+
+
+def _pipeline(
+    config: Config, mesh: ParallelMesh, model: Any, hooks: list[SchedulerHook], trace: Trace
+) -> Pipeline | None:
+    if mesh.pipeline == 1:
+        return None
+    train = config.train
+    rows = train.global_batch // (train.micro_batches * mesh.data)
+    lengths = fixed_sizes(config.data.sequence_length, mesh.sequence_axes)
+    length = lengths[mesh.sequence_rank]
+    return Pipeline.create(
+        model,
+        mesh,
+        config.weight_parallel,
+        schedule=config.pipeline.schedule,
+        chunks=config.pipeline.chunks,
+        micro_batches=train.micro_batches,
+        activation_checkpoint=with_tile_count(config, mesh.data),
+        shape=(rows, length, config.model.hidden_size),
+        hooks=hooks,
+        trace=trace,
+    )
+
+
+def _scaler(config: Config) -> LossScaler | None:
+    settings = config.optimizer
+    if config.train.dtype == "float16" or config.weight_parallel.compute_dtype == "float16":
+        return LossScaler(
+            settings.loss_scale_init, growth_interval=settings.loss_scale_growth_interval
+        )
+    return None
+
+
+def steps_of(config: Config, source: DataSource | CustomData) -> int:
+    """Number of steps of a run.
+
+    With ``train.tokens`` it is estimated from the tokens of the first sequences, since the learning
+    rate schedule needs it before the run begins.
+    """
+    train = config.train
+    if not train.tokens:
+        return train.steps
+    one = source.tokens_of_a_sequence
+    each = one * train.global_batch
+    if train.batch_tokens and one:  # a step ends with the sequence in which it reaches this number
+        each = math.ceil(train.batch_tokens / one) * one
+    if not each:
+        raise ConfigError(
+            "train.tokens: in the first sequences of [data] no token is predicted, so that the run "
+            "would not end: raise data.sequence_length"
+        )
+    return max(1, math.ceil(train.tokens / each))

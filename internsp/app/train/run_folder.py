@@ -1,0 +1,156 @@
+"""The folder of a run: used by one run at a time, which has an id, and never mixed with another's.
+
+A fresh run moves an older run's folder aside, and so does a run that resumes from a checkpoint in
+another folder. A run that resumes from its own folder keeps its id, and moves later checkpoints
+aside.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from internsp.app.checkpoint import folder as checkpoint_folder
+from internsp.app.checkpoint.checkpoint import Resumed
+from internsp.app.checkpoint.disk import LATEST, discard_partial
+from internsp.app.session.agreement import on_first_rank
+from internsp.app.train.run_lock import RunLock
+from internsp.errors import MACHINE_ERRNOS, ConfigError, MachineError
+
+
+class RunFolder:
+    """A folder to which only this run writes.
+
+    Attributes:
+        path: the folder.
+        run: the run's id; the same on every rank.
+        notes: messages for the user, on rank 0.
+    """
+
+    def __init__(self, path: Path, run: str, lock: RunLock | None) -> None:
+        self.path = path
+        self.run = run
+        self.notes: list[str] = []
+        self._lock = lock  # on rank 0, else None
+        if lock is not None and lock.predecessor:
+            self.notes.append(f"took {path} over from {lock.predecessor}, which has ended")
+
+    def begin(self, resumed: Resumed | None) -> None:
+        """Prepare the folder for writing. Collective.
+
+        Raises:
+            ConfigError, OSError: on every rank: another run took the folder meanwhile, or files
+                cannot be moved.
+        """
+        self.run, notes = on_first_rank(lambda: self._begin(resumed))
+        self.notes += notes
+
+    def _begin(self, resumed: Resumed | None) -> tuple[str, list[str]]:
+        checkpoints = self.path / "checkpoints"
+        discard_partial(checkpoints)
+        if resumed is not None and _same(resumed.path.parent, checkpoints):
+            latest = checkpoints / LATEST
+            if latest.is_dir() and not latest.is_symlink():  # a copy of the folder followed links
+                raise ConfigError(
+                    f"{latest} is a folder, not a link to the newest checkpoint: remove it"
+                )
+            names, aside = checkpoint_folder.abandon_later(checkpoints, resumed.step)
+            if not names:
+                return resumed.run, []
+            moved = f"{', '.join(names)} came after step {resumed.step}: now in {aside}"
+            return resumed.run, [moved]
+        moved_to = self._set_aside()
+        if moved_to is None:
+            return self.run, []
+        return self.run, [f"the run that was in {self.path} is now in {moved_to}"]
+
+    def _set_aside(self) -> Path | None:
+        """Move an older run's folder away with its lock, and lock a new folder."""
+        assert self._lock is not None, "rank 0 alone runs this, and holds the lock"
+        moved = set_aside(self.path)
+        if moved is not None:
+            self._lock.moved(moved)
+            self._lock.release()
+            self._lock = RunLock.acquire(self.path, self.run)
+        return moved
+
+    def release(self) -> None:
+        """Release the folder's lock; may be called more than once."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+@contextmanager
+def claimed(path: Path, main: bool) -> Iterator[RunFolder]:
+    """Lock the folder ``path`` for this run. Collective when it is entered.
+
+    Args:
+        main: whether this is rank 0.
+
+    Raises:
+        ConfigError: on every rank: another process uses the folder, or it cannot be written.
+        MachineError: on every rank: the disk is full, or the machine lacks another resource.
+    """
+    held: list[RunLock] = []
+
+    def acquire() -> tuple[str, str | None]:
+        run = new_id()
+        try:
+            held.append(RunLock.acquire(path, run))
+        except OSError as error:
+            kind = MachineError if error.errno in MACHINE_ERRNOS else ConfigError
+            raise kind(
+                f"the run's folder {path} cannot be written on rank 0: {error.strerror}; choose "
+                "another train.name or --output"
+            ) from error
+        return run, held[0].predecessor
+
+    path = _named(path)
+    fresh = not path.exists()
+    run, _ = on_first_rank(acquire)
+    folder = RunFolder(path, run, held[0] if main else None)
+    try:
+        yield folder
+    finally:
+        folder.release()
+        if main and fresh:  # a run that could not start leaves no empty folder
+            _remove_if_empty(path)
+
+
+def new_id() -> str:
+    """A new unique id of a run: the time of its start and a random part."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+
+
+def set_aside(output: Path) -> Path | None:
+    """Move an older run out of ``output``, so that a fresh one neither overwrites nor joins it.
+
+    Returns:
+        The older run's new folder, or ``None`` if there was none.
+    """
+    output = _named(output)
+    if not (output / "metrics.jsonl").exists() and not (output / "checkpoints").exists():
+        return None
+    number = 1
+    while (target := output.with_name(f"{output.name}.{number}")).exists():
+        number += 1
+    output.rename(target)
+    return target
+
+
+def _named(path: Path) -> Path:
+    """``path`` in a form whose last part can be renamed; "." and ".." become absolute paths."""
+    return path if path.name not in ("", "..") else Path(os.path.abspath(path))
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and one.samefile(other)
+
+
+def _remove_if_empty(path: Path) -> None:
+    with suppress(OSError):
+        path.rmdir()

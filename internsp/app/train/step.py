@@ -1,0 +1,242 @@
+"""One optimizer step, and one evaluation, of a session."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from internsp.app.data.batches import Batch, DataSource
+from internsp.app.process.stop import StopRequest
+from internsp.app.report.flops import flops_per_token, peak_tflops
+from internsp.app.report.metrics import StepMetrics
+from internsp.app.session.session import Session
+from internsp.app.train.passes import PipelinedStep, PlainStep
+from internsp.app.train.rows import StepRows, micro_batch
+from internsp.base import accelerator
+from internsp.errors import ConfigError, OrderError
+from internsp.layers.dropout import row_keys
+from internsp.schedule.simulate import simulate
+from internsp.sp import SequenceLayout
+from internsp.sp.dispatch import FIXED_BALANCE
+
+
+class StepResult(NamedTuple):
+    """Result of a step; the same on all ranks.
+
+    Attributes:
+        metrics: figures of the step.
+        rows: number of rows of the training text that it used.
+        interrupted: some rank got a stop request, before or during the step.
+        save: some rank got a save request since the previous step.
+        saved: sum of the ranks' progress in saving.
+    """
+
+    metrics: StepMetrics
+    rows: int
+    interrupted: bool
+    save: bool
+    saved: float
+
+
+class StepRunner:
+    """Runs steps of a session and measures them.
+
+    Attributes:
+        micro_batches: number of micro-batches of the last step.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._passes = PlainStep(session) if session.pipeline is None else PipelinedStep(session)
+        self._checked = False
+        self.micro_batches = session.config.train.micro_batches
+        self._saves = 0  # save requests that earlier steps reported
+
+    def step(
+        self, number: int, stop: StopRequest, *, taken: int | None = None, saved: float = 0.0
+    ) -> StepResult:
+        """Train on the next rows, in step ``number`` (from 0). Collective; blocks.
+
+        Args:
+            taken: rows of the training text used by earlier steps; ``None``: one global batch for
+                each of them.
+            saved: this rank's progress in saving (:meth:`Saver.progress`).
+        """
+        session, config, pipeline = self.session, self.session.config, self.session.pipeline
+        counters = [communicator.state.counters for communicator in session.communicators]
+        for counter in counters:
+            counter.reset()
+        session.trace.begin_step()
+        taken = number * config.train.global_batch if taken is None else taken
+        start = time.perf_counter()
+        rows = self._rows(taken)
+        batches = [(session.source.batch(own), own) for own in rows.micro_batches]
+        layouts = [self._layout(batch, own) for batch, own in batches]
+        self.micro_batches = len(layouts)
+        valid = sum(layout.valid_tokens for layout in layouts)
+        (tokens,) = self._sum(float(valid))
+        if not tokens:  # the same on every rank
+            raise ConfigError(
+                f"step {number + 1}: no token of the batch has a next one in its own document and "
+                "sequence, so there is nothing to learn: raise data.sequence_length or "
+                "train.global_batch, or set data.pack = false"
+            )
+        lr = session.rate
+        loss = self._passes.train(layouts, tokens)
+        norm = session.step()
+        saves = stop.saves
+        total, stops, save, saved = self._sum(
+            loss, float(stop.requested), float(saves > self._saves), saved, stages=True
+        )
+        self._saves = saves
+        seconds = time.perf_counter() - start
+        self._check_order(len(layouts))
+        rates = self._flops(tokens / seconds)
+        metrics = StepMetrics(
+            step=number + 1,
+            loss=total / tokens,
+            grad_norm=float(norm),
+            lr=lr,
+            tokens=int(tokens),
+            sequences=rows.total if config.train.batch_tokens else None,
+            step_seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            exposed_comm_seconds=session.trace.exposed_seconds,
+            gathered_bytes=sum(counter.gathered_bytes for counter in counters),
+            reduced_bytes=sum(counter.reduced_bytes for counter in counters),
+            peak_memory_bytes=peak_memory_bytes(session.mesh.device),
+            stage_wait_seconds=None if pipeline is None else pipeline.stage_wait_seconds,
+            skipped_steps=session.optimizer.skipped_steps,
+        )
+        metrics = metrics.model_copy(update=rates)
+        return StepResult(metrics, rows.total, stops > 0, save > 0, saved)
+
+    def evaluate(self) -> float | None:
+        """Held-out loss in nats per token, over the same rows on every mesh.
+
+        ``None`` without held-out text. Collective: every rank runs the same number of batches.
+        Weights are gathered as in training.
+        """
+        return self._mean_loss(self.session.source.held_out_batches)
+
+    def evaluate_texts(self) -> dict[str, float]:
+        """The loss of each text of ``data.evaluation``, by name; see :meth:`evaluate`."""
+        source = self.session.source
+        found = {
+            text.name: self._mean_loss(partial(source.evaluation_batches, text))
+            for text in source.evaluations
+        }
+        return {name: math.nan if loss is None else loss for name, loss in found.items()}
+
+    @torch.no_grad()
+    def _mean_loss(self, batches_of: Callable[..., Iterator[Batch]]) -> float | None:
+        train = self.session.config.train
+        total, count = 0.0, 0
+        rows = [micro_batch(i, train, self.session.mesh) for i in range(train.micro_batches)]
+        parts = [batches_of(train.eval_batches, rows=r) for r in rows]
+        self._set_training(training=False)
+        try:
+            for batches in zip(*parts, strict=True):
+                layouts = [self._layout(batch) for batch in batches]
+                total += self._passes.evaluate(layouts)
+                count += sum(layout.valid_tokens for layout in layouts)
+        finally:
+            self._set_training(training=True)
+        (loss_sum,) = self._sum(total, stages=True)
+        (tokens,) = self._sum(float(count))
+        return loss_sum / tokens if tokens else None
+
+    def _flops(self, tokens_per_second: float) -> dict[str, float]:
+        """TFLOP/s per device and MFU of this step; empty for a program's own model."""
+        session = self.session
+        if session.custom.model is not None:
+            return {}
+        each = flops_per_token(session.config, session.parameters)
+        model, hardware = (f * tokens_per_second / session.mesh.world_size / 1e12 for f in each)
+        found = {"tflops": model, "hardware_tflops": hardware}
+        peak = peak_tflops(session.config, accelerator.device_name(session.mesh.device))
+        return found if peak is None else {**found, "mfu": model / peak}
+
+    def _set_training(self, training: bool) -> None:
+        for module in self.session.modules:
+            module.train(training)
+
+    def _rows(self, taken: int) -> StepRows:
+        config, mesh, source = self.session.config, self.session.mesh, self.session.source
+        wanted = config.train.batch_tokens
+        if not wanted:
+            return StepRows.of_batch(taken, config.train, mesh)
+        assert isinstance(source, DataSource), "Custom.check refuses a program's own"
+        return StepRows.of_tokens(taken, source.rows_with(wanted, taken), config, mesh)
+
+    def _layout(self, batch: Batch, numbers: Sequence[int] | None = None) -> SequenceLayout:
+        """The sequence layout of a batch.
+
+        Args:
+            numbers: numbers of its rows in the order of the data; ``None``: held-out rows.
+        """
+        mesh = self.session.mesh
+        config = self.session.config
+        # A pipeline's stages exchange hidden states of one shape, so the split must not depend on
+        # the documents.
+        balance = config.parallel.balance if mesh.pipeline == 1 else FIXED_BALANCE
+        layout = SequenceLayout.create(
+            batch.ids, rank=mesh.sequence_rank, size=mesh.sequence, boundaries=batch.boundaries,
+            ignored=batch.ignored, ring=mesh.ring, near=mesh.near, balance=balance,
+            row_keys=None if numbers is None else row_keys(config.train.seed, numbers),
+        )  # fmt: skip
+        return layout.to(mesh.device)
+
+    def _sum(self, *values: float, stages: bool = False) -> list[float]:
+        """Sum over the ranks of this stage, in fp64; with ``stages``, over all stages, too."""
+        mesh = self.session.mesh
+        tensor = torch.tensor(values, dtype=torch.float64, device=mesh.device)
+        for group in (mesh.stage_group, mesh.pipeline_group)[: 1 + stages]:
+            dist.all_reduce(tensor, group=group)
+        return tensor.tolist()
+
+    def _check_order(self, micro_batches: int) -> None:
+        """WP-2: compare the first traced step's collectives with the plan, on every rank."""
+        trace, plan = self.session.trace, self.session.communicators[0].plan
+        pipeline = self.session.pipeline
+        if self._checked or not trace.enabled or plan is None:
+            return
+        if self.session.communicators[0].learning is not None:
+            return  # the order is still being learned: a later step has a plan
+        self._checked = True
+        kinds = ("AG", "RS")
+        overlap = self.session.config.weight_parallel.overlap
+        planned = (
+            simulate(plan, micro_batches, overlap)
+            if pipeline is None
+            else pipeline.planned(overlap, micro_batches // pipeline.micro_batches)
+        )
+        expected = planned.lines(kinds)
+        actual = trace.lines(kinds)
+        if actual == expected:
+            return
+        at = next(
+            (i for i, (a, e) in enumerate(zip(actual, expected, strict=False)) if a != e),
+            min(len(actual), len(expected)),
+        )
+        raise OrderError(
+            f"rank {self.session.mesh.rank} launched {len(actual)} collectives where the schedule "
+            f"has {len(expected)}; the first difference is number {at}: "
+            f"{actual[at : at + 1]} instead of {expected[at : at + 1]}"
+        )
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak memory of this process: allocated on an accelerator, resident on a CPU."""
+    if accelerator.has_streams(device):
+        return torch.accelerator.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

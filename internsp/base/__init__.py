@@ -1,0 +1,1 @@
+"""What everything stands on: the device, autograd, host memory, names, sizes, the trace."""

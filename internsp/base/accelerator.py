@@ -1,0 +1,115 @@
+"""The device that this machine computes on, by torch's generic API (``torch.accelerator``).
+
+No kind of device is named here: a device whose support is an out-of-tree plugin of torch works as
+soon as the plugin is installed. Every device except the host has streams, events, a memory counter
+and a random state; its process groups use torch's default backend for the device.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+HOST = "cpu"
+
+
+class Stream(Hashable, Protocol):
+    """The part of ``torch.Stream`` that is used here."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Work queued here from now on runs after all work that is queued on ``stream`` now."""
+
+
+CurrentStream = Callable[[], Stream]
+
+
+def default_device_type() -> str:
+    """The device type of this machine's accelerator; ``"cpu"`` if torch finds none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return HOST if found is None else found.type
+
+
+def device_count(device_type: str) -> int:
+    """Number of devices of a type on this machine; 0 for types other than its accelerator's."""
+    return torch.accelerator.device_count() if device_type == default_device_type() else 0
+
+
+def device_name(device: torch.device) -> str:
+    """The product name of a device; empty if torch does not know it."""
+    module = getattr(torch, device.type, None)
+    found = getattr(module, "get_device_name", None)
+    return "" if found is None else str(found(device))
+
+
+def local_device(device_type: str) -> torch.device:
+    """This rank's device, by ``LOCAL_RANK``. Makes it the current device, which backends use."""
+    device = torch.device(
+        device_type, int(os.environ.get("LOCAL_RANK", 0)) % max(device_count(device_type), 1)
+    )
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on ``device`` is queued on streams, and runs asynchronously to the host."""
+    return device.type not in (HOST, "meta")
+
+
+def current_stream(device: torch.device) -> Callable[[], Any] | None:
+    """A function that returns the current stream of ``device``; ``None`` without streams."""
+    return partial(torch.accelerator.current_stream, device) if has_streams(device) else None
+
+
+def timed_event(device: torch.device) -> torch.Event:
+    """An event with timing, recorded on the current stream. Does not block."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """State of the device's own generator. Torch has no generic call: uses the device's module."""
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Set what :func:`random_state` returns."""
+    torch.get_device_module(device).set_rng_state(state, device)
+
+
+class DeviceClock:
+    """Times at which the device reached points of its stream (:class:`internsp.base.trace.Clock`).
+
+    The host only queues work, so its own clock shows when work was queued, not when it ran.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.restart()
+
+    def restart(self) -> None:
+        """Align the device's clock with the host's. Blocks until the device is idle."""
+        torch.accelerator.synchronize(self._device)
+        self._base = timed_event(self._device)
+        torch.accelerator.synchronize(self._device)
+        self._began = time.perf_counter()
+
+    def mark(self) -> Any:
+        """Mark the current point of the current stream. Does not block."""
+        return timed_event(self._device)
+
+    def seconds(self, mark: Any) -> float:
+        """``time.perf_counter()`` seconds at which ``mark`` was reached. Blocks until it is."""
+        mark.synchronize()
+        return self._began + self._base.elapsed_time(mark) / 1e3
+
+
+def device_clock(device: torch.device) -> DeviceClock | None:
+    """A clock for work on ``device``; ``None`` without streams, where the host's clock is right."""
+    return DeviceClock(device) if has_streams(device) else None

@@ -1,5 +1,0 @@
-"""The ``internsp`` command, and the processes that it starts."""
-
-from internsp.cli.command import main
-
-__all__ = ["main"]

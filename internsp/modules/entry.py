@@ -1,0 +1,208 @@
+"""Blocks that unshard all their weights at their entry: compiled ones, and ones of small weights.
+
+At its entry every parameter of the block is replaced by the unsharded tensor, and put back at the
+exit. The forward in between sees plain tensors: ``torch.compile`` meets no hook of ours (WP-13),
+and a block whose weights share one collective anyway needs one autograd node instead of one for
+each weight. All gradients are ready together, at the end of the block's backward.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from internsp.base.autograd import (
+    clone_aliases,
+    input_tensors,
+    no_second_derivatives,
+    register_pre_backward_hook,
+)
+from internsp.modules.parameters import require_unwritten, views, weights_of
+from internsp.wp.parameter import Member, ShardedParameter
+
+
+class BlockParameters:
+    """All parameters of a block.
+
+    Attributes:
+        all: sharded and replicated ones, in the order of use.
+        sharded: the sharded weights of the block's unit, which backward needs in their slot again.
+        shared: sharded weights of units outside of the blocks: other blocks use them, too.
+        in_unit: ``sharded`` as a set.
+    """
+
+    def __init__(self, weights: Sequence[Member]) -> None:
+        self.all = weights
+        found = [weight for weight in weights if isinstance(weight, ShardedParameter)]
+        self.sharded = [weight for weight in found if weight.unit.block >= 0]
+        self.shared = [weight for weight in found if weight not in self.sharded]
+        self.in_unit = frozenset(self.sharded)
+
+
+class BlockHandle:
+    """The use of all parameters of a block in one forward."""
+
+    def __init__(self, of: BlockParameters) -> None:
+        self.weights, self.sharded, self.shared = of.all, of.sharded, of.shared
+        self._in_unit = of.in_unit
+
+    def unshard(self) -> list[Tensor]:
+        """The tensors to compute with."""
+        found: dict[Member, Tensor] = {}
+        if self.sharded:
+            tensors = self.sharded[0].communicator.unshard_all(self.sharded)
+            found = dict(zip(self.sharded, tensors, strict=True))
+        whole = [
+            found[weight] if weight in found else weight.communicator.unshard(weight)
+            for weight in self.weights
+        ]
+        self._shown: dict[Member, Any] = {weight: weight.used_version for weight in self.weights}
+        return whole
+
+    def release(self) -> None:
+        """Release the weights after the block's forward."""
+        if self.sharded:
+            self.sharded[0].communicator.release_all(self.sharded)
+        for weight in self.shared:
+            weight.communicator.release(weight)
+
+    def pre_backward(self, gradients: Any) -> None:
+        """Unshard the weights for the backward of the block: the same values in their slot."""
+        if torch.is_grad_enabled():
+            no_second_derivatives()
+        weights = [*self.sharded, *self.shared]
+        if weights[0].communicator.weight_part:
+            return  # the weight backward needs no unsharded weight
+        for weight in weights:
+            weight.require_version(self._shown[weight])
+        if self.sharded:
+            self.sharded[0].communicator.pre_backward_all(self.sharded)
+        for weight in self.shared:
+            weight.communicator.pre_backward(weight)
+
+    def on_grad_ready(self, gradients: Sequence[Tensor | None]) -> None:
+        """Hand over the gradients of all weights (``None`` if there is none), last used first."""
+        sharded = []
+        for weight, gradient in reversed(list(zip(self.weights, gradients, strict=True))):
+            if gradient is None:
+                continue
+            communicator = weight.communicator
+            if weight in self._in_unit and not communicator.weight_part:
+                sharded.append((weight, gradient))
+            else:
+                weight.require_version(self._shown[weight])
+                communicator.on_grad_ready(weight, gradient)
+        if sharded:
+            self.sharded[0].communicator.on_grads_ready(sharded)
+
+
+def unshard_at_block_entry(
+    block: nn.Module, prepare: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+) -> None:
+    """Replace ``block.forward`` by one that unshards the weights first.
+
+    While it runs, ``_parameters`` of each module is a plain dictionary of plain tensors.
+
+    Args:
+        prepare: applied to the original forward, such as ``torch.compile``.
+    """
+    inner = prepare(block.forward) if prepare is not None else block.forward
+    modules = [m for m in block.modules() if weights_of(m)]
+    held: list[Any] = [m._parameters for m in modules]
+    own = [weight for weights in held for weight in weights.weights.values()]
+    parameters = [weight.parameter for weight in own]
+    weights_of_block = BlockParameters(own)
+    copied = [(m, weights) for m, weights in zip(modules, held, strict=True) if weights.copies]
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for module, weights in copied:
+            weights.require_copies(module)
+        before = input_tensors((args, kwargs))
+        handle = BlockHandle(weights_of_block)
+        unsharded = views(handle, *parameters)
+        plain = _plain(held, unsharded)
+        handed = [dict(inside) for inside in plain]
+        try:
+            for module, inside in zip(modules, plain, strict=True):
+                module.__dict__["_parameters"] = inside
+            for module, weights in copied:
+                weights.fill_copies(module, module._parameters)
+            output = inner(*args, **kwargs)
+        finally:
+            for module, weights in zip(modules, held, strict=True):
+                module.__dict__["_parameters"] = weights
+            for module, weights in copied:
+                weights.restore_copies(module)
+        _keep_what_was_put_in(held, plain, handed)
+        if any(not tensor.is_inference() and tensor._version for tensor in unsharded):
+            for weight, tensor in zip(own, unsharded, strict=True):
+                require_unwritten(weight, tensor)
+        output = clone_aliases(output, unsharded)
+        handle.release()
+        if handle.sharded or handle.shared:
+            register_pre_backward_hook(output, handle.pre_backward, before)
+        return output
+
+    block.forward = forward  # type: ignore[method-assign]
+
+
+def _plain(held: list[Any], unsharded: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """``_parameters`` of each module while the block's forward runs: unsharded views, and what a
+    user has put there."""
+    plain: list[dict[str, Any]] = []
+    remaining = iter(unsharded)
+    for weights in held:
+        if weights.scope.recomputed:
+            weights.before_recomputed()
+        inside = dict(weights)
+        for name, weight in weights.weights.items():
+            view = next(remaining)
+            inside[name] = view if inside[name] is weight.parameter else weights.replacement(name)
+        plain.append(inside)
+    return plain
+
+
+def _keep_what_was_put_in(
+    held: list[Any], plain: list[dict[str, Any]], handed: list[dict[str, Any]]
+) -> None:
+    """Keep what the forward itself has put into ``_parameters``; the next use refuses it."""
+    for weights, inside, before in zip(held, plain, handed, strict=True):
+        for name, value in inside.items():
+            if value is not before.get(name):
+                weights[name] = value
+
+
+def compile_block(block: nn.Module, **options: Any) -> None:
+    """:func:`unshard_at_block_entry` with a compiled forward.
+
+    Args:
+        options: for ``torch.compile``.
+    """
+    unshard_at_block_entry(block, lambda forward: _uncollected(torch.compile(forward, **options)))
+
+
+def _uncollected(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled`` with Python's garbage collector switched off for the call, on all threads.
+
+    While torch checks the guards of compiled code it releases the interpreter lock. If another
+    thread then collects a class that these guards refer to (of a model that was thrown away), torch
+    frees guards that it is reading, and the process crashes (seen with torch 2.13).
+    """
+
+    @wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            if collects:
+                gc.enable()
+
+    return call

@@ -1,0 +1,366 @@
+"""Every hook of a parallel model, registered by one function (:func:`register_hooks`).
+
+Hooks report where the model is (pre-forward, prefetch trigger, post-forward, pre-backward, ready
+gradients, post-backward); :class:`internsp.wp.communicator.ISPCommunicator` acts. The phase
+(forward, recompute, backward) follows from where a hook fires (WP-9).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_map_only
+
+from internsp.base.autograd import (
+    NO_TASK,
+    InputTensors,
+    graph_task,
+    input_tensors,
+    new_tensors,
+    no_second_derivatives,
+    refuse_traced,
+    refuse_transformed,
+    register_gradient_hook,
+    tensors,
+    transforming,
+)
+from internsp.config import ActivationCheckpointConfig
+from internsp.errors import GradientError, StructureError
+from internsp.modules.entry import compile_block, unshard_at_block_entry
+from internsp.modules.offload import ActivationOffload
+from internsp.modules.parameters import Scope, weights_of, wrap_forward, wrap_scope
+from internsp.modules.recompute import ContextFn, checkpoint_block
+from internsp.modules.watch import (
+    after_load,
+    after_step,
+    before_load,
+    before_step,
+    require_no_gradient_hooks,
+)
+from internsp.schedule.enclosing import Enclosing
+from internsp.wp.communicator import ISPCommunicator
+from internsp.wp.parameter import not_to_be_copied
+from internsp.wp.slots import Unit
+
+Entered = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
+"""Called with the positional and keyword arguments of a forward."""
+
+Block = Unit | Enclosing[Unit]
+
+
+@dataclass
+class BlockHooks:
+    """Modules to register hooks on: those of one unit, or a block that holds units of its own.
+
+    Attributes:
+        block: the unit, or the block that holds units.
+        modules: the modules that form the unit; usually one.
+        scope: in which the block's weights may be read.
+        trigger: the module inside that is the prefetch trigger; ``None`` if the unit's entry is.
+        checkpoint: how the block recomputes its activations; ``None`` if it does not.
+    """
+
+    block: Block
+    modules: Sequence[nn.Module]
+    scope: Scope
+    checkpoint: ActivationCheckpointConfig | None
+    trigger: nn.Module | None = None
+
+    @property
+    def place(self) -> tuple[int, bool]:
+        """Sort key among the model's blocks; a block with units comes after its first unit."""
+        block = self.block
+        return (block.first, True) if isinstance(block, Enclosing) else (block.block, False)
+
+
+@dataclass
+class ModuleGroup:
+    """State, in a forward, of several modules that form one unit.
+
+    Attributes:
+        count: number of the modules.
+        left: ids of the modules whose forward has ended; ``None`` before the first module's
+            forward begins and after the last one's has ended.
+    """
+
+    count: int
+    left: set[int] | None = None
+
+
+def register_hooks(
+    root: nn.Module,
+    root_scope: Scope,
+    blocks: Sequence[BlockHooks],
+    communicator: ISPCommunicator,
+    entered: Entered | None = None,
+    compute_dtype: torch.dtype | None = None,
+    compiles: bool = False,
+    context_fn: ContextFn | None = None,
+    offload: ActivationOffload | None = None,
+) -> None:
+    """Register all hooks, outermost first, in the order in which they fire.
+
+    Those of backward are registered on tensors and nodes of the graph, and so in each forward:
+
+    - pre-backward of the model and of each block: ``Tensor.register_hook`` on their outputs
+      (:meth:`Hooks._root_post_forward`, :meth:`Hooks._post_forward`);
+    - pre-backward of a module with weights: ``Node.register_prehook`` on its outputs
+      (:func:`internsp.modules.parameters.end_forward`);
+    - gradient ready: backward of the nodes that gave out the weights
+      (:class:`internsp.modules.parameters.Views`);
+    - post-backward: ``Variable._execution_engine.queue_callback``, at the end of the outermost
+      backward (:meth:`ISPCommunicator._queue_post_backward_callback`). A block's post-backward has
+      no hook: it is the pre-backward of the block before it, or the end.
+
+    Args:
+        root: the model.
+        root_scope: in which weights outside of the blocks may be read.
+        blocks: the units, and the blocks that hold units.
+        entered: called with the root's arguments at each outermost forward.
+        compute_dtype: dtype of the weights, if it is not their own; the root's floating inputs are
+            cast to it.
+        compiles: ``torch.compile`` compiles each block as a whole.
+        context_fn: says what selective checkpointing keeps.
+        offload: offloads the activations that recomputed blocks keep.
+    """
+    hooks = Hooks(communicator, entered, compute_dtype)
+    members = communicator.replicated.all_parameters()
+
+    # The model. Before all other hooks, so that a user's hooks find the state of this pass.
+    root.register_forward_pre_hook(hooks._root_pre_forward, prepend=True, with_kwargs=True)
+    # After the user's hooks of the model, which may register a gradient hook on a parameter.
+    root.register_forward_pre_hook(require_no_gradient_hooks(root, members))
+    # Called after an exception, too, to report it to the ranks that will wait for this one.
+    root.register_forward_hook(hooks._root_post_forward, always_call=True)
+
+    for each in blocks:
+        hooks.register_block(each)
+
+    # Inside the calls: forwards of modules with weights of their own, ...
+    scopes = {id(root), *(id(module) for each in blocks for module in each.modules)}
+    for module in root.modules():
+        if weights_of(module):
+            module.register_load_state_dict_pre_hook(partial(before_load, communicator))
+            # ``assign=True`` puts others in place of our parameters: copy the others' values.
+            module.register_load_state_dict_post_hook(partial(after_load, communicator))
+            if id(module) not in scopes:  # blocks and the model are wrapped below
+                wrap_forward(module)
+    # ... of blocks, where weights may be read outside of the module that owns them, ...
+    for each in blocks:
+        for module in each.modules:
+            if isinstance(each.block, Enclosing) or not (compiles or each.block.unshard_at_entry):
+                wrap_scope(module, each.scope)
+            elif compiles:
+                compile_block(module)
+            else:
+                unshard_at_block_entry(module)
+    # ... then checkpoints around that, so that the recompute finds the weights, ...
+    recomputing = sorted(
+        (each for each in blocks if each.checkpoint is not None), key=lambda each: each.place
+    )
+    for number, each in enumerate(recomputing):
+        assert each.checkpoint is not None
+        record = partial(communicator.state.trace.record, "BACKWARD", each.block.name)
+        group = None if offload is None else partial(offload.group, number)
+        for module in each.modules:
+            checkpoint_block(module, each.checkpoint.reentrant, context_fn, record, group)
+    # ... and of the model, for weights outside of the blocks.
+    wrap_scope(root, root_scope)
+
+    # Between two passes: no version counter shows what an optimizer writes (foreach, fused), and
+    # its all-gathers must have ended before a state_dict reads the shards (WP-3, WP-11).
+    root.register_state_dict_pre_hook(lambda *_: communicator.wait_until_ready())
+    alive = weakref.ref(communicator)
+    # Never removed: a finalizer could run while torch iterates over its hooks.
+    register_optimizer_step_pre_hook(partial(before_step, alive))
+    register_optimizer_step_post_hook(partial(after_step, alive))
+
+
+class Hooks:
+    """The hooks of one chunk."""
+
+    def __init__(
+        self,
+        communicator: ISPCommunicator,
+        entered: Entered | None,
+        compute_dtype: torch.dtype | None,
+    ) -> None:
+        self.communicator = communicator
+        self._compute_dtype = compute_dtype
+        self._entered = entered
+        self._inputs: dict[Block, InputTensors] = {}
+        self.module_groups: dict[Unit, ModuleGroup] = {}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise not_to_be_copied()
+
+    def register_block(self, hooked: BlockHooks) -> None:
+        """Register the pre-forward and post-forward hooks of a block, and its prefetch trigger.
+
+        Our checkpoint wraps the module's ``forward``, inside of these hooks, so that they do not
+        fire in its recompute: the pre-backward hook on the block's output has come before it.
+        """
+        block, modules = hooked.block, hooked.modules
+        enter: Callable[..., None] = self._pre_forward
+        leave: Callable[..., None] = self._post_forward
+        if isinstance(block, Unit) and len(modules) > 1:
+            enter, leave = self._group_pre_forward, self._group_post_forward
+            self.module_groups[block] = ModuleGroup(len(modules))
+        for module in modules:
+            before, after = partial(enter, block), partial(leave, block)
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(after)
+        if isinstance(block, Unit):
+            trigger = hooked.trigger if hooked.trigger is not None else modules[0]
+            trigger.register_forward_pre_hook(partial(self._at_prefetch_trigger, block))
+
+    def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        compiled = module._compiled_call_impl is not None  # module.compile()
+        if compiled or transforming() or torch.compiler.is_compiling():
+            refuse_transformed("the model", compiled)
+        refuse_traced("the model")
+        if graph_task() != NO_TASK:
+            return None
+        for group in self.module_groups.values():
+            group.left = None  # a forward that failed may have left it set
+        if self._entered is not None:
+            self._entered(args, kwargs)
+        self.communicator.root_pre_forward()
+        if self._compute_dtype is None:
+            return None
+        return tree_map_only(Tensor, self._cast, (args, kwargs))
+
+    def _cast(self, value: Tensor) -> Tensor:
+        return value.to(self._compute_dtype) if value.is_floating_point() else value
+
+    def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if graph_task() != NO_TASK:
+            return
+        self.communicator.state.inside = False  # after an exception, too
+        error = sys.exc_info()[1]
+        if output is None and error is not None:  # the next root_pre_forward will recover
+            self.communicator.forward_failed(error)
+            return
+        self._end_unfinished_groups()
+        self.communicator.root_post_forward()
+        for tensor in tensors(output):
+            if tensor.requires_grad:
+                forward = self.communicator.forwards
+                plain = not isinstance(tensor, DTensor)
+                register_gradient_hook(tensor, partial(self._root_pre_backward, forward, plain), {})
+
+    def _root_pre_backward(self, forward: int, plain: bool, gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            no_second_derivatives()
+        if plain and isinstance(gradient, DTensor):
+            raise GradientError(
+                "the model's output was added to a term of its parameters themselves, which is a "
+                "DTensor: let each have a backward of its own (loss.backward(), then "
+                "penalty.backward()), or use the optimizer's weight_decay"
+            )
+        self.communicator.root_pre_backward(forward)
+        if not self.communicator.weight_part:
+            self.communicator.state.perform(self.communicator.queue.prefetch_at_output())
+
+    def _pre_forward(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
+        compiled = module._compiled_call_impl is not None
+        if compiled or transforming() or torch.compiler.is_compiling():
+            refuse_transformed(f"block {block.name}", compiled)
+        if isinstance(block, Enclosing):
+            self.communicator.pre_forward_of_enclosing(block)
+        else:
+            if self.module_groups and graph_task() == NO_TASK:
+                self._end_unfinished_groups()
+            self.communicator.block_pre_forward(block)
+        self._inputs[block] = input_tensors((args, kwargs))
+
+    def _post_forward(self, block: Block, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(block, Unit):
+            if graph_task() == NO_TASK:
+                self.communicator.state.perform(self.communicator.queue.post_forward(block))
+            elif block.around >= 0:
+                self.communicator.queue.leave_recompute(block)
+        self._register_pre_backward(block, output)
+
+    def _register_pre_backward(self, unit: Block, output: Any) -> None:
+        """Register a block's pre-backward hook, on the tensors of its ``output``."""
+        recompute = graph_task() != NO_TASK
+        before = self._inputs.pop(unit, {})
+        if not torch.is_grad_enabled():
+            return
+        if not isinstance(output, Tensor) and not tensors(output):
+            raise StructureError(
+                f"block {unit.name} returns a {type(output).__name__}, in which no tensor can be "
+                "found, so that its backward could not be prefetched: return tensors, or tuples, "
+                "lists, mappings or dataclasses of them"
+            )
+        for tensor in new_tensors(output, before):
+            if tensor.requires_grad:
+                # The inner graph of a reentrant recompute must not queue the final callback.
+                forward = None if recompute else self.communicator.forwards
+                run = None if recompute else self.communicator.queue.run_of(unit)
+                register_gradient_hook(
+                    tensor, partial(self._pre_backward, unit, forward, run), before
+                )
+
+    def _pre_backward(
+        self,
+        unit: Block,
+        forward: int | None,
+        run: int | None,
+        gradient: Tensor,
+    ) -> None:
+        if torch.is_grad_enabled():
+            no_second_derivatives()
+        if forward is not None:
+            self.communicator.root_pre_backward(forward)
+        if isinstance(unit, Enclosing):
+            self.communicator.pre_backward_of_enclosing(unit)
+        else:
+            self.communicator.block_pre_backward(unit, run)
+
+    # several modules that form one unit
+
+    def _group_pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The unit's pre-forward is that of its first module; in a recompute, of each."""
+        group = self.module_groups[unit]
+        if group.left is not None and graph_task() == NO_TASK:
+            self._inputs[unit] = input_tensors((args, kwargs))
+            return
+        self._pre_forward(unit, module, args, kwargs)
+        if graph_task() == NO_TASK:
+            group.left = set()
+
+    def _group_post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        """The unit's post-forward is that of the last of its modules to run."""
+        group = self.module_groups[unit]
+        if graph_task() == NO_TASK and group.left is not None:
+            group.left.add(id(module))
+            if len(group.left) < group.count:
+                self._register_pre_backward(unit, output)
+                return
+            group.left = None
+        self._post_forward(unit, module, args, output)
+
+    def _end_unfinished_groups(self) -> None:
+        """End units some of whose modules have not run: another unit begins, or the model ends."""
+        for unit, group in self.module_groups.items():
+            if group.left is not None:
+                group.left = None
+                self.communicator.state.perform(self.communicator.queue.post_forward(unit))
+
+    def _at_prefetch_trigger(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        queue, recompute = self.communicator.queue, graph_task() != NO_TASK
+        self.communicator.state.perform(queue.trigger(unit, recompute))

@@ -1,0 +1,582 @@
+"""How modules read their weights: sharded between forwards, unsharded in one (DESIGN 4.1, 4.3).
+
+``module._parameters`` becomes a :class:`Weights`. Outside of a forward it returns the parameter, a
+``DTensor``. In the forward of the module that owns the weight (:func:`wrap_forward`), or of its
+block (:func:`wrap_scope`; of the model, for weights outside of the blocks), it returns a
+differentiable view: its forward gives the unsharded weight in its slot, its backward starts the
+reduction of the gradient. So any code that reads ``module.weight`` computes with the unsharded
+weight, and no module is converted. A module without a communicator is an ordinary one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.distributed.tensor import DTensor
+
+from internsp.base.autograd import (
+    InputTensors,
+    clone_aliases,
+    in_backward,
+    input_tensors,
+    new_tensors,
+    no_second_derivatives,
+    refuse_compiled,
+    register_pre_backward_hook,
+    tensors,
+    transforming,
+    under_transform,
+)
+from internsp.errors import GradientError, StaleWeightError, StructureError
+from internsp.wp.parameter import Member, not_to_be_copied
+
+
+class ParameterHandle:
+    """One use of one weight, from the read in forward to its gradient.
+
+    Args:
+        scoped: the weight is read outside of the forward of the module that owns it. Only the
+            pre-backward hooks on the block's outputs unshard it again.
+
+    Attributes:
+        entered: whether a pre-backward hook has come since the last gradient.
+        used_version: the version of the values that the view was made from (WP-14).
+    """
+
+    __slots__ = ("entered", "scoped", "used_version", "weights")
+
+    used_version: Any
+
+    def __init__(self, weight: Member, scoped: bool = False) -> None:
+        self.weights: Sequence[Member] = (weight,)
+        self.scoped, self.entered = scoped, False
+
+    def unshard(self) -> Sequence[Tensor]:
+        """The tensor to compute with."""
+        weight = self.weights[0]
+        tensor = weight.communicator.unshard(weight)
+        self.used_version = weight.used_version
+        return (tensor,)
+
+    def pre_backward(self, saved: bool) -> None:
+        """Unshard the weight for the backward of a node that used the view: the same values.
+
+        Args:
+            saved: autograd saved the view for the node, so that a recompute runs before the node
+                reads it.
+        """
+        weight = self.weights[0]
+        communicator = weight.communicator
+        self.entered = True
+        if communicator.weight_part:
+            return  # the weight backward needs no unsharded weight
+        weight.require_version(self.used_version)
+        if saved:
+            communicator.pre_backward(weight)
+        else:
+            communicator.pre_backward_of_function(weight)
+
+    def on_grad_ready(self, gradients: Sequence[Tensor | None]) -> None:
+        """Hand over the gradient of the unsharded weight (``None`` if there is none).
+
+        Raises:
+            StaleWeightError: backward did not enter the block through one of its outputs.
+        """
+        gradient, weight = gradients[0], self.weights[0]
+        if gradient is None:
+            return
+        communicator = weight.communicator
+        if self.scoped and weight.shares_slot and not self.entered and not communicator.weight_part:
+            raise StaleWeightError(
+                f"{weight.name} was read past the forward of the module that owns it, and backward "
+                "entered its block through a tensor that left it by another way than its output, "
+                "so that the weight may not have been unsharded: return that tensor from the block"
+            )
+        self.entered = False
+        if communicator.weight_part or not weight.shares_slot:
+            weight.require_version(self.used_version)
+        communicator.on_grad_ready(weight, gradient)
+
+
+class Views(torch.autograd.Function):
+    """Differentiable views: parameters (shards) -> unsharded tensors in their slots.
+
+    Backward starts the reductions and returns ``None``: ``.grad`` stays unset until the reductions
+    are finished. The parameters are inputs, so that they are in the graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, handle: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """``handle``: of one weight, or of several
+        (:class:`internsp.modules.entry.BlockHandle`)."""
+        ctx.handle = handle
+        ctx.parameters = parameters
+        ctx.set_materialize_grads(False)
+        pairs = zip(handle.weights, handle.unshard(), strict=True)
+        views = tuple([t if w.tensor is None else w.tensor.as_dtensor(t) for w, t in pairs])
+        wanted = ctx.needs_input_grad[1:]
+        if len(views) > 1 and not all(wanted):  # views of frozen weights need no gradient
+            frozen = [view for view, want in zip(views, wanted, strict=True) if not want]
+            ctx.mark_non_differentiable(*frozen)
+        return views
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """See the class."""
+        if torch.is_grad_enabled():
+            no_second_derivatives()
+        answers: list[Tensor | None] = [None] * (len(gradients) + 1)
+        ready, handle, executed = list(gradients), ctx.handle, torch._C._will_engine_execute_node
+        for i, ((leaf, _), weight) in enumerate(
+            zip(ctx.next_functions, handle.weights, strict=True)
+        ):
+            gradient = ready[i]
+            if gradient is None:
+                continue
+            if weight.tensor is not None:
+                ready[i] = gradient = weight.tensor.local_gradient(gradient)
+            # ``inputs=`` may leave a leaf out; ``torch.autograd.grad`` captures it (WP-9), and then
+            # torch will not say whether it executes the leaf.
+            try:
+                if not executed(leaf):
+                    ready[i] = None
+            except RuntimeError:
+                answers[i + 1] = _captured(weight, gradient, ctx.parameters[i])
+        handle.on_grad_ready(ready)
+        return tuple(answers)
+
+
+def _captured(weight: Member, gradient: Tensor, shard: Tensor) -> Tensor:
+    """The gradient that ``torch.autograd.grad`` returns to torch's split backward: zeros without
+    memory of their own.
+
+    Raises:
+        GradientError: in any other call of ``torch.autograd.grad``.
+    """
+    if not weight.communicator.weight_part:
+        raise GradientError(
+            "torch.autograd.grad over a sharded weight is not supported: its gradient is "
+            "reduced over ranks asynchronously; call backward() and read .grad"
+        )
+    return gradient.new_zeros((), dtype=shard.dtype).expand(shard.shape)
+
+
+views: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, Views).apply
+"""``Views.apply`` without Python's ``Function.apply``, which examines each argument for transforms
+of ``torch.func``: for calls where no such transform runs."""
+
+
+def view(handle: ParameterHandle) -> Tensor:
+    """The unsharded tensor of one weight, to compute with."""
+    if transforming():  # below torch.vmap and the like: one tensor, which all instances share
+        with temporarily_clear_interpreter_stack():
+            return Views.apply(handle, handle.weights[0].parameter)[0]  # type: ignore[no-any-return]
+    return views(handle, handle.weights[0].parameter)[0]
+
+
+def weights_behind(node: Any) -> Sequence[Member] | None:
+    """The weights whose views a node of the autograd graph made; ``None`` for other nodes."""
+    if not isinstance(node, Views._backward_cls):  # type: ignore[attr-defined]
+        return None
+    weights: Sequence[Member] = node.handle.weights  # type: ignore[attr-defined]
+    return weights
+
+
+Unsharded = dict[Member, tuple[Tensor, ParameterHandle]]
+"""The views that were made in one forward, by weight."""
+
+
+class Scope:
+    """The forward of a block, or of the model, in which any code may read parameters.
+
+    Attributes:
+        unsharded: views made since the forward began; ``None`` outside of it.
+        block: whether the forward is a block's. Weights outside of the blocks stay in their slots,
+            so that for them it does not matter where backward enters.
+        recomputed: whether activation checkpointing runs the forward again.
+        members: ``_parameters`` of the modules in it.
+        module, name: the module whose forward this is, and its name (empty for the model).
+        communicator: the chunk's (:class:`internsp.wp.communicator.ISPCommunicator`).
+    """
+
+    __slots__ = ("block", "communicator", "members", "module", "name", "recomputed", "unsharded")
+
+    module: nn.Module
+    name: str
+    communicator: Any
+
+    def __init__(self, block: bool = True, recomputed: bool = False) -> None:
+        self.unsharded: Unsharded | None = None
+        self.block, self.recomputed = block, recomputed
+        self.members: list[Weights] = []
+
+
+class Weights(dict[str, Any]):
+    """``_parameters`` of a module: in a forward ``[name]`` is an unsharded view.
+
+    Otherwise it is the parameter. ``items``, ``values`` and ``get`` always return the parameters,
+    for ``state_dict``, ``parameters()`` and optimizers. A ``Weights`` cannot be copied, so neither
+    can the model.
+
+    Attributes:
+        weights: the module's parameters that ``parallelize`` has made, by their names in it.
+        scope: the forward in which these may be read outside of the module's own forward.
+        owner: the module's class and name, for errors.
+        unsharded: views made in the module's own forward; ``None`` outside of it.
+        copies: other references that the module keeps, as ``nn.LSTM`` does in a list: a path of
+            attribute and keys, and the name. During a forward they hold the view, too.
+    """
+
+    __slots__ = ("copies", "owner", "scope", "unsharded", "weights")
+
+    def __init__(self, parameters: Mapping[str, Any], owner: str, scope: Scope) -> None:
+        super().__init__(parameters)
+        self.owner, self.scope = owner, scope
+        self.weights: dict[str, Member] = {}
+        self.unsharded: Unsharded | None = None
+        self.copies: list[tuple[tuple[Any, ...], str]] = []
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        weight = self.weights.get(name)
+        if weight is None or parameter is None:
+            return parameter
+        unsharded = self.unsharded
+        if unsharded is None:
+            unsharded = self.scope.unsharded
+        if unsharded is None:
+            if in_backward() and parameter is weight.parameter:
+                # In a backward outside of our scopes: a recompute that the user wrote.
+                if weight.communicator.may_unshard_in_backward(weight):
+                    return view(ParameterHandle(weight))
+            return parameter
+        if parameter is not weight.parameter:
+            return self.replacement(name)
+        found = unsharded.get(weight)
+        if found is not None:
+            tensor = found[0]
+            # A view made without a graph (torch.no_grad, a checkpoint) gets no gradient.
+            recorded = tensor.requires_grad or not torch.is_grad_enabled()
+            if recorded or not parameter.requires_grad:
+                return tensor
+        handle = ParameterHandle(weight, unsharded is not self.unsharded and self.scope.block)
+        tensor = view(handle)
+        unsharded[weight] = tensor, handle
+        return tensor
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        weight = self.weights.get(name)
+        if weight is not None and value is not weight.parameter:
+            for unsharded in (self.unsharded, self.scope.unsharded):
+                if unsharded is not None and weight in unsharded and unsharded[weight][0] is value:
+                    value = weight.parameter  # torch.func.functional_call restores what it read
+        super().__setitem__(name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise not_to_be_copied()
+
+    def replacement(self, name: str) -> Any:
+        """The plain tensor that a user has put in place of our parameter, to compute with.
+
+        Raises:
+            StructureError: it is a parameter or a ``DTensor``.
+        """
+        parameter = self.get(name)
+        self.scope.communicator.require_shards()
+        if isinstance(parameter, (nn.Parameter, DTensor)):
+            raise StructureError(
+                f"parameter {self.weights[name].name} (of a {self.owner}) was replaced after "
+                "parallelize(), so that its gradient would not be reduced: write into it, or use "
+                "load_state_dict; torch.func.functional_call takes whole plain tensors "
+                "(full_tensor().detach())"
+            )
+        return parameter
+
+    def require_copies(self, module: nn.Module) -> None:
+        """Check before a forward that :attr:`copies` still refer to our parameters.
+
+        Raises:
+            StructureError: something else was put there since ``parallelize``.
+        """
+        for path, name in self.copies:
+            weight = self.weights[name]
+            if held_at(module, path) is not weight.parameter:
+                raise StructureError(
+                    f"{path[0]} of a {self.owner} no longer holds {weight.name} where it did at "
+                    "parallelize(): change it before, or write into the parameter"
+                )
+
+    def fill_copies(self, module: nn.Module, views: Mapping[str, Any]) -> None:
+        """Let :attr:`copies` refer to the views, as a forward begins."""
+        for path, name in self.copies:
+            put(module, path, views[name])
+
+    def restore_copies(self, module: nn.Module) -> None:
+        """Let :attr:`copies` refer to the parameters again, after the forward."""
+        for path, name in self.copies:
+            put(module, path, self.weights[name].parameter)
+
+    def before_recomputed(self) -> None:
+        """Check the parameters of a block that is recomputed, as its forward begins.
+
+        Raises:
+            StructureError: a weight was replaced from outside by ``torch.func.functional_call``,
+                which will have ended when the block is recomputed.
+        """
+        for name, weight in self.weights.items():
+            if self.get(name) is not weight.parameter:
+                self.replacement(name)
+                raise StructureError(
+                    f"{weight.name} was replaced around a block that recomputes its activations in "
+                    "backward, when ours is in its place again: leave the block out of "
+                    "activation_checkpoint, or copy the values into the parameter"
+                )
+
+    def require_scope(self) -> None:
+        """Check a use under ``torch.vmap`` and the like, where the module cannot keep its views.
+
+        Raises:
+            StructureError: outside of the model's forward, or around a whole block.
+        """
+        if self.scope.unsharded is None:
+            for name, weight in self.weights.items():
+                if self.get(name) is weight.parameter:
+                    raise under_transform(weight.name)
+
+
+# Classes of modules that only pass their weights to one function of torch; and whether that saves
+# them for backward (a lookup does not). Only of these classes it is known that they neither write
+# into a weight nor return a part of it.
+_PLAIN: dict[type[nn.Module], bool] = {
+    nn.Linear: True,
+    nn.LayerNorm: True,
+    nn.RMSNorm: True,
+    nn.Embedding: False,
+}
+
+
+def plain(saves: bool) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    """Class decorator: note the class in ``_PLAIN``.
+
+    Args:
+        saves: whether backward needs the weights.
+    """
+
+    def note(kind: type[nn.Module]) -> type[nn.Module]:
+        _PLAIN[kind] = saves
+        return kind
+
+    return note
+
+
+def wrap_forward(module: nn.Module) -> None:
+    """Wrap ``module.forward`` so that it unshards the module's own weights when they are read, and
+    registers the pre-backward hook on its output.
+
+    ``forward`` is wrapped and not ``__call__``, for checkpoints around it and direct calls of it.
+    """
+    held, inner = module._parameters, module.forward
+    assert isinstance(held, Weights), "attach() came before"
+    saves = _PLAIN.get(type(module)) if set(held) <= {"weight", "bias"} else None
+    simple = saves is not None
+    copied = held if held.copies else None
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if type(module._parameters) is not Weights:  # its block unshards all weights at its entry
+            return inner(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            refuse_compiled(held.owner)
+        if transforming():
+            held.require_scope()
+            return inner(*args, **kwargs)  # the block's scope keeps the views
+        if copied is not None:
+            copied.require_copies(module)
+        before = {} if simple else input_tensors((args, kwargs))
+        outside, held.unsharded = held.unsharded, {}
+        try:
+            if copied is not None:
+                copied.fill_copies(module, held)
+            output = inner(*args, **kwargs)
+        except BaseException:
+            _release(held.unsharded)
+            raise
+        finally:
+            unsharded, held.unsharded = held.unsharded, outside
+            if copied is not None:
+                copied.restore_copies(module)
+        if not unsharded:
+            return output
+        if simple:
+            kept = _release(unsharded)
+            if saves and kept:
+                register_pre_backward_hook(output, partial(_pre_backward, kept, True), before)
+            return output
+        _require_tensors(held.owner, unsharded, output, before)
+        return end_forward(unsharded, output, before)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _require_tensors(owner: str, unsharded: Unsharded, output: Any, before: InputTensors) -> None:
+    """Check that the output has a tensor to register the pre-backward hook on."""
+    if not torch.is_grad_enabled() or not any(weight.shares_slot for weight in unsharded):
+        return
+    if not new_tensors(output, before) and not tensors(output):
+        raise StructureError(
+            f"{owner} returns a {type(output).__name__}, in which no tensor can be found, so that "
+            "its weights could not be kept for its backward: return tensors, or tuples, lists, "
+            "mappings or dataclasses of them"
+        )
+
+
+def wrap_scope(module: nn.Module, scope: Scope) -> None:
+    """Wrap ``module.forward`` as the scope in which the parameters of ``scope`` may be read.
+
+    ``forward`` is wrapped and not ``__call__``, so that the recompute of a checkpoint around it
+    opens the scope, too.
+    """
+    held, inner = module._parameters, module.forward
+    # Not None for a block that owns weights itself and keeps other references to them.
+    copied = held if isinstance(held, Weights) and held.copies else None
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if scope.recomputed:
+            for weights in scope.members:
+                weights.before_recomputed()
+        if copied is not None:
+            copied.require_copies(module)
+        before = input_tensors((args, kwargs))
+        outside, scope.unsharded = scope.unsharded, {}
+        try:
+            if copied is not None:
+                copied.fill_copies(module, copied)
+            output = inner(*args, **kwargs)
+        finally:
+            unsharded, scope.unsharded = scope.unsharded, outside
+            if copied is not None:
+                copied.restore_copies(module)
+        return end_forward(unsharded, output, before) if unsharded else output
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def open_weights(module: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """Unshard ``module``'s own weights once for several products: one gather, one reduction.
+
+    Returns:
+        The tensors to compute with, by name; and a function to apply to the result, which registers
+        the pre-backward hook that unshards the weights again.
+    """
+    held = module._parameters
+    if type(held) is not Weights:
+        return dict(held), lambda output: output
+    if torch.compiler.is_compiling():
+        refuse_compiled(held.owner)
+    outside, held.unsharded = held.unsharded, {}
+    try:
+        found = {name: held[name] for name in held}
+    finally:
+        unsharded, held.unsharded = held.unsharded, outside
+    return found, partial(_close, unsharded)
+
+
+def _close(unsharded: Unsharded, output: Any) -> Any:
+    kept = _release(unsharded)
+    if kept:
+        register_pre_backward_hook(output, partial(_pre_backward, kept, True), {})
+    return output
+
+
+def end_forward(unsharded: Unsharded, output: Any, before: InputTensors) -> Any:
+    """End a forward that unsharded weights: release them, register the pre-backward hook.
+
+    Args:
+        before: the tensors that the forward got (:func:`internsp.base.autograd.input_tensors`).
+
+    Returns:
+        ``output``, with tensors that lie in the memory of a weight cloned.
+
+    Raises:
+        StructureError: the forward wrote into a weight.
+    """
+    for weight, (tensor, _) in unsharded.items():
+        require_unwritten(weight, tensor)
+    output = clone_aliases(output, [tensor for tensor, _ in unsharded.values()])
+    kept = _release(unsharded)
+    if kept:
+        register_pre_backward_hook(output, partial(_pre_backward, kept, False), before)
+    return output
+
+
+def _release(unsharded: Unsharded) -> list[ParameterHandle]:
+    """Release weights after a forward; return the handles that backward unshards again."""
+    kept = []
+    for weight, (_, handle) in unsharded.items():
+        if weight.shares_slot:
+            weight.communicator.release(weight)
+            kept.append(handle)
+    return kept
+
+
+def _pre_backward(kept: list[ParameterHandle], saved: bool, gradients: tuple[Tensor, ...]) -> None:
+    if torch.is_grad_enabled():
+        no_second_derivatives()
+    for handle in reversed(kept):  # the last used first, as backward runs
+        handle.pre_backward(saved)
+
+
+def require_unwritten(weight: Member, tensor: Tensor) -> None:
+    """Check that a forward has not written into ``tensor``, the view that it read.
+
+    Raises:
+        StructureError: it has written: a write into a slot would not reach the shard.
+    """
+    if not tensor.is_inference() and tensor._version:
+        weight.invalidate()
+        raise StructureError(
+            f"{weight.name} was written into during a forward (max_norm, an in-place operation, "
+            "a normalization of the weight): the write would reach this rank's copy only. Write "
+            "into the parameter between optimizer steps, under torch.no_grad()"
+        )
+
+
+def attach(module: nn.Module, module_name: str, name: str, weight: Member, scope: Scope) -> None:
+    """Register ``weight`` as the parameter ``name`` of ``module``."""
+    held = module._parameters
+    if not isinstance(held, Weights):
+        owner = f"{type(module).__name__} {module_name}".strip()
+        held = module.__dict__["_parameters"] = Weights(held, owner, scope)
+        scope.members.append(held)
+    held.weights[name] = weight
+
+
+def put(module: nn.Module, path: tuple[Any, ...], value: Any) -> None:
+    """Set the item at ``path`` in ``module``: an attribute, followed by keys."""
+    item: Any = vars(module)  # past __setattr__, in which nn.LSTM renews its list
+    for key in path[:-1]:
+        item = item[key]
+    item[path[-1]] = value
+
+
+def held_at(module: nn.Module, path: tuple[Any, ...]) -> Any:
+    """The item at ``path`` (:func:`put`); ``None`` if there is none."""
+    item: Any = vars(module)
+    try:
+        for key in path:
+            item = item[key]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return item
+
+
+def weights_of(module: nn.Module) -> dict[str, Member]:
+    """The parameters that were attached to ``module`` itself, by name."""
+    held = module._parameters
+    return held.weights if isinstance(held, Weights) else {}

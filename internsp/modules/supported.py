@@ -1,0 +1,191 @@
+"""Refuses models that cannot be made parallel, before anything is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from internsp.base.autograd import compiled
+from internsp.dtensor.mixed import ParameterTensor
+from internsp.errors import StructureError
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+
+
+def require_supported(model: nn.Module) -> None:
+    """Check all modules and parameters of ``model``. Does not communicate.
+
+    Raises:
+        StructureError: something is unsupported; names the module or parameter, and the remedy.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, ParameterTensor):
+            raise StructureError(
+                f"{name} belongs to a parallel model: parallelize() was called with it, or with a "
+                "model around it, before; call it once, with the whole model"
+            )
+    for name, module in model.named_modules():
+        if any(p is not None for p in module._parameters.values()):
+            _check_module(name, module)
+        if is_compiled(module):
+            raise compiled(name or "the model")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StructureError(
+                f"{name or 'the model'} is a ScriptModule, which reads its weights past Python: "
+                "use the module that it was scripted from"
+            )
+        for parameter_name, parameter in module._parameters.items():
+            if parameter is not None:
+                _check_parameter(f"{name}.{parameter_name}".lstrip("."), parameter)
+    _refuse_copies(model)
+    _refuse_globals(model)
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    if isinstance(module, _TABLES) and (
+        module.max_norm is not None or module.sparse or module.scale_grad_by_freq
+    ):
+        raise StructureError(
+            f"embedding {name}: max_norm, sparse gradients and scale_grad_by_freq need the whole "
+            "table or the whole batch in one place; build it without them"
+        )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` as a whole is to be compiled by torch.compile."""
+    if getattr(module, "_compiled_call_impl", None) is not None:  # module.compile()
+        return True
+    wrapper = "torch._dynamo.eval_frame", "OptimizedModule"  # torch.compile(module), not imported
+    return (type(module).__module__, type(module).__qualname__) == wrapper
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if is_lazy(parameter):
+        raise StructureError(
+            f"{name} has no shape yet (a lazy module): run a forward before parallelize()"
+        )
+    for method in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        if hasattr(parameter, method):
+            raise StructureError(
+                f"{name} is a {type(parameter).__name__} with {method}, which would be lost, since "
+                "shards and slots are plain tensors: hold a plain parameter, and give both "
+                "functions to a rule of weight_parallel.plan (pre_all_gather, post_all_gather)"
+            )
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise StructureError(
+            f"{name} has a gradient hook, which parallelize() would lose, since it makes new "
+            "parameters: register it afterwards"
+        )
+
+
+def _refuse_copies(model: nn.Module) -> None:
+    """Refuse parameters in unregistered attributes: these would keep the replaced parameter."""
+    names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
+    for module_name, module in model.named_modules():
+        own = {id(parameter) for parameter in module._parameters.values()}
+        for copy in copies_of(module):
+            if id(copy.parameter) not in names or (copy.settable and id(copy.parameter) in own):
+                continue
+            where = f"{module_name}.{copy.path[0]}".lstrip(".")
+            raise StructureError(
+                f"{where} holds the parameter {names[id(copy.parameter)]} past torch's "
+                f"registration (in a {type(vars(module)[copy.path[0]]).__name__}): parallelize() "
+                "would not find it there, and the module would compute with the old one. Use "
+                "nn.ParameterList or nn.ParameterDict, a list of the module's own parameters, or "
+                "read the attribute where it is needed"
+            )
+
+
+def _refuse_globals(model: nn.Module) -> None:
+    """Refuse parameters that a forward reads from a global: replaced or unregistered ones."""
+    names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
+    for module_name, module in model.named_modules():
+        forward = type(module).forward
+        if not isinstance(forward, FunctionType):
+            continue
+        for read in forward.__code__.co_names:
+            value = forward.__globals__.get(read)
+            if not isinstance(value, nn.Parameter):
+                continue
+            what = "which the model does not register, so that ranks would not sum its gradient"
+            if id(value) in names:
+                what = f"which is {names[id(value)]}: parallelize() would not find it there"
+            raise StructureError(
+                f"{module_name or 'the model'}: forward of {type(module).__name__} reads the "
+                f"parameter {read} from a global, {what}. Make it an attribute of the module"
+            )
+
+
+class ParameterCopy(NamedTuple):
+    """A parameter that an attribute of a module holds, outside of torch's registration.
+
+    Attributes:
+        path: the attribute, followed by keys or indices in it.
+        settable: it can be replaced, because all containers on the path are lists or dictionaries.
+    """
+
+    path: tuple[Any, ...]
+    parameter: nn.Parameter
+    settable: bool
+
+
+_LEAF_TYPES = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+"""Types that hold no parameter: those of most values in a module's attributes."""
+
+
+def copies_of(module: nn.Module) -> Iterator[ParameterCopy]:
+    """Find parameters in attributes of ``module``, in containers nested up to three deep.
+
+    Containers are lists, tuples, sets, mappings, functions (closures, defaults, arguments bound by
+    ``functools.partial``) and the attributes of plain objects.
+    """
+    for attribute, value in vars(module).items():
+        if isinstance(value, dict) and not value:  # as most of torch's tables of hooks are
+            continue
+        if attribute not in ("_parameters", "_modules", "_buffers"):
+            yield from _copies((attribute,), value, 3, True)
+
+
+def _copies(
+    path: tuple[Any, ...], value: Any, depth: int, settable: bool
+) -> Iterator[ParameterCopy]:
+    if type(value) in _LEAF_TYPES:
+        return
+    if isinstance(value, nn.Parameter):
+        yield ParameterCopy(path, value, settable)
+    elif depth:
+        for key, item, kept in _items(value):
+            yield from _copies((*path, key), item, depth - 1, settable and kept)
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """The items that ``value`` holds: key, item, and whether the item can be replaced."""
+    if isinstance(value, (list, tuple, set)):
+        for index, item in enumerate(value):
+            yield index, item, type(value) is list
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key, item, isinstance(value, dict)
+    elif isinstance(value, partial):
+        for index, item in enumerate((value.func, value.args, value.keywords)):
+            yield index, item, False
+    elif isinstance(value, FunctionType):
+        for index, item in enumerate((*_closure(value), value.__defaults__, value.__kwdefaults__)):
+            yield index, item, False
+    elif not isinstance(value, (nn.Module, torch.Tensor, type)):
+        for name, item in getattr(value, "__dict__", {}).items():
+            if isinstance(item, (nn.Parameter, list, tuple, dict)):  # no further objects
+                yield name, item, False
+
+
+def _closure(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # empty
+            yield cell.cell_contents

@@ -1,0 +1,243 @@
+"""Hooks that refuse or handle what users do to a parallel model and would silently go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from internsp.base.autograd import compiled
+from internsp.dtensor.mixed import read_each
+from internsp.dtensor.placed import dtensor_like
+from internsp.errors import GradientError, StructureError
+from internsp.modules.parameters import weights_of
+from internsp.modules.supported import is_compiled
+from internsp.wp.communicator import ISPCommunicator
+from internsp.wp.parameter import Member
+
+_tensor: Any = torch.Tensor
+_hooks = _tensor._backward_hooks.__get__
+_accumulated = _tensor._post_accumulate_grad_hooks.__get__
+
+
+def require_no_gradient_hooks(model: nn.Module, members: Sequence[Member]) -> Callable[..., None]:
+    """A forward pre-hook that refuses gradient hooks on parameters, and compiled modules.
+
+    Args:
+        members: the parameters that ``parallelize`` has created.
+    """
+    first = [True]
+
+    def check(*_: Any) -> None:
+        if first:  # later compiled modules are found when they are called
+            for name, module in model.named_modules():
+                if is_compiled(module):
+                    raise compiled(name or "the model")
+            first.clear()
+        parameters = [member.parameter for member in members]
+        hooked = zip(
+            members, read_each(_hooks, parameters), read_each(_accumulated, parameters), strict=True
+        )
+        for member, hooks, accumulated in hooked:
+            if hooks or accumulated:
+                raise GradientError(
+                    f"{member.name} has a gradient hook, which autograd would call without a "
+                    "gradient: that exists when its reduction is finished, after backward. Remove "
+                    "the hook and read .grad when backward() has returned, or hook the modules' "
+                    "outputs"
+                )
+
+    return check
+
+
+def before_step(
+    communicator_ref: Callable[[], ISPCommunicator | None],
+    optimizer: torch.optim.Optimizer,
+    *_: Any,
+) -> None:
+    """Pre-hook of every torch optimizer's step: refuse or wait, if it steps our parameters.
+
+    Raises:
+        StructureError: the optimizer was created before ``parallelize``, and would step nothing.
+    """
+    communicator = communicator_ref()
+    if communicator is None:
+        return
+    for parameter in (p for g in optimizer.param_groups for p in g["params"]):
+        replaced = getattr(parameter, "replaced", None)
+        if replaced is not None:
+            raise StructureError(
+                f"the optimizer that steps on rank {dist.get_rank()} has {replaced} as it was "
+                "before parallelize(), which nothing trains any more: make the optimizer after it"
+            )
+    members = communicator.replicated.all_parameters()
+    refuse_optimizer(optimizer, (member.parameter for member in members))
+    if communicator.plain is not None:
+        params = (p for g in optimizer.param_groups for p in g["params"])
+        communicator.plain.unfinished.require_finished(params)
+    if communicator.state.handles or communicator.full_params_in:
+        # Only an optimizer of our parameters writes shards that gathers in flight read.
+        ours = {id(member.parameter) for member in members}
+        if any(id(p) in ours for g in optimizer.param_groups for p in g["params"]):
+            communicator.require_shards()
+            communicator.wait_for_gathers()
+
+
+def after_step(
+    communicator_ref: Callable[[], ISPCommunicator | None],
+    optimizer: torch.optim.Optimizer,
+    *_: Any,
+) -> None:
+    """Post-hook of every torch optimizer's step: invalidate the unsharded weights it made stale.
+
+    No version counter shows what ``foreach`` and fused operations write.
+    """
+    communicator = communicator_ref()
+    if communicator is None:
+        return
+    written = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    for member in communicator.replicated.all_parameters():
+        if id(member.parameter) in written:
+            member.invalidate()
+
+
+def before_load(
+    communicator: ISPCommunicator, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Pre-hook of ``load_state_dict`` of a module: convert values to ``DTensor`` like parameters.
+
+    Raises:
+        LayoutError: a value has another shape.
+    """
+    if communicator.full_params_in:
+        return
+    for name in weights_of(module):
+        values = state.get(prefix + name)
+        if isinstance(values, Tensor):
+            member = communicator.parameters_of[module, name]
+            state[prefix + name] = dtensor_like(member.parameter, member.part_of(values))
+
+
+def after_load(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> None:
+    """Post-hook of a module's ``load_state_dict``: undo ``assign=True``, but keep the new values.
+
+    Parameters that were replaced are put back with the values loaded, so that optimizers keep
+    stepping them. Full tensors are sharded.
+    """
+    if communicator.full_params_in:  # full parameters, written back to shards later
+        return
+    for name in weights_of(module):
+        member = communicator.parameters_of[module, name]
+        given = module._parameters.get(name)
+        if given is not None and given is not member.parameter:
+            member.load(given)
+            module._parameters[name] = member.parameter
+        member.invalidate()
+
+
+# All other optimizers are assumed to step a DTensor elementwise, as they would the full tensor.
+_NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Muon)
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer, ours: Iterable[nn.Parameter]) -> None:
+    """Refuse optimizers that cannot step sharded parameters, before their step.
+
+    Raises:
+        StructureError: the optimizer concatenates all parameters, or needs unsharded matrices.
+    """
+    if not isinstance(optimizer, _NOT_ELEMENTWISE) and not _is_adafactor(optimizer):
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        _refuse_matrix_optimizer(optimizer, [p for p in ours if id(p) in stepped])
+        return
+    if any(id(parameter) in stepped for parameter in ours):
+        raise StructureError(
+            "torch.optim.LBFGS lays all parameters in one vector, which parameters sharded over "
+            "ranks cannot be: use an optimizer that works parameter by parameter (AdamW, SGD, ...)"
+        )
+
+
+def _refuse_matrix_optimizer(
+    optimizer: torch.optim.Optimizer, stepped: Iterable[nn.Parameter]
+) -> None:
+    """Refuse sharded parameters in Muon and Adafactor.
+
+    Muon would sum its products over ranks in bf16, with other results on each mesh and possibly
+    different results on replicas. Adafactor's statistics fail within ``DTensor``.
+    """
+    adafactor = _is_adafactor(optimizer)
+    for parameter in stepped:
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        sharded = any(
+            isinstance(placement, Shard) and mesh.size(dim) > 1
+            for dim, placement in enumerate(placements)
+        )
+        if adafactor or sharded:
+            name = type(optimizer).__name__
+            raise StructureError(
+                f"{name} steps whole matrices, and parameters (one of shape "
+                f"{list(parameter.shape)}) are sharded over ranks: its numbers would not be those "
+                "of one process. Give it to a ZeroOptimizer, which brings each matrix together on "
+                f"one rank: internsp.ZeroOptimizer(communicator, {name}, ...)"
+            )
+
+
+def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is torch's Adafactor, or that of transformers."""
+    return any(base.__name__ == "Adafactor" for base in type(optimizer).__mro__)
+
+
+def keep_parameters_in_place(
+    model: nn.Module, parameters_of: Mapping[tuple[nn.Module, str], Member]
+) -> None:
+    """Make ``model.to()``, ``cpu()``, ``half()`` and similar methods refuse to change parameters.
+
+    torch would replace the parameter objects that the library created. Buffers are moved and cast
+    as usual.
+    """
+    by_module: dict[nn.Module, list[Member]] = {model: []}
+    for (module, _), member in parameters_of.items():
+        by_module.setdefault(module, []).append(member)
+    all_members = list(dict.fromkeys(parameters_of.values()))
+    for module, own in by_module.items():
+        module._apply = partial(  # type: ignore[method-assign]
+            _apply_to_buffers, module, all_members if module is model else own
+        )
+
+
+def _apply_to_buffers(
+    module: nn.Module,
+    members: Sequence[Member],
+    fn: Callable[[Tensor], Tensor],
+    recurse: bool = True,
+) -> nn.Module:
+    """``nn.Module._apply`` for buffers and children only.
+
+    Raises:
+        StructureError: ``fn`` would change a parameter.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device, int], Member] = {}
+    for member in members:
+        kinds.setdefault((member.dtype, member.parameter.device, len(member.shape)), member)
+    for (dtype, device, dim), member in kinds.items():  # memory_format needs 4 or 5 dimensions
+        probe = torch.empty((2,) * dim, dtype=dtype, device=device)
+        if fn(probe) is not probe or (probe.is_shared() and device.type == "cpu"):
+            raise StructureError(
+                f"{member.name} on rank {dist.get_rank()} was to be moved or cast (model.to(), "
+                "half(), to_empty(), share_memory(), ...), but a parallel model's parameters stay "
+                "where parallelize() has put them: move or cast the model before, or set "
+                "weight_parallel.compute_dtype; internsp.initialize fills one from the meta device"
+            )
+    if recurse:
+        for child in module.children():
+            child._apply(fn)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = fn(buffer)
+    return module

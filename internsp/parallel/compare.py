@@ -1,0 +1,230 @@
+"""Checks in ``parallelize`` that all ranks have the same model: one small all-gather of objects.
+
+It runs before the model is changed. A rank that refuses its model, or has another configuration,
+model or initial values, would otherwise show much later, as a hang, an aborted process or wrong
+numbers. All ranks compare the data of all ranks, so that all raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from internsp.base.bits import checksum
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.errors import ConfigError, InternspError, LayoutError, StructureError
+from internsp.mesh import ParallelMesh
+from internsp.structure.assign import experts_among
+from internsp.structure.rules import Rules, match_rules, own_rules
+
+T = TypeVar("T")
+Facts = dict[str, list[str]]
+"""Lines of text that must be the same on all ranks of a stage, by subject."""
+
+
+def require_same_model(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    config: WeightParallelConfig,
+    checkpoint: ActivationCheckpointConfig | None,
+    split: bool,
+    examine: Callable[[], T],
+) -> T:
+    """Check that all ranks have the same model and configuration.
+
+    Collective over the mesh's model group; blocks. With ``weight_parallel.compare_ranks`` it reads
+    every parameter and buffer once, to compare initial values.
+
+    Args:
+        split: whether backward computes weight gradients separately (zero bubble's B and W).
+        examine: examines this rank's model; raises if the model is not supported.
+
+    Returns:
+        What ``examine`` returned on this rank.
+
+    Raises:
+        Exception: what ``examine`` raised on this rank.
+        StructureError: ``examine`` raised on another rank, or models or initial values differ.
+        ConfigError: configurations differ.
+    """
+    ranks = mesh.model_ranks
+    refusal: Exception | None = None
+    try:
+        examined = examine()
+    except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know of it
+        refusal = error
+    if len(ranks) > 1:
+        facts = _facts(model, config, checkpoint, split)
+        mine = {
+            "refused": str(refusal) if refusal is not None else None,
+            "digests": {subject: _digest(lines) for subject, lines in facts.items()},
+            "values": _checksums(model) if config.compare_ranks else None,
+            "part": (mesh.expert_rank, mesh.tensor_rank),
+        }
+        everyone = _all_gather_objects(mine, mesh.model_group)
+        different = _difference(everyone, facts, mesh, ranks)
+        for rank, report in zip(ranks, everyone, strict=True):
+            if refusal is None and different is None and report["refused"] is not None:
+                different = StructureError(
+                    f"rank {rank} refused its model (this is rank {mesh.rank}): "
+                    f"{report['refused']}"
+                )
+        if refusal is None and different is not None:
+            raise different
+        if refusal is None and config.compare_ranks:
+            rules = match_rules(model, config.plan)
+            _compare_values(everyone, _named_tensors(model), config, rules, mesh, ranks)
+    if refusal is not None:
+        raise refusal
+    return examined
+
+
+def token_count_check(mesh: ParallelMesh) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
+    """A check, in the first forward, of equal shapes on all ranks: a mean loss needs it (DESIGN 6).
+
+    Returns:
+        A function of a forward's arguments. Its first call is collective over the stage and blocks;
+        it raises a :class:`LayoutError` on every rank if the ranks have different token counts.
+    """
+    checked: list[bool] = []
+
+    def check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if checked:
+            return
+        checked.append(True)
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        counts = _all_gather_objects(tensors[0].numel() if tensors else 0, mesh.stage_group)
+        if len(set(counts)) > 1:
+            raise LayoutError(
+                f"reduction = 'mean' needs equally many tokens on every rank, but the ranks "
+                f"got {counts} (this is rank {mesh.rank}); divide a sum by the number of "
+                "valid tokens over all ranks instead (reduction = 'sum')"
+            )
+
+    return check
+
+
+def _all_gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def _facts(
+    model: nn.Module,
+    config: WeightParallelConfig,
+    checkpoint: ActivationCheckpointConfig | None,
+    split: bool,
+) -> Facts:
+    settings = [f"weight_parallel.{k} = {v!r}" for k, v in config.model_dump().items()]
+    if checkpoint is not None:
+        dumped = checkpoint.model_dump()
+        settings += [f"activation_checkpoint.{k} = {v!r}" for k, v in dumped.items()]
+    try:
+        settings += [f"a rule of the model's own: {rule.model_dump()}" for rule in own_rules(model)]
+    except StructureError as error:  # examine() has raised the same on this rank
+        settings.append(str(error))
+    settings.append(f"separate weight gradients = {split}")
+    first: dict[int, str] = {}
+    parameters, trained = [], []
+    for name, p in model.named_parameters(remove_duplicate=False):
+        shared = first.setdefault(id(p), name)
+        line = f"{name} {list(p.shape)} {p.dtype}"
+        if isinstance(p, DTensor):
+            line += f" placed {p.placements}"
+        parameters.append(line if shared == name else f"{line}, the same as {shared}")
+        trained.append(f"{name} {'is trained' if p.requires_grad else 'is frozen'}")
+    buffers = [f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    return {
+        "configuration": settings, "parameters": parameters, "frozen parameters": trained,
+        "buffers": buffers,
+    }  # fmt: skip
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _difference(
+    everyone: list[dict[str, Any]], facts: Facts, mesh: ParallelMesh, ranks: list[int]
+) -> InternspError | None:
+    """The error for the first subject in which ranks differ; all ranks then gather its lines."""
+    for subject, lines in facts.items():
+        if len({report["digests"][subject] for report in everyone}) == 1:
+            continue
+        first, *others = _all_gather_objects(lines, mesh.model_group)
+        index = next(i for i, other in enumerate(others, 1) if other != first)
+        kind = ConfigError if subject == "configuration" else StructureError
+        return kind(
+            f"the ranks were given different {subject}: "
+            f"{_first_difference(first, others[index - 1])} (rank {ranks[0]} and rank "
+            f"{ranks[index]}; this is rank {mesh.rank}): call parallelize() with the same model "
+            "and configuration on every rank"
+        )
+    return None
+
+
+def _first_difference(one: list[str], other: list[str]) -> str:
+    """Text with the first lines in which two lists differ."""
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            return f"{a!r} and {b!r}"
+    longer = one if len(one) > len(other) else other
+    return f"{longer[min(len(one), len(other))]!r} and nothing"
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _checksums(model: nn.Module) -> list[int | None]:
+    """A checksum of each parameter's and buffer's bytes; ``None`` for those on the meta device."""
+    return [
+        None if t.device.type == "meta" or t.layout != torch.strided else checksum(t)
+        for _, t in _named_tensors(model)
+    ]
+
+
+def _compare_values(
+    everyone: list[dict[str, Any]],
+    tensors: Sequence[tuple[str, Tensor]],
+    config: WeightParallelConfig,
+    rules: Rules,
+    mesh: ParallelMesh,
+    ranks: list[int],
+) -> None:
+    """Raise if initial values differ between ranks that hold the same tensor.
+
+    Expert ranks hold different experts, and tensor ranks different shards of a ``DTensor``; all
+    other tensors must be the same on all ranks.
+
+    Raises:
+        StructureError: values differ.
+    """
+    experts = experts_among((name for name, _ in tensors), config, rules) if mesh.expert > 1 else ()
+    for index, (name, tensor) in enumerate(tensors):
+        own = name in experts
+        sharded = isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements)
+        holders: dict[tuple[Any, int], list[int]] = {}  # ranks, by (shard, checksum)
+        for rank, report in zip(ranks, everyone, strict=True):
+            value = report["values"][index]
+            if value is not None:
+                expert, part = report["part"]
+                key = (expert if own else 0, part if sharded else 0)
+                holders.setdefault((key, value), []).append(rank)
+        alike: dict[Any, list[int]] = {}
+        for (key, _), members in holders.items():
+            if key in alike:
+                raise StructureError(
+                    f"{name} starts with other values on ranks {members} than on ranks "
+                    f"{alike[key]} (this is rank {mesh.rank}): seed every rank alike before the "
+                    "model is made, broadcast or load its values before parallelize(), or set "
+                    "weight_parallel.compare_ranks = false if they are written afterwards"
+                )
+            alike[key] = members

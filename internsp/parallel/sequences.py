@@ -1,0 +1,146 @@
+"""Sequence parallelism of a model: its attention over several ranks, and the head's logits.
+
+The weights of any model can be sharded from outside. What a model computes from tokens of other
+ranks cannot: the model itself must do that.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from internsp.base.trace import Trace
+from internsp.config import WeightParallelConfig
+from internsp.errors import ConfigError, InternspError, StructureError
+from internsp.mesh import ParallelMesh
+from internsp.modules.supported import require_supported
+from internsp.sp import DistributedAttention
+from internsp.sp.hf import examine
+from internsp.sp.hf.attach import attach
+from internsp.sp.mixing import Refused, mixes_positions
+from internsp.sp.routes import require_form
+
+_MAX_LISTED = 8
+
+
+def supports(
+    model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig | None = None
+) -> list[Refused]:
+    """Why :func:`parallelize` would refuse ``model`` on ``mesh``: **empty** if it would not.
+
+    Changes nothing and sends no message. Under a sequence degree above 1 every attention must
+    support sequence parallelism (``docs/bring_your_model.md``); the list has every module that does
+    not, with its name and the reason.
+    """
+    config = config or WeightParallelConfig()
+    found = []
+    try:
+        require_supported(model)
+    except InternspError as error:
+        found.append(Refused("", str(error)))
+    return found + find_refused(model, mesh, config)
+
+
+def find_refused(
+    model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig
+) -> list[Refused]:
+    """The modules that mix tokens but would see only this rank's tokens.
+
+    Empty if the mesh does not shard sequences, or with ``cuts_own_sequences``.
+    """
+    if mesh.sequence == 1 or config.cuts_own_sequences:
+        return []
+    if examine.find_pretrained_model(model) is not None:
+        return examine.refusals(model)
+    found = [
+        Refused(name, reason) for name, module in model.named_modules()
+        if not isinstance(module, DistributedAttention)
+        and (reason := mixes_positions(module)) is not None
+    ]  # fmt: skip
+    if found or any(isinstance(module, DistributedAttention) for module in model.modules()):
+        return found
+    composite = {
+        type(module).__name__: name for name, module in reversed(list(model.named_modules()))
+        if name and any(True for _ in module.children())
+    }  # fmt: skip
+    like = {c: n for c, n in composite.items() if "att" in f"{c} {n}".lower()} or composite
+    like = like or {type(model).__name__: ""}
+    reason = "it is no internsp.DistributedAttention and holds none"
+    return [Refused(name, f"{kind}: {reason}") for kind, name in like.items()]
+
+
+def require_sequence_attention(
+    model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig
+) -> None:
+    """Check that the model supports sequence parallelism if the mesh shards sequences.
+
+    Raises:
+        StructureError: some modules do not; lists them with the reasons.
+    """
+    found = find_refused(model, mesh, config)
+    if not found:
+        return
+    lines = [f"  {refused}" for refused in found[:_MAX_LISTED]]
+    if len(found) > _MAX_LISTED:
+        lines.append(f"  and {len(found) - _MAX_LISTED} more (internsp.supports lists them all)")
+    raise StructureError(
+        f"the mesh cuts sequences over {mesh.sequence} ranks, and these modules would compute with "
+        "their own rank's tokens only:\n" + "\n".join(lines) + "\nCompute attention by an "
+        "internsp.DistributedAttention; or make the mesh with sequence = 1; or, for a model "
+        "without attention or one that exchanges tokens itself, set "
+        f"weight_parallel.cuts_own_sequences = true (this is rank {mesh.rank})"
+    )
+
+
+def attach_sequences(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    trace: Trace,
+    mean: bool,
+    config: WeightParallelConfig,
+    split: bool,
+) -> None:
+    """Attach every attention of ``model`` to its groups of the sequence ranks.
+
+    Args:
+        mean: gradients are averaged over ranks later, not summed.
+        split: backward runs in two parts, input gradients and weight gradients.
+
+    Raises:
+        ConfigError: a form that the mesh's ring cannot use.
+    """
+    if config.ring_form != "auto" and mesh.ring == 1:
+        raise ConfigError(
+            f"weight_parallel.ring_form = {config.ring_form!r}: the mesh has no ring; make it with "
+            f"ring above 1, or leave ring_form = 'auto' (this is rank {mesh.rank})"
+        )
+    require_form(mesh.ring, config.ring_form, config.inner_ring)
+    # A backward in two parts runs the node that makes both gradients twice, and would send twice.
+    parts = config.exchange_in_parts and not split
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedAttention):
+            heads = mesh.heads_group if mesh.sequence > 1 else None
+            module.attach(
+                heads, trace, name, ring=mesh.ring_group, axes=mesh.sequence_axes,
+                form=config.ring_form, inner=config.inner_ring, in_parts=parts,
+                overlap=config.overlap,
+            )  # fmt: skip
+    attach(model, mesh, trace, mean, config)
+
+
+def set_head_output(model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig) -> None:
+    """Pass ``weight_parallel.head_output`` to the model, whose loss exchanges the logits.
+
+    Raises:
+        StructureError: the model takes no such option.
+    """
+    if config.head_output == "local":
+        return
+    if not isinstance(getattr(model, "loss_options", None), dict):
+        raise StructureError(
+            f"weight_parallel.head_output = {config.head_output!r} is carried out by the model's "
+            f"own loss, but a {type(model).__name__} has no dictionary loss_options to take it: "
+            "give it one and call internsp.token_loss(..., **self.loss_options) in its forward, "
+            f"or leave head_output = 'local' (this is rank {mesh.rank})"
+        )
+    ours = {"output": config.head_output, "group": mesh.sequence_group}
+    model.loss_options = {**model.loss_options, **ours}  # type: ignore[assignment, dict-item]

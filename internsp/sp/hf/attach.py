@@ -1,0 +1,79 @@
+"""Attach the sequence group to a ``transformers`` model, in place."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from internsp.base.trace import Trace
+from internsp.config import WeightParallelConfig
+from internsp.mesh import ParallelMesh
+from internsp.sp.exchange import ExchangeGroup
+from internsp.sp.hf.attention import SequenceParallelKernel
+from internsp.sp.hf.examine import (
+    attentions,
+    find_pretrained_model,
+    finds_documents,
+    positions_source,
+)
+from internsp.sp.hf.forward import ForwardHooks
+from internsp.sp.hf.ring import RingAttention
+
+
+def attach(
+    model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: bool, config: WeightParallelConfig
+) -> None:
+    """Shard the inputs of a ``transformers`` model in ``model``, from its next forward on.
+
+    The model gets copies of its configs, which name an attention implementation of this model
+    alone; other models made from the same config do not change. Does nothing without a
+    ``transformers`` model, or if the mesh does not shard sequences.
+    """
+    inner = find_pretrained_model(model)
+    if inner is None or mesh.sequence == 1:
+        return
+    _copy_configs(model)
+    group = ExchangeGroup.of(mesh.sequence_group, trace)
+    by_kernel: dict[str, dict[nn.Module, str]] = {}
+    for module, name in attentions(model).items():
+        own: Any = module.config
+        by_kernel.setdefault(own._attn_implementation, {})[module] = name
+    ring = None
+    if mesh.ring_group is not None and mesh.ring > 1:
+        ring_group = ExchangeGroup.of(mesh.ring_group, trace)
+        ring = RingAttention(ring_group, config.ring_form, config.inner_ring)
+    shared = mesh.sequence > mesh.ring
+    heads = ExchangeGroup.of(mesh.heads_group, trace) if shared and mesh.heads_group else None
+    kernels = [
+        SequenceParallelKernel(names, kernel, heads, ring) for kernel, names in by_kernel.items()
+    ]
+    keys = {kernel.plain_name: kernel.registered_name for kernel in kernels}
+    for own in _configs(model):
+        now = own._attn_implementation_internal
+        own._attn_implementation_internal = keys.get(now, now)
+    source, finds = positions_source(inner), finds_documents(inner)
+    ForwardHooks(inner, kernels, group, mesh.sequence_axes, mean, source, finds, mesh.device)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Every config that a module holds, and the configs inside these."""
+    from transformers import PretrainedConfig
+
+    found = {id(c): c for m in model.modules() for c in vars(m).values()
+             if isinstance(c, PretrainedConfig)}  # fmt: skip
+    for config in list(found.values()):
+        inside = {id(c): c for c in vars(config).values() if isinstance(c, PretrainedConfig)}
+        found |= inside
+    return list(found.values())
+
+
+def _copy_configs(model: nn.Module) -> None:
+    from transformers import PretrainedConfig
+
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, PretrainedConfig):
+                setattr(module, attribute, copy.deepcopy(value, memo))

@@ -1,0 +1,128 @@
+"""The attention of a ``transformers`` model whose positions are sharded over a ring of ranks.
+
+Plain attention (a causal mask, a window, documents, a scale) is computed by ring attention
+(:mod:`internsp.sp.ring`), with the result of the model's own kernel. For anything else (soft caps,
+sinks, a bias, a user's mask, dropout) the keys and values of all ranks are gathered, and the
+model's own kernel computes this rank's queries with their rows of the mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from internsp.errors import StructureError
+from internsp.sp.dispatch import ring_ranges
+from internsp.sp.exchange import ExchangeGroup, exchange
+from internsp.sp.hf.shard import SequenceShard
+from internsp.sp.layout import in_order, select_ranges
+from internsp.sp.ranges import MaskSpec, Ranges
+from internsp.sp.ring import RingCache, ring_attention
+
+# Kernel options that do not change the result when the mask is known.
+_IGNORED_OPTIONS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions",
+                             "output_hidden_states", "output_router_logits"})  # fmt: skip
+
+
+class RingAttention:
+    """Attention over a ring of ranks, each with the same heads and its part of the positions.
+
+    Args:
+        group: the ranks of the ring.
+        form, inner: how keys and values are sent, see :func:`internsp.sp.routes.route`.
+    """
+
+    def __init__(self, group: ExchangeGroup, form: str = "auto", inner: int = 1) -> None:
+        self.group = group
+        self.rings = RingCache(group, form, inner)
+
+    def ring_ranges(self, shard: SequenceShard) -> tuple[Ranges, ...]:
+        """The ranges of positions of each rank of the ring."""
+        return ring_ranges(shard.ranges, shard.axes)
+
+    def attend(
+        self, shard: SequenceShard, spec: MaskSpec, kv_index: tuple[int, ...],
+        q: Tensor, k: Tensor, v: Tensor, scale: float | None, name: str,
+    ) -> Tensor:  # fmt: skip
+        """Ring attention of this rank's ``q [B, n, h, d]``, ``k``, ``v``: ``[B, n, h, d of v]``."""
+        scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+        ring = self.rings.get(self.ring_ranges(shard), spec, kv_index, scale)
+        return ring_attention(ring, q, k, v, name)
+
+    def gather(self, x: Tensor, shard: SequenceShard, name: str, role: str) -> Tensor:
+        """Gather each rank's ``[B, n, kv, d]`` into ``[B, S, kv, d]``, in sequence order.
+
+        In backward the ranks' gradients of one position are summed.
+        """
+        held = self.ring_ranges(shard)
+        lengths = [sum(stop - start for start, stop in ranges) for ranges in held]
+        everything = (0, x.shape[2]) * self.group.size
+        whole = exchange(
+            x, self.group, lengths, everything, to="heads", unit=name, label=f"all {role}"
+        )
+        return in_order(whole, held)
+
+    def mask_rows(
+        self, shard: SequenceShard, make: Callable[..., Any], options: dict[str, Any]
+    ) -> Tensor:
+        """The mask of this rank's queries, ``[B, 1, n, S]``, made by a kernel's mask function.
+
+        The mask function may not omit the mask: torch's causal flag counts queries from 0.
+        """
+        options = options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        held = self.ring_ranges(shard)[self.group.rank]
+        made = [make(q_length=stop - start, q_offset=start, **options) for start, stop in held]
+        return torch.cat(made, 2)
+
+    def own_mask_rows(
+        self, shard: SequenceShard, given: Tensor | None, make: Callable[[], Tensor] | None,
+        name: str, kernel: str,
+    ) -> Tensor:  # fmt: skip
+        """The mask rows of this rank's queries: selected from ``given``, or else made by ``make``.
+
+        Raises:
+            StructureError: ``kernel`` takes no mask of queries and keys.
+        """
+        if "flash" in kernel:
+            raise StructureError(
+                f"{name} asks {kernel} for what a ring of {self.group.size} does not compute "
+                "(a soft cap, sinks, dropout, documents that only the kernel finds, or a mask of "
+                "another kind than causal with a window): choose attn_implementation = 'sdpa' or "
+                "'eager', or make the mesh with ring = 1"
+            )
+        if given is not None:
+            return select_ranges(given, self.ring_ranges(shard)[self.group.rank], 2)
+        assert make is not None, "a recorded mask exists or has a function that makes it"
+        return make()
+
+
+def is_plain_attention(
+    kernel: str, spec: MaskSpec, packed: Tensor | None, options: dict[str, Any]
+) -> bool:
+    """Whether ``kernel`` with these options computes plain attention with the mask ``spec``.
+
+    False for an eager function, which is the model's own code and may compute anything.
+    """
+    flash = "flash" in kernel
+    if kernel != "sdpa" and not flash:
+        return False
+    for option, value in options.items():
+        if option in ("scaling", *_IGNORED_OPTIONS) or value is None:
+            continue
+        if option == "is_causal":
+            same = value == spec.causal
+        elif option == "sliding_window":
+            same = not flash or value == spec.window
+        else:
+            same = not isinstance(value, Tensor) and not value  # such as dropout = 0.0
+        if not same:
+            return False
+    positions = options.get("position_ids")
+    # Flash attention finds documents in position_ids.
+    if flash and packed is None and isinstance(positions, Tensor):
+        return bool((positions.diff(dim=-1) == 1).all())
+    return True

@@ -1,0 +1,334 @@
+"""Decides for every parameter its unit and the dimension on which it is sharded. Pure.
+
+Both :func:`internsp.parallelize` and ``internsp plan`` call it, so that a plan cannot differ from
+what runs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from internsp.base.names import within
+from internsp.config import PlanRule, WeightParallelConfig
+from internsp.dtensor.tensor_parallel import largest_part, own_part
+from internsp.errors import LayoutError, StructureError
+from internsp.schedule.packed import CustomAllGather
+from internsp.structure.blocks import Structure, did_you_mean
+from internsp.structure.dtypes import WeightDtypes
+from internsp.structure.rules import BLOCK_KEYS, MODULE_KEYS, NO_RULES, Rules
+
+EMBEDDING_SHARD_DIMS = {"vocabulary": 0, "hidden": 1}
+PATTERNS = ("experts", "own_dtype")
+"""Options of ``weight_parallel`` whose patterns match parameter names by :func:`within`."""
+WEIGHT_KEYS = frozenset(PlanRule.model_fields) - BLOCK_KEYS - MODULE_KEYS - {"match"}
+
+
+@dataclass(frozen=True)
+class ParameterOwner:
+    """A module that holds a parameter, and the parameter's name in it.
+
+    Attributes:
+        others: further names of the module, where several modules hold the module.
+    """
+
+    module_name: str
+    module: nn.Module
+    name: str
+    others: tuple[str, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        """The parameter's fully qualified name in this module."""
+        return f"{self.module_name}.{self.name}" if self.module_name else self.name
+
+
+@dataclass(frozen=True)
+class WeightOptions:
+    """Options of one sharded weight's collectives, from its plan rules or the configuration.
+
+    Attributes:
+        coalesce_bytes: a weight of at most so many unsharded bytes shares collectives with its
+            neighbors.
+        offload: which of its shard, gradient sum and optimizer state are in host memory.
+        reshard_after_forward: near ranks that keep slices of it after the first gather of a step.
+        quantize: to what its shards are quantized for the all-gather: ``none``, ``int8``, ``fp8``.
+        quantize_min_elements: a weight of fewer elements is not quantized.
+        custom_gather: a user's functions that pack the shard before its all-gather and unpack the
+            gathered bytes after it.
+    """
+
+    coalesce_bytes: int
+    offload: tuple[str, ...]
+    reshard_after_forward: int
+    quantize: str
+    quantize_min_elements: int
+    custom_gather: CustomAllGather | None = None
+
+    @classmethod
+    def of(
+        cls, config: WeightParallelConfig, rule_options: Mapping[str, Any], name: str
+    ) -> WeightOptions:
+        """The options of weight ``name``: ``rule_options``, or else those of ``config``.
+
+        Raises:
+            StructureError: a rule names functions for its all-gather, and another quantizes it.
+        """
+        options = {
+            f.name: getattr(config, f.name) for f in fields(cls) if f.name != "custom_gather"
+        }
+        if config.granularity == "module":
+            options["coalesce_bytes"] = 0
+        options |= {key: value for key, value in rule_options.items() if key in options}
+        quantized = rule_options.get("quantize", "none") != "none"
+        own = CustomAllGather.of(rule_options)
+        if own is not None and quantized:
+            raise StructureError(
+                f"weight_parallel.plan: rules give {name} a pre_all_gather and quantize = "
+                f"{rule_options['quantize']!r}: only one of the two can pack the shard"
+            )
+        if own is not None or quantized:  # a rule names it, whatever its size
+            options |= {"quantize_min_elements": 0, "coalesce_bytes": -1}
+        return cls(**options, custom_gather=own)
+
+
+@dataclass(frozen=True)
+class ParameterSharding:
+    """How a parameter is sharded: its unit, dimension, dtypes and options.
+
+    Attributes:
+        owners: all modules that share it; the first gives its name.
+        unit: name of its unit; ``None``: small, and therefore replicated.
+        block: index of its block, -1 outside the blocks.
+        dim: the sharded dimension.
+        expert: whether it is an expert's; if sharded, then along the mesh's axis of experts.
+        dtypes: in which it is gathered, reduced and accumulated.
+        autocasts: whether autocast decides its compute dtype (a linear layer's weight, or that of
+            a module with the attribute ``autocasts``).
+        options: of its collectives.
+    """
+
+    parameter: nn.Parameter
+    owners: tuple[ParameterOwner, ...]
+    unit: str | None
+    block: int
+    dim: int
+    expert: bool
+    autocasts: bool
+    dtypes: WeightDtypes
+    options: WeightOptions
+
+    @property
+    def name(self) -> str:
+        """Its fully qualified name in the first owner."""
+        return self.owners[0].full_name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape that the weight group shards: this tensor-parallel rank's part of the parameter."""
+        return tuple(own_part(self.parameter).shape)
+
+
+def names_by_module(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """The fully qualified names of each module; several where modules share it."""
+    found: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(module, []).append(name)
+    return found
+
+
+def plan_sharding(
+    model: nn.Module, structure: Structure, config: WeightParallelConfig, expert: int = 1
+) -> list[ParameterSharding]:
+    """Decide the sharding of every parameter of ``model`` that no rule ignores.
+
+    Args:
+        expert: number of ranks that own different experts. With several, an expert's parameter
+            cannot be replicated over all ranks, so that even a small one is sharded.
+
+    Returns:
+        One entry a parameter, in the order of registration.
+
+    Raises:
+        StructureError: when an expert's weight is shared with another module, or two rules of the
+            plan set the same option of one parameter.
+    """
+    shared: dict[int, list[ParameterOwner]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    places = names_by_module(model)
+    for module, (module_name, *others) in places.items():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            owner = ParameterOwner(module_name, module, name, tuple(others))
+            parameters[id(parameter)] = parameter
+            shared.setdefault(id(parameter), []).append(owner)
+    found = []
+    for key, owners in shared.items():
+        rule_options = structure.rules.options_for([o.full_name for o in owners], WEIGHT_KEYS)
+        if not rule_options.get("ignore"):
+            of = _sharding(parameters[key], tuple(owners), structure, config, expert, rule_options)
+            found.append(of)
+    return found
+
+
+def _sharding(
+    parameter: nn.Parameter,
+    owners: tuple[ParameterOwner, ...],
+    structure: Structure,
+    config: WeightParallelConfig,
+    expert: int,
+    rule_options: Mapping[str, Any],
+) -> ParameterSharding:
+    first = owners[0]
+    options = WeightOptions.of(config, rule_options, first.full_name)
+    own = is_expert([o.full_name for o in owners], config, rule_options)
+    # One matching name of a shared weight is enough: it has one dtype.
+    as_is = any(within(o.full_name, pattern) for o in owners for pattern in config.own_dtype)
+    dtypes = WeightDtypes.of(parameter, config, as_is, rule_options)
+    elements = math.prod(largest_part(parameter))
+    small = parameter.ndim < 2 or elements < config.min_shard_elements
+    if "replicate_below" in rule_options:
+        small = elements * parameter.element_size() < rule_options["replicate_below"]
+        small = small or parameter.ndim == 0
+    if small and not (own and expert > 1):
+        return ParameterSharding(parameter, owners, None, -1, 0, own, False, dtypes, options)
+    if parameter.ndim == 0:
+        raise StructureError(
+            f"{first.full_name} is an expert's and a scalar: it cannot be sharded, and with "
+            f"expert = {expert} it is not the same on all ranks; give it a dimension"
+        )
+    blocks = {block_of(place, structure) for o in owners for place in (o.module_name, *o.others)}
+    # A weight shared by several blocks, or by a block and the outside, is a root unit: unsharded in
+    # a slot of its own from the model's entry to the end of backward, as no block is its last user.
+    block = blocks.pop() if len(blocks) == 1 else -1
+    root_unit = first.full_name if blocks else first.module_name
+    unit = structure.blocks[block].name if block >= 0 else root_unit
+    if block < 0 and not blocks:  # in no unit: a rest of an enclosing block
+        around = {enclosing_block_of(o.module_name, structure) for o in owners}
+        number = around.pop()
+        if around:
+            unit = first.full_name
+        elif number >= 0:
+            unit = structure.enclosing[number].name
+    dim = _shard_dim(parameter, first, config, rule_options)
+    autocasts = getattr(first.module, "autocasts", isinstance(first.module, nn.Linear))
+    return ParameterSharding(parameter, owners, unit, block, dim, own, autocasts, dtypes, options)
+
+
+def _shard_dim(
+    parameter: nn.Parameter,
+    first: ParameterOwner,
+    config: WeightParallelConfig,
+    rule_options: Mapping[str, Any],
+) -> int:
+    """The sharded dimension: a rule's, the module's own (``shard_dim``), or the first."""
+    dim: int = getattr(first.module, "shard_dim", 0)
+    if isinstance(first.module, nn.Embedding):
+        dim = EMBEDDING_SHARD_DIMS[config.embedding_cut]
+    dim = rule_options.get("shard_dim", dim)
+    if not -parameter.ndim <= dim < parameter.ndim:
+        raise LayoutError(
+            f"cannot shard dimension {dim} of {first.full_name}, of shape {list(parameter.shape)}"
+        )
+    return dim % parameter.ndim
+
+
+def require_effect(shardings: Iterable[ParameterSharding], structure: Structure) -> None:
+    """Check that each rule of the plan acts on something (:meth:`Rules.require_effect`)."""
+    cut = [o.full_name for a in shardings if a.unit is not None for o in a.owners]
+    structure.rules.require_effect(cut, [n for b in structure.blocks for n, _ in b.modules])
+
+
+def is_expert(
+    names: Collection[str], config: WeightParallelConfig, rule_options: Mapping[str, Any]
+) -> bool:
+    """Whether a parameter is an expert's, by a rule's ``axis`` or else by its ``names``.
+
+    Raises:
+        StructureError: ``weight_parallel.experts`` matches one of its names and not another.
+    """
+    if "axis" in rule_options:
+        return bool(rule_options["axis"] == "experts")
+    matched = {any(within(name, pattern) for pattern in config.experts) for name in names}
+    if len(matched) > 1:
+        raise StructureError(
+            "an expert's weight is shared with another module "
+            f"({', '.join(names)}), but experts may be sharded along an axis of "
+            "their own: untie it, or change weight_parallel.experts"
+        )
+    return matched.pop()
+
+
+def experts_among(names: Iterable[str], config: WeightParallelConfig, rules: Rules) -> set[str]:
+    """Names of experts' parameters among ``names``."""
+    return {
+        name for name in names if is_expert([name], config, rules.options_for([name], {"axis"}))
+    }
+
+
+def require_patterns_matched(names: Iterable[str], config: WeightParallelConfig) -> None:
+    """Check that each pattern of the options :data:`PATTERNS`, unless default, matches (WP-7).
+
+    Raises:
+        StructureError: a pattern matches no parameter; lists the modules that may be meant.
+    """
+    names = list(names)
+    for option in PATTERNS:
+        given: tuple[str, ...] = getattr(config, option)
+        if given == type(config).model_fields[option].default:
+            continue
+        for pattern in given:
+            if not any(within(name, pattern) for name in names):
+                parts = [part for name in names for part in name.split(".") if not part.isdigit()]
+                meant = did_you_mean(pattern, [*parts, *_owner_candidates(names)])
+                raise StructureError(
+                    f"weight_parallel.{option}: {pattern!r} matches no parameter{meant}; "
+                    f"candidates: {', '.join(_owner_candidates(names))}"
+                )
+
+
+def require_experts(
+    names: Iterable[str], config: WeightParallelConfig, rules: Rules = NO_RULES
+) -> None:
+    """Check that ``names`` include experts' parameters, for a mesh with an experts axis (WP-7).
+
+    Raises:
+        StructureError: none is an expert's; lists the modules that may be meant.
+    """
+    names = list(names)
+    if experts_among(names, config, rules):
+        return
+    raise StructureError(
+        "the mesh has an axis for experts (expert_weight or expert), but no parameter's name "
+        f"matches weight_parallel.experts = {list(config.experts)}; candidates: "
+        f"{', '.join(_owner_candidates(names))}"
+    )
+
+
+def _owner_candidates(names: Iterable[str]) -> list[str]:
+    """Modules that hold the parameters ``names``, with ``*`` for numbers."""
+    modules = {re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0]) for name in names}
+    return sorted(modules - {""})
+
+
+def block_of(module_name: str, structure: Structure) -> int:
+    """Index of the unit that contains a module; -1: none does."""
+    for i, block in enumerate(structure.blocks):
+        for name, _ in block.modules:
+            if module_name == name or module_name.startswith(name + "."):
+                return i
+    return -1
+
+
+def enclosing_block_of(module_name: str, structure: Structure) -> int:
+    """Index of the enclosing block that contains a module; -1: none does."""
+    for number, around in enumerate(structure.enclosing):
+        if module_name == around.name or module_name.startswith(around.name + "."):
+            return number
+    return -1

@@ -1,0 +1,327 @@
+"""Finds a model's blocks, prefetch triggers, embedding and head by name patterns (WP-7).
+
+Nothing is guessed: what no pattern finds is an error that lists candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from internsp.base.names import matches, nearest
+from internsp.config import PlanRule
+from internsp.errors import StructureError
+from internsp.structure.inner import Named, UnitModules, divide_into_units
+from internsp.structure.prefetch import prefetch_counts
+from internsp.structure.rules import BLOCK_KEYS, NO_RULES, Rules, match_rules
+
+BLOCK_LISTS = ("layers", "blocks", "h", "block", "layer", "decoder_layers", "transformer_blocks")
+HEADS = ("head", "lm_head", "output", "output_layer", "unembed")
+TRIGGERS: dict[str, tuple[str, ...]] = {
+    "attention": ("attend", "core_attention", "inner_attention", "attn_core", "inner_attn"),
+    "out_proj": ("out_proj", "wo", "o_proj", "c_proj", "dense", "proj", "to_out"),
+    "mlp": ("w1", "gate_proj", "fc1", "c_fc", "up_proj", "dense_h_to_4h", "fc_in", "gate_up_proj"),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A unit of the gather queue and its prefetch trigger.
+
+    It is a transformer block; or, where rules of the plan say so, a part of one or several blocks.
+
+    Attributes:
+        module: its module, the first of several.
+        trigger_name, trigger_module: the prefetch trigger; ``None``: the unit's entry.
+        trigger: which prefetch trigger was looked for.
+        rule_options: what the plan's rules set for it, by key.
+        modules: all of its modules, by name.
+        layers: indices of the model's blocks that it consists of, or of the one it is a part of.
+        around: index of the enclosing block that it is a part of; -1: none.
+    """
+
+    name: str
+    module: nn.Module
+    trigger_name: str | None
+    trigger_module: nn.Module | None
+    trigger: str = "qkv"
+    rule_options: Mapping[str, Any] = field(default_factory=dict)
+    modules: tuple[Named, ...] = ()
+    layers: tuple[int, ...] = ()
+    around: int = -1
+
+
+@dataclass(frozen=True)
+class EnclosingBlock:
+    """A block of the model that is divided into several units.
+
+    Attributes:
+        layer: its index among the model's blocks.
+        first, last: indices of its first and last unit.
+    """
+
+    name: str
+    module: nn.Module
+    layer: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The parts of a model that weight communication needs.
+
+    Attributes:
+        blocks: its units in the order in which they run: its blocks, unless rules divide or merge
+            them.
+        enclosing: blocks that are divided into several units.
+        layers: number of the model's blocks.
+    """
+
+    blocks: tuple[Block, ...]
+    embedding: tuple[str, nn.Module] | None
+    head: tuple[str, nn.Module] | None
+    rules: Rules = NO_RULES
+    prefetch_counts: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    """How many units rules make a unit prefetch, by phase and unit index
+    (:mod:`internsp.structure.prefetch`)."""
+    enclosing: tuple[EnclosingBlock, ...] = ()
+    layers: int = 0
+
+    @property
+    def divided_block(self) -> str:
+        """Name of the first block that is divided or merged with others; empty: there is none."""
+        found = [around.name for around in self.enclosing]
+        found += [block.modules[0][0] for block in self.blocks if len(block.modules) > 1]
+        return found[0] if found else ""
+
+    def recomputes(self, block: int, chosen: Collection[int]) -> bool:
+        """Whether the unit of index ``block`` is checkpointed, where the blocks ``chosen`` are.
+
+        Raises:
+            StructureError: only some of the blocks that the unit consists of are.
+        """
+        unit = self.blocks[block]
+        again = [layer in chosen for layer in unit.layers]
+        if any(again) != all(again):
+            raise StructureError(
+                f"activation_checkpoint recomputes some of the blocks of unit {unit.name}, and "
+                "others not: recompute all of them, or none"
+            )
+        return all(again) and unit.around < 0
+
+
+def read_structure(
+    model: nn.Module,
+    trigger: str = "out_proj",
+    blocks: Sequence[str] = (),
+    prefetch_triggers: Sequence[str] = (),
+    plan: Sequence[PlanRule] = (),
+) -> Structure:
+    """Find the units, prefetch triggers, embedding and head of ``model``.
+
+    Args:
+        trigger: which prefetch trigger to look for; ``"qkv"``, the block's entry, and ``"rolling"``
+            need none.
+        blocks: patterns of block names (``layers.*``); empty: children of module lists with
+            usual names.
+        prefetch_triggers: patterns, matched against names within a block; empty: usual names.
+        plan: the configuration's rules, which take precedence over the model's own rules.
+
+    Raises:
+        StructureError: when no block, or in a block no prefetch trigger, is found, or a rule
+            matches nothing; lists candidates.
+    """
+    found = _blocks(model, blocks)
+    rules = match_rules(model, plan)
+    divided = divide_into_units(found, rules)
+    enclosing = _enclosing(found, divided)
+    number = {around.layer: n for n, around in enumerate(enclosing)}
+    parts = tuple(
+        _block(
+            part, trigger, prefetch_triggers, number.get(part.layers[0], -1),
+            rules.options_for([name for name, _ in part.modules], BLOCK_KEYS),
+        )
+        for part in divided
+    )  # fmt: skip
+    require_triggers_matched([module for _, module in found], prefetch_triggers)
+    for matched_rule in rules.matched:
+        own = [module for name, module in found if matched_rule.applies_to(name)]
+        if own:
+            require_triggers_matched(own, matched_rule.rule.prefetch_triggers)
+    inside = {id(m) for _, block in found for m in block.modules()}
+    outside = [(n, m) for n, m in model.named_modules() if id(m) not in inside]
+    embeddings = [(n, m) for n, m in outside if isinstance(m, nn.Embedding)]
+    heads = [(n, m) for n, m in outside if isinstance(m, nn.Linear) and n.split(".")[-1] in HEADS]
+    head = heads[-1] if heads else None
+    options = [part.rule_options for part in parts]
+    counts = prefetch_counts([part.name for part in parts], options, head and head[0])
+    embedding = embeddings[0] if embeddings else None
+    return Structure(parts, embedding, head, rules, counts, enclosing, len(found))
+
+
+def _enclosing(blocks: Sequence[Named], parts: Sequence[UnitModules]) -> tuple[EnclosingBlock, ...]:
+    found = []
+    for layer, (name, module) in enumerate(blocks):
+        own = [i for i, part in enumerate(parts) if part.inside and part.layers == (layer,)]
+        if own:
+            found.append(EnclosingBlock(name, module, layer, own[0], own[-1]))
+    return tuple(found)
+
+
+def _blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    named = [(n, m) for n, m in model.named_modules() if n]
+    if patterns:
+        chosen: list[tuple[str, nn.Module]] = []
+        for pattern in patterns:
+            hits = [(n, m) for n, m in named if matches(n, pattern)]
+            if not hits:
+                meant = did_you_mean(pattern, [*_block_lists(named), *(n for n, _ in named)])
+                raise StructureError(
+                    f"weight_parallel.blocks: {pattern!r} matches no module{meant}; "
+                    f"{_block_candidates(named)}"
+                )
+            chosen += [hit for hit in hits if hit not in chosen]
+        _refuse_nested(chosen)
+        return chosen
+    lists = [
+        (n, m)
+        for n, m in named
+        if isinstance(m, (nn.ModuleList, nn.Sequential))
+        and n.split(".")[-1] in BLOCK_LISTS
+        and len(m) > 0
+        and all(any(True for _ in child.parameters()) for child in m)
+    ]
+    outermost = [
+        (n, m) for n, m in lists if not any(n.startswith(o + ".") for o, _ in lists if o != n)
+    ]
+    if not outermost:
+        raise StructureError(
+            "no transformer blocks found by the usual names "
+            f"({', '.join(BLOCK_LISTS)}); set weight_parallel.blocks, {_block_candidates(named)}"
+        )
+    first: dict[int, tuple[str, nn.Module]] = {}  # a block that is registered twice is one block
+    for n, m in outermost:
+        for i, child in enumerate(m):
+            first.setdefault(id(child), (f"{n}.{i}", child))
+    return list(first.values())
+
+
+def trigger_matches(pattern: str, blocks: Iterable[nn.Module]) -> bool:
+    """Whether a prefetch trigger's pattern matches a module in any of the blocks."""
+    return any(
+        matches(name, pattern) or matches(name.split(".")[-1], pattern)
+        for block in blocks
+        for name, _ in block.named_modules()
+        if name
+    )
+
+
+def require_triggers_matched(blocks: Sequence[nn.Module], patterns: Sequence[str]) -> None:
+    """Check that each of a user's prefetch triggers matches a module (WP-7).
+
+    Raises:
+        StructureError: one matches no module of any block; lists candidates.
+    """
+    for pattern in patterns:
+        if not trigger_matches(pattern, blocks):
+            raise StructureError(
+                f"weight_parallel.prefetch_triggers: {pattern!r} matches no module of any block"
+                f"{_meant_trigger(pattern, blocks)}; candidates: {_trigger_candidates(blocks[0])}"
+            )
+
+
+def did_you_mean(pattern: str, names: Iterable[str]) -> str:
+    """`` (did you mean NAME?)`` with the nearest of ``names``; empty where none is near."""
+    near = nearest(pattern, list(dict.fromkeys(names)))
+    return f" (did you mean {near!r}?)" if near else ""
+
+
+def _meant_trigger(pattern: str, blocks: Iterable[nn.Module]) -> str:
+    names = [name for block in blocks for name, _ in block.named_modules() if name]
+    return did_you_mean(pattern, [*(name.split(".")[-1] for name in names), *names])
+
+
+def _trigger_candidates(block: nn.Module) -> str:
+    named = [(n, m) for n, m in block.named_modules() if n]
+    linear = [n for n, m in named if any(True for _ in m.parameters(recurse=False))]
+    return ", ".join(linear) or "none"
+
+
+def _refuse_nested(chosen: list[tuple[str, nn.Module]]) -> None:
+    for name, _ in chosen:
+        inner = [n for n, _ in chosen if n.startswith(name + ".")]
+        if inner:
+            raise StructureError(
+                f"block {inner[0]} lies inside block {name}: a weight belongs to one unit; "
+                "make the patterns of weight_parallel.blocks match one level only, and have a rule "
+                'of weight_parallel.plan set unit = "each" for the inner ones'
+            )
+
+
+def _block_lists(named: list[tuple[str, nn.Module]]) -> list[str]:
+    return [f"{n}.*" for n, m in named if isinstance(m, (nn.ModuleList, nn.Sequential))]
+
+
+def _block_candidates(named: list[tuple[str, nn.Module]]) -> str:
+    lists = _block_lists(named)
+    classes = sorted({type(m).__name__ for _, m in named if any(True for _ in m.children())})
+    return (
+        f"candidates: {', '.join(lists) or 'no module list in this model'}; "
+        f"composite classes: {', '.join(classes) or 'none'}"
+    )
+
+
+def _block(
+    part: UnitModules, trigger: str, patterns: Sequence[str], around: int,
+    rule_options: Mapping[str, Any],
+) -> Block:
+    if "trigger" in rule_options:  # the configured prefetch_triggers are for the other blocks
+        trigger, patterns = rule_options["trigger"], ()
+    patterns = rule_options.get("prefetch_triggers", patterns)
+    module = part.modules[0][1]
+    entry = Block(
+        part.name, module, None, None, trigger, rule_options, part.modules, part.layers, around
+    )
+    if trigger in ("qkv", "rolling") and not patterns:
+        return entry
+    usual = TRIGGERS.get(trigger, ())
+    for pattern in patterns or usual:
+        for prefix, owner in part.modules:
+            for inner, child in owner.named_modules():
+                if inner and (matches(inner, pattern) or matches(inner.split(".")[-1], pattern)):
+                    full = inner if len(part.modules) == 1 else f"{prefix}.{inner}"
+                    return replace(entry, trigger_name=full, trigger_module=child)
+    if around >= 0 and not rule_options.keys() & {"trigger", "prefetch_triggers"}:
+        return entry  # not every part of a block has a trigger module: its entry is the trigger
+    raise StructureError(
+        f"no prefetch trigger {trigger!r} in block {part.name}: none of its modules is named "
+        f"{', '.join(patterns or usual)}{''.join(_meant_trigger(p, [module]) for p in patterns)}; "
+        "set weight_parallel.prefetch_triggers, candidates: "
+        f"{_trigger_candidates(module)}"
+    )
+
+
+def trigger_position(block: Block, owners: Sequence[str]) -> int:
+    """Position among ``owners`` of the first weight that is used after the prefetch trigger.
+
+    Args:
+        owners: for each sharded weight of the block, in the order of use, the name of its module
+            within the block.
+
+    Returns:
+        -1 where the block's entry is the trigger; ``len(owners)`` where no weight follows it.
+    """
+    if block.trigger_name is None:
+        return -1
+    names = [block.trigger_name]
+    if block.trigger == "attention":  # the module owns no weight; the out-projection follows it
+        names += list(TRIGGERS["out_proj"])
+    for name in names:
+        for position, owner in enumerate(owners):
+            if owner == name or owner.startswith(name + ".") or owner.split(".")[-1] == name:
+                return position
+    return len(owners)

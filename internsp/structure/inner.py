@@ -1,0 +1,156 @@
+"""Divides blocks into several units, or merges modules into one, as rules of the plan say. Pure.
+
+``unit = "each"`` makes every matched module inside a block a unit of its own; ``unit = "one"``
+makes one unit of the matched modules of a block, or of matched consecutive blocks. The weights of
+a divided block that are in none of its units are its rest (:mod:`internsp.schedule.enclosing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from internsp.base.names import matches
+from internsp.errors import StructureError
+from internsp.structure.rules import MatchedRule, Rules
+
+Named = tuple[str, nn.Module]
+
+
+@dataclass(frozen=True)
+class UnitModules:
+    """The modules of one unit of the gather queue.
+
+    Attributes:
+        name: its module's; for several modules the parent's with theirs: ``layers.0.(wq+wk)``.
+        modules: in the order of registration.
+        layers: indices of the model's blocks that the modules belong to.
+        inside: whether it is a part of a block.
+    """
+
+    name: str
+    modules: tuple[Named, ...]
+    layers: tuple[int, ...]
+    inside: bool = False
+
+
+def divide_into_units(blocks: Sequence[Named], rules: Rules) -> list[UnitModules]:
+    """The units of a model's ``blocks``, in the order in which they run.
+
+    Units of one block are in the order of the patterns if one rule makes all of them, else in the
+    order in which their modules are registered.
+
+    Raises:
+        StructureError: a rule makes a unit of a module outside the blocks, inside another unit, or
+            that is a unit already.
+    """
+    said = _unit_rules(rules)
+    own: dict[int, list[tuple[str, MatchedRule]]] = {}
+    merged: dict[MatchedRule, list[int]] = {}
+    numbers = {name: number for number, (name, _) in enumerate(blocks)}
+    for name, matched_rule in said.items():
+        kind = matched_rule.rule.unit
+        if name in numbers:
+            if kind == "each":
+                raise StructureError(f"{matched_rule}: {name} is a unit already")
+            merged.setdefault(matched_rule, []).append(numbers[name])
+            continue
+        around = next((n for b, n in numbers.items() if name.startswith(f"{b}.")), None)
+        if around is None:
+            raise StructureError(
+                f"{matched_rule}: {name} lies in no block (they are {', '.join(numbers)}): "
+                "name it in weight_parallel.blocks, in the order in which they run"
+            )
+        own.setdefault(around, []).append((name, matched_rule))
+    parts: list[UnitModules] = []
+    for number, (name, module) in enumerate(blocks):
+        if number in own:
+            parts += _units_inside(number, module, name, own[number])
+            continue
+        together = next((c for c in merged.values() if number in c), [number])
+        if number == together[0]:
+            parts.append(_merged_unit(together, blocks, own))
+    return parts
+
+
+def _unit_rules(rules: Rules) -> dict[str, MatchedRule]:
+    """The rule that makes a unit of a module, by the module's name; the configuration's first."""
+    found: dict[str, MatchedRule] = {}
+    for matched_rule in rules.matched:
+        if "unit" not in matched_rule.rule.options():
+            continue
+        for name in matched_rule.names:
+            if name not in matched_rule.modules:
+                raise StructureError(
+                    f"{matched_rule}: unit is for modules, and {name} is a parameter"
+                )
+            first = found.setdefault(name, matched_rule)
+            if first is not matched_rule and first.origin == matched_rule.origin:
+                raise StructureError(
+                    f"{matched_rule.origin}: unit of {name} is set twice, by {first.rule} and by "
+                    f"{matched_rule.rule}: let their patterns match different things"
+                )
+    return found
+
+
+def _units_inside(
+    number: int, block: nn.Module, block_name: str, own: Sequence[tuple[str, MatchedRule]]
+) -> list[UnitModules]:
+    registered = [f"{block_name}.{name}" for name, _ in block.named_modules() if name]
+    modules = {name: block.get_submodule(name[len(block_name) + 1 :]) for name, _ in own}
+    for name in modules:
+        inner = [other for other in modules if other.startswith(f"{name}.")]
+        if inner:
+            raise StructureError(
+                f"weight_parallel.plan: {inner[0]} lies inside {name}, and rules make a unit of "
+                "both: units do not nest, and the rest of the block is a unit already"
+            )
+    units: dict[object, list[str]] = {}
+    for name, matched_rule in sorted(own, key=lambda pair: registered.index(pair[0])):
+        units.setdefault(matched_rule if matched_rule.rule.unit == "one" else name, []).append(name)
+    if len({id(matched_rule) for _, matched_rule in own}) == 1:
+        patterns = own[0][1].rule.match
+        position = {n: next(i for i, p in enumerate(patterns) if matches(n, p)) for n in modules}
+        ordered = sorted(units.values(), key=lambda names: position[names[0]])
+    else:
+        ordered = list(units.values())
+    return [
+        UnitModules(
+            _unit_name(names), tuple((n, modules[n]) for n in names), (number,), inside=True
+        )
+        for names in ordered
+    ]
+
+
+def _merged_unit(
+    numbers: Sequence[int], blocks: Sequence[Named], own: dict[int, list[tuple[str, MatchedRule]]]
+) -> UnitModules:
+    numbers = sorted(numbers)
+    names = [blocks[number][0] for number in numbers]
+    if numbers[-1] - numbers[0] + 1 != len(numbers):
+        raise StructureError(
+            f"weight_parallel.plan: one unit of {', '.join(names)}, which do not follow each other"
+        )
+    divided = [blocks[number][0] for number in numbers if number in own]
+    if divided:
+        raise StructureError(
+            f"weight_parallel.plan: {divided[0]} is one unit with other blocks, and has units of "
+            "its own"
+        )
+    return UnitModules(
+        _unit_name(names), tuple(blocks[number] for number in numbers), tuple(numbers)
+    )
+
+
+def _unit_name(names: Sequence[str]) -> str:
+    """The only module's name; for several modules ``layers.0.(norm+attention)``."""
+    if len(names) == 1:
+        return names[0]
+    parts = [name.split(".") for name in names]
+    common = 0
+    while len({tuple(p[: common + 1]) for p in parts}) == 1:
+        common += 1
+    inner = "+".join(".".join(p[common:]) for p in parts)
+    return ".".join([*parts[0][:common], f"({inner})"])

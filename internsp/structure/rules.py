@@ -1,0 +1,240 @@
+"""Matches the rules of a plan with a model, and finds the options they set for one name. Pure.
+
+A rule applies to the modules and parameters that its patterns match, and to everything inside
+them. Two rules of the configuration (or two of the model's own) that set the same key of one name
+are an error; their order never decides. The configuration's rules take precedence over the
+model's, and both over the options of ``[weight_parallel]``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from torch import nn
+
+from internsp.base.names import matches, nearest
+from internsp.config import PlanRule
+from internsp.errors import StructureError
+
+BLOCK_KEYS = frozenset({
+    "keep_unsharded", "prefetch_depth", "forward_prefetch", "backward_prefetch", "trigger",
+    "prefetch_triggers",
+})  # fmt: skip
+"""Keys that are options of blocks."""
+MODULE_KEYS = frozenset({"output_dtype", "cast_inputs", "unit"})
+"""Keys that are options of the matched modules themselves; all others are of parameters."""
+SHARDED_KEYS = frozenset({
+    "shard_dim", "axis", "coalesce_bytes", "reduce_dtype", "quantize", "pre_all_gather",
+    "post_all_gather", "offload", "reshard_after_forward",
+})  # fmt: skip
+"""Keys that have an effect on sharded parameters only."""
+_NUMBER = re.compile(r"(?:(?<=\.)|^)(?:\d+|\{[^}]*\})(?=\.|$)")  # a number in a name or a pattern
+FROM_CONFIG = "weight_parallel.plan"
+FROM_MODEL = "the model's own weight_parallel_plan"
+
+
+@dataclass(frozen=True, eq=False)
+class MatchedRule:
+    """One rule, and the modules and parameters that it matches.
+
+    Attributes:
+        origin: which list of rules it is from.
+        names: of the modules and parameters that its patterns match.
+        modules: the names among them that are modules.
+        parameters: number of parameters that are matched or inside a matched module.
+        nbytes: bytes of these parameters.
+    """
+
+    origin: str
+    rule: PlanRule
+    names: Collection[str]
+    modules: Collection[str]
+    parameters: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.rule}"
+
+    def outermost(self) -> list[str]:
+        """The :attr:`names` that are not inside another matched module."""
+        return [n for n in self.names if not self.applies_to(n.rpartition(".")[0])]
+
+    def applies_to(self, name: str) -> bool:
+        """Whether ``name``, or a module that contains it, is matched."""
+        return any(above in self.names for above in _with_ancestors(name))
+
+
+@dataclass(frozen=True)
+class Rules:
+    """All rules of a model: those of the configuration first, then the model's own."""
+
+    matched: tuple[MatchedRule, ...] = ()
+
+    def options_for(self, names: Iterable[str], keys: Collection[str]) -> Mapping[str, Any]:
+        """The options among ``keys`` that rules set for a weight or module, by key.
+
+        Args:
+            names: its names; a shared weight has several.
+
+        Raises:
+            StructureError: two rules of one origin set the same key.
+        """
+        names = list(names)
+        found: dict[str, tuple[MatchedRule, Any]] = {}
+        for matched_rule in self.matched:
+            options = {k: v for k, v in matched_rule.rule.options().items() if k in keys}
+            if not options or not any(map(matched_rule.applies_to, names)):
+                continue
+            for key, value in options.items():
+                first = found.setdefault(key, (matched_rule, value))[0]
+                if first is not matched_rule and first.origin == matched_rule.origin:
+                    raise StructureError(
+                        f"{matched_rule.origin}: {key} of {names[0]} is set twice, by "
+                        f"{first.rule} and by {matched_rule.rule}: let their patterns match "
+                        "different things"
+                    )
+        return {key: value for key, (_, value) in found.items()}
+
+    def module_options(self, name: str, keys: Collection[str]) -> Mapping[str, Any]:
+        """Options of the module ``name`` itself: only of rules that match it, not its parents."""
+        own = tuple(matched_rule for matched_rule in self.matched if name in matched_rule.modules)
+        return Rules(own).options_for([name], keys)
+
+    def require_effect(self, sharded: Collection[str], blocks: Collection[str]) -> None:
+        """Check that each key of each configured rule has an effect on the complete model.
+
+        Args:
+            sharded: names of the sharded parameters.
+            blocks: names of the blocks.
+
+        Raises:
+            StructureError: a key has no effect; the message gives the reason.
+        """
+        inside = [name for name in sharded if _within_any(name, blocks)]
+        acted_on = {**dict.fromkeys(BLOCK_KEYS, blocks), **dict.fromkeys(SHARDED_KEYS, sharded)}
+        acted_on["quantize"] = acted_on["reshard_after_forward"] = inside
+        for matched_rule in self.matched:
+            for key in matched_rule.rule.options() if matched_rule.origin == FROM_CONFIG else ():
+                if key in MODULE_KEYS and not matched_rule.modules:
+                    raise StructureError(
+                        f"{matched_rule}: {key} is for modules, and the rule matches none"
+                    )
+                if key not in acted_on or any(map(matched_rule.applies_to, acted_on[key])):
+                    continue
+                what = "a block" if key in BLOCK_KEYS else "a sharded parameter"
+                if key in ("quantize", "reshard_after_forward"):
+                    what += " in a block"
+                raise StructureError(
+                    f"{matched_rule}: {key} has no effect: what the rule matches is not {what}, "
+                    f"and contains none; blocks are {', '.join(blocks)}"
+                )
+
+
+NO_RULES = Rules()
+
+
+def own_rules(model: object) -> tuple[PlanRule, ...]:
+    """The model's own rules: its ``weight_parallel_plan``, a list or a method that returns one.
+
+    Raises:
+        StructureError: ``weight_parallel_plan`` is something else, or a rule of it is invalid.
+    """
+    given = getattr(model, "weight_parallel_plan", ())
+    given = given() if callable(given) else given
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
+        raise StructureError(
+            f"weight_parallel_plan of {type(model).__name__} is a {type(given).__name__}: give a "
+            "list of rules (internsp.PlanRule or mappings), or a method that returns one"
+        )
+    try:
+        return tuple(r if isinstance(r, PlanRule) else PlanRule.model_validate(r) for r in given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        location = ".".join(map(str, first["loc"]))
+        raise StructureError(
+            f"weight_parallel_plan of {type(model).__name__}: {location}: {first['msg']}"
+        ) from None
+
+
+def match_rules(model: nn.Module, plan: Sequence[PlanRule]) -> Rules:
+    """Match the rules of ``plan`` and the model's own rules with ``model``.
+
+    Raises:
+        StructureError: a pattern matches nothing; gives the nearest name, or lists candidates.
+    """
+    given = [(FROM_CONFIG, rule) for rule in plan]
+    given += [(FROM_MODEL, rule) for rule in own_rules(model)]
+    if not given:
+        return NO_RULES
+    names = list(dict.fromkeys(_names(model)))
+    modules = {name for name, _ in model.named_modules()}
+    found = []
+    for origin, rule in given:
+        matched_rule: dict[str, None] = {}
+        for pattern in rule.match:
+            hits = [name for name in names if matches(name, pattern)]
+            if not hits:
+                raise StructureError(
+                    f"{origin}: {pattern!r} matches no module and no parameter"
+                    f"{_candidates(pattern, names)}"
+                )
+            matched_rule |= dict.fromkeys(hits)
+        all_parameters = model.named_parameters(remove_duplicate=False)
+        inside = {id(p): p for name, p in all_parameters if _within_any(name, matched_rule)}
+        nbytes = sum(p.numel() * p.element_size() for p in inside.values())
+        found.append(
+            MatchedRule(
+                origin,
+                rule,
+                matched_rule.keys(),
+                matched_rule.keys() & modules,
+                len(inside),
+                nbytes,
+            )
+        )
+    return Rules(tuple(found))
+
+
+def rules_of_chunk(model: nn.Module, rules: Iterable[PlanRule]) -> tuple[PlanRule, ...]:
+    """The rules of a complete model that concern one pipeline chunk of it, ``model``."""
+    names = list(_names(model))
+    found = []
+    for rule in rules:
+        here = tuple(p for p in rule.match if any(matches(name, p) for name in names))
+        if here:
+            update: dict[str, Any] = {"match": here}
+            for key in (
+                "forward_prefetch",
+                "backward_prefetch",
+            ):  # of other stages' blocks
+                if isinstance(named := rule.options().get(key), tuple):
+                    update[key] = tuple(p for p in named if any(matches(n, p) for n in names))
+            found.append(rule.model_copy(update=update))
+    return tuple(found)
+
+
+def _names(model: nn.Module) -> Iterator[str]:
+    yield from (name for name, _ in model.named_modules() if name)
+    yield from (name for name, _ in model.named_parameters(remove_duplicate=False))
+
+
+def _with_ancestors(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _within_any(name: str, names: Collection[str]) -> bool:
+    return any(above in names for above in _with_ancestors(name))
+
+
+def _candidates(pattern: str, names: Iterable[str]) -> str:
+    """A question with the nearest name, or up to 40 names, with ``{*}`` for numbers."""
+    folded = list(dict.fromkeys(_NUMBER.sub("{*}", name) for name in names))
+    if near := nearest(_NUMBER.sub("{*}", pattern), folded):
+        return f" (did you mean {near!r}?)"
+    return f"; candidates: {', '.join(folded[:40])}"

@@ -1,0 +1,82 @@
+"""Chooses the modules that are computed in tiles of positions, and the number of tiles. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from internsp.base.names import matches
+from internsp.config import ActivationCheckpointConfig
+from internsp.errors import ConfigError, StructureError
+from internsp.structure.blocks import Structure, did_you_mean
+
+FEED_FORWARDS = ("feed_forward", "feedforward", "ffn", "mlp")
+
+
+@dataclass(frozen=True, eq=False)
+class Tiling:
+    """A module that is computed in tiles."""
+
+    name: str
+    module: nn.Module
+
+
+def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) -> list[Tiling]:
+    """The modules of a model that are computed in tiles.
+
+    Raises:
+        ConfigError: ``tiles`` is still ``"auto"``.
+        StructureError: a pattern matches nothing, a block has no feed-forward with a usual name,
+            or units of a block are inside a tiled module.
+    """
+    if config is None or config.tiles == 1:
+        return []
+    if config.tiles == "auto":
+        raise ConfigError(
+            'activation_checkpoint.tiles = "auto" follows from data.sequence_length, which '
+            "parallelize() does not know: give a number of tiles"
+        )
+    blocks = [(around.name, around.module) for around in structure.enclosing]
+    blocks += [named for block in structure.blocks if block.around < 0 for named in block.modules]
+    patterns = config.tiled or FEED_FORWARDS
+    found: list[Tiling] = []
+    used: set[str] = set()
+    for prefix, block in blocks:
+        mine: list[tuple[str, nn.Module]] = []
+        for name, module in block.named_modules():
+            hits = [p for p in patterns if matches(name, p) or matches(name.split(".")[-1], p)]
+            if not name or not hits:
+                continue
+            used.update(hits)
+            if not any(name.startswith(f"{outer}.") for outer, _ in mine):
+                mine.append((name, module))
+        if not mine and not config.tiled:
+            raise _no_feed_forward(prefix, block, patterns)
+        found += [Tiling(f"{prefix}.{name}", module) for name, module in mine]
+    for pattern in config.tiled:
+        if pattern not in used:
+            names = [name for _, block in blocks for name, _ in block.named_modules() if name]
+            raise StructureError(
+                f"activation_checkpoint.tiled: {pattern!r} matches no module of any block"
+                f"{did_you_mean(pattern, [*names, *(n.split('.')[-1] for n in names)])}"
+            )
+    units = {id(module): name for block in structure.blocks for name, module in block.modules}
+    for tiling in found:
+        inside = [units[id(m)] for m in tiling.module.modules() if id(m) in units]
+        if inside:
+            raise StructureError(
+                f"activation_checkpoint.tiles: {inside[0]} is a unit that is gathered by itself "
+                f"and lies in {tiling.name}, whose tiles would gather it each: leave "
+                f"{tiling.name} out of activation_checkpoint.tiled, or the unit out of the plan"
+            )
+    return found
+
+
+def _no_feed_forward(name: str, block: nn.Module, patterns: Sequence[str]) -> StructureError:
+    children = ", ".join(child for child, _ in block.named_children()) or "none"
+    return StructureError(
+        f"activation_checkpoint.tiles: no feed-forward found in block {name} by the usual names "
+        f"({', '.join(patterns)}); name it in activation_checkpoint.tiled; candidates: {children}"
+    )

@@ -1,0 +1,277 @@
+"""Builds a chunk's units, slots and gather policy from a model that may be on meta. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from internsp.base.host import WEIGHTS
+from internsp.config import WeightParallelConfig
+from internsp.errors import ConfigError
+from internsp.mesh.shape import MeshShape
+from internsp.schedule.chunk import (
+    ChunkLayout,
+    Schedule,
+    UnitLayout,
+    WeightLayout,
+    aligned,
+    slot_bytes,
+)
+from internsp.schedule.enclosing import Enclosing
+from internsp.schedule.layout import ShardLayout
+from internsp.schedule.packed import PackedShard
+from internsp.schedule.quantized import QuantizedShard, buffer_bytes
+from internsp.schedule.terms import FORWARD, Policy
+from internsp.structure.assign import ParameterSharding, require_effect, require_experts
+from internsp.structure.blocks import Structure, trigger_position
+from internsp.structure.kept import choose_kept_blocks
+from internsp.structure.prefetch import KEYS
+
+
+def make_policy(config: WeightParallelConfig, structure: Structure) -> Policy:
+    """The configured gather policy; :func:`choose_kept_blocks` adds the blocks that stay unsharded.
+
+    Raises:
+        ConfigError: the trigger "rolling" or granularity "module" is set together with options
+            that it replaces.
+    """
+    rolling = config.trigger == "rolling"
+    depth = {"prefetch_depth", *KEYS}
+    for matched_rule in structure.rules.matched:
+        keys = matched_rule.rule.options().keys()
+        if wrong := keys & {"trigger", "prefetch_triggers", *depth} if rolling else None:
+            raise ConfigError(
+                f'{matched_rule}: sets {min(wrong)}, but weight_parallel.trigger = "rolling" '
+                "gathers each weight as soon as there is room: choose another trigger for all"
+            )
+        alone = keys & {"coalesce_bytes", *depth}
+        if alone and config.granularity == "module":
+            raise ConfigError(
+                f'{matched_rule}: sets {min(alone)}, but weight_parallel.granularity = "module" '
+                'gathers each weight alone, one ahead: set granularity = "block"'
+            )
+    usual = config.prefetch_depth
+    depths = [block.rule_options.get("prefetch_depth", usual) for block in structure.blocks]
+    counts = structure.prefetch_counts
+    if rolling and (config.granularity == "module" or config.prefetch_triggers):
+        raise ConfigError(
+            'weight_parallel.trigger = "rolling" gathers each weight as soon as there is room: '
+            'set granularity = "block" and no prefetch_triggers'
+        )
+    count = len(depths)
+    # A block with prefetch targets for both directions prefetches these; its depth has no effect.
+    other = [d for i, d in enumerate(depths) if {(p, i) for p in KEYS.values()} - counts.keys()]
+    reached = [min(n, count - 1 - i) for (phase, i), n in counts.items() if phase == FORWARD]
+    reached += [n for (phase, _), n in counts.items() if phase != FORWARD]
+    most = max(*other, *reached, 0, 0)
+    return Policy(
+        count,
+        most,
+        config.granularity == "module",
+        accumulate_whole=config.accumulation == "full",
+        rolling=rolling,
+        depths=tuple(depths) if set(depths) != {most} else (),
+        named=counts,
+    )
+
+
+def chunk_layout(
+    shardings: Sequence[ParameterSharding],
+    structure: Structure,
+    config: WeightParallelConfig,
+    shape: MeshShape,
+    recomputed: set[int],
+    split: bool = False,
+    device: str = "cpu",
+) -> ChunkLayout:
+    """The units, slots and policy of a chunk.
+
+    Args:
+        shape: the mesh, with the ranks of the weight groups.
+        recomputed: indices of checkpointed blocks.
+        split: backward may be split into input and weight backward. Then small blocks do not
+            unshard their weights at block entry: for weights that share a node of the graph,
+            torch's weight backward goes through all of the block again, when its weights may no
+            longer be unsharded (WP-14).
+        device: type of the device that computes.
+
+    Raises:
+        StructureError: the mesh has an axis for experts and the model has none.
+    """
+    if shape.separate and shape.pipeline == 1:  # one stage of a pipeline may have no experts
+        require_experts((a.name for a in shardings), config, structure.rules)
+    if shape.pipeline == 1:
+        require_effect(shardings, structure)
+    policy = make_policy(config, structure)
+    if structure.divided_block and (split or config.compile):
+        what = "a backward computed in two parts" if split else "weight_parallel.compile"
+        raise ConfigError(
+            f"{structure.divided_block} has a unit that is not a block (unit in "
+            f"weight_parallel.plan), which {what} does not support: leave the rule out"
+        )
+    members: dict[str, list[ParameterSharding]] = {b.name: [] for b in structure.blocks}
+    for assignment in shardings:
+        if assignment.unit is not None:
+            members.setdefault(assignment.unit, []).append(assignment)
+    weights_of = {
+        name: tuple(_weight_layout(a, shape) for a in own)
+        for name, own in members.items()
+    }
+    sizes = [slot_bytes(weights_of[block.name]) for block in structure.blocks]
+    rules_keep = [block.rule_options.get("keep_unsharded") for block in structure.blocks]
+    decided = {i: bool(keep) for i, keep in enumerate(rules_keep) if keep is not None}
+    exchanges = shape.sequence > 1 or shape.expert > 1 or shape.tensor > 1
+    one_order = exchanges and (device != "cpu" or not config.overlap)
+    kept = choose_kept_blocks(config, sizes, policy.depth, decided)
+    policy = replace(policy, kept=kept, one_order=one_order)
+    units: dict[str, UnitLayout] = {}
+    slot = policy.slots
+    index_of = {b.name: i for i, b in enumerate(structure.blocks)}
+    rests = {around.name for around in structure.enclosing}
+    for name, own in members.items():
+        if name in rests:
+            continue
+        block = index_of.get(name, -1)
+        weights = weights_of[name]
+        if block in policy.kept:  # a kept block is gathered once a step, never from slices
+            weights = tuple(replace(weight, slices=0) for weight in weights)
+        trigger_at = -1
+        if block >= 0:
+            inside = [a.owners[0].module_name.removeprefix(f"{name}.") for a in own]
+            trigger_at = trigger_position(structure.blocks[block], inside)
+        where = policy.slot(block) if block >= 0 else slot
+        slot += block < 0
+        small = block >= 0 and bool(weights) and all(w.coalesced for w in weights)
+        unshard_at_entry = block >= 0 and (config.compile or (small and not split))
+        unshard_at_entry = unshard_at_entry and len(structure.blocks[block].modules) == 1
+        again = block >= 0 and structure.recomputes(block, recomputed)
+        around = structure.blocks[block].around if block >= 0 else -1
+        units[name] = UnitLayout(
+            name, weights, where, block, again, trigger_at, unshard_at_entry, around
+        )
+    embedding = units.get(structure.embedding[0]) if structure.embedding else None
+    head = _head_unit(structure, shardings, units)
+    return ChunkLayout(
+        policy,
+        tuple(units[b.name] for b in structure.blocks),
+        embedding,
+        head,
+        config.pending_blocks,
+        tuple(u for u in units.values() if u.block < 0 and u not in (embedding, head)),
+        _enclosing(structure, weights_of, recomputed, slot, 2 if policy.depth else 1),
+        exchanged=max(shape.dense.replicas, shape.experts.replicas) > 1,
+    )
+
+
+def _enclosing(
+    structure: Structure,
+    weights_of: Mapping[str, tuple[WeightLayout, ...]],
+    recomputed: Collection[int],
+    slot: int,
+    slots: int,
+) -> tuple[Enclosing[UnitLayout], ...]:
+    """The enclosing blocks; their rests take turns in ``slots`` slots, the first one ``slot``."""
+    rests = [around.name for around in structure.enclosing if around.name in weights_of]
+    slots = min(slots, len(rests))
+    where = {name: slot + i % slots for i, name in enumerate(rests)}
+    return tuple(
+        Enclosing(
+            around.name,
+            number,
+            UnitLayout(around.name, weights_of.get(around.name, ()), where.get(around.name, -1)),
+            around.first,
+            around.last,
+            around.layer in recomputed,
+        )
+        for number, around in enumerate(structure.enclosing)
+    )
+
+
+def _slices(assignment: ParameterSharding, size: int) -> int:
+    """Ranks of the near group that keeps slices of the weight; 0: none.
+
+    Raises:
+        ConfigError: the weight group cannot be divided into near groups of that size.
+    """
+    near = assignment.options.reshard_after_forward
+    if not near or assignment.block < 0 or size == 1:
+        return 0
+    if near == 1 or near >= size or size % near:
+        fitting = [n for n in range(2, size) if size % n == 0]
+        raise ConfigError(
+            f"weight_parallel.reshard_after_forward = {near}: {assignment.name} is sharded over "
+            f"{size} ranks, of which a smaller near group is "
+            f"{' or '.join(map(str, fitting)) if fitting else 'none'}; choose one of these, or 0 "
+            "(keep_unsharded keeps blocks unsharded)"
+        )
+    return near
+
+
+def quantized_bytes(chunk: ChunkLayout, schedule: Schedule, shape: MeshShape) -> int:
+    """Bytes of the quantizer's buffers for a chunk that runs ``schedule``; exact (WP-1)."""
+    shards = {
+        weight.name: (weight.quantized, shape.axis(weight.expert).size)
+        for unit in chunk.units
+        for weight in unit.weights
+        if weight.quantized is not None
+    }
+    gathers = (
+        (a.kind == "AG", a.weight)
+        for a in schedule.actions
+        if a.kind in ("AG", "WAIT") and not a.near
+    )
+    return buffer_bytes(shards, gathers)
+
+
+def _head_unit(
+    structure: Structure, shardings: Sequence[ParameterSharding], units: dict[str, UnitLayout]
+) -> UnitLayout | None:
+    """The unit of the head's weight; the embedding's, if the two are tied."""
+    if structure.head is None:
+        return None
+    for assignment in shardings:
+        if assignment.unit and any(o.module_name == structure.head[0] for o in assignment.owners):
+            return units[assignment.unit]
+    return None
+
+
+def _weight_layout(assignment: ParameterSharding, shape: MeshShape) -> WeightLayout:
+    options = assignment.options
+    parameter, size = assignment.parameter, shape.axis(assignment.expert).size
+    layout = ShardLayout.create(assignment.shape, assignment.dim, size)
+    compute = assignment.dtypes.compute
+    shard_bytes = layout.shard_numel * compute.itemsize
+    sent = assignment.dtypes.reduce if assignment.dtypes.reduce and size > 1 else compute
+    small = size > 1 and layout.padded_numel * compute.itemsize <= options.coalesce_bytes
+    quantized: QuantizedShard | PackedShard | None = None
+    if options.custom_gather is not None and size > 1:
+        quantized = PackedShard.of(assignment.name, options.custom_gather, layout, parameter.dtype)
+    elif options.quantize != "none" and assignment.block >= 0 and size > 1 and not small:
+        if math.prod(assignment.shape) >= options.quantize_min_elements:
+            quantized = QuantizedShard.of(
+                assignment.name, layout.shard_numel, compute, parameter.dtype
+            )
+    return WeightLayout(
+        assignment.name,
+        gather_bytes=(size - 1) * (shard_bytes if quantized is None else quantized.nbytes),
+        reduce_bytes=(size - 1) * layout.shard_numel * sent.itemsize,
+        slot_bytes=aligned(layout.padded_numel * compute.itemsize),
+        shard_bytes=layout.shard_numel * parameter.dtype.itemsize,
+        trainable=parameter.requires_grad,
+        needs_gather=size > 1 or compute != parameter.dtype or WEIGHTS in options.offload,
+        coalesced=small,
+        quantized=quantized,
+        gradient_bytes=layout.padded_numel * sent.itemsize,
+        expert=assignment.expert and shape.separate,
+        gather_dtype=compute,
+        reduce_dtype=sent,
+        autocasts=assignment.autocasts,
+        dtype=parameter.dtype,
+        offload=frozenset(options.offload),
+        slices=_slices(assignment, size),
+        unsharded_bytes=layout.padded_numel * compute.itemsize,
+        sum_bytes=layout.padded_numel * torch.promote_types(compute, torch.float32).itemsize,
+    )

@@ -1,0 +1,1 @@
+"""Parameters between two steps: read whole, written, loaded."""

@@ -1,0 +1,216 @@
+"""The end of backward in a plain loop: every ``.grad`` complete, on every rank (WP-5, WP-9).
+
+A plain loop is one without a ``ZeroOptimizer``, which has :mod:`internsp.optim.reduction` instead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from internsp.base.host import OPTIMIZER
+from internsp.dtensor.placed import grad_dtype
+from internsp.dtensor.unfinished import UnfinishedGradients
+from internsp.errors import ConfigError
+from internsp.schedule.reductions import Parcel
+from internsp.wp.collectives import Handle
+from internsp.wp.communicator import ISPCommunicator
+from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, trained
+from internsp.wp.perform import Chunk
+from internsp.wp.replicated import SMALL, ReplicatedParameters
+
+
+class PlainLoop:
+    """All-reduces a chunk's reduced gradients over replicas, weight by weight, and completes
+    ``.grad``. Its ``start``, ``finish_oldest`` and ``discard`` are the
+    :class:`internsp.schedule.reductions.ReplicaExchange`.
+
+    Attributes:
+        sums: results of finished all-reduces that are not in ``.grad`` yet.
+        unfinished: the placeholders in ``.grad`` while sums wait for a later backward.
+    """
+
+    def __init__(self, communicator: ISPCommunicator) -> None:
+        self._communicator, self._state = communicator, communicator.state
+        self._in_flight: deque[tuple[ShardedParameter, Tensor, Handle] | None] = deque()
+        self.sums: dict[ShardedParameter, Tensor] = {}
+        discard = partial(discard_sums, communicator.state, communicator.replicated)
+        self.unfinished = UnfinishedGradients(discard, communicator.mesh.rank)
+        root = communicator.root_units()
+        head = [u for u in communicator.units() if u.block < 0 and u not in root]
+        per_unit = [
+            [
+                Parcel(w.name, (w,), w.storage.numel() * _sum_dtype(w).itemsize)
+                for w in reversed(unit.weights)
+                if w.axis.replicas > 1
+            ]
+            for unit in (*head, *reversed(communicator.blocks), *root)
+        ]  # in the order in which a backward completes their gradients
+        parcels = {parcel.name: parcel for unit in per_unit for parcel in unit}
+        sizes = sorted(sum(parcel.nbytes for parcel in unit) for unit in per_unit)
+        self._state.queue.reductions.exchanges.declare([*parcels.values()], sum(sizes[-2:]))
+        self._state.replicas = self
+
+    def backward_ended(self, more: bool) -> None:
+        """Complete ``.grad``; if ``more`` backwards come before that, put placeholders there."""
+        if more:
+            sums = [
+                *self._communicator.replicated.with_gradient(),
+                *self._state.reducer.had_gradient,
+            ]
+            self.unfinished.set_placeholders(sums)
+        else:
+            self.unfinished.restore_grad()
+            self._finalize_gradients()
+
+    def start(self, parcel: Parcel[ShardedParameter]) -> None:
+        """See :class:`internsp.schedule.reductions.ReplicaExchange`.
+
+        A weight without a gradient on this rank is exchanged, too: another replica's data may have
+        gone through a block that this rank's data left out. This rank contributes zeros then.
+        """
+        weight = parcel.weights[0]
+        if not weight.requires_grad and weight not in self._state.reducer.had_gradient:
+            self._in_flight.append(None)
+            return
+        if weight.reduced_grad is None:
+            weight.add_reduced_grad(weight.zeros(_sum_dtype(weight)))
+        mine = weight.own_reduced_grad()
+        weight.drop_reduced_grad()  # a later gradient must not be added to a tensor in flight
+        collectives = self._state.between[weight.axis].replica
+        handle = collectives.all_reduce(mine, "", weight.name)
+        self._in_flight.append((weight, mine, handle))
+
+    def finish_oldest(self) -> None:
+        """See :class:`internsp.schedule.reductions.ReplicaExchange`."""
+        exchange = self._in_flight.popleft()
+        if exchange is None:
+            return
+        weight, total, handle = exchange
+        self._state.collectives.wait(handle, "", weight.name, "finish")
+        handle.keep = ()
+        before = self.sums.get(weight)
+        self.sums[weight] = total if before is None else before.add_(total)
+
+    def discard(self) -> None:
+        """See :class:`internsp.schedule.reductions.ReplicaExchange`."""
+        while self._in_flight:
+            self.finish_oldest()
+        self.sums.clear()
+
+    def _finalize_gradients(self) -> None:
+        """Finish all reductions and complete ``.grad`` of every parameter. Collective; blocks.
+
+        Raises:
+            ConfigError: optimizer state is to be offloaded to host memory, which needs a
+                ``ZeroOptimizer``.
+        """
+        communicator, state = self._communicator, self._state
+        replicated, mesh, mean = communicator.replicated, communicator.mesh, communicator.mean
+        if state.link is not None:
+            for weight in replicated.sharded:
+                if OPTIMIZER in weight.offload and weight.requires_grad:
+                    raise ConfigError(
+                        f'weight_parallel: offload = "optimizer" of {weight.name} (on rank '
+                        f"{mesh.rank}) needs a ZeroOptimizer, and there is none: a torch optimizer "
+                        "has its state where the parameters are, which offload = "
+                        '"weights" puts into host memory'
+                    )
+        flat = replicated.reduce(state.reducer.had_gradient, state.collectives)
+        state.complete_gradients()
+        if flat is not None:
+            state.collectives.comm_context.wait(flat, SMALL)
+        used_replicated, used_sharded = replicated.used(_known_use)
+        ranks = mesh.shape.stage_size
+        members, values = replicated.members, replicated.values()
+        read = zip(members, used_replicated, trained(members), values, strict=True)
+        for member, used, wanted, value in read:
+            if used and wanted:
+                _accumulate(member, value.div_(ranks) if mean else value)
+        _copy_shared_gradients(replicated.sharded)
+        hosted: list[tuple[ShardedParameter, Tensor]] = []
+        sharded = replicated.sharded
+        for weight, used, wanted in zip(sharded, used_sharded, trained(sharded), strict=True):
+            total = self.sums.pop(weight) if weight in self.sums else weight.reduced()
+            if used and wanted and total is not None:
+                value = total.div_(ranks) if mean else total
+                if weight.hosted and weight.link is not None:
+                    value = value.to(grad_dtype(weight.parameter))
+                    hosted.append((weight, weight.link.empty("grad", value.shape, value.dtype)))
+                    weight.link.copy_to_host([(hosted[-1][1], value)])
+                else:
+                    _accumulate(weight, value)
+            weight.drop_reduced_grad()
+        if state.link is not None:
+            state.link.synchronize()
+        for weight, value in hosted:
+            _accumulate(weight, value)
+        replicated.reset()
+        state.reducer.had_gradient.clear()
+
+
+def _sum_dtype(weight: ShardedParameter) -> torch.dtype:
+    return torch.promote_types(weight.reduce_dtype, torch.float32)
+
+
+def _known_use(member: Member) -> bool | None:
+    """Whether ``member``, which this rank has not used, counts as used; ``None``: ask other ranks.
+
+    False if it is frozen. True where ``.grad`` exists: adding zeros to that is right, whether
+    another rank used ``member`` or not.
+    """
+    if not member.requires_grad:
+        return False
+    return None if member.parameter.grad is None else True
+
+
+def _copy_shared_gradients(weights: Iterable[ShardedParameter]) -> None:
+    """Copy a gradient of autograd that two weights borrow: each is about to be changed in place."""
+    seen: set[int] = set()
+    for weight in weights:
+        if weight.reduced_grad is not None and weight.borrowed:
+            address = weight.reduced_grad.data_ptr()
+            if address in seen:
+                weight.own_reduced_grad()
+            seen.add(address)
+
+
+def _accumulate(member: Member, value: Tensor) -> None:
+    """Add ``value`` (like the parameter's storage) to ``.grad``, in the dtype of ``.grad``."""
+    dtype = grad_dtype(member.parameter)
+    gradient = member.wrap(value if value.dtype == dtype else value.to(dtype))
+    before: Any = member.parameter.grad
+    if before is None:
+        member.parameter.grad = gradient
+    else:
+        before._local_tensor.add_(gradient._local_tensor)
+
+
+def discard_sums(
+    state: Chunk, replicated: ReplicatedParameters, member: Member, used: bool
+) -> None:
+    """Drop ``member``'s sums on this rank; waits for reductions in flight, launches nothing.
+
+    A sum becomes zeros instead of ``None``, so that all ranks go on launching the same collectives
+    (WP-2).
+
+    Args:
+        used: whether a gradient that this rank had counts as zero, not as absent: one that was set
+            to zero in place exists, and optimizers step with it.
+    """
+    state.finish_reductions()
+    if isinstance(member, ReplicatedParameter):
+        replicated.discard(member, used)
+        return
+    state.reducer.unsharded_sums.drop(member)
+    if member.reduced_grad is not None:
+        wide = torch.promote_types(member.reduced_grad.dtype, torch.float32)
+        member.drop_reduced_grad()
+        member.add_reduced_grad(member.zeros(wide))
+    if member in state.reducer.had_gradient:
+        state.reducer.had_gradient[member] &= used
