@@ -1,4 +1,4 @@
-"""A hundred faults of ``python -m tools.chaos``, and deliberate mistakes that it must detect.
+"""A hundred faults of ``python -m tests.chaos``, and deliberate mistakes that it must detect.
 
 The full campaign of a thousand is run by the command, which writes ``docs/reliability.md``.
 """
@@ -22,12 +22,12 @@ from internsp.app.config import Config
 from internsp.app.launch.launch import start
 from internsp.app.train.run import train
 from internsp.failure.outcome import ChildError
+from tests.chaos.report import lines
+from tests.chaos.runs import NAMED, TIMEOUT, Runs, settings
+from tests.chaos.storage import Storage
+from tests.chaos.tally import Found
+from tests.chaos.tasks import Tasks
 from tests.support import chaos
-from tools.chaos.report import lines
-from tools.chaos.runs import NAMED, TIMEOUT, Runs, settings
-from tools.chaos.storage import Storage
-from tools.chaos.tally import Found
-from tools.chaos.tasks import Tasks
 
 TASKS = ("saves", "two", "one", "one", "mesh", "one", "two", "one")
 NOTHING = ("hangs", "unusable", "lost", "repeated", "different", "left", "unnamed")

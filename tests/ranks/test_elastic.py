@@ -19,8 +19,8 @@ from internsp.app.checkpoint.disk import steps_in
 from internsp.app.launch.launch import start
 from internsp.app.report.metrics import read_metrics
 from internsp.app.train.run import train
+from tests.chaos.runs import STEPS, settings, tensors
 from tests.support.command import TORCHRUN, begin
-from tools.chaos.runs import STEPS, settings, tensors
 
 ROOT = Path(__file__).parents[2]
 LAST = Path("checkpoints") / f"step-{STEPS:06d}"

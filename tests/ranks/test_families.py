@@ -1,4 +1,4 @@
-"""A few of the families of transformers that ``python -m tools.families`` compares."""
+"""A few of the families of transformers that ``python -m tests.families`` compares."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.families.options import Setting
 from tests.support.ranks import ranks
-from tools.families.options import Setting
 
 # A dense one; a convolution's weight and a recurrence; experts as 3-D parameters; transposed
 # weights, and a tied head.
@@ -23,7 +23,7 @@ FAMILIES = {
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 @ranks(2, timeout=300)
 def test_families_of_transformers_train_as_on_one_process() -> None:
-    from tools.families.rank import Comparison  # takes seconds: in the ranks only
+    from tests.families.rank import Comparison  # takes seconds: in the ranks only
 
     comparison = Comparison()
     for family, setting in FAMILIES.items():

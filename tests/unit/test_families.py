@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.families.__main__ import main
-from tools.families.configs import FAMILIES
-from tools.families.options import CHECKPOINTING, MESHES, Kind, Options, Setting
-from tools.families.report import Found, cell, remarks, restored, rows, summary
+from tests.families.__main__ import main
+from tests.families.configs import FAMILIES
+from tests.families.options import CHECKPOINTING, MESHES, Kind, Options, Setting
+from tests.families.report import Found, cell, remarks, restored, rows, summary
 
 NONE = Setting(2, 1, "none", False)
 FULL = Setting(2, 1, "full", False)

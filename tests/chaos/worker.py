@@ -7,8 +7,8 @@ import json
 import os
 import sys
 
+from tests.chaos.tasks import Tasks
 from tests.support import chaos
-from tools.chaos.tasks import Tasks
 
 
 def main() -> None:

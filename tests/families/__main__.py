@@ -1,6 +1,6 @@
 """Compares families of transformers, sharded over ranks, with one process.
 
-    python -m tools.families --family llama mamba2 --mesh 2x1
+    python -m tests.families --family llama mamba2 --mesh 2x1
 
 Each family is a tiny model with random weights, built offline, in fp64 on gloo. The mesh "2x1"
 shards weights over two ranks and no sequences, "1x2" sequences over two ranks that share heads,
@@ -22,11 +22,8 @@ from itertools import groupby
 
 from rich.console import Console
 
-from tools.bench.ranks import RankError, Refused, Session, Setup
-from tools.bench.report import put, say
-from tools.bench.signals import terminate_as_interrupt
-from tools.families.options import Kind, Options, Setting
-from tools.families.report import (
+from tests.families.options import Kind, Options, Setting
+from tests.families.report import (
     TOLERANCE,
     Differences,
     Found,
@@ -38,8 +35,11 @@ from tools.families.report import (
     summary,
     worst,
 )
+from tools.bench.ranks import RankError, Refused, Session, Setup
+from tools.bench.report import put, say
+from tools.bench.signals import terminate_as_interrupt
 
-WORKER = "tools.families.rank:Comparison"
+WORKER = "tests.families.rank:Comparison"
 WIDTH = 200
 # Classes of internsp.errors, by name, because this process imports no torch.
 REFUSALS = ("StructureError", "ConfigError", "LayoutError")
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(summary(found), indent=1) + "\n")
     if options.markdown is not None:
-        command = ["python", "-m", "tools.families", *arguments]
+        command = ["python", "-m", "tests.families", *arguments]
         put(options.markdown, "families", page(found).markdown(command))
     return 0 if all(one.right for one in found) else 1
 

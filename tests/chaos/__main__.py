@@ -1,4 +1,4 @@
-"""``python -m tools.chaos``: injects many faults and checks how the library handles them.
+"""``python -m tests.chaos``: injects many faults and checks how the library handles them.
 
 Prints the results, and writes them to the file given by ``--document``. The exit status is 1 if
 any requirement was violated.
@@ -21,8 +21,8 @@ from typing import Any
 
 import tyro
 
-from tools.chaos.report import document, lines
-from tools.chaos.tally import Fault, Found
+from tests.chaos.report import document, lines
+from tests.chaos.tally import Fault, Found
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +48,7 @@ class _Worker:
 
     def __init__(self, options: Options, folder: Path, network: bool) -> None:
         folder.mkdir()
-        words = [sys.executable, "-m", "tools.chaos.worker", str(options.seed), str(int(network))]
+        words = [sys.executable, "-m", "tests.chaos.worker", str(options.seed), str(int(network))]
         words += options.mistakes
         if network:
             script = 'mount -t tmpfs none /dev/shm && exec "$@"'
@@ -84,7 +84,7 @@ def own_network() -> bool:
 
 def campaign(options: Options) -> tuple[Found, float, bool]:
     """Run it; returns the results, the seconds, and whether links could be cut."""
-    from tools.chaos.tasks import kinds
+    from tests.chaos.tasks import kinds
 
     network, began, total = own_network(), time.monotonic(), Found(runs=0)
     tasks = kinds(network)
@@ -124,4 +124,4 @@ def main(options: Options) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, prog="python -m tools.chaos", description=__doc__)))
+    sys.exit(main(tyro.cli(Options, prog="python -m tests.chaos", description=__doc__)))

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tools.chaos.runs import NAMED, STEPS, TIMEOUT
-from tools.chaos.tally import Found
+from tests.chaos.runs import NAMED, STEPS, TIMEOUT
+from tests.chaos.tally import Found
 
 _WORDS = {
     "kill": "killed (SIGKILL)", "stop": "stopped (SIGSTOP)", "raise": "an exception, or EIO",
@@ -58,10 +58,10 @@ def document(total: Found, options: Any, seconds: float, network: bool) -> str:
     table = "\n".join(lines(total))
     return f"""# Reliability
 
-<!-- Written by the command below; change tools/chaos/report.py instead. -->
+<!-- Written by the command below; change tests/chaos/report.py instead. -->
 
 ```
-python -m tools.chaos --faults {options.faults} --seed {options.seed} --workers {options.workers} \\
+python -m tests.chaos --faults {options.faults} --seed {options.seed} --workers {options.workers} \\
     --document docs/reliability.md
 ```
 

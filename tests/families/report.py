@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.table import Table
 
+from tests.families.configs import ROUGH, SETTINGS
+from tests.families.options import CHECKPOINTING, MESHES, Setting
 from tools.bench.report import Page
 from tools.bench.report import Table as Rows
-from tools.families.configs import ROUGH, SETTINGS
-from tools.families.options import CHECKPOINTING, MESHES, Setting
 
 TOLERANCE, SINGLE = 1e-10, 1e-5
 LONGEST = 400  # characters of an error message

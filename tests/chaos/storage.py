@@ -23,9 +23,9 @@ from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint.files import FilePlan
 from internsp.app.checkpoint.manifest import Manifest
 from internsp.errors import ConfigError
+from tests.chaos.tally import Fault, Found
 from tests.support.chaos_disk import Operation, Recorder, played, write_out
 from tests.support.chaos_files import Injected
-from tools.chaos.tally import Fault, Found
 
 STEPS, EVERY, KEEP_LAST, KEEP_EVERY = 12, 2, 2, 6
 KINDS = ("kill", "power", "full", "raise", "corrupt")

@@ -10,7 +10,7 @@ from typing import Self
 import tyro
 
 from internsp.app.config.errors import nearest
-from tools.families.configs import FAMILIES
+from tests.families.configs import FAMILIES
 
 CHECKPOINTING = ("none", "full", "half", "reentrant", "own", "own-reentrant")
 MESHES = ("1x1", "2x1", "1x2", "2x2", "4x2", "1x2r")
@@ -65,7 +65,7 @@ class Options:
     """Which comparisons to run."""
 
     family: tuple[str, ...] = ()
-    """Families; none: all of the table (tools/families/configs.py)."""
+    """Families; none: all of the table (tests/families/configs.py)."""
     mesh: tuple[str, ...] = MESHES
     """Ranks over which weights are sharded, x, ranks over which a sequence is sharded: by heads, or
     with the suffix r as a ring."""

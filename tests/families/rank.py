@@ -23,9 +23,9 @@ from internsp import (
     parallelize,
 )
 from internsp.errors import InternspError
+from tests.families.configs import BASE, FAMILIES, LENGTH, SETTINGS, VOCABULARY
+from tests.families.options import Kind, Setting
 from tests.support.compare import gap, gaps, gradients, parameters
-from tools.families.configs import BASE, FAMILIES, LENGTH, SETTINGS, VOCABULARY
-from tools.families.options import Kind, Setting
 
 transformers.logging.set_verbosity_error()
 

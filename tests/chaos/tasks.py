@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tools.chaos.runs import Runs
-from tools.chaos.storage import Storage
-from tools.chaos.tally import Found
+from tests.chaos.runs import Runs
+from tests.chaos.storage import Storage
+from tests.chaos.tally import Found
 
 SAVES = 40  # faults per task of saves
 # In turn; a chain has one or two faults in each attempt but the last.

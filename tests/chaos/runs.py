@@ -26,9 +26,9 @@ from internsp.app.config import Config
 from internsp.app.launch.launch import start
 from internsp.app.report.metrics import read_metrics
 from internsp.errors import ConfigError, InternspError
+from tests.chaos.tally import Fault, Found
 from tests.support import chaos
 from tests.support.chaos_files import started
-from tools.chaos.tally import Fault, Found
 
 STEPS, EVERY, BATCH, LENGTH = 10, 2, 4, 17
 TIMEOUT = 15  # seconds: parallel.timeout_seconds of the runs

@@ -1,0 +1,1 @@
+"""Families of transformers compared with one process: ``python -m tests.families --help``."""

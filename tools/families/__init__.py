@@ -1,1 +1,0 @@
-"""Families of transformers compared with one process: ``python -m tools.families --help``."""
