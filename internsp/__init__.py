@@ -7,13 +7,50 @@ Public names only. Each is imported from its module when it is first used, so th
 from __future__ import annotations
 
 import importlib
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from internsp.base.version import __version__ as __version__
 
-# The table of public names, the only one: type checkers read it as imports (``X as X`` says that a
-# name is public), `_homes` as a table.
+# The public names by the module that has each: the table that `import internsp` reads.
+_TABLE = {
+    "internsp.app.config": ("Config", "load_config"),
+    "internsp.app.report.metrics": ("StepMetrics",),
+    "internsp.app.train.trainer": ("Callback", "Trainer", "train"),
+    "internsp.base.trace": ("Clock", "Trace"),
+    "internsp.config": ("ActivationCheckpointConfig", "PlanRule", "WeightParallelConfig"),
+    "internsp.layers": ("ParallelLinearWithCommExt",),
+    "internsp.layers.dropout": ("row_keys",),
+    "internsp.mesh": ("ParallelMesh", "SequenceAxes", "WeightAxis"),
+    "internsp.optim": ("LossScaler", "ZeroOptimizer", "clip_grad_norm_", "step_together"),
+    "internsp.parallel.parallelize": ("initialize", "parallelize"),
+    "internsp.parallel.sequences": ("supports",),
+    "internsp.pipeline": (
+        "ComputeAction",
+        "ISPCommunicatorSchedulerHook",
+        "MicroBatch",
+        "Pipeline",
+        "SchedulerHook",
+        "SplittableModel",
+    ),
+    "internsp.schedule.chunk": ("Schedule",),
+    "internsp.sp": ("DistributedAttention", "PendingExchange", "SequenceLayout", "token_loss"),
+    "internsp.sp.mixing": ("Refused",),
+    "internsp.values.load": ("load_weights",),
+    "internsp.values.whole": ("full_params", "iterate_full_params"),
+    "internsp.wp.communicator": (
+        "EmbeddingWeightParallelCommunicator",
+        "HeadWeightParallelCommunicator",
+        "ISPCommunicator",
+        "WPCommunicator",
+    ),
+    "internsp.wp.parameter": ("ShardedParameter",),
+    "internsp.wp.slots": ("MemoryPool",),
+}
+_MODULES = ("errors", "model_zoo")  # public as modules
+_HOMES = {name: home for home, names in _TABLE.items() for name in names}
+
+# The same names for type checkers, which cannot read a table (``X as X`` says that a name is
+# public). tests/unit/test_public_names.py compares the two.
 if TYPE_CHECKING:
     from internsp import errors as errors
     from internsp import model_zoo as model_zoo
@@ -67,26 +104,17 @@ if TYPE_CHECKING:
     from internsp.wp.slots import MemoryPool as MemoryPool
 else:  # hidden from type checkers, to which any name would exist otherwise
 
-    @cache
-    def _homes() -> dict[str, str]:
-        """Public names, each with the module that it is imported from."""
-        import ast  # takes longer than the rest of this file
-
-        source = globals()["__loader__"].get_source(__name__)
-        table = next(node for node in ast.parse(source).body if isinstance(node, ast.If))
-        imports = [node for node in table.body if isinstance(node, ast.ImportFrom)]
-        return {alias.name: str(node.module) for node in imports for alias in node.names}
-
     def __getattr__(name: str) -> Any:
         if name == "__all__":  # for `from internsp import *`
-            return sorted(_homes())
-        if name.startswith("__") or name not in _homes():
+            return sorted([*_MODULES, *_HOMES])
+        if name in _MODULES:
+            value = importlib.import_module(f"{__name__}.{name}")
+        elif name in _HOMES:
+            value = getattr(importlib.import_module(_HOMES[name]), name)
+        else:
             raise AttributeError(f"module 'internsp' has no attribute {name!r}")
-        home = _homes()[name]
-        is_module = home == __name__
-        value = importlib.import_module(f"{__name__}.{name}" if is_module else home)
-        globals()[name] = value if is_module else getattr(value, name)
-        return globals()[name]
+        globals()[name] = value
+        return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_homes()})
+        return sorted({*globals(), *__getattr__("__all__")})

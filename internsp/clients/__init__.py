@@ -1,1 +1,1 @@
-"""Training loops of other programs; each module needs an optional package."""
+"""Other programs' loops, such as ``transformers.Trainer``; each needs an optional package."""

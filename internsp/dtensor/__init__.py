@@ -1,4 +1,4 @@
-"""What a model's parameters are for user code: ``DTensor``, with errors where sharding matters.
+"""The parameter that a program sees: a ``DTensor``, with errors where sharding matters.
 
 Nothing here communicates weights; :mod:`internsp.wp` does.
 """

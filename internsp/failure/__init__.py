@@ -1,1 +1,1 @@
-"""What happens when a rank fails: how other ranks learn of it, and how they end or recover."""
+"""A rank fails: how other ranks learn of it, and how they end or recover."""

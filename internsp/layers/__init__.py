@@ -1,4 +1,4 @@
-"""Model layers whose weights a communicator can shard."""
+"""Layers for the zoo: linear, norm, rotary, dropout."""
 
 from internsp.layers.linear import (
     ColumnParallelLinearWithCommExt,

@@ -1,4 +1,4 @@
-"""Meshes: parallel degrees and their arithmetic, and the process groups of each axis."""
+"""Ranks and their named groups: parallel degrees, and the process groups of each axis."""
 
 from internsp.mesh.parallel_mesh import ParallelMesh, WeightAxis
 from internsp.mesh.sequence import SequenceAxes

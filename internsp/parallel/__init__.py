@@ -1,1 +1,1 @@
-"""Checks that all ranks have the same model, batch and order, before they launch collectives."""
+"""``parallelize``: a model and a mesh become communicators and hooks; what ranks agree on first."""

@@ -1,4 +1,4 @@
-"""Pipelines over ``torch.distributed.pipelining``: chunks, stages, scheduler hooks, schedules."""
+"""Chunks of a model run by torch's pipeline schedules: stages, split backward, scheduler hooks."""
 
 from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, split_model
 from internsp.pipeline.hooks import ComputeAction, ISPCommunicatorSchedulerHook, SchedulerHook

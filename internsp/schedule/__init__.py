@@ -1,1 +1,1 @@
-"""Pure: which weight is gathered, held, released and reduced, and when. No torch.distributed."""
+"""Pure: which weight is gathered, held, released and reduced, and when; no process group."""

@@ -1,4 +1,4 @@
-"""Sequence parallelism: sequence layout, head plan, exchange of heads, attention, token loss.
+"""A sequence sharded over ranks: layout, head plan, exchange, ring, attention, token loss.
 
 Imports nothing from :mod:`internsp.wp`: the two parallel degrees are independent.
 """

@@ -1,1 +1,1 @@
-"""Weight parallel: read ``README.md`` beside this file first."""
+"""How weights travel: shards, slots, collectives, reductions, the communicators; see README.md."""

@@ -142,7 +142,7 @@ def test_a_class_that_is_not_public_is_found_in_a_signature() -> None:
     assert missing(iter([("x", last_weight_backwards)])) == {}, "ComputeAction is public"
 
 
-def test_every_name_is_there_is_stated_once_and_is_told_to_type_checkers() -> None:
+def test_every_name_is_there_and_type_checkers_see_the_same_table() -> None:
     for name in TABLE:
         value = getattr(internsp, name)
         assert getattr(value, "__name__", name).rpartition(".")[2] == name
@@ -152,7 +152,9 @@ def test_every_name_is_there_is_stated_once_and_is_told_to_type_checkers() -> No
     aliases = [a for node in table.body if isinstance(node, ast.ImportFrom) for a in node.names]
     assert len(aliases) == len(table.body), "one name an import"
     assert all(alias.asname == alias.name for alias in aliases), "only `X as X` is public to mypy"
-    assert sorted(alias.name for alias in aliases) == sorted(TABLE)
+    homes = {a.name: n.module for n in table.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert homes == internsp._HOMES | dict.fromkeys(internsp._MODULES, "internsp")
+    assert sorted(homes) == sorted(TABLE)
     with pytest.raises(AttributeError, match="'internsp' has no attribute 'initialise'"):
         internsp.initialise  # noqa: B018
 

@@ -85,7 +85,7 @@ def test_a_browser_fetches_nothing_from_elsewhere(site: Path) -> None:
 
 
 def test_a_public_name_without_a_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(internsp, "_homes", lambda: {"Nowhere": "internsp.nowhere"})
+    monkeypatch.setattr(internsp, "_HOMES", {"Nowhere": "internsp.nowhere"})
     with pytest.raises(LookupError, match=r"no page for internsp\.Nowhere"):
         pages.api_pages()
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tools.docs import rooms
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,6 +59,9 @@ WEIGHT_SIDE = (
     "internsp.wp", "internsp.dtensor", "internsp.layers", "internsp.modules",
     "internsp.optim", "internsp.parallel",
 )  # fmt: skip
+
+# Lines of internsp that `from internsp import parallelize` may load.
+MOST_LINES = 18_000
 
 Sources = dict[str, str]
 
@@ -211,12 +218,114 @@ def cycle(known: Sources) -> list[str]:
     return next((found for module in edges if (found := visit(module, []))), [])
 
 
-def test_each_file_lies_in_a_room_that_stands_on_a_floor() -> None:
-    rooms = {name for rooms in FLOORS for name in rooms}
-    found = {module: room(module) for module in sources()}
-    assert {name for name in found.values() if name not in ("", "app")} == rooms
+def circle_of_folders(folders: dict[str, Iterator[Path]]) -> list[str]:
+    """Imports of one top-level folder in another that imports it, too."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for folder, paths in folders.items():
+        for path in paths:
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [node.module] if isinstance(node, ast.ImportFrom) else []
+                names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
+                roots = {str(name).partition(".")[0] for name in names}
+                for other in roots & {*folders} - {folder}:
+                    found.setdefault((folder, other), []).append(f"{path} imports {other}")
+    return sorted(line for (a, b), lines in found.items() if (b, a) in found for line in lines)
+
+
+def more_than_names(source: str, alone: bool) -> list[str]:
+    """Statements of an ``__init__`` that do more than name what its package gives out.
+
+    Args:
+        alone: whether the package has no other module: then ``__init__`` is its module.
+    """
+    allowed = (ast.Import, ast.ImportFrom, ast.Expr)
+    return [
+        ast.unparse(node).partition("\n")[0]
+        for node in ast.parse(source).body
+        if not isinstance(node, allowed)
+        and not (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
+        and not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test))
+        and not alone
+    ]
+
+
+def test_each_room_is_a_folder_on_one_floor_and_no_file_lies_beside_them() -> None:
+    named = [name for names in FLOORS for name in names]
+    assert len(named) == len(set(named))
+    assert all((ROOT / "internsp" / name.replace(".", "/")).is_dir() for name in named)
+    assert {room(module) for module in sources()} - {"", "app"} == set(named)
     loose = [path.name for name in ("", "app") for path in (ROOT / "internsp" / name).glob("*.py")]
     assert sorted(loose) == ["__init__.py", "__init__.py", "__main__.py"]
+
+
+def test_a_package_only_names_what_it_gives_out() -> None:
+    known = sources()
+    packages = {
+        module: sum(below(name, module) for name in known) == 1
+        for module in known
+        if (ROOT / module.replace(".", "/") / "__init__.py").exists() and module != "internsp"
+    }
+    assert len(packages) > 25
+    found = {module: more_than_names(known[module], alone) for module, alone in packages.items()}
+    assert {module: lines for module, lines in found.items() if lines} == {}
+    assert more_than_names("from x import y\n__all__ = []\ndef f(): ...\nz = 1", alone=False) == [
+        "def f():", "z = 1",
+    ]  # fmt: skip
+
+
+def test_parallelize_loads_neither_the_application_nor_sequences_and_few_lines() -> None:
+    code = (
+        "import sys, internsp\n"
+        "assert 'torch' not in sys.modules\n"
+        "internsp.parallelize\n"
+        "for name, module in sorted(sys.modules.items()):\n"
+        "    if name.partition('.')[0] == 'internsp': print(name, module.__file__)\n"
+    )
+    words = [sys.executable, "-c", code]
+    shown = subprocess.run(words, check=True, cwd=ROOT, text=True, capture_output=True).stdout
+    loaded = dict(line.split(maxsplit=1) for line in shown.splitlines())
+    assert {"internsp.wp.perform", "internsp.schedule.queue"} <= set(loaded)
+    assert [n for n in loaded if below(n, "internsp.app") or below(n, "internsp.sp")] == []
+    assert sum(Path(file).read_text().count("\n") for file in loaded.values()) <= MOST_LINES
+
+
+def test_the_schedule_names_no_process_group() -> None:
+    known = {name: text for name, text in sources().items() if below(name, "internsp.schedule")}
+    assert len(known) > 10
+    assert {name for name, text in known.items() if process_groups(text)} == set()
+    assert process_groups("from torch import distributed as d") == ["torch.distributed"]
+    assert process_groups("def f(group: dist.ProcessGroup): ...") == ["ProcessGroup"]
+
+
+def process_groups(source: str) -> list[str]:
+    """What ``source`` names of torch's process groups; words of a docstring do not count."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        found += ["torch.distributed" for name in names if below(name, "torch.distributed")]
+        name = getattr(node, "id", getattr(node, "attr", ""))
+        found += [name for part in ("ProcessGroup", "DeviceMesh") if part == name]
+    return found
+
+
+def test_tools_and_tests_do_not_import_each_other_in_a_circle(tmp_path: Path) -> None:
+    def files(root: Path) -> dict[str, Iterator[Path]]:
+        return {name: (root / name).rglob("*.py") for name in ("tools", "tests", "examples")}
+
+    assert circle_of_folders(files(ROOT)) == []
+    for name, text in (("tools", "import tests.support"), ("tests", "from tools.x import y")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.py").write_text(text)
+    assert len(circle_of_folders(files(tmp_path))) == 2
+
+
+def test_the_picture_of_the_house_is_that_of_now() -> None:
+    text = rooms.DOCUMENT.read_text()
+    assert rooms.floors() == FLOORS
+    assert text == rooms.written(text), "python -m tools.docs.rooms --write"
 
 
 def test_imports_point_one_way() -> None:

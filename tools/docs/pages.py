@@ -52,8 +52,7 @@ FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 
 def home_of(name: str) -> str:
     """The module of a public name, or the name itself if it is a module."""
-    home = internsp._homes()[name]
-    return f"internsp.{name}" if home == "internsp" else home
+    return internsp._HOMES.get(name, f"internsp.{name}")
 
 
 def subject_of(name: str) -> str:
@@ -72,7 +71,7 @@ def subject_of(name: str) -> str:
 def api_pages() -> dict[str, str]:
     """Markdown of each page of the API, by path; every public name occurs once."""
     found: dict[str, list[str]] = {subject: [] for subject in SUBJECTS}
-    for name in internsp._homes():
+    for name in internsp.__all__:
         found[subject_of(name)].append(name)
     return {f"api/{subject}.md": _api_page(subject, names) for subject, names in found.items()}
 

@@ -1,4 +1,4 @@
-"""The ``internsp`` command, and the processes that it starts."""
+"""The ``internsp`` command."""
 
 from internsp.app.cli.command import main
 
