@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,7 @@ MOST_LINES = 18_000
 Sources = dict[str, str]
 
 
+@cache
 def sources() -> Sources:
     """Source of each module of the library and the zoo, by dotted name."""
     found: Sources = {}
@@ -75,6 +77,12 @@ def sources() -> Sources:
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             found[name] = path.read_text()
     return found
+
+
+@cache
+def tree_of(source: str) -> ast.Module:
+    """The syntax tree of ``source``, parsed once for all rules."""
+    return ast.parse(source)
 
 
 def below(name: str, package: str) -> bool:
@@ -87,7 +95,7 @@ def imports(module: str, source: str, known: Sources, types: bool = True) -> Ite
     ``types=False`` leaves out what stands under ``if TYPE_CHECKING:`` and never runs.
     """
     is_package = any(name.startswith(module + ".") for name in known)
-    tree = ast.parse(source)
+    tree = tree_of(source)
     branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
     guards = [] if types else [b for b in branches if "TYPE_CHECKING" in ast.unparse(b.test)]
     unseen = {id(node) for guard in guards for node in ast.walk(guard)}
@@ -150,7 +158,7 @@ def zoo_names(known: Sources) -> list[str]:
     """Modules of internsp that name the zoo, in an import or in a string that is code."""
     found = []
     for module, source in known.items():
-        tree = ast.parse(source)
+        tree = tree_of(source)
         texts = {
             id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
         }  # docstrings may speak of it
@@ -168,7 +176,7 @@ def zoo_names(known: Sources) -> list[str]:
 
 def distributed_calls(source: str) -> list[str]:
     """Collectives of torch.distributed that ``source`` uses, under any imported name."""
-    tree = ast.parse(source)
+    tree = tree_of(source)
     modules, functions = {"torch.distributed"}, {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -223,7 +231,7 @@ def circle_of_folders(folders: dict[str, Iterator[Path]]) -> list[str]:
     found: dict[tuple[str, str], list[str]] = {}
     for folder, paths in folders.items():
         for path in paths:
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(tree_of(path.read_text())):
                 names = [node.module] if isinstance(node, ast.ImportFrom) else []
                 names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
                 roots = {str(name).partition(".")[0] for name in names}
@@ -241,7 +249,7 @@ def more_than_names(source: str, alone: bool) -> list[str]:
     allowed = (ast.Import, ast.ImportFrom, ast.Expr)
     return [
         ast.unparse(node).partition("\n")[0]
-        for node in ast.parse(source).body
+        for node in tree_of(source).body
         if not isinstance(node, allowed)
         and not (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
         and not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test))
@@ -300,7 +308,7 @@ def test_the_schedule_names_no_process_group() -> None:
 def process_groups(source: str) -> list[str]:
     """What ``source`` names of torch's process groups; words of a docstring do not count."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
