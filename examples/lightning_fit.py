@@ -6,8 +6,8 @@
 
 Both print the same losses, because a step has the same sequences with any number of processes. The
 only differences are in ``configure_model`` and in ``training_step``'s divisor: gradients are summed
-over ranks (DESIGN 6). Clipping, checkpoints and resuming are Lightning's; a torch optimizer's state
-consists of DTensors, as the parameters do. Needs lightning; downloads nothing.
+over ranks (design.md 6). Clipping, checkpoints and resuming are Lightning's; a torch optimizer's
+state consists of DTensors, as the parameters do. Needs lightning; downloads nothing.
 """
 
 from __future__ import annotations

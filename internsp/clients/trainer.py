@@ -154,8 +154,8 @@ class Trainer(transformers.Trainer):
 
     def _backward(self, loss: Tensor, **options: Any) -> None:
         # The Trainer expects DDP's mean over ranks, and multiplies its loss to compensate for it;
-        # here gradients are sums (DESIGN 6). The logged loss is unchanged. Each rank of a sequence
-        # group has the loss, and its own part of the gradient.
+        # here gradients are sums (design.md 6). The logged loss is unchanged. Each rank of a
+        # sequence group has the loss, and its own part of the gradient.
         (loss / self._communicator.mesh.data).backward(**options)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:

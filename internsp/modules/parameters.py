@@ -1,4 +1,4 @@
-"""How modules read their weights: sharded between forwards, unsharded in one (DESIGN 4.1, 4.3).
+"""How modules read their weights: sharded between forwards, unsharded in one (design.md 4.1, 4.3).
 
 ``module._parameters`` becomes a :class:`Weights`. Outside of a forward it returns the parameter, a
 ``DTensor``. In the forward of the module that owns the weight (:func:`wrap_forward`), or of its

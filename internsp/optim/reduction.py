@@ -29,7 +29,7 @@ from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
 from internsp.wp.plain_loop import discard_sums
 
-IN_FLIGHT = 2  # exchanges in flight: several use both directions of a link (DESIGN 8)
+IN_FLIGHT = 2  # exchanges in flight: several use both directions of a link (design.md 8)
 
 
 @dataclass

@@ -45,7 +45,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     the like drop the gradient. ``param_groups`` are the model's parameters, so that torch's
     learning-rate schedules work.
 
-    The norm and the clip follow DESIGN 6: over all parameters of all stages, each counted once.
+    The norm and the clip follow design.md 6: over all parameters of all stages, each counted once.
 
     Args:
         communicator: what ``parallelize`` returned. The storage of its parameters moves.

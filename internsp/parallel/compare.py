@@ -86,7 +86,7 @@ def require_same_model(
 
 
 def token_count_check(mesh: ParallelMesh) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
-    """A check, in the first forward, of equal shapes on all ranks: a mean loss needs it (DESIGN 6).
+    """Checks in the first forward that all ranks have equal shapes, for a mean loss (design.md 6).
 
     Returns:
         A function of a forward's arguments. Its first call is collective over the stage and blocks;

@@ -115,7 +115,7 @@ class Pipeline:
             self.stages[0] if kind.single else self.stages,
             micro_batches,
             loss_fn=self._loss,
-            scale_grads=False,  # gradients are sums (DESIGN 6)
+            scale_grads=False,  # gradients are sums (design.md 6)
         )
         self.schedule = torch_schedule
         self._isp_hook = ISPCommunicatorSchedulerHook(

@@ -179,7 +179,7 @@ class ISPPipelineStage(PipelineStage):
             hook.after_last_micro_batch(self.action(-1))
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Does nothing: gradients are sums (DESIGN 6)."""
+        """Does nothing: gradients are sums (design.md 6)."""
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False

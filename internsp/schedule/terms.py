@@ -87,7 +87,7 @@ class Unit(Generic[W]):
 
     Attributes:
         weights, groups: in the order of use; each group has its byte range in the slot.
-        slot: index of its slot, fixed by the schedule (DESIGN 4.1).
+        slot: index of its slot, fixed by the schedule (design.md 4.1).
         block: index among the chunk's blocks; -1 for a unit outside of the blocks.
         recomputed: activation checkpointing recomputes it, so that backward gathers it in forward
             order.
@@ -147,7 +147,7 @@ def groups_of(
     alike: Callable[[W], object],
     byte_range: Callable[[W], tuple[int, int]],
 ) -> tuple[Group[W], ...]:
-    """Form parameter groups of ``weights``: small neighbors that are alike share one (DESIGN 8).
+    """Form parameter groups of ``weights``: small neighbors that are alike share one (design.md 8).
 
     Args:
         coalesced: whether a weight is small enough to share a group.
@@ -218,7 +218,7 @@ class Policy:
         return len(slot_sizes([0] * self.blocks, self.depth, self.kept))
 
     def slot(self, block: int) -> int:
-        """Index of a block's slot; it is fixed, since saved views alias the slot (DESIGN 4.1)."""
+        """Index of a block's slot: it is fixed, as saved views alias the slot (design.md 4.1)."""
         return slot_of(block, self.blocks, self.depth, self.kept)
 
     def targets(self, block: int, phase: str) -> list[int]:

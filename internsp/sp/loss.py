@@ -1,5 +1,5 @@
 """The token loss: a sum and a count, computed chunk by chunk, so that the logits of a long sequence
-never exist at once. The caller divides by the valid tokens of *all* ranks (DESIGN section 6).
+never exist at once. The caller divides by the valid tokens of *all* ranks (design.md 6).
 """
 
 from __future__ import annotations

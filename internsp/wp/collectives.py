@@ -2,8 +2,8 @@
 
 A reduce-scatter is an all-to-all of the unsharded gradient's parts and a local sum. On gloo this
 sends half of what gloo's ``reduce_scatter`` sends; on every backend the parts travel in the
-gradient's own dtype and are summed in fp32 or wider on arrival (DESIGN 8). The overlapped and the
-synchronous form send the same messages in the same order; only the wait differs (WP-12).
+gradient's own dtype and are summed in fp32 or wider on arrival (design.md 8). The overlapped and
+the synchronous form send the same messages in the same order; only the wait differs (WP-12).
 
 On gloo in host memory, in groups of up to :data:`MOST_DIRECT` ranks, an all-gather or a
 reduce-scatter is a message between each pair of ranks, received where it is needed; only
@@ -147,9 +147,9 @@ class Collectives:
     ) -> Handle:
         """All-gather each of ``shards`` ``[rows, ...]`` into its output ``[size * rows, ...]``.
 
-        One launch (DESIGN 8). Does not block unless ``overlap`` is off. Outputs must be ``.data``
-        aliases of their slot: collectives raise a version counter, which the slot's views must not
-        share (DESIGN 4.1).
+        One launch (design.md 8). Does not block unless ``overlap`` is off. Outputs must be
+        ``.data`` aliases of their slot: collectives raise a version counter, which the slot's views
+        must not share (design.md 4.1).
         """
         others = self.size - 1
         nbytes = {w: others * shard.nbytes for w, shard in zip(weights, shards, strict=True)}
@@ -309,7 +309,7 @@ class Collectives:
 
         Args:
             received, input: ``output`` and ``input`` of the reduce-scatter.
-            dtype: dtype of the sum; ``None``: fp32 or wider (DESIGN 8).
+            dtype: dtype of the sum; ``None``: fp32 or wider (design.md 8).
 
         Returns:
             ``[part]``, in memory of its own.
@@ -411,7 +411,7 @@ class Collectives:
                 tensor.record_stream(here)
 
     def _stamped(self, work: Work, events: list[int]) -> Work:
-        """``work``, which records its end in the trace by itself, without polling (DESIGN 8)."""
+        """``work``, which records its end in the trace by itself, without polling (design.md 8)."""
 
         def stamp(end: Any) -> None:
             for event in events:

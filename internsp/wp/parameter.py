@@ -1,4 +1,4 @@
-"""One parameter of a parallel model: its shard, its DTensor, its reduced gradient (DESIGN 4)."""
+"""One parameter of a parallel model: its shard, its DTensor, its reduced gradient (design.md 4)."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class Slot:
         """``weight``'s padded elements in the slot, flat, in its compute dtype.
 
         An alias with a version counter of its own, so that filling the slot does not look to
-        autograd like a change of saved tensors (DESIGN 4.1; WP-14 compares versions instead).
+        autograd like a change of saved tensors (design.md 4.1; WP-14 compares versions instead).
         """
         return self._view(unit, weight)[0]
 

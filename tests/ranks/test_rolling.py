@@ -1,4 +1,4 @@
-"""Trigger "rolling": slots are reused weight by weight, and every rule holds (DESIGN 4.1).
+"""Trigger "rolling": slots are reused weight by weight, and every rule holds (design.md 4.1).
 
 Most rules' own tests have it as a case, and so do the printed schedule in ``test_rules_order.py``
 and the covering sets of ``test_parity.py``; this file tests what is specific to it.

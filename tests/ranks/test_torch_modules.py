@@ -1,4 +1,4 @@
-"""torch's own modules that read weights of other modules (DESIGN 4.3)."""
+"""torch's own modules that read weights of other modules (design.md 4.3)."""
 
 from __future__ import annotations
 

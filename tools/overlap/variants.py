@@ -2,7 +2,7 @@
 
 Every step is forward, backward until all gradients are complete, and the optimizer step; all of it
 is timed. The loss is a sum over ranks divided by the number of elements, and gradients are sums
-over ranks (DESIGN 6), so every variant must train the same from the same weights.
+over ranks (design.md 6), so every variant must train the same from the same weights.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class PlainStep:
 
         Args:
             layouts: one for each micro-batch.
-            divisor: valid tokens of the step over all ranks (DESIGN 6).
+            divisor: valid tokens of the step over all ranks (design.md 6).
         """
         # Summed on the device: reading a loss would block before the next micro-batch is queued.
         total = torch.zeros((), dtype=torch.float64, device=self.session.mesh.device)

@@ -4,7 +4,7 @@ The user's loop does not change. Every rank of a sequence group gives the model 
 batch; a forward pre-hook checks that, and gives the model this rank's positions. Labels are shifted
 before they are sharded. On every rank the loss has the *value* of the whole batch; its *gradient*
 is that of this rank's tokens, divided by the count of the whole batch, so that the sum over ranks
-is the gradient of the whole batch (DESIGN 6).
+is the gradient of the whole batch (design.md 6).
 """
 
 from __future__ import annotations
