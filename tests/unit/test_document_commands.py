@@ -13,7 +13,10 @@ from internsp.app.cli import command, plain
 from internsp.app.config import sections
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "internsp/wp/README.md", *(ROOT / "docs").rglob("*.md")]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "internsp/wp/README.md")),
+    *(ROOT / "docs").rglob("*.md"),
+]
 OWN = {**command._COMMANDS, **plain.COMMANDS}
 KEYS = {f"{name}.{key}" for name, section in sections().items() for key in section.model_fields}
 

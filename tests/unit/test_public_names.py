@@ -20,7 +20,7 @@ import internsp
 ROOT = Path(__file__).parents[2]
 TABLE = frozenset(internsp.__all__)
 DOCS = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))]
-DOCUMENTS = ["README.md", "internsp/wp/README.md", *DOCS]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "internsp/wp/README.md", *DOCS]
 # Documented by the path of its module: `internsp.train` is the application's folder.
 BY_PATH = {
     "internsp.app.train.run.train", "internsp.clients.trainer", "internsp.clients.trainer.Trainer",

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
     "README.md": "index.md",
     "CHANGES.md": "changes.md",
+    "CONTRIBUTING.md": "contributing.md",
     "internsp/wp/README.md": "wp.md",
 }
 CONFIGURATION = "configs/documented.toml"
