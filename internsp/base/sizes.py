@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 LARGEST = 1 << 50
 """Largest size that may be given, in bytes."""

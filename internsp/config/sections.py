@@ -1,4 +1,4 @@
-"""The sections of a configuration: typed, frozen, checked when made.
+"""The sections of a configuration that a model needs: typed, frozen, checked when made.
 
 Each section of the TOML file has a class. The text under each field is its only documentation: the
 command's ``--help`` and ``configs/documented.toml`` are made from it. Nothing here imports torch,

@@ -1,8 +1,8 @@
 """The ``internsp`` command: ``train`` and ``plan``; the others are in
 :mod:`internsp.app.cli.plain`.
 
-tyro parses the options, which are made from the sections of :mod:`internsp.config`, as text. The
-configuration then converts and checks them together with the file, so that all mistakes are
+tyro parses the options, which are made from the sections of :mod:`internsp.app.config`, as text.
+The configuration then converts and checks them together with the file, so that all mistakes are
 reported at once. torch is not imported before the command line is known to be right.
 """
 

@@ -1,4 +1,4 @@
-"""Sizes in bytes: formatted for people, and checked against what any machine has."""
+"""Sizes of a run's model and batch, checked against what any machine has."""
 
 from __future__ import annotations
 

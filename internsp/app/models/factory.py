@@ -43,7 +43,7 @@ def build_model(config: Config) -> nn.Module:
 def build_first_layers(config: Config, layers: int) -> Model:
     """The model of a run with only its first ``layers`` blocks, on the meta device.
 
-    :mod:`internsp.structure` observes its forward and backward.
+    :mod:`internsp.app.plan.observe` observes its forward and backward.
     """
     if config.model.family != "hf":
         return _zoo(config.model_copy(update={
