@@ -46,7 +46,7 @@ def source_of(tool: str) -> str:
 
 def mistakes(line: str) -> list[str]:
     """Names in a command that do not exist."""
-    if tool := re.search(r"python\S* (?:-m )?(tools[\w./]*)", line):
+    if tool := re.search(r"python\S* (?:-m )?((?:tools|tests)\b[\w./]*)", line):
         source = source_of(tool[1])
         told = [option.removeprefix("no-") for option in options_in(line)]  # tyro's negated form
         names = [rf"\b({option}|{option.replace('-', '_')})\b" for option in told]
@@ -77,5 +77,7 @@ def test_commands_are_found_and_what_is_not_there_too() -> None:
         "--train.stepps", "configs/nowhere.toml",
     ]  # fmt: skip
     assert mistakes("python -m tools.nothing --x 3") == ["no tools.nothing"]
+    assert mistakes("python -m tests.nothing") == ["no tests.nothing"]
+    assert mistakes("python -m tests.families --familly llama") == ["--familly"]
     assert mistakes("python -m tools.bench_overlap --preset even --pictures x") == ["--pictures"]
     assert mistakes("python tools/count_gathers.py") == []
