@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -94,10 +95,12 @@ def test_an_installed_wheel_writes_a_configuration_and_trains_it(
 
 
 def test_init_writes_any_bundled_configuration_and_overwrites_none(tmp_path, capsys) -> None:
-    for name in ("demo", "single", "documented", "pipeline_demo"):
-        assert cli.main(["init", str(tmp_path / "a"), "--config", name]) == 0
-        written = (tmp_path / "a" / f"{name}.toml").read_text()
-        assert written == (ROOT / "configs" / f"{name}.toml").read_text()
+    for path in (ROOT / "configs").glob("*.toml"):
+        assert cli.main(["init", str(tmp_path / "a"), "--config", path.stem]) == 0
+        written = (tmp_path / "a" / path.name).read_text()
+        assert written == path.read_text()
+        named = re.findall(r"[\w./-]+\.(?:toml|md|py)\b", written)
+        assert set(named) <= {path.name}, "its comments name no file but itself"
     capsys.readouterr()
     assert cli.main(["init", str(tmp_path / "a")]) == 2
     assert "demo.toml is there already" in capsys.readouterr().err
