@@ -122,6 +122,30 @@ def test_a_resumed_run_counts_on_and_the_summary_shows_sample_and_files():
     assert "  report  runs/x/report.html\n" in text
 
 
+@pytest.mark.parametrize(
+    ("losses", "skipped", "told"),
+    [
+        ([5.5, math.nan, 4.5], 1, "  loss        5.5000 -> 5.0000 (mean of 2 finite ones of the "
+         "last 3 steps)\n  skipped     1 step: gradients were not finite\n"),
+        ([math.inf, 4.0], 2, "  loss        4.0000 -> 4.0000 (mean of 1 finite ones of the last 2 "
+         "steps)\n  skipped     2 steps: gradients were not finite\n"),
+        ([5.5, *[math.nan] * 10], 0, "  loss        5.5000 -> not finite in the last 10 steps\n"
+         "  throughput"),
+        ([math.nan], None, "  loss        nan -> not finite in the last 1 steps\n"),
+        ([5.5], 0, "  loss        5.5000 -> 5.5000\n  throughput"),
+    ],
+    ids=["skipped", "first", "diverged", "none", "all finite"],
+)  # fmt: skip
+def test_the_summary_is_of_finite_losses_and_says_what_was_skipped(losses, skipped, told):
+    stream = io.StringIO()
+    display = Display(len(losses), stream=stream, environ={})
+    display.start()
+    for number, loss in enumerate(losses, start=1):
+        display.update(step(number, loss=loss, skipped_steps=skipped))
+    display.finish()
+    assert told in stream.getvalue()
+
+
 def test_a_log_in_ascii_does_not_end_the_run():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")

@@ -341,10 +341,10 @@ def summary_lines(
         f"{word} after {history.done}/{history.total} steps, {duration(history.elapsed())}",
     ]
     if history.last is not None:
-        ending = history.losses[-LAST_STEPS:]  # a single step's batch says little
-        steps = f" (mean of the last {len(ending)} steps)" if len(ending) > 1 else ""
-        mean = statistics.fmean(ending)
-        lines.append(f"  loss        {history.losses[0]:.4f} -> {mean:.4f}{steps}")
+        lines.append(f"  loss        {_loss_text(history.losses)}")
+        if skipped := history.last.skipped_steps:
+            steps = "1 step" if skipped == 1 else f"{skipped} steps"
+            lines.append(f"  skipped     {steps}: gradients were not finite")
         for name, loss in history.evaluated.items():
             lines.append(f"  {_brief(name):<11} {loss:.4f}")
         rate = statistics.median(history.rates)
@@ -356,6 +356,21 @@ def summary_lines(
         width = max(len(name) for name in files)
         lines += ["", "files:"] + [f"  {name:<{width}}  {path}" for name, path in files.items()]
     return lines
+
+
+def _loss_text(losses: Sequence[float]) -> str:
+    """The first finite loss and the mean of the last ones (a single step's batch says little).
+
+    A loss that is not finite counts among the last steps, but not in their mean.
+    """
+    ending = losses[-LAST_STEPS:]
+    last = [loss for loss in ending if math.isfinite(loss)]
+    first = next((loss for loss in losses if math.isfinite(loss)), losses[0])
+    if not last:
+        return f"{first:.4f} -> not finite in the last {len(ending)} steps"
+    of = "" if len(last) == len(ending) else f"{len(last)} finite ones of "
+    mean = f" (mean of {of}the last {len(ending)} steps)" if len(ending) > 1 else ""
+    return f"{first:.4f} -> {statistics.fmean(last):.4f}{mean}"
 
 
 def duration(seconds: float) -> str:
