@@ -144,8 +144,28 @@ def _examine(
 ) -> tuple[Structure, set[int]]:
     """Read the model's structure and which blocks recompute; refuse what is not supported."""
     materialize_buffers(model, mesh.device)
-    require_supported(model)
     require_on_tensor_ranks(model, mesh)
+    structure, recomputed = examine(model, config, checkpoint)
+    if _has_sequences(model, mesh, config):
+        from internsp.parallel.sequences import require_sequence_attention, set_head_output
+
+        require_sequence_attention(model, mesh, config)
+        set_head_output(model, mesh, config)
+    return structure, recomputed
+
+
+def examine(
+    model: nn.Module,
+    config: WeightParallelConfig,
+    checkpoint: ActivationCheckpointConfig | None,
+) -> tuple[Structure, set[int]]:
+    """What can be known without ranks or values: the blocks, and which of them recompute.
+
+    Raises:
+        ConfigError, StructureError: a pattern matches nothing, or the model or an option of it is
+            not supported.
+    """
+    require_supported(model)
     structure = read_structure(
         model, config.trigger, config.blocks, config.prefetch_triggers, config.plan
     )
@@ -173,11 +193,6 @@ def _examine(
             "weight_parallel.compile compiles whole blocks, in which no part can be computed in "
             "tiles: set activation_checkpoint.tiles = 1, or compile = false"
         )
-    if _has_sequences(model, mesh, config):
-        from internsp.parallel.sequences import require_sequence_attention, set_head_output
-
-        require_sequence_attention(model, mesh, config)
-        set_head_output(model, mesh, config)
     return structure, recomputed_blocks(checkpoint, structure.layers)
 
 

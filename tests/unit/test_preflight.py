@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import sys
@@ -15,6 +16,7 @@ from internsp.app import cli
 from internsp.app.config import Config
 from internsp.app.data.batches import DataSource
 from internsp.app.launch import preflight
+from internsp.app.launch.launch import advice
 from internsp.app.launch.preflight import check_before_start, device_mistakes, errors_in_words
 from internsp.app.train.run_folder import set_aside
 from internsp.errors import ConfigError, InternspError, MachineError, MissingDependencyError
@@ -158,6 +160,58 @@ def test_a_text_is_read_before_the_ranks_would_and_all_mistakes_are_told_at_once
     assert told(wrong).startswith("data.paths: rows.jsonl, row 2 is not JSON"), "of a large one"
     short = small(data={"source": "text", "paths": ["file"]})
     assert told(short).startswith("data: there is no text in ['file']")
+
+
+RULE = {"match": ["layers.*.nothing"], "shard_dim": 1}
+DEAD: list[tuple[dict[str, dict[str, object]], str]] = [
+    ({"weight_parallel": {"blocks": ["nothing.*"]}}, "weight_parallel.blocks: 'nothing.*'"),
+    ({"weight_parallel": {"prefetch_triggers": ["nothing"]}}, "weight_parallel.prefetch_triggers"),
+    ({"weight_parallel": {"own_dtype": ["nothing"]}}, "weight_parallel.own_dtype: 'nothing'"),
+    ({"weight_parallel": {"experts": ["nothing"]}}, "weight_parallel.experts: 'nothing'"),
+    ({"weight_parallel": {"plan": [RULE]}}, "'layers.*.nothing'"),
+    ({"optimizer": {"groups": [{"match": ["nothing"], "lr": 0.1}]}}, "optimizer.groups: group 1"),
+]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("given", "expected"), DEAD, ids=[text for _, text in DEAD])
+def test_a_pattern_that_matches_nothing_is_told_before_processes_start(
+    given: dict[str, dict[str, object]], expected: str, stages: int
+) -> None:
+    sizes: dict[str, dict[str, object]] = {
+        "model": {"hidden_size": 16, "layers": 2, "heads": 2},
+        "parallel": {"device": "cpu", "pipeline": stages}, "launch": {"processes": stages},
+        "train": {"global_batch": 2, "micro_batches": 2},
+    }  # fmt: skip
+    with pytest.raises(InternspError) as caught:
+        check_before_start(Config.model_validate(sizes | given), Path("out"))
+    assert expected in str(caught.value)
+
+
+def test_a_missing_kernel_and_a_folder_of_other_weights_are_told_too(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    flash = small(model={"hidden_size": 16, "layers": 1, "heads": 2, "attention": "flash"})
+    text = told(flash, kind=MissingDependencyError)
+    assert text.startswith("Attention kernel 'flash': flash-attn is not installed")
+    Path("stored").mkdir()
+    heads = {"num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 300}
+    sizes = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, **heads}
+    Path("stored/config.json").write_text(json.dumps(sizes))
+    head = json.dumps({"lm_head.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})
+    packed = len(head).to_bytes(8, "little") + head.encode() + bytes(4)
+    Path("stored/model.safetensors").write_bytes(packed)
+    given = Config.model_validate(
+        {"model": {"path": "stored"}, "data": {"sequence_length": 8}, "parallel": {"device": "cpu"}}
+    )
+    assert told(given).startswith("model.path: stored has no ")
+
+
+def test_where_no_rank_has_begun_no_log_is_named(tmp_path) -> None:
+    assert advice(tmp_path, {0: 1, 1: 2}, "again") == ""
+    (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
+    lines = advice(tmp_path, {1: 2}, "again").splitlines()
+    assert lines[0] == "  rank 1 had not begun to train: it has no log yet"
+    assert lines[1:] == ["  to go on after step 3: again"]
 
 
 def test_packages_are_named_themselves(monkeypatch) -> None:

@@ -147,7 +147,8 @@ def _train(config: Config, output: Path, rank: int | None) -> int:
                 message = f"rank {number} is stopped (SIGSTOP or a debugger)"
                 print(f"internsp: {message}", file=sys.stderr)
             if getattr(error, "exit_status", 1) != USAGE_ERROR:
-                print(_where(output, rank), file=sys.stderr)
+                if where := _where(output, rank):
+                    print(where, file=sys.stderr)
             raise
     return status_of(stop.number)
 
@@ -155,7 +156,7 @@ def _train(config: Config, output: Path, rank: int | None) -> int:
 def _where(output: Path, rank: int) -> str:
     """For a failing rank of torchrun: where it was, and which other ranks ended before it.
 
-    Other ranks are listed only if all ranks are on this machine.
+    Empty if the run had not begun. Other ranks are listed only if all ranks are on this machine.
     """
     from internsp.app.launch.launch import advice
     from internsp.app.process.lifetime import ended
@@ -168,7 +169,8 @@ def _where(output: Path, rank: int) -> str:
         if other != rank and seen is not None and ended(seen.process):
             processes = {other: seen.process, **processes}
     again = "torchrun does so by itself (--max-restarts), or by the same command"
-    return f"internsp:\n{advice(output, processes, again)}"
+    text = advice(output, processes, again)
+    return f"internsp:\n{text}" if text else ""
 
 
 def _run(config: Config, output: Path) -> None:

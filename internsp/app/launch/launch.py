@@ -82,7 +82,8 @@ def start(run: Run, config: Config, output: Path, preload: Sequence[str] = ()) -
         if cause.exit_status != ConfigError.exit_status:  # else the configuration must be corrected
             processes = {rank: ranks[rank].pid for rank in cause.ranks}
             again = f"internsp train {output / 'config.toml'} --output {output} --resume auto"
-            cause.add_note(advice(output, processes, again))
+            if note := advice(output, processes, again):
+                cause.add_note(note)
         raise cause
     return status_of(
         stop_signal or next((outcome.stopped_by for outcome in outcomes if outcome.stopped_by), 0)
@@ -167,11 +168,14 @@ class _Rank:
 def advice(output: Path, processes: Mapping[int, int], again: str) -> str:
     """For the ranks that caused a failure: where they were, their logs, and how to resume.
 
+    Empty if there is neither: the run had not begun.
+
     Args:
         processes: process id by rank; the log of another process is not of this run.
         again: the command to resume with.
     """
     lines = []
+    begun = False
     for rank, process in processes.items():
         path = log_path(output, rank)
         seen = last_seen(path)
@@ -179,7 +183,10 @@ def advice(output: Path, processes: Mapping[int, int], again: str) -> str:
             lines.append(f"rank {rank} had not begun to train: it has no log yet")
         else:
             lines.append(f"rank {rank} was at {seen}; its log: {path}")
+            begun = True
     steps = steps_in(output / "checkpoints")
+    if not begun and not steps:
+        return ""
     if steps:
         lines.append(f"to go on after step {steps[0][0]}: {again}")
     else:

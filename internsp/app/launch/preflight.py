@@ -1,4 +1,4 @@
-"""Checks before the ranks of a run start: folders, disks, memory, devices, text.
+"""Checks before the ranks of a run start: folders, disks, memory, devices, model, text.
 
 Each check yields its mistakes, and all are reported together. Mistakes in a large text that only
 reading all of it could show are found by the ranks, and reported with the same messages.
@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from internsp.app.config import Config
 from internsp.app.config.sizes import ITEM_BYTES, elements, moments
@@ -40,7 +41,7 @@ def check_before_start(config: Config, output: Path) -> None:
         MachineError: the machine lacks something.
     """
     found: list[InternspError] = []
-    for check in (_peer, _writers, _output, _temporary, _memory, _device, _text):
+    for check in (_peer, _writers, _output, _temporary, _memory, _device, _model, _text):
         try:
             found += check(config, output)
         except InternspError as error:  # raised by a function that the run itself would call
@@ -262,6 +263,29 @@ def _devices(wanted: str) -> int:
 
     here = accelerator.default_device_type()
     return accelerator.device_count(here if wanted == "auto" else wanted) if here != "cpu" else 0
+
+
+def _model(config: Config, output: Path) -> Iterable[InternspError]:
+    """Build the model without values: kernels that are missing, patterns that match nothing."""
+    from internsp.app.config.tiles import with_tile_count
+    from internsp.app.models.factory import build_model, check_stored
+    from internsp.app.session.optimizers import check_group_patterns
+    from internsp.mesh import MeshShape
+    from internsp.parallel.parallelize import examine
+    from internsp.pipeline.pipeline import require_patterns_match
+    from internsp.structure.assign import plan_sharding
+
+    shape = MeshShape(config.launch.processes, **config.degrees())
+    weights = config.weight_parallel
+    model: Any = build_model(config)  # a pipeline's parts are checked by their names
+    check_stored(config, model)
+    check_group_patterns(config, [name for name, _ in model.named_parameters()])
+    if shape.pipeline > 1:
+        require_patterns_match(model, weights, shape)
+        return []
+    structure, _ = examine(model, weights, with_tile_count(config, shape.data))
+    plan_sharding(model, structure, weights, shape.expert)
+    return []
 
 
 def _text(config: Config, output: Path) -> Iterable[InternspError]:

@@ -26,8 +26,8 @@ from internsp.wp.communicator import ISPCommunicator
 
 __all__ = [
     "Model", "build_first_layers", "build_for_load", "build_for_training", "build_model",
-    "device_type", "fill_parameters", "generate", "llama_config", "llama_parts", "move_buffers",
-    "skip_packing_detection", "to_parallelize",
+    "check_stored", "device_type", "fill_parameters", "generate", "llama_config", "llama_parts",
+    "move_buffers", "skip_packing_detection", "to_parallelize",
 ]  # fmt: skip
 
 Model = CausalLM | HFCausalLM
@@ -70,9 +70,20 @@ def build_for_training(config: Config) -> Model:
     if config.model.family == "hf":
         return _hf(config, "cpu", weights=True)
     model = _zoo(config)
-    if _has_stored_weights(config):
-        _check_folder(config, model)
+    check_stored(config, model)
     return model
+
+
+def check_stored(config: Config, model: nn.Module) -> None:
+    """Require that the folder of a model of the zoo, if it holds weights, has all of its tensors.
+
+    Reads the heads of files alone.
+
+    Raises:
+        ConfigError: a tensor is missing, superfluous or has another shape.
+    """
+    if isinstance(model, CausalLM) and _has_stored_weights(config):
+        _check_folder(config, model)
 
 
 def build_for_load(config: Config) -> Model:
