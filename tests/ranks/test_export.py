@@ -11,11 +11,14 @@ import torch
 from torch.distributed.tensor import distribute_tensor
 
 from internsp.app.checkpoint.checkpoint import load
+from internsp.app.checkpoint.disk import MANIFEST, write_manifest
 from internsp.app.checkpoint.export import export
 from internsp.app.checkpoint.saver import save
 from internsp.app.cli.command import main
 from internsp.app.config import Config
+from internsp.app.data.tokenizer import ByteTokenizer, byte_tokenizer_files
 from internsp.app.process.stop import StopRequest
+from internsp.app.session.own import CustomData
 from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
 from tests.ranks.test_checkpoint_meshes import config
@@ -56,7 +59,7 @@ def logits(rank: int, world: int, folder: str, settings: list[Config]) -> list[t
 
 def test_transformers_gives_the_same_logits_of_what_two_ranks_have_saved(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     def settings(mesh: dict[str, Any]) -> list[Config]:
         train = {"dtype": "float64"}
@@ -64,6 +67,7 @@ def test_transformers_gives_the_same_logits_of_what_two_ranks_have_saved(tmp_pat
 
     run_ranks(saved, 2, str(tmp_path), settings({"weight": 2}))
     (wanted,) = run_ranks(logits, 1, str(tmp_path), settings({}))
+    ours, text = ByteTokenizer(), "naïve <|endoftext|> \n\t  日本 \x00"
     for number, (name, expected) in enumerate(zip(CASES, wanted, strict=True)):
         to = tmp_path / f"export {name}"
         assert main(["export", str(tmp_path / str(number)), "--to", str(to)]) == 0
@@ -74,6 +78,11 @@ def test_transformers_gives_the_same_logits_of_what_two_ranks_have_saved(tmp_pat
         assert not told["unexpected_keys"], name
         with torch.no_grad():
             torch.testing.assert_close(model(IDS).logits, expected, **CLOSE)
+        theirs = AutoTokenizer.from_pretrained(to)
+        assert theirs(text)["input_ids"] == ours.encode(text), "the bytes that it was trained on"
+        assert theirs.eos_token_id == model.config.eos_token_id == ours.end_of_document
+        for ids in ([*ours.encode(text), 256, 97], [0xE6, 0x97, 256, 0xFF, 98], []):
+            assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
     # In several files, with an index.
     split = tmp_path / "split"
     export(tmp_path / "0", split, max_file_bytes=40_000)
@@ -148,7 +157,41 @@ def test_a_model_of_transformers_comes_back_with_the_logits_that_it_was_trained_
             torch.testing.assert_close(model(IDS).logits, logits, **CLOSE)
             before = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=logits.dtype)
             assert float((before(IDS).logits - logits).abs().max()) > 1e-3, "it was trained"
-    assert AutoTokenizer.from_pretrained(tmp_path / "export tied").decode([1, 0]) == "b a"
+    assert AutoTokenizer.from_pretrained(tmp_path / "tied").decode([1, 0]) == "b a"
+    exported = AutoTokenizer.from_pretrained(tmp_path / "export tied")
+    assert exported.decode([72, 105]) == "Hi", "the tokenizer of the run, not that of its model"
+
+
+TOKENIZERS = ["a file", "a folder", "gone", "a program's"]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_runs_tokenizer_goes_with_it_or_its_absence_is_told(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    for name, text in byte_tokenizer_files().items():
+        (folder / name).write_text(text, encoding="utf-8")
+    given = folder / "tokenizer.json" if kind == "a file" else folder
+    one = config({}).model_dump()
+    one["data"]["tokenizer"] = str(given)
+    run_ranks(saved, 1, str(tmp_path), [Config.model_validate(one)])
+    run, to = tmp_path / "0", tmp_path / "export"
+    if kind == "gone":
+        folder.rename(tmp_path / "elsewhere")
+    elif kind == "a program's":
+        path = run / "checkpoints" / "step-000001" / MANIFEST
+        content = json.loads(path.read_text())["content"]
+        content["data"]["fingerprint"] = CustomData.fingerprint
+        write_manifest(path.parent, content)
+    notes = export(run, to)
+    if kind in ("a file", "a folder"):
+        assert len(notes) == 1
+        assert (to / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+        return
+    assert not list(to.glob("tokenizer*"))
+    told = "a program's own batches" if kind == "a program's" else f"own, {folder}, does not exist"
+    assert notes[0].startswith("no tokenizer was written: ")
+    assert told in notes[0]
 
 
 def test_what_cannot_be_exported_is_told_and_nothing_is_made(

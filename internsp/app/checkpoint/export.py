@@ -23,8 +23,9 @@ from internsp.app.checkpoint.files import SAFETENSORS
 from internsp.app.checkpoint.manifest import Manifest
 from internsp.app.config import Config
 from internsp.app.config.resume import parse_saved
-from internsp.app.data.tokenizer import tokenizer_files
+from internsp.app.data.tokenizer import ByteTokenizer, byte_tokenizer_files, tokenizer_files
 from internsp.app.models.factory import llama_config, llama_parts
+from internsp.app.session.own import CustomData
 from internsp.errors import ConfigError
 
 MAX_FILE_BYTES = 4 << 30
@@ -79,6 +80,12 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
             _copy_folder(Path(str(config.model.path)), aside, config.train.dtype)
         else:
             _write_config(aside, config)
+        # The texts of a program's own data were tokenized by the program.
+        own = content.data.fingerprint == CustomData.fingerprint
+        why = "the run was trained on a program's own batches" if own else ""
+        if missing := why or _write_tokenizer(aside, config.data.tokenizer):
+            kept = f"the tokenizer in {to} is that of {config.model.path}" if hf else ""
+            notes.append(f"{kept or 'no tokenizer was written'}: {missing}")
         sync(aside)
         aside.rename(to)
         sync(to.parent)
@@ -195,19 +202,36 @@ def read_tensor(folder: Path, content: Manifest, name: str) -> Tensor:
 
 def _write_config(to: Path, config: Config) -> None:
     made = llama_config(config.model, config.train.dtype, config.data.sequence_length)
-    tokenizer = config.data.tokenizer
-    if tokenizer == "bytes":
-        made["eos_token_id"] = 256  # the end of a document
-    elif Path(tokenizer).is_file():
-        shutil.copyfile(tokenizer, to / "tokenizer.json")
-        words = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
-        (to / "tokenizer_config.json").write_text(words)
-    elif Path(tokenizer).is_dir():
-        for file in tokenizer_files(Path(tokenizer)):
-            target = to / file.relative_to(tokenizer)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, target)
     (to / "config.json").write_text(json.dumps(made, indent=2) + "\n")
+
+
+def _write_tokenizer(to: Path, tokenizer: str) -> str:
+    """Write the tokenizer that made the run's ids, in the place of a model folder's own.
+
+    Returns:
+        Why it was not written; empty if it was.
+    """
+    source = Path(tokenizer)
+    if tokenizer == "bytes":
+        files = {name: text.encode() for name, text in byte_tokenizer_files().items()}
+    elif source.is_file():
+        words = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+        files = {"tokenizer.json": source.read_bytes(), "tokenizer_config.json": words.encode()}
+    elif source.is_dir():
+        found = tokenizer_files(source)
+        files = {str(path.relative_to(source)): path.read_bytes() for path in found}
+    else:
+        return f"the run's own, {tokenizer}, does not exist (data.tokenizer)"
+    for path in tokenizer_files(to):
+        path.unlink()
+    for name, data in files.items():
+        (to / name).parent.mkdir(exist_ok=True)
+        (to / name).write_bytes(data)
+    end = {"eos_token_id": ByteTokenizer.end_of_document} if tokenizer == "bytes" else {}
+    for path in (to / "config.json", to / "generation_config.json"):
+        if end and path.exists():
+            path.write_text(json.dumps({**json.loads(path.read_text()), **end}, indent=2) + "\n")
+    return ""
 
 
 def _copy_folder(source: Path, to: Path, dtype: str) -> None:

@@ -7,6 +7,7 @@ Text is tokenized in pieces, so that a document may be larger than memory: docum
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -210,6 +211,43 @@ class FolderTokenizer(_Batched):
             digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode())
             digest.update(file.read_bytes())
         return digest.hexdigest()
+
+
+BYTES_END = "<|endoftext|>"
+"""The name of id 256 in :func:`byte_tokenizer_files`."""
+
+
+def byte_tokenizer_files() -> dict[str, str]:
+    """:class:`ByteTokenizer` as files for ``transformers.AutoTokenizer``, by name.
+
+    A BPE without merges over GPT-2's names of the 256 bytes. A text that contains
+    :data:`BYTES_END` is bytes like any other (``split_special_tokens``).
+    """
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]  # named by their own character
+    others = [byte for byte in range(256) if byte not in printed]
+    names = {byte: chr(byte) for byte in printed}
+    names |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    end = {
+        "id": 256, "content": BYTES_END, "special": True, "normalized": False,
+        "single_word": False, "lstrip": False, "rstrip": False,
+    }  # fmt: skip
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [end],
+        "normalizer": None, "pre_tokenizer": {**level, "use_regex": False},
+        "post_processor": None, "decoder": {**level, "use_regex": False},
+        "model": {
+            "type": "BPE", "vocab": {names[byte]: byte for byte in range(256)}, "merges": [],
+        },
+    }  # fmt: skip
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": BYTES_END,
+        "split_special_tokens": True, "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
+    return {
+        "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False),
+        "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
+    }
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
