@@ -26,7 +26,13 @@ from internsp.app.checkpoint.disk import (
     write_manifest,
     write_part,
 )
-from internsp.app.checkpoint.folder import abandon_later, candidates, folder_of, partial_of
+from internsp.app.checkpoint.folder import (
+    abandon_later,
+    candidates,
+    folder_of,
+    has_checkpoint,
+    partial_of,
+)
 from internsp.app.checkpoint.manifest import Manifest, damage, read
 from internsp.app.train.run_folder import RunFolder
 from internsp.errors import ConfigError
@@ -277,18 +283,129 @@ def test_another_versions_format_is_told(tmp_path: Path, number: int) -> None:
         read(tmp_path)
 
 
-def test_a_run_goes_on_only_where_latest_can_be_a_link(tmp_path: Path) -> None:
-    found = tmp_path / "checkpoints" / "step-000001"
-    found.mkdir(parents=True)
-    folder = RunFolder(tmp_path, "run", None)
-    resumed = Resumed(step=1, sequences=0, tokens=0, path=found, run="run", notes=[])
-    assert folder._begin(resumed) == ("run", [])
-    (tmp_path / "checkpoints" / "latest").symlink_to("step-000001")
-    assert folder._begin(resumed) == ("run", [])
-    (tmp_path / "checkpoints" / "latest").unlink()
-    (tmp_path / "checkpoints" / "latest").mkdir()  # as in a copy that followed links
-    with pytest.raises(ConfigError, match=r"latest is a folder, not a link to the newest"):
-        folder._begin(resumed)
+def written(checkpoints: Path, step: int) -> Path:
+    """A checkpoint with a manifest, which ``latest`` points to."""
+    final, partial = folder_of(checkpoints, step), partial_of(folder_of(checkpoints, step), "a-1")
+    partial.mkdir(parents=True)
+    write_manifest(partial, {**whole(partial), "step": step})
+    commit(partial, final)
+    return final
+
+
+def copied(checkpoints: Path) -> Path:
+    """``latest`` as a folder, as in a copy that followed links."""
+    target = (checkpoints / LATEST).resolve()
+    (checkpoints / LATEST).unlink()
+    shutil.copytree(target, checkpoints / LATEST)
+    return checkpoints / LATEST
+
+
+def go_on(run: Path, path: Path, step: int) -> list[str]:
+    """The notes of a run that begins in its own folder after it has loaded ``path``."""
+    resumed = Resumed(step=step, sequences=0, tokens=0, path=path, run="run", notes=[])
+    name, notes = RunFolder(run, "run", None)._begin(resumed)
+    assert name == "run"
+    return notes
+
+
+def names_in(checkpoints: Path) -> list[str]:
+    return sorted(path.name for path in checkpoints.iterdir())
+
+
+def test_latest_as_a_folder_serves_and_is_a_link_again_when_the_run_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    older, newest = written(folder, 5), written(folder, 10)
+    assert go_on(tmp_path, newest, 10) == []
+    latest = copied(folder)
+    assert candidates(latest) == ([latest], True)
+    assert candidates(tmp_path)[0] == [newest, latest, older], "if the newest is not whole"
+    assert "was a copy of step-000010" in go_on(tmp_path, newest, 10)[0]
+    assert (names_in(folder), os.readlink(latest)) == (
+        [LATEST, "step-000005", "step-000010"], "step-000010",
+    )  # fmt: skip
+
+
+def test_a_copy_of_latest_alone_becomes_the_checkpoint_of_its_step(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    newest = written(folder, 10)
+    latest = copied(folder)
+    shutil.rmtree(newest)
+    assert has_checkpoint(folder)
+    assert candidates(tmp_path) == ([latest], False)
+    assert "it is step-000010 now" in go_on(tmp_path, latest, 10)[0]
+    assert (names_in(folder), os.readlink(latest)) == ([LATEST, "step-000010"], "step-000010")
+
+
+def test_the_copy_replaces_a_damaged_checkpoint_and_none_is_removed_unseen(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    older, newest = written(folder, 5), written(folder, 10)
+    latest = copied(folder)
+    (newest / "rank-00000.safetensors").unlink()
+    go_on(tmp_path, latest, 10)
+    assert names_in(folder) == [LATEST, "step-000005", "step-000010", "step-000010-damaged-1"]
+    assert (newest / "rank-00000.safetensors").exists()
+    latest = copied(folder)
+    go_on(tmp_path, older, 5)  # the user has named an earlier one: the copy was not checked
+    assert "latest-copied-1" in names_in(folder)
+    assert os.readlink(latest) == "step-000005"
+    latest.unlink()
+    latest.mkdir()  # no checkpoint at all
+    assert candidates(tmp_path)[0] == [older]
+    go_on(tmp_path, older, 5)
+    assert "latest-copied-2" in names_in(folder)
+
+
+def test_a_save_ends_well_where_latest_has_become_a_folder(tmp_path: Path) -> None:
+    written(tmp_path, 5)
+    copied(tmp_path)
+    written(tmp_path, 10)
+    assert names_in(tmp_path) == [LATEST, "step-000005", "step-000010"]
+    assert [path.name for path in candidates(tmp_path)[0]] == [
+        "step-000010", "step-000005", LATEST,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["step-000005", "step-000005\n", " step-000005\r\n"])
+def test_latest_as_a_text_file_serves_as_a_link_does(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "checkpoints"
+    older, newest = written(folder, 5), written(folder, 10)
+    latest = folder / LATEST
+    assert candidates(latest) == ([newest], True)
+    latest.unlink()
+    latest.write_text(text)
+    assert candidates(latest) == ([older], True)
+    assert candidates(tmp_path)[0] == [newest, older], "the newest is found by its number"
+    assert go_on(tmp_path, newest, 10) == []
+    written(folder, 15)
+    assert os.readlink(latest) == "step-000015"
+
+
+@pytest.mark.parametrize("link", [True, False], ids=["link", "text"])
+@pytest.mark.parametrize(
+    "target",
+    ["../other/step-000005", "step-000007", "/", "..", "step-000005/../../other/step-000005",
+     "latest", "step-000005.partial", "x" * 200, "\udcff"],
+)  # fmt: skip
+def test_a_latest_that_names_no_checkpoint_beside_it_is_refused_by_name_and_passed_over(
+    tmp_path: Path, target: str, link: bool
+) -> None:
+    folder = tmp_path / "checkpoints"
+    found = written(folder, 5)
+    written(tmp_path / "other", 5)
+    (folder / "step-000005.partial").mkdir()
+    latest = folder / LATEST
+    latest.unlink()
+    if link:
+        latest.symlink_to(target)
+    else:
+        latest.write_bytes(os.fsencode(target))
+    with pytest.raises(ConfigError, match=r"latest names .* no checkpoint beside it: give") as told:
+        candidates(latest)
+    assert f"give {folder}, of which" in str(told.value)
+    assert candidates(folder)[0] == [found]
+    assert go_on(tmp_path, found, 5) == []
+    written(folder, 10)
+    assert os.readlink(latest) == "step-000010"
 
 
 @pytest.mark.parametrize(

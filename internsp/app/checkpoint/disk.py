@@ -109,7 +109,11 @@ def point_latest(final: Path) -> None:
         fresh.symlink_to(final.name)
     except OSError:  # no links in this file system: the newest is still found by its number
         return
-    fresh.rename(link)
+    try:
+        fresh.rename(link)
+    except IsADirectoryError:  # a tool that followed the link has made it a folder meanwhile
+        fresh.unlink()
+        return
     sync(final.parent)
 
 

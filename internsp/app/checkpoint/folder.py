@@ -1,14 +1,18 @@
 """Folders of checkpoints: names, the newest first, and moving abandoned ones aside.
 
-Creating and committing them is in :mod:`internsp.app.checkpoint.disk`. Nothing here imports torch
-or reads the content of a checkpoint.
+Creating and committing them is in :mod:`internsp.app.checkpoint.disk`. Nothing here imports torch.
+
+A run writes ``latest`` as a link to its newest checkpoint. A tool that copies the run may have made
+it a folder (it followed the link) or a text file (it knows no links): both serve as well.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
+from internsp.app.checkpoint import manifest
 from internsp.app.checkpoint.disk import (
     LATEST,
     MANIFEST,
@@ -19,6 +23,8 @@ from internsp.app.checkpoint.disk import (
     sync,
 )
 from internsp.errors import ConfigError
+
+_LONGEST_NAME = 1000  # bytes of a text file latest that are read
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
@@ -34,20 +40,112 @@ def partial_of(final: Path, attempt: str) -> Path:
 def candidates(path: Path) -> tuple[list[Path], bool]:
     """Folders to resume from, the newest first, and whether ``path`` itself is the checkpoint.
 
-    ``path`` is the folder of a checkpoint, of checkpoints, or of a run.
+    ``path`` is the folder of a checkpoint, of checkpoints, or of a run; or ``latest``.
 
     Raises:
-        ConfigError: there is no checkpoint.
+        ConfigError: there is no checkpoint, or ``latest`` names none beside it.
     """
+    if path.name == LATEST and (path.is_symlink() or path.is_file()):
+        return [_named_by(path)], True
     if (path / MANIFEST).exists() or (path / ".metadata").exists() or STEP.fullmatch(path.name):
         return [path], True
     for folder in (path, path / "checkpoints"):
-        if steps := steps_in(folder):
-            return [found for _, found in steps], False
+        found = [found for _, found in steps_in(folder)]
+        if copied := copied_latest(folder):
+            step = step_of(copied)
+            later = [number for number, _ in steps_in(folder) if number >= step]
+            found.insert(len(later), copied)
+        if found:
+            return found, False
     raise ConfigError(
         f"checkpoint.resume: no checkpoint at {path} (looked for step-*/{MANIFEST} there and in "
         "its folder checkpoints)"
     )
+
+
+def has_checkpoint(checkpoints: Path) -> bool:
+    """Whether the folder holds a checkpoint, whole or not."""
+    return bool(steps_in(checkpoints)) or copied_latest(checkpoints) is not None
+
+
+def copied_latest(checkpoints: Path) -> Path | None:
+    """``latest``, if it is a folder with a manifest of its own: a copy of a checkpoint."""
+    latest = checkpoints / LATEST
+    return latest if not latest.is_symlink() and (latest / MANIFEST).is_file() else None
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that the manifest of a checkpoint gives; -1 if it cannot be read."""
+    try:
+        return manifest.read(checkpoint).step
+    except ConfigError:
+        return -1
+
+
+def _named_by(latest: Path) -> Path:
+    """The checkpoint beside the link or text file ``latest`` that it names."""
+    try:
+        if latest.is_symlink():
+            target = os.readlink(latest)
+            inside = (latest.parent / target).resolve().parent == latest.parent.resolve()
+            name = Path(target).name if inside else ""
+        else:
+            with latest.open("rb") as file:
+                name = target = file.read(_LONGEST_NAME).decode(errors="replace").strip()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        name = target = f"({error})"
+    if STEP.fullmatch(name) and (latest.parent / name).is_dir():
+        return latest.parent / name
+    raise ConfigError(
+        f"checkpoint.resume: {latest} names {target!r}, which is no checkpoint beside it: give "
+        f"{latest.parent}, of which the newest whole checkpoint is used, or one step-* in it"
+    )
+
+
+def settle_latest(checkpoints: Path, used: Path) -> str:
+    """Let ``latest`` be a link again where it is the copy of a checkpoint, before a run goes on.
+
+    The copy becomes the checkpoint of its step if that is missing or is not whole (``used`` is the
+    copy); it goes if ``used``, whose files were checked, has the same manifest; else it is kept
+    under another name.
+
+    Args:
+        used: the checkpoint that the run has loaded.
+
+    Returns:
+        A message for the user; empty if nothing was done.
+    """
+    latest = checkpoints / LATEST
+    if latest.is_symlink() or not latest.is_dir():
+        return ""
+    step = step_of(latest) if copied_latest(checkpoints) else -1
+    whole = folder_of(checkpoints, step)
+    there, copy_used = whole.exists(), used.samefile(latest)
+    if there and used.samefile(whole) and _same_manifest(whole, latest):
+        shutil.rmtree(latest)
+        point_latest(steps_in(checkpoints)[0][1])
+        return f"{latest} was a copy of {whole.name}, and is a link again"
+    target = whole
+    if step < 0 or (there and not copy_used):
+        target = _free(checkpoints, f"{LATEST}-copied")
+    elif there:  # it was passed over, and the copy was loaded
+        whole.rename(_free(checkpoints, f"{whole.name}-damaged"))
+    latest.rename(target)
+    sync(checkpoints)
+    if steps := steps_in(checkpoints):
+        point_latest(steps[0][1])
+    return f"{latest} was a folder, not a link: it is {target.name} now"
+
+
+def _same_manifest(one: Path, other: Path) -> bool:
+    return (one / MANIFEST).read_bytes() == (other / MANIFEST).read_bytes()
+
+
+def _free(checkpoints: Path, name: str) -> Path:
+    number = 1
+    while (path := checkpoints / f"{name}-{number}").exists():
+        number += 1
+    return path
 
 
 def abandon_later(checkpoints: Path, step: int) -> tuple[list[str], Path | None]:
@@ -62,9 +160,7 @@ def abandon_later(checkpoints: Path, step: int) -> tuple[list[str], Path | None]
     later = [path for number, path in steps_in(checkpoints) if number > step]
     if not later:
         return [], None
-    number = 1
-    while (aside := checkpoints / f"abandoned-{number}").exists():
-        number += 1
+    aside = _free(checkpoints, "abandoned")
     aside.mkdir()
     metrics = checkpoints.parent / "metrics.jsonl"
     if metrics.exists():  # the resumed run removes the rows after this step from its own file

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from internsp.app.checkpoint import checkpoint
 from internsp.app.checkpoint.checkpoint import Resumed
-from internsp.app.checkpoint.disk import steps_in
 from internsp.app.checkpoint.finite import remark, too_many_skipped
+from internsp.app.checkpoint.folder import has_checkpoint
 from internsp.app.checkpoint.peer import PeerCopies
 from internsp.app.checkpoint.saver import Saver
 from internsp.app.config import AVERAGE, HELD_OUT, Config
@@ -87,7 +87,7 @@ def _source(config: Config, folder: Path) -> Path | None:
     # torchrun restarts a run by the same command after a fault: it must find its own checkpoints.
     elastic = "TORCHELASTIC_RUN_ID" in os.environ
     if config.checkpoint.from_own_folder(elastic):
-        return on_first_rank(lambda: folder if steps_in(folder / "checkpoints") else None)
+        return on_first_rank(lambda: folder if has_checkpoint(folder / "checkpoints") else None)
     return None if config.checkpoint.named is None else Path(config.checkpoint.named)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint.checkpoint import Resumed
-from internsp.app.checkpoint.disk import LATEST, discard_partial
+from internsp.app.checkpoint.disk import discard_partial
 from internsp.app.session.agreement import on_first_rank
 from internsp.app.train.run_lock import RunLock
 from internsp.errors import MACHINE_ERRNOS, ConfigError, MachineError
@@ -53,16 +53,13 @@ class RunFolder:
         checkpoints = self.path / "checkpoints"
         discard_partial(checkpoints)
         if resumed is not None and _same(resumed.path.parent, checkpoints):
-            latest = checkpoints / LATEST
-            if latest.is_dir() and not latest.is_symlink():  # a copy of the folder followed links
-                raise ConfigError(
-                    f"{latest} is a folder, not a link to the newest checkpoint: remove it"
-                )
+            settled = checkpoint_folder.settle_latest(checkpoints, resumed.path)
+            notes = [settled] if settled else []
             names, aside = checkpoint_folder.abandon_later(checkpoints, resumed.step)
             if not names:
-                return resumed.run, []
+                return resumed.run, notes
             moved = f"{', '.join(names)} came after step {resumed.step}: now in {aside}"
-            return resumed.run, [moved]
+            return resumed.run, [*notes, moved]
         moved_to = self._set_aside()
         if moved_to is None:
             return self.run, []
