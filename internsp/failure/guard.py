@@ -59,7 +59,8 @@ class FailureGuard:
         self._on_fatal_cause = on_fatal_cause
         self._refusals = self._beat = 0
         self._own_report: RankReport | None = None  # failed, refused or lost; else None
-        self._store_wait: tuple[str, tuple[int, ...]] | None = None
+        self._store_wait: tuple[str, tuple[int, ...], str, int] | None = None
+        self._met: dict[str, int] = {}  # calls that have ended on this rank, by kind
         self._last_wait: object = None  # what this rank waited for at the last check
         self._wait_published = False  # by the thread, as its report of this rank
         self._first_beats: dict[int, int] = {}  # of others in the store, since this rank waits
@@ -104,11 +105,18 @@ class FailureGuard:
         self._set_own_report(None)
 
     @contextlib.contextmanager
-    def waits_in_store(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Context in which this rank waits, by the store, until ``ranks`` have reached ``what``."""
-        self._store_wait = what, tuple(ranks)
+    def waits_in_store(
+        self, what: str, ranks: Sequence[int], call: str, number: int
+    ) -> Iterator[None]:
+        """Context in which this rank waits, by the store, until ``ranks`` have reached ``what``.
+
+        Args:
+            call, number: see :class:`RankReport`; the same on all ``ranks``.
+        """
+        self._store_wait = what, tuple(ranks), call, number
         try:
             yield
+            self._met[call] = number + 1
         finally:
             self._store_wait = None
 
@@ -154,7 +162,8 @@ class FailureGuard:
             what = " ".join(filter(None, (f"{weight or unit}", f"({phase})" if phase else "")))
             mine = self._report(RankState.IN_COLLECTIVE, what, wait=wait)
         elif store_wait is not None:
-            mine = self._report(RankState.IN_STORE, store_wait[0], ranks=store_wait[1])
+            what, ranks, call, number = store_wait
+            mine = self._report(RankState.IN_STORE, what, ranks=ranks, call=call, number=number)
         else:
             mine = self._report(RankState.IN_COLLECTIVE, "")
         return (mine if epoch == self.epoch == mine.epoch else None), unchanged
@@ -175,6 +184,8 @@ class FailureGuard:
     def _still_holds(self, other: RankReport) -> bool:
         """Whether a report of a rank that may have gone on meanwhile is still true."""
         if other.state is RankState.IN_STORE:  # true if its beat grew since this rank waits
+            if self._met.get(other.call, 0) > other.number:
+                return False  # published late, by a thread that was not scheduled: all have come
             return self._first_beats.setdefault(other.rank, other.beat) != other.beat
         if other.state is RankState.REFUSED:
             beat, checks = self._refusals_seen.get(other.rank, (0, 0))
@@ -220,18 +231,13 @@ class FailureGuard:
     def _signal_key(self, epoch: int) -> str:
         return f"{self._name}/failing/{epoch}"
 
-    def _report(
-        self,
-        state: RankState,
-        what: str,
-        wait: WaitedCollective | None = None,
-        ranks: tuple[int, ...] = (),
-    ) -> RankReport:
+    def _report(self, state: RankState, what: str, **more: Any) -> RankReport:
         self._beat += 1
         comm = self._comm_context
         return RankReport(
             self._rank, state, self.epoch, tuple(comm.counts), self.sequence_numbers(), what,
-            self._refusals, wait, ranks, tuple(map(tuple, comm.recent_tags)), self._beat,
+            self._refusals, recent_tags=tuple(map(tuple, comm.recent_tags)), beat=self._beat,
+            **more,
         )  # fmt: skip
 
     def sequence_numbers(self) -> dict[str, int]:

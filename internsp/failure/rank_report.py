@@ -64,6 +64,7 @@ class RankReport:
         refusals: number of calls between passes that have raised on this rank so far.
         wait: the collective that an ``IN_COLLECTIVE`` rank waits for.
         ranks: the ranks that an ``IN_STORE`` rank waits for, itself included.
+        call, number: of an ``IN_STORE`` rank: the kind of call, and how many of it came before.
         recent_tags: ``CommContext.recent_tags`` of the rank, the newest last.
         beat: grows with each report: a later report shows that the rank still waits.
     """
@@ -77,6 +78,8 @@ class RankReport:
     refusals: int = 0
     wait: WaitedCollective | None = None
     ranks: tuple[int, ...] = ()
+    call: str = ""
+    number: int = 0
     recent_tags: tuple[tuple[int, ...], ...] = ()
     beat: int = 0
 

@@ -48,7 +48,8 @@ class StoreGroup:
                 never call it, because it waits elsewhere for this rank: then the process groups
                 are aborted.
         """
-        with self._guard.waits_in_store(value, self._ranks):
+        call, number = f"{self._name}/{topic}", self._rounds[topic]
+        with self._guard.waits_in_store(value, self._ranks, call, number):
             return self._all_gather_text(topic, value)
 
     def require_same(self, topic: str, what: str, refused: Exception | None = None) -> None:

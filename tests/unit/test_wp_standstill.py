@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
+from internsp.failure.comm_context import CommContext
+from internsp.failure.guard import FailureGuard
 from internsp.failure.rank_report import RankReport, RankState, WaitedCollective, find_fatal_cause
 
 GATHER, REDUCE = "gathers", "reductions"
@@ -70,3 +74,28 @@ def test_a_wait_that_cannot_end_is_given_up(mine: RankReport, other: RankReport)
 )
 def test_a_wait_that_may_end_is_not_given_up(mine: RankReport, other: RankReport) -> None:
     assert not find_fatal_cause(mine, [other])
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_a_report_that_is_published_late_ends_no_wait(met: bool) -> None:
+    """On a busy machine a rank's thread may publish what its rank waited for some calls ago."""
+    store, mesh = dist.HashStore(), SimpleNamespace(stage_ranks=[0, 1], stage_groups=[])
+    late, waiting = (
+        FailureGuard(SimpleNamespace(**vars(mesh), rank=rank), CommContext(), store, "a", str)  # type: ignore[arg-type]
+        for rank in (0, 1)
+    )
+    with late.waits_in_store("first", (0, 1), "call", 0):
+        for _ in range(2):
+            late.check()
+        stale, _ = late._current_report()
+        again, _ = late._current_report()
+    if met:
+        with waiting.waits_in_store("first", (0, 1), "call", 0):
+            pass
+    with waiting.waits_in_store("second", (0, 1), "call" if met else "another call", 1):
+        waiting.check()
+        for report in (stale, again):
+            assert report is not None
+            late._write_report(report)
+            waiting.check()
+    assert bool(waiting.fatal_cause) == (not met), "where they never met, each waits for the other"
