@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from internsp import ZeroOptimizer
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import OrderError
 from internsp.schedule.simulate import simulate
@@ -124,6 +125,17 @@ class Extra(Tiny):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")  # type: ignore[union-attr]
 
 
+def batch(first: int) -> tuple[Tensor, Tensor]:
+    """Ids and labels: the first id selects the experts and the image that a rank uses."""
+    ids = torch.full((2, 3), first)
+    ids[1, 1:] = 5 * (first % 2) + first % 5
+    return ids, (ids + 1) % VOCABULARY
+
+
+def joined(batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.cat([ids for ids, _ in batches]), torch.cat([labels for _, labels in batches])
+
+
 Idle = tuple[dict[str, Any], ActivationCheckpointConfig | None]
 IDLE_WITH_REPLICAS: tuple[Idle, ...] = (
     ({}, None), ({"granularity": "module", "pending_blocks": 1}, REENTRANT), (ALL, HALF),
@@ -152,19 +164,31 @@ def test_a_weight_idle_on_one_rank_takes_its_place_with_zeros(
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (twin.plain, twin.ours)]
         # Ids of each rank select experts and the image: some unused on one rank, some on all.
         for firsts in ((0, 10), (10, 1), (7, 2), (8, 3), (4, 9), (9, 9)):
-            everybody, mine = [], []
-            for r in range(world_size):
-                first = firsts[r % 2] if r < 2 else 4
-                ids = torch.full((2, 3), first)
-                ids[1, 1:] = 5 * (first % 2) + first % 5
-                labels = (ids + 1) % VOCABULARY
-                everybody.append((ids, labels))
-                if r == rank:
-                    mine = [ids, labels]
-            ids, labels = (torch.cat([e[i] for e in everybody]) for i in (0, 1))
-            twin.plain(ids, labels).backward()
-            twin.ours(*mine).backward()
+            everybody = [batch(firsts[r] if r < 2 else 4) for r in range(world_size)]
+            twin.plain(*joined(everybody)).backward()
+            twin.ours(*everybody[rank]).backward()
             twin.check_step(optimizers, f"{config} {firsts}")
+
+
+@pytest.mark.parametrize("config", [{}, SOME, ALL], ids=["each alone", "some", "all together"])
+@ranks(2)
+def test_a_weight_idle_on_one_rank_in_no_sync_keeps_its_place_among_the_sums(
+    rank: int, config: dict[str, Any]
+) -> None:
+    """No backward reduces these sums: the optimizer's step does, in the order of their places."""
+    twin = Twin(partial(Extra, Routed), mesh_of(2), **config)
+    plain = torch.optim.SGD(twin.plain.parameters(), lr=1e-2)
+    ours = ZeroOptimizer(twin.communicator, torch.optim.SGD, lr=1e-2)
+    for step, micro_batches in enumerate((((0, 10), (10, 1)), ((7, 2), (8, 3)), ((4, 9), (0, 4)))):
+        for firsts in micro_batches:
+            everybody = [batch(first) for first in firsts]
+            twin.plain(*joined(everybody)).backward()
+            with twin.communicator.no_sync():
+                twin.ours(*everybody[rank]).backward()
+        for optimizer in (plain, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+        twin.check_parameters(f"step {step}")
 
 
 TRACED: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None, bool, int], ...] = (

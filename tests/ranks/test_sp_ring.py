@@ -29,6 +29,7 @@ SHAPES: list[tuple[int, list[list[int]] | None, bool, int | None]] = [
     (16, None, True, None),
     (21, [[0, 1, 5], [0, 17]], True, None),
     (19, [[0, 3], [0, 3]], True, 4),
+    (17, [[0, 12], [0, 3]], True, None),  # as many documents in each row, cut elsewhere
     (13, [[0, 2, 9], [0]], False, 3),
     (12, None, False, None),
     (3, None, True, None),

@@ -32,6 +32,21 @@ def test_labels_are_shifted_before_the_cut_and_within_documents() -> None:
     assert layouts[1].documents.longest == 7
 
 
+@pytest.mark.parametrize(
+    ("starts", "rows"),
+    [
+        ([[0, 4], [0, 4]], ((4, 3),)),
+        ([[0, 4], [0, 2]], ((4, 3), (2, 5))),
+        ([[0, 1, 4], [0, 1, 5]], ((1, 3, 3), (1, 4, 2))),
+        ([[0], [0, 2]], ((7,), (2, 5))),
+    ],
+)
+def test_rows_are_one_only_if_their_documents_are_cut_at_the_same_tokens(
+    starts: list[list[int]], rows: tuple[tuple[int, ...], ...]
+) -> None:
+    assert SequenceLayout.create(IDS, boundaries=starts).documents.rows == rows
+
+
 def test_given_labels_are_cut_as_they_are() -> None:
     labels = IDS.masked_fill(IDS > 6, -7)
     layout = SequenceLayout.create(IDS, rank=1, size=2, labels=labels, ignore_index=-7)
