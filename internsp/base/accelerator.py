@@ -28,6 +28,48 @@ class Stream(Hashable, Protocol):
 CurrentStream = Callable[[], Stream]
 
 
+class Arrival:
+    """The streams that stand behind a result: it arrives on each stream, not once for all.
+
+    A wait for a collective, or a kernel that writes, orders the stream on which it is queued. Every
+    other stream that uses the result must stand behind one of those that do; :meth:`order` says
+    so. On a device without streams there is no such object.
+    """
+
+    __slots__ = ("_streams",)
+
+    def __init__(self, *streams: Stream) -> None:
+        self._streams = set(streams)
+
+    def reached(self, stream: Stream) -> None:
+        """Work queued on ``stream`` from now on runs after the result."""
+        self._streams.add(stream)
+
+    def order(self, stream: Stream) -> None:
+        """Make ``stream`` stand behind the result, once; before any wait this does nothing."""
+        if self._streams and stream not in self._streams:
+            stream.wait_stream(next(iter(self._streams)))
+            self._streams.add(stream)
+
+
+class Turns:
+    """Orders the streams that use the same memory: who takes it stands behind all users so far."""
+
+    def __init__(self) -> None:
+        self._users: set[Stream] = set()
+
+    def join(self, stream: Stream) -> None:
+        """``stream`` uses the memory beside the others."""
+        self._users.add(stream)
+
+    def take(self, stream: Stream) -> None:
+        """``stream`` changes the memory: it waits for the others."""
+        for user in self._users:
+            if user != stream:
+                stream.wait_stream(user)
+        self._users = {stream}  # to wait for this stream is now to wait for all of them
+
+
 def default_device_type() -> str:
     """The device type of this machine's accelerator; ``"cpu"`` if torch finds none."""
     found = torch.accelerator.current_accelerator(check_available=True)

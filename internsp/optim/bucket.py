@@ -71,9 +71,14 @@ class ParameterAllGather:
         self._unit = unit
 
     @property
+    def by_stream(self) -> bool:
+        """Whether each stream that reads the values waits for itself, as on a device."""
+        return self._handle.arrival is not None
+
+    @property
     def done(self) -> bool:
-        """Whether the all-gather has ended, or has been waited for."""
-        return self._handle.done
+        """Whether nobody has to wait any more."""
+        return self._handle.done and not self.by_stream
 
     def wait(self) -> None:
         """Wait on the current stream (CPU: block) until all new values have arrived."""
@@ -342,8 +347,9 @@ class Bucket:
     def set_pending_all_gather(self, all_gather: ParameterAllGather) -> None:
         """Note that the members' new values are being all-gathered: later unshards wait for that,
         and copies of the weights in slots are stale (WP-3, WP-11)."""
+        ready = None if all_gather.done else all_gather
         for member in self.offsets:
-            member.ready = None if all_gather.done else all_gather
+            member.ready = ready
             member.invalidate()
 
     def state_nbytes(self) -> int:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.utils._pytree import tree_leaves
 
-from internsp.base.accelerator import Stream, current_stream
+from internsp.base.accelerator import Arrival, Stream, current_stream
 from internsp.base.trace import CompletionThread, Trace, Work, call_when_done
 from internsp.failure.comm_context import UNCOUNTED, CommContext, Counters
 from internsp.failure.rank_report import WaitedCollective
@@ -71,7 +71,7 @@ def _drop(works: Sequence[Work]) -> None:
 
 @dataclass(slots=True)
 class Handle:
-    """A collective in flight. ``wait`` is idempotent; on a device it orders streams only."""
+    """A collective in flight. Waiting is idempotent; on a device it orders streams only."""
 
     work: Work | None
     events: list[int] = field(default_factory=list)
@@ -83,6 +83,8 @@ class Handle:
     """Which launch it is, where the :class:`CommContext` counts it."""
     stream: Stream | None = None
     """The stream it was launched from, on a device that has streams."""
+    arrival: Arrival | None = None
+    """There also: the streams that stand behind it (WP-4)."""
 
     @property
     def done(self) -> bool:
@@ -182,7 +184,7 @@ class Collectives:
     def exchange(self, output: Tensor, input: Tensor, unit: str) -> Handle:
         """:meth:`reduce_scatter` of reduced gradients between replicas."""
         if self.size == 1:
-            return Handle(None)
+            return self._arrived()
         nbytes = (self.size - 1) * input.nbytes // self.size
         self.counters.reduced_bytes += nbytes
         self.counters.reductions += 1
@@ -229,7 +231,7 @@ class Collectives:
     def all_reduce(self, tensor: Tensor, unit: str, weight: str = "") -> Handle:
         """All-reduce ``tensor`` in place (sum). Does not block unless ``overlap`` is off."""
         if self.size == 1:
-            return Handle(None)
+            return self._arrived()
         nbytes = 2 * (self.size - 1) * tensor.nbytes // self.size
         send = partial(all_reduce, group=self.group, counters=self.counters)
         return self.launch(send, (tensor,), "EX", unit, {weight: nbytes}, "backward", "finish")
@@ -264,7 +266,7 @@ class Collectives:
         if self.size == 1:
             for event in events:
                 trace.finish(event)
-            return Handle(None)
+            return self._arrived()
         comm_context = self.comm_context
         if comm_context.on_launch is not None:
             comm_context.on_launch(kind, first or unit, phase)
@@ -280,7 +282,7 @@ class Collectives:
         launched = WaitedCollective(self._names, self._index, number, self._tag)
         handle = Handle(work, events, tensors, launch=launched)
         if self._current is not None:
-            handle.stream = self._current()
+            handle.stream, handle.arrival = self._current(), Arrival()
         if not self.overlap:
             self.wait(handle, unit, first, waits or phase)
         return handle
@@ -330,12 +332,16 @@ class Collectives:
         return total
 
     def wait(self, handle: Handle, unit: str, weight: str, phase: str) -> None:
-        """Wait for ``handle`` on the current stream (CPU: block). Later waits return at once.
+        """Wait for ``handle`` on the current stream (CPU: block).
+
+        Later waits of the same stream return at once; each other stream is ordered once, too.
 
         Raises:
             CollectiveError: the collective failed; names the weight and the rank.
         """
         if handle.work is None:
+            if handle.arrival is not None and self._current is not None:
+                handle.arrival.order(self._current())
             return
         work, handle.work = handle.work, None
         comm_context, trace = self.comm_context, self.trace
@@ -352,7 +358,8 @@ class Collectives:
             trace.exposed += end - start
         else:
             trace.waited(start, end)
-        if handle.stream is not None:
+        if handle.arrival is not None and self._current is not None:
+            handle.arrival.reached(self._current())
             self._outlive(handle)
         if trace.enabled:
             trace.record("WAIT", unit, weight, phase, start=start, end=end)
@@ -398,6 +405,10 @@ class Collectives:
         works: list[Work] = [group.recv([outputs[p]], p, tag) for p in others[::-1] if received[p]]
         works += [group.send([inputs[p]], p, tag) for p in others if sent[p]]
         return WorkHandles(works, group)
+
+    def _arrived(self) -> Handle:
+        """The handle of what the current stream itself has queued: nothing is to be waited for."""
+        return Handle(None, arrival=None if self._current is None else Arrival(self._current()))
 
     def _outlive(self, handle: Handle) -> None:
         """Keep a collective's memory for a stream that waited for it but did not launch it: the

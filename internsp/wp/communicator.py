@@ -249,6 +249,8 @@ class ChunkWeights(WPCommunicator):
                 "weight_parallel.coalesce_bytes = 0 and compile = false"
             )
         kept, frozen = self.state.reducer.ready, self.state.reducer.frozen
+        if self.state.streams:
+            self.state.reducer.take_turn()
         for weight, gradient in ready:
             if weight in frozen:
                 continue
@@ -556,6 +558,8 @@ class ISPCommunicator(ChunkWeights):
     def finalize_backward(self) -> None:
         """All gradients are ready: reduce what was accumulated; complete ``.grad``, unless a
         ``ZeroOptimizer`` does so."""
+        if self.state.streams:
+            self.state.reducer.take_turn()
         if not self.queue.reductions.accumulating:
             self.state.reduce_accumulated()  # sums that this backward has not reduced
         self.queue.end_pass()

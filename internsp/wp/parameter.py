@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,14 @@ VersionAndDtype = tuple[int, torch.dtype]
 _requires_grad: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
+class Publication(Work, Protocol):
+    """An optimizer's all-gather of new values."""
+
+    @property
+    def by_stream(self) -> bool:
+        """Whether each stream that reads the values waits for itself."""
+
+
 class ModelParameter:
     """A parameter of a parallel model: base of the sharded and of the replicated one.
 
@@ -39,7 +47,8 @@ class ModelParameter:
             have different ones.
         dtype: dtype in which it is stored.
         tensor: its placement on the tensor ranks; ``None`` if its layer is not tensor parallel.
-        ready: work handle of the optimizer's all-gather of new values into ``storage`` (WP-3).
+        ready: the optimizer's all-gather of new values into ``storage`` (WP-3), until it was
+            waited for; on a device with streams until the next one.
         offload: what of it lies in host memory (``weight_parallel.offload``).
         shares_slot: whether other weights use its bytes between forward and backward.
         communicator: unshards it and reduces its gradient.
@@ -65,7 +74,7 @@ class ModelParameter:
     def __init__(self, name: str, parameter: nn.Parameter, axis: WeightAxis) -> None:
         self.name, self.dtype, self.axis = name, parameter.dtype, axis
         self.tensor = TensorPart.of(parameter)
-        self.ready: Work | None = None
+        self.ready: Publication | None = None
         self.meet: Callable[[str], None] | None = None
         self.aliases: Aliases = {}
         self._unseen_writes = 0
@@ -156,9 +165,11 @@ class ModelParameter:
         self._counter._local_tensor = self.parameter._local_tensor  # type: ignore[attr-defined]
 
     def wait_until_ready(self) -> None:
-        """Wait until ``storage`` holds the values of the last optimizer step (WP-3)."""
-        if self.ready is not None:
-            ready, self.ready = self.ready, None
+        """Wait on the current stream until ``storage`` holds the last step's values (WP-3)."""
+        ready = self.ready
+        if ready is not None:
+            if not ready.by_stream:  # once is enough, and later reads cost nothing
+                self.ready = None
             ready.wait()
 
     def load(self, values: Tensor) -> None:

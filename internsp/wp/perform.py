@@ -104,8 +104,6 @@ class Chunk:
             elif kind == ALL_GATHER and self.link is not None and weights[0].hosted:
                 with self.link.on_copy_stream():
                     self._all_gather(action)
-                if not self.queue.overlap:  # so far only the copy stream has waited for the gather
-                    self.link.record_event().wait()
             elif kind in (ALL_GATHER, NEAR_GATHER):
                 self._all_gather(action)
             elif kind == FREE:
@@ -146,6 +144,8 @@ class Chunk:
 
     def _reduce(self, action: Action) -> None:
         kind, _, unit, weights, _ = action
+        if self.streams:
+            self.reducer.take_turn()
         if kind == REDUCE_SCATTER:
             self.reducer.reduce_scatter(unit, weights)
         elif kind == FINISH_OLDEST:
@@ -194,6 +194,8 @@ class Chunk:
             handle = collectives.all_gather(outputs, shards, unit.name, names, phase)
             if copied is not None and collectives.size == 1:
                 handle.work = copied  # only the copy is to be waited for
+            if handle.arrival is not None:
+                slot.streams.filled_by(handle.arrival, run)
             self._launched(run, handle)
 
     def _from_host(

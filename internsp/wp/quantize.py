@@ -100,6 +100,7 @@ class Quantizer:
         else:
             assert not isinstance(kind, CustomAllGather), "quantize() has rounded it"
             self._dequantize_shards(pieces, quantized, kind[0], slot_view)
+        streams.written(weight)
         self.buffers.release(sent)
         self.buffers.release(received)
 

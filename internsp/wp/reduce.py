@@ -13,11 +13,12 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from internsp.base.accelerator import Stream, current_stream
+from internsp.base.accelerator import Stream, Turns, current_stream
 from internsp.base.host import GRADIENTS, HostSum
 from internsp.base.trace import Trace
 from internsp.mesh import WeightAxis
@@ -52,12 +53,13 @@ class Buffers:
         reuse: keep released buffers for later (``weight_parallel.memory_pool``); else free them.
 
     Attributes:
+        device: where they are.
         nbytes: bytes of all buffers that exist.
         allocations: number of buffers that were ever made.
     """
 
     def __init__(self, device: torch.device, reuse: bool = True) -> None:
-        self._device, self._reuse = device, reuse
+        self.device, self._reuse = device, reuse
         self._free: dict[tuple[int, torch.dtype], list[tuple[Tensor, Stream | None]]]
         self._free = defaultdict(list)
         self._current = current_stream(device)
@@ -75,7 +77,7 @@ class Buffers:
             return buffer
         self.allocations += 1
         self.nbytes += numel * dtype.itemsize
-        return torch.empty(numel, dtype=dtype, device=self._device)
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def release(self, buffer: Tensor) -> None:
         """Return a buffer of :meth:`acquire` to the pool, once no collective uses it."""
@@ -113,6 +115,17 @@ class GradientReducer:
         self.had_gradient: dict[ShardedParameter, bool] = {}
         self.unsharded_sums = UnshardedSums(buffers)
         self.frozen: set[ShardedParameter] = set()
+        self._current = current_stream(buffers.device)
+        self._turns = Turns()
+
+    def take_turn(self) -> None:
+        """Make the current stream, which works on gradients next, stand behind those before it.
+
+        A gradient that is ready on one stream may be added to, sent or finished on another one: a
+        reduction waits for its turn. Without streams this does nothing.
+        """
+        if self._current is not None:
+            self._turns.take(self._current())
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -184,6 +197,8 @@ class GradientReducer:
 
     def _pop_ready(self, weight: ShardedParameter) -> Tensor | None:
         gradient = self.ready.pop(weight, None)
+        if gradient is not None and self._current is not None:
+            gradient.record_stream(cast(Any, self._current()))  # it may be another one's memory
         self.had_gradient[weight] = gradient is not None or self.had_gradient.get(weight, False)
         return gradient
 

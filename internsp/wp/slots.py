@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from internsp.base.accelerator import CurrentStream, Stream, current_stream
+from internsp.base.accelerator import Arrival, CurrentStream, Turns, current_stream
 from internsp.schedule import terms as schedule
 from internsp.schedule.chunk import aligned
 from internsp.schedule.terms import Group
@@ -53,14 +54,15 @@ class Unit(schedule.Unit[ShardedParameter]):
 
 
 class SlotStreams:
-    """Orders the streams that use one slot: those that read it, and those that have waited for its
-    gathers (WP-4).
+    """Orders the streams that use one slot: each reader stands behind the gather of what it reads,
+    each gather behind the readers of what it overwrites (WP-4).
 
     A kernel runs long after it was queued, so that the host's release of bytes says nothing about
     the device. One stream needs no help: at its launch a collective waits for what the launching
     stream has queued, and a wait orders the waiting stream after the collective. Several streams
     need this class (a user's own, or autograd's, which runs each node on the stream of its
-    forward). On a device without streams every method does nothing.
+    forward): a launch has one :class:`Arrival` for all its weights. On a device without streams
+    every method does nothing.
 
     Args:
         current: see :func:`internsp.base.accelerator.current_stream`.
@@ -72,20 +74,25 @@ class SlotStreams:
     def __init__(self, current: CurrentStream | None) -> None:
         self._current = current
         self.active = current is not None
-        self._readers: set[Stream] = set()
-        self._arrived: dict[Hashable, set[Stream]] = {}  # streams that waited for each gather
+        self._turns = Turns()
+        self._arrivals: dict[Hashable, Arrival] = {}  # of what lies in the slot
 
     def before_overwrite(self, *weights: Hashable) -> None:
         """Make the current stream, and so the gather, wait for all readers of the slot (WP-4)."""
         if self._current is None:
             return
-        here = self._current()
-        for stream in self._readers:
-            if stream != here:
-                here.wait_stream(stream)
-        self._readers = {here}  # to wait for this stream is now to wait for all readers
+        self._turns.take(self._current())
         for weight in weights:
-            self._arrived.pop(weight, None)
+            self._arrivals.pop(weight, None)
+
+    def filled_by(self, arrival: Arrival, weights: Iterable[Hashable]) -> None:
+        """Note whose arrival the streams that read ``weights`` must stand behind."""
+        self._arrivals.update(dict.fromkeys(weights, arrival))
+
+    def written(self, *weights: Hashable) -> None:
+        """Note that the current stream itself has written ``weights``."""
+        if self._current is not None:
+            self.filled_by(Arrival(self._current()), weights)
 
     def read(self, *weights: Hashable) -> None:
         """Make the current stream, which reads ``weights`` next, wait for their gathers."""
@@ -93,12 +100,16 @@ class SlotStreams:
             return
         here = self._current()
         for weight in weights:
-            arrived = self._arrived.setdefault(weight, set())
-            if here not in arrived:
-                if arrived:  # another stream has waited for the gather
-                    here.wait_stream(next(iter(arrived)))
-                arrived.add(here)
-        self._readers.add(here)
+            arrival = self._arrivals.get(weight)
+            if arrival is not None:
+                arrival.order(here)
+        self._turns.join(here)
+
+    def keep_until_here(self, buffer: Tensor) -> None:
+        """Keep ``buffer``, which is freed next, until the current stream has come here: the
+        allocator would give it at once to the stream that allocated it."""
+        if self._current is not None:
+            buffer.record_stream(cast(Any, self._current()))
 
 
 class Slot:
@@ -143,6 +154,7 @@ class Slot:
     def _free(self, weight: ShardedParameter) -> None:
         if weight in self._buffers:
             self.streams.before_overwrite()
+            self.streams.keep_until_here(self._buffers[weight])
             self._buffers[weight].untyped_storage().resize_(0)
 
     def flat(self, unit: Unit, weight: ShardedParameter) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from internsp.base.accelerator import current_stream, device_clock
+from internsp.base.accelerator import Arrival, current_stream, device_clock
 from internsp.base.trace import Trace
 from internsp.failure.comm_context import CommContext
 from internsp.wp.collectives import Collectives, Handle
@@ -64,25 +64,48 @@ def test_with_one_stream_nothing_waits() -> None:
     assert device.a.behind == set()
 
 
-def test_a_second_stream_stands_behind_the_one_that_waited_for_the_gather() -> None:
+def launched(device: Device, streams: SlotStreams, *weights: str) -> Arrival:
+    """One gather of ``weights``, launched on stream a."""
+    arrival = Arrival()
+    on(device, device.a, streams.before_overwrite, *weights)
+    streams.filled_by(arrival, weights)
+    return arrival
+
+
+@pytest.mark.parametrize("weight", ["w", "v"])
+def test_a_second_stream_stands_behind_the_one_that_waited_for_the_gather(weight: str) -> None:
     device = Device()
     streams = SlotStreams(device.current)
-    on(device, device.a, streams.before_overwrite, "w")
+    arrival = launched(device, streams, "w", "v")
     on(device, device.b, streams.read, "other")  # b is a reader of the slot, but not of w
+    arrival.reached(device.a)  # a waits, and reads w
     on(device, device.a, streams.read, "w")
-    on(device, device.b, streams.read, "w")
-    assert "a" in device.b.behind
+    assert device.b.behind == set()
+    on(device, device.b, streams.read, weight)
+    assert device.b.behind == {"a"}
+    on(device, device.c, streams.read, weight)
+    assert device.c.behind >= {"a"}
 
 
 def test_after_a_refill_a_stream_that_read_before_waits_again() -> None:
     device = Device()
     streams = SlotStreams(device.current)
     on(device, device.b, streams.read, "w")
-    on(device, device.a, streams.before_overwrite, "w")
+    arrival = launched(device, streams, "w")
     assert device.a.behind == {"b"}
-    on(device, device.a, streams.read, "w")
+    arrival.reached(device.a)
     on(device, device.b, streams.read, "w")
     assert "a" in device.b.behind
+
+
+def test_what_a_stream_has_copied_itself_is_waited_for_by_every_other_one() -> None:
+    device = Device()
+    streams = SlotStreams(device.current)
+    on(device, device.a, streams.before_overwrite, "w")
+    streams.written("w")
+    on(device, device.a, streams.read, "w")
+    on(device, device.b, streams.read, "w")
+    assert (device.a.behind, device.b.behind) == (set(), {"a"})
 
 
 def test_who_stands_behind_one_overwriter_stands_behind_the_readers_before_it() -> None:
@@ -130,10 +153,12 @@ def test_memory_of_a_collective_waited_for_on_another_stream_is_not_freed_early(
         def wait(self) -> None:
             return
 
-    handle = Handle(Work(), keep=cast(Any, (kept,)), stream=device.a)
+    handle = Handle(Work(), keep=cast(Any, (kept,)), stream=device.a, arrival=Arrival())
     device.here = device.b if elsewhere else device.a
     collectives.wait(handle, "unit", "weight", "forward")
     assert kept.streams == ([device.b] if elsewhere else [])
+    on(device, device.c, collectives.wait, handle, "unit", "weight", "forward")
+    assert device.c.behind == {device.b.name if elsewhere else "a"}, "a later wait orders it, too"
 
 
 def test_the_cpu_has_neither_streams_nor_a_clock_of_its_own() -> None:
