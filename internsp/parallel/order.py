@@ -1,7 +1,10 @@
-"""The order in which blocks run, learned in the first step (``unexpected_order = "learn"``).
+"""The order in which blocks run, where it is not the declared one (``unexpected_order``).
 
-In that step each block is gathered when it runs (``"gather"``). Before each block, and before any
-collective, the ranks compare by the store which block comes: if it differs, all of them raise,
+``"gather"``: blocks are gathered as they come, and the ranks of a weight group agree on each block
+(:class:`OrderAgreement`).
+
+``"learn"``: in the first step each block is gathered when it runs. Before each block, and before
+any collective, the ranks compare by the store which block comes: if it differs, all of them raise,
 instead of waiting for each other. The learned order is that of the forward whose backward ended
 first. It replaces the declared order at the first forward after an optimizer step: no autograd
 graph whose tensors alias a slot can be used any more then, so that blocks may change slots. From
@@ -10,18 +13,139 @@ then on the learned order is required as strictly as a declared one.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from internsp.errors import OrderError
+from internsp.errors import CollectiveError, OrderError
+from internsp.parallel.store_group import StoreGroup
 from internsp.schedule.learned import with_run_order
+from internsp.wp.parameter import ShardedParameter
 from internsp.wp.slots import Unit
 
 if TYPE_CHECKING:
     from internsp.wp.communicator import ISPCommunicator
+
+_IN_ORDER = "all blocks in the declared order"
+_REMEMBERED = 1000
+REMEDY = (
+    "run the same blocks on all of them; on a rank that has no data for a block, run it with other "
+    "data and add its output times zero. Only replicas of a shard may run different blocks, with "
+    "weight_parallel.unexpected_order = 'gather'"
+)
+"""For an error: what to do where data decide which blocks a rank runs."""
+
+
+class OrderAgreement:
+    """The ranks that share shards run the same blocks in the same order, or all raise.
+
+    A gather needs all ranks of its weight group. While blocks run in the declared order, nothing is
+    compared. A rank whose next block is another one asks the others, by the store, for their next
+    block before it launches anything, and so for every block that follows in this forward, and in
+    its backward. A rank that has run all blocks in the declared order leaves this as its answer. So
+    no rank ever takes another block's message for its own.
+
+    Args:
+        communicator: the communicator of the blocks.
+        store_groups: the ranks of each weight group that has several.
+    """
+
+    def __init__(self, communicator: ISPCommunicator, store_groups: Sequence[StoreGroup]) -> None:
+        self._communicator, self._store_groups = communicator, list(store_groups)
+        self._departed = False  # the forward that runs has left the order
+        self._before = ""  # the block before, in that forward
+        # The last forwards that ran in the declared order to their end; older ones are compared.
+        self._in_order: deque[int] = deque(maxlen=_REMEMBERED)
+
+    def begin_forward(self) -> None:
+        """A forward begins, in the declared order."""
+        self._departed, self._before = False, ""
+
+    def pre_forward(self, name: str, expected: bool, last: bool) -> None:
+        """Called before a block's forward, before it is gathered.
+
+        Blocks until all ranks have come, once a block was not the expected one.
+
+        Args:
+            name: the block; ``"the end"`` at the end of the model's forward.
+            expected: it is the next one in the order, or its end.
+            last: no other one follows in that order.
+
+        Raises:
+            OrderError: the ranks run different blocks; raised on all ranks.
+        """
+        communicator, before = self._communicator, self._before
+        learns = communicator.learned or communicator.learning is not None
+        if learns and name == before:
+            return  # several runs in a row count as one
+        self._before, number = name, communicator.forwards
+        if not expected:
+            self._departed = True
+            if number in self._in_order:  # one block more, behind the last one of the order
+                self._in_order.remove(number)
+        if self._departed:
+            self._agree(number, f"{name} after {before}" if before else name)
+        elif last:
+            self._in_order.append(number)
+            for store_group in self._store_groups:
+                store_group.answer(self._topic, f"forward {number}: {_IN_ORDER}")
+
+    def was_in_order(self, forward: int) -> bool:
+        """Whether that forward ran all blocks in the declared order, on all ranks."""
+        return forward in self._in_order
+
+    def pre_backward(self, name: str, forward: int) -> None:
+        """Called before a block's backward, before anything is launched for it.
+
+        Raises:
+            OrderError: the ranks run the backward of different blocks; raised on all ranks.
+        """
+        if not self.was_in_order(forward):
+            # Behind the answers to the last forward, before those to the next.
+            self._agree(self._communicator.forwards + 0.5, f"backward of {name}")
+
+    @property
+    def _topic(self) -> str:
+        # After a failure, ranks may have made different numbers of calls.
+        return f"run order {self._communicator.recovery.guard.epoch}"
+
+    def _agree(self, number: float, what: str) -> None:
+        def counts(text: str) -> bool:
+            return not text.endswith(_IN_ORDER) or int(text.split(maxsplit=2)[1][:-1]) >= number
+
+        value = f"forward {int(number)}: {what}, in another order than expected"
+        for store_group in self._store_groups:
+            try:
+                found = store_group.all_gather_text(self._topic, value, counts)
+            except CollectiveError as error:  # another rank waits for a block that is not run here
+                raise CollectiveError(
+                    f"{error}. If the ranks run different blocks: {REMEDY}"
+                ) from error
+            if len(set(found.values())) > 1:
+                others = "; ".join(f"rank {rank} has {text}" for rank, text in found.items())
+                raise OrderError(
+                    f"the ranks run different blocks, as rank {self._communicator.mesh.rank} "
+                    f"found: {others}. Each block's weights are gathered from all ranks of "
+                    f"a weight group: {REMEDY}"
+                )
+
+
+def make_agreement(
+    communicator: ISPCommunicator, weights: Sequence[ShardedParameter]
+) -> OrderAgreement | None:
+    """The agreement over the weight groups of ``weights``; ``None`` if each is of one rank."""
+    mesh, guard = communicator.mesh, communicator.recovery.guard
+    groups = []
+    for axis in dict.fromkeys(weight.axis for weight in weights):
+        ranks = dist.get_process_group_ranks(axis.weight_group)
+        if len(ranks) > 1:
+            name = f"internsp/{communicator.recovery.name}/{axis.name}/{ranks[0]}"
+            groups.append(StoreGroup(name, mesh.rank, ranks, mesh.timeout_seconds, guard))
+    return OrderAgreement(communicator, groups) if groups else None
 
 
 class OrderLearner:
@@ -72,8 +196,7 @@ class OrderLearner:
             raise OrderError(
                 f"the ranks run blocks in different orders, as rank {rank} found in the first "
                 f"step: after {before} blocks come {others}. An order can be learned only if it is "
-                "the same on all ranks: give them data of one shape, or set "
-                "weight_parallel.unexpected_order = 'gather'"
+                f"the same on all ranks: {REMEDY}"
             )
         if unit is not None:
             self._forward.append(unit)

@@ -27,7 +27,7 @@ from internsp.modules.tiles import tile_all
 from internsp.modules.watch import keep_parameters_in_place
 from internsp.parallel.additions import AddedParameterCheck
 from internsp.parallel.compare import require_same_model, token_count_check
-from internsp.parallel.order import OrderLearner
+from internsp.parallel.order import OrderLearner, make_agreement
 from internsp.parallel.store_group import FrozenParameterCheck, StoreGroup, register_read_checks
 from internsp.schedule.chunk import ChunkLayout
 from internsp.schedule.enclosing import Enclosing, EnclosingBlocks
@@ -557,6 +557,8 @@ class _Builder:
         prefix, ranks = f"internsp/{shared}", mesh.model_ranks
         store_group = StoreGroup(prefix, mesh.rank, ranks, mesh.timeout_seconds, guard)
         communicator.store_group = store_group
+        if self.config.unexpected_order != "error" and self.user_communicator is None:
+            communicator.agreement = make_agreement(communicator, self.sharded)
         frozen = FrozenParameterCheck(self.replicated.all_parameters(), store_group, mesh.rank)
         # Also parameters that a rule of the plan ignores.
         held = ((m, n) for m in self.model.modules() for n in m._parameters)

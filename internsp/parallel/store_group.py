@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch.distributed as dist
@@ -35,12 +35,16 @@ class StoreGroup:
         self._guard = guard
         self._rounds: dict[str, int] = defaultdict(int)  # completed calls, by topic
 
-    def all_gather_text(self, topic: str, value: str) -> dict[int, str]:
+    def all_gather_text(
+        self, topic: str, value: str, counts: Callable[[str], bool] = lambda text: True
+    ) -> dict[int, str]:
         """The ``value`` of every rank, by rank. Blocks until all ranks have called it.
 
         Args:
             topic: calls with different topics are independent.
             value: text; it also names the call in errors.
+            counts: whether the text of a rank is one to this call, and not an older
+                :meth:`answer`.
 
         Raises:
             CollectiveError: some rank did not call it in time. No collective was launched, so that
@@ -50,7 +54,14 @@ class StoreGroup:
         """
         call, number = f"{self._name}/{topic}", self._rounds[topic]
         with self._guard.waits_in_store(value, self._ranks, call, number):
-            return self._all_gather_text(topic, value)
+            return self._all_gather_text(topic, value, counts)
+
+    def answer(self, topic: str, value: str) -> None:
+        """Leave ``value`` for ranks that make the next call of ``topic``. Does not block.
+
+        This rank may make that call, too; it then gives its value instead.
+        """
+        default_store().set(self._key(topic, self._rank), value)
 
     def require_same(self, topic: str, what: str, refused: Exception | None = None) -> None:
         """Check that all ranks make the same call, ``what``. Blocks until all ranks have come.
@@ -74,12 +85,26 @@ class StoreGroup:
                 "must make the same calls in the same order"
             )
 
-    def _all_gather_text(self, topic: str, value: str) -> dict[int, str]:
+    def _key(self, topic: str, rank: int) -> str:
+        return f"{self._name}/{topic}/{self._rounds[topic]}/{rank}"
+
+    def _all_gather_text(
+        self, topic: str, value: str, counts: Callable[[str], bool]
+    ) -> dict[int, str]:
         store, number = default_store(), self._rounds[topic]
-        keys = {rank: f"{self._name}/{topic}/{number}/{rank}" for rank in self._ranks}
+        keys = {rank: self._key(topic, rank) for rank in self._ranks}
+        found: dict[int, str] = {}
         store.set(keys[self._rank], value)
         deadline, pause = time.monotonic() + self._seconds, 0.0002
-        while missing := [rank for rank, key in keys.items() if not store.check([key])]:
+        while True:
+            for rank, key in keys.items():
+                if rank not in found and store.check([key]):
+                    text = store.get(key).decode()
+                    if counts(text):
+                        found[rank] = text
+            missing = [rank for rank in self._ranks if rank not in found]
+            if not missing:
+                break
             if self._guard.fatal_cause:
                 raise CollectiveError(
                     f"rank {self._rank} reached {value}, which all ranks {self._ranks} must call "
@@ -94,10 +119,9 @@ class StoreGroup:
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
         self._rounds[topic] = number + 1
-        found = {rank: store.get(key).decode() for rank, key in keys.items()}
         if number:  # all ranks have read this rank's value of the call before, as they are here
             store.delete_key(f"{self._name}/{topic}/{number - 1}/{self._rank}")
-        return found
+        return {rank: found[rank] for rank in self._ranks}
 
 
 def register_read_checks(

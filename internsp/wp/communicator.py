@@ -283,6 +283,12 @@ class HeadWeightParallelCommunicator(EmbeddingWeightParallelCommunicator):
     (``weight_parallel.head_output``, :mod:`internsp.sp.vocabulary`).
     """
 
+    def unshard(self, weight: ShardedParameter) -> Tensor:
+        """See :meth:`WPCommunicator.unshard`."""
+        if graph_task() == NO_TASK and not self.queue.is_gathered(weight):
+            self.state.before_head()  # the other ranks may run a block that this one does not
+        return super().unshard(weight)
+
 
 class ISPCommunicator(ChunkWeights):
     """Weights of a chunk's transformer blocks, and the chunk's passes from begin to end.
@@ -309,6 +315,9 @@ class ISPCommunicator(ChunkWeights):
             for an exchange or an optimizer's step.
         confirm: called as the outermost backward returns, before any gradient is complete; raises
             if the ranks' batches differ.
+        agreement: compares the blocks that ranks of a weight group run where these are not the
+            expected ones (:class:`internsp.parallel.order.OrderAgreement`); ``None`` if the order
+            never changes, or no weight group has several ranks.
         learning: records the order of blocks in the first step (``unexpected_order = "learn"``);
             ``None`` if no order is learned, or once one is (``learned``).
         store_group: lets the ranks of the stage agree on collectives between two passes
@@ -334,6 +343,7 @@ class ISPCommunicator(ChunkWeights):
         super().__init__(state)
         self.mesh, self.blocks, self.replicated = mesh, blocks, replicated
         self.mean = mean
+        self.agreement: Any = None
         self.learning: Any = None
         self.learned = False
         self.head: HeadWeightParallelCommunicator | None = None
@@ -356,6 +366,7 @@ class ISPCommunicator(ChunkWeights):
         self._autocast = Autocast(replicated.sharded, blocks, mesh.device.type)
         self.contents = Contents(self)
         state.began = replicated.began = self._ensure_callback
+        state.before_head = lambda: self._agree_on_end("the head")
         self._has_replicas = any(axis.replicas > 1 for axis in mesh.axes)
         self._next = 0  # the block that a forward must run next
         self.forwards = 0
@@ -474,8 +485,10 @@ class ISPCommunicator(ChunkWeights):
                 f"only {self._next} of {len(order)} blocks ran in this forward on rank "
                 f"{self.mesh.rank}: the next in order was {order[self._next].name}. "
                 "Set weight_parallel.unexpected_order = 'learn' for models that always skip the "
-                "same blocks, 'gather' for others"
+                "same blocks, 'gather' for those that skip others from step to step, on all ranks "
+                "alike"
             )
+        self._agree_on_end("the end")
         self._forward_open = False
         if self.state.link is not None:
             self.state.link.synchronize()  # from here on a program may write weights
@@ -497,11 +510,15 @@ class ISPCommunicator(ChunkWeights):
     def pre_forward_of_enclosing(self, block: Enclosing[Unit]) -> None:
         """The pre-forward of a block that holds units of its own."""
         if graph_task() == NO_TASK:
+            if self.agreement is not None:
+                first = self.queue.blocks[block.first].name
+                self.agreement.pre_forward(first, self._next == block.first, last=False)
             self.state.perform(self.enclosing.pre_forward(block))
 
     def pre_backward_of_enclosing(self, block: Enclosing[Unit]) -> None:
         """The pre-backward of a block that holds units of its own."""
         if not self.weight_part:
+            self._agree_in_backward(self.queue.blocks[block.last])
             self.state.perform(self.enclosing.pre_backward(block, self._all_ranks_take_part()))
 
     # backward
@@ -541,11 +558,13 @@ class ISPCommunicator(ChunkWeights):
             run: see :meth:`internsp.schedule.queue.GatherQueue.pre_backward`.
         """
         if not self.weight_part:
+            self._agree_in_backward(unit)
             self.state.perform(self.queue.pre_backward(unit, self._all_ranks_take_part(), run))
 
     def root_post_backward(self) -> None:
         """The end of the outermost backward: launch the last reductions, finish them (WP-9)."""
         self.confirm()
+        self._agree_in_backward(None)
         self.state.perform(
             self.queue.root_post_backward(self._all_ranks_take_part(), self._last_trained())
         )
@@ -784,6 +803,7 @@ class ISPCommunicator(ChunkWeights):
     def _enter_graph(self, forward: int) -> None:
         """Backward is in the graph of ``forward`` now; if it was in another one, that has ended."""
         if self._forward not in (None, forward):
+            self._agree_in_backward(None)
             self.state.perform(
                 self.queue.begin_earlier_graph(self._all_ranks_take_part(), self._last_trained())
             )
@@ -792,6 +812,8 @@ class ISPCommunicator(ChunkWeights):
     def _count_forward(self) -> None:
         """A forward begins: note which weights are trained in it."""
         self.forwards += 1
+        if self.agreement is not None:
+            self.agreement.begin_forward()
         self._graphs += torch.is_grad_enabled()
         weights = self.replicated.sharded
         for weight, now in zip(weights, trained(weights), strict=True):
@@ -815,7 +837,28 @@ class ISPCommunicator(ChunkWeights):
 
     def _all_ranks_take_part(self) -> bool:
         """Whether every rank acts for every block, also for blocks without a gradient there."""
-        return self.queue.strict and not self._nested and not self.queue.split
+        if self._nested or self.queue.split:
+            return False
+        return self.queue.strict or (
+            self.agreement is not None and self.agreement.was_in_order(self._graph())
+        )
+
+    def _graph(self) -> int:
+        """The forward in whose graph backward is, the last one if it is not known."""
+        return self.forwards if self._forward is None else self._forward
+
+    def _agree_on_end(self, what: str) -> None:
+        """Agree that no block follows, where blocks are missing or ran in another order."""
+        if self.agreement is not None:
+            expected = self._next == len(self.queue.blocks)
+            self.agreement.pre_forward(what, expected, last=False)
+
+    def _agree_in_backward(self, unit: Unit | None) -> None:
+        """In the backward of a forward in another order: agree with the other ranks on the block
+        that comes next; ``None``: the end."""
+        if self.agreement is None or self.queue.strict or (unit and unit is self.queue.open):
+            return
+        self.agreement.pre_backward(unit.name if unit is not None else "the end", self._graph())
 
     def _set_weight_part(self, runs: bool) -> None:
         for weight in self.replicated.all_parameters():
@@ -857,6 +900,8 @@ class ISPCommunicator(ChunkWeights):
             self._out_of_order(unit, expected)
         else:
             self._next = unit.block + 1
+        if self.agreement is not None:
+            self.agreement.pre_forward(unit.name, expected is unit, self._next == len(order))
 
     def _may_differ(self) -> bool:
         """Whether this forward may run another order than the learned one: it has no backward."""
@@ -876,7 +921,7 @@ class ISPCommunicator(ChunkWeights):
             f"{expected.name if expected is not None else 'the end'} was expected, {which}: the "
             "prefetch order would be wrong. Declare the blocks in the order in which they run "
             "(weight_parallel.blocks), or set weight_parallel.unexpected_order = 'learn' for an "
-            "order that never changes, 'gather' for one that does"
+            "order that never changes, 'gather' for one that changes on all ranks alike"
         )
 
     def _ensure_callback(self) -> None:

@@ -10,16 +10,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import internsp
 import internsp.sp.loss
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
-from internsp.errors import CollectiveError, ConfigError, InternspError, StructureError
+from internsp.errors import (
+    CollectiveError,
+    ConfigError,
+    InternspError,
+    OrderError,
+    StructureError,
+)
 from internsp.mesh import ParallelMesh
 from internsp.parallel.parallelize import parallelize
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
-from tests.support.models import CUT, ROLLING, Block, Tiny, Twin, raises
+from tests.support.models import ALL, CUT, ROLLING, SOME, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 SMALL = {"min_shard_elements": CUT, "coalesce_bytes": 0}
@@ -206,6 +213,124 @@ def test_blocks_that_only_some_replicas_go_through_get_the_sum_of_those(rank: in
                 twin.ours.skipped = mine if rank else (3,)  # type: ignore[assignment]
                 twin.ours(*own).backward()
                 twin.check_step(optimizers, f"skipped {mine} {config}")
+
+
+class Spare(Skips):
+    """Blocks that this rank has no data for run all the same: unused, or times zero."""
+
+    idle: tuple[int, ...] = ()
+    keep = False
+
+    def blocks(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if index in self.skipped:
+                continue
+            y = layer(x)
+            if index not in self.idle:
+                x = y
+            elif self.keep:
+                x = x + 0 * y
+        return x
+
+
+FIRST, LAST = ((1,), "layers.2 after layers.0"), ((2, 3), " after layers.1")
+
+
+@pytest.mark.parametrize(
+    ("skipped", "name", "config", "gradients"),
+    [
+        pytest.param(*LAST, SOME, True, id="at the end"),
+        pytest.param(*FIRST, ROLLING, False, id="evaluation"),
+        pytest.param(*LAST, ALL, False, id="the end of an evaluation"),
+    ],
+)
+@ranks(2)
+def test_ranks_of_a_weight_group_that_run_different_blocks_all_raise(
+    rank: int, skipped: tuple[int, ...], name: str, config: dict[str, Any], gradients: bool
+) -> None:
+    """Without an abort of gloo, whose messages would have other sizes, and without a hang."""
+    twin = Twin(Skips, mesh_of(2), unexpected_order="gather", **config)
+    twin.backward()
+    twin.ours.skipped = skipped if rank else ()  # type: ignore[assignment]
+    _, mine = twin.batch()
+
+    def step() -> None:
+        for _ in range(2):  # the rank in order learns of it in its next pass at the latest
+            with torch.set_grad_enabled(gradients):
+                loss = twin.ours(*mine)
+            if gradients:
+                loss.backward()
+
+    raises(InternspError, step, name)
+
+
+class Images(Tiny):
+    """Blocks of two sizes, the first ones for images, which not every rank has."""
+
+    image = True
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.vision = nn.ModuleList(Block(10) for _ in range(2))
+
+    def blocks(self, x: Tensor) -> Tensor:
+        if self.image:
+            y = F.pad(x, (0, 4))
+            for layer in self.vision:
+                y = layer(y)
+            x = x + y[..., :6]
+        return super().blocks(x)
+
+
+@ranks(2)
+def test_images_on_one_rank_only_are_refused_by_name_before_gloo_gets_a_wrong_size(
+    rank: int,
+) -> None:
+    order: Any = {"unexpected_order": "gather", "blocks": ("vision.*", "layers.*")}
+    twin = Twin(Images, mesh_of(2), **(ALL | order))
+    for model in (twin.plain, twin.ours):
+        model.image = False  # type: ignore[assignment]
+    twin.backward()
+    twin.check_gradients("no rank has an image")
+    twin.ours.image = rank == 0  # type: ignore[assignment]
+    words = "layers.0, in another order than expected", "times zero"
+    raises(CollectiveError, lambda: twin.ours(*twin.batch()[1]), *words[: 1 + rank])
+
+
+@pytest.mark.parametrize("config", [SOME, ROLLING], ids=["some", "rolling"])
+@ranks(2)
+def test_a_block_that_a_rank_has_no_data_for_runs_with_other_data(
+    rank: int, config: dict[str, Any]
+) -> None:
+    """In the declared order its output may be left unused; in another one it counts times zero."""
+    twin = Twin(Spare, mesh_of(2), unexpected_order="gather", **config)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin.plain, twin.ours)]
+    for skipped, keep in (((), False), ((1,), True), ((), True), ((0, 3), True)):
+        for model in (twin.plain, twin.ours):
+            model.skipped, model.keep = skipped, keep  # type: ignore[assignment]
+        (ids, labels), own = twin.batch()
+        for half in range(2):
+            twin.plain.idle = (2,) if half else ()  # type: ignore[assignment]
+            rows = slice(2 * half, 2 * half + 2)
+            twin.plain(ids[rows], labels[rows]).backward()
+        twin.ours.idle = (2,) if rank else ()  # type: ignore[assignment]
+        twin.ours(*own).backward()
+        twin.check_step(optimizers, f"skipped {skipped}, kept {keep}")
+
+
+@ranks(2)
+def test_a_block_without_a_gradient_on_one_rank_is_refused_in_another_order_than_declared(
+    rank: int,
+) -> None:
+    twin = Twin(Spare, mesh_of(2), unexpected_order="gather")
+    twin.ours.skipped = (1,)  # type: ignore[assignment]
+    twin.ours.idle = (2,) if rank else ()  # type: ignore[assignment]
+    loss = twin.ours(*twin.batch()[1])
+    raises(OrderError, loss.backward, "backward of layers.2", "backward of layers.0", "times zero")
+    twin.ours.idle = ()  # type: ignore[assignment]
+    twin.plain.skipped = (1,)  # type: ignore[assignment]
+    twin.backward()
+    twin.check_gradients("the ranks have recovered together")
 
 
 @ranks(2)
