@@ -98,6 +98,9 @@ class ShardParameter(ParameterTensor):
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
         """As ``DTensor.redistribute``, and so ``full_tensor``: collective, blocks.
 
+        A whole result has memory of its own, also where this rank holds the whole parameter: a
+        state dict that is kept must not change with the next step.
+
         Raises:
             CollectiveError: some rank of its group does not call it.
         """
@@ -107,7 +110,13 @@ class ShardParameter(ParameterTensor):
         if self._local_tensor.device.type != kind:  # offloaded: collectives need the device
             there: Any = self.to(kind)
             return there.redistribute(*args, **options)  # type: ignore[no-any-return]
-        return super().redistribute(*args, **options)
+        found: Any = super().redistribute(*args, **options)
+        if not all(placement.is_replicate() for placement in found.placements):
+            return found  # type: ignore[no-any-return]
+        memory = found._local_tensor.untyped_storage().data_ptr()
+        if memory != self._local_tensor.untyped_storage().data_ptr():
+            return found  # type: ignore[no-any-return]
+        return found.clone()  # type: ignore[no-any-return]
 
 
 def detach_aliases(parameter: nn.Parameter, aliases: Aliases, values: Tensor) -> None:

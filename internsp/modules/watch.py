@@ -118,8 +118,8 @@ def before_load(
         return
     for name in weights_of(module):
         values = state.get(prefix + name)
-        if isinstance(values, Tensor):
-            member = communicator.parameters_of[module, name]
+        member = communicator.parameters_of[module, name]
+        if isinstance(values, Tensor) and values is not member.parameter:
             state[prefix + name] = dtensor_like(member.parameter, member.part_of(values))
 
 
@@ -127,7 +127,8 @@ def after_load(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> Non
     """Post-hook of a module's ``load_state_dict``: undo ``assign=True``, but keep the new values.
 
     Parameters that were replaced are put back with the values loaded, so that optimizers keep
-    stepping them. Full tensors are sharded.
+    stepping them. Full tensors are sharded. Their gradients are dropped: torch's new parameters
+    have none.
     """
     if communicator.full_params_in:  # full parameters, written back to shards later
         return
@@ -137,6 +138,7 @@ def after_load(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> Non
         if given is not None and given is not member.parameter:
             member.load(given)
             module._parameters[name] = member.parameter
+            member.parameter.grad = None
         member.invalidate()
 
 

@@ -167,6 +167,7 @@ class ParameterEntry:
         owners: modules that hold it, each with the name of the attribute.
         full: the full parameter inside the context, afterwards the tensor found in its place.
         full_grad: the gradient found with that tensor.
+        replaced: whether another tensor was found, which has a gradient of its own or none.
         dtype, grad_dtype, digest, grad_digest: dtypes and checksums of ``full`` and its gradient
             when they were installed.
     """
@@ -178,6 +179,7 @@ class ParameterEntry:
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     full: Tensor = field(init=False)
     full_grad: Tensor | None = None
+    replaced: bool = False
     dtype: torch.dtype = field(init=False)
     grad_dtype: torch.dtype = field(init=False)
     digest: int = 0
@@ -546,8 +548,8 @@ class _FullParams:
             return
         entry.full = value.detach()
         if isinstance(entry, ParameterEntry):
-            mine = value.grad if value.is_leaf else None
-            entry.full_grad = installed.grad if mine is None and value is not installed else mine
+            entry.full_grad = value.grad if value.is_leaf else None
+            entry.replaced = value is not installed
 
     def _why_unwritable(self, entry: ParameterEntry | BufferEntry, value: Tensor | None) -> str:
         """Why ``value`` cannot be written back, as text; empty if it can."""
@@ -628,8 +630,8 @@ class _FullParams:
             if digest != entry.digest:
                 found["parameters"][entry.name] = digest
             digest = None if entry.full_grad is None else checksum(entry.full_grad)
-            if self.with_grads and digest != entry.grad_digest:
-                found["gradients"][entry.name] = digest
+            if digest != entry.grad_digest if self.with_grads else entry.replaced:
+                found["gradients"][entry.name] = digest if self.with_grads else None
         for buffer in self.part.buffers:
             digest = checksum(buffer.full)
             if digest != buffer.digest:
