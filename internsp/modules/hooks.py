@@ -42,6 +42,7 @@ from internsp.modules.entry import compile_block, unshard_at_block_entry
 from internsp.modules.offload import ActivationOffload
 from internsp.modules.parameters import Scope, weights_of, wrap_forward, wrap_scope
 from internsp.modules.recompute import ContextFn, checkpoint_block
+from internsp.modules.scalars import convert_state_before_steps
 from internsp.modules.watch import (
     after_load,
     after_step,
@@ -186,6 +187,7 @@ def register_hooks(
     # Never removed: a finalizer could run while torch iterates over its hooks.
     register_optimizer_step_pre_hook(partial(before_step, alive))
     register_optimizer_step_post_hook(partial(after_step, alive))
+    convert_state_before_steps(communicator)
 
 
 class Hooks:

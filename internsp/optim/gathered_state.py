@@ -57,11 +57,7 @@ def gather_state(
                 for n, own in state_to_slices.get(bucket, {}).items()
             }
         else:
-            like, cls = bucket.master.new_zeros(2), bucket.method.slice_optimizer
-            by_group = {
-                group: StateNames(like, cls, settings[group])
-                for group in {group_index[member] for member in bucket.offsets}
-            }
+            by_group = _slice_names(bucket, settings)
             names = {member: by_group[group_index[member]] for member in bucket.offsets}
             dtypes = {n: d for each in by_group.values() for n, d in each.slices.items()}
             gathered = {
@@ -93,6 +89,19 @@ def whole_matrix_names(steps: MatrixSteps, settings: Sequence[State]) -> dict[Me
 def _replicated(member: Member, value: Tensor) -> DTensor:
     mesh = member.parameter.device_mesh  # type: ignore[attr-defined]
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _slice_names(bucket: Bucket, settings: Sequence[State]) -> dict[int, StateNames]:
+    """By group, the names of the state whose values lie in the bucket's slices.
+
+    Of a parameter without dimensions the shape of a value does not tell: a moment has none, and a
+    step count has none either. A stand-in of two elements tells.
+    """
+    cls = bucket.method.slice_optimizer
+    if cls is None:
+        return {}
+    like, held = bucket.master.new_zeros(2), {bucket.group_of(m) for m in bucket.offsets}
+    return {group: StateNames(like, cls, settings[group]) for group in sorted(held)}
 
 
 def _slice(bucket: Bucket, name: str, dtype: torch.dtype) -> Tensor:
@@ -159,13 +168,20 @@ def load_state(
     _check_shapes(whole_names, states)
     slices: dict[Bucket, dict[str, Tensor]] = {}
     for bucket in buckets:
+        in_slices = _slice_names(bucket, settings)
         for member in bucket.offsets:
             state = dict(states.get(member, {}))
             names = whole_names.get(member)
+            known = names if names is not None else in_slices[bucket.group_of(member)]
             parts = {
                 name: member.like_storage(member.part_of(value, f"{name} of {member.name}"))
                 for name, value in state.items()
-                if _is_slice(value) and (names is None or name in names.slices or name == MASTER)
+                if isinstance(value, Tensor)
+                and (
+                    name in (*known.slices, MASTER)
+                    # Of another class: the best that is known is its shape.
+                    or (names is None and name not in known.values and _is_slice(value))
+                )
             }
             master = parts.pop(MASTER, None)
             if master is not None and bucket.has_master:
@@ -257,7 +273,12 @@ class StateView:
     def __iter__(self) -> Iterator[Tensor]:
         return (member.parameter for member, _ in self._held.values())
 
+    def __contains__(self, parameter: object) -> bool:
+        return id(parameter) in self._held
+
     def __getitem__(self, parameter: Tensor) -> State:
+        if id(parameter) not in self._held:  # never trained, as torch's has nothing then
+            return {}
         member, bucket = self._held[id(parameter)]
         matrices = [m for m in self._steps.with_owner_state if m.member is member]
         if matrices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from internsp.errors import CollectiveError, LayoutError
-from tests.support.compare import check
+from internsp.optim import ZeroOptimizer
+from tests.support.compare import check, gradients
 from tests.support.experts import Case as Experts
 from tests.support.experts import Pair
 from tests.support.meshes import mesh_of
@@ -88,6 +90,78 @@ def test_every_combination_of_options_brings_a_run_back_to_the_bit(rank: int) ->
             assert train(other, two, rank, 2, start=2) == expected, f"{case}, {given}"
             now = whole(other.model)
             assert all(torch.equal(end[name], now[name]) for name in end), f"{case}, {given}"
+
+
+def with_buffer() -> Tiny:
+    model = Tiny()
+    model.register_buffer("seen", torch.arange(3.0))
+    return model
+
+
+@pytest.mark.parametrize("weight", [1, 2])
+@ranks(2)
+def test_a_full_state_dict_that_is_kept_is_a_copy(weight: int) -> None:
+    """As under FSDP2: only buffers are the live ones, unless they are copied to another device."""
+    twin = Twin(with_buffer, mesh_of(weight))
+    kept = []
+    for offload in (False, True):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
+        kept.append(get_model_state_dict(twin.ours, options=options))
+    with torch.no_grad():
+        kept.append({n: p.full_tensor() for n, p in twin.ours.named_parameters()})  # type: ignore[operator]
+    kept.append({n: p.full_tensor().detach() for n, p in twin.ours.named_parameters()})  # type: ignore[operator]
+    before = [clone(state) for state in kept]
+    with torch.no_grad():
+        for parameter in twin.ours.parameters():
+            parameter.mul_(0.5)
+    for state, wanted in zip(kept, before, strict=True):
+        live = [name for name in state if not torch.equal(state[name], wanted[name])]
+        assert not live, live
+    with torch.no_grad():
+        part = twin.ours.norm.weight.to_local()  # type: ignore[operator, union-attr]
+        placed: Any = twin.ours.norm.weight.redistribute(  # type: ignore[operator, union-attr]
+            placements=twin.ours.norm.weight.placements  # type: ignore[union-attr]
+        )
+        part.mul_(3.0)
+    assert not torch.equal(placed.to_local(), part), "a replica has memory of its own, too"
+    assert kept[0]["seen"].data_ptr() == twin.ours.get_buffer("seen").data_ptr()
+
+
+@pytest.mark.parametrize("optimizer", ["torch", "zero"])
+@ranks(2)
+def test_assigned_parameters_have_no_gradient_as_in_torch(optimizer: str) -> None:
+    """``load_state_dict(assign=True)`` between two micro-batches, finished or within no_sync()."""
+    for assign in (True, False):
+        for within in (nullcontext, "no_sync", "no_replica_sync"):
+            twin = Twin(Tiny, mesh_of(2))
+            ours = ZeroOptimizer(twin.communicator, torch.optim.SGD, lr=0.1) if (
+                optimizer == "zero"
+            ) else torch.optim.SGD(twin.ours.parameters(), lr=0.1)  # fmt: skip
+            open_ = getattr(twin.communicator, within) if isinstance(within, str) else within
+            with open_():
+                twin.backward()
+            part = {n: v * 0.5 for n, v in twin.plain.state_dict().items() if "w1" not in n}
+            for model in (twin.plain, twin.ours):
+                model.load_state_dict(dict(part), strict=False, assign=assign)
+            twin.backward()
+            theirs = torch.optim.SGD(twin.plain.parameters(), lr=0.1)  # after it: torch's are new
+            if optimizer == "zero":
+                found = ours.gather_gradients()  # type: ignore[union-attr]
+                check(found, gradients(twin.plain), f"assign {assign} {within}")
+                theirs.step()
+                ours.step()
+                twin.check_parameters(f"assign {assign} {within}")
+            else:
+                twin.check_step((theirs, ours), f"assign {assign} {within}")
+
+
+@ranks(2)
+def test_a_parameter_that_is_assigned_itself_keeps_its_gradient() -> None:
+    twin = Twin(Tiny, mesh_of(2))
+    twin.backward()
+    for model in (twin.plain, twin.ours):
+        model.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+    twin.check_gradients("assigned itself")
 
 
 @ranks(2)
@@ -159,6 +233,95 @@ def _there_and_back(
         module(*batch(6, 2)).backward()
         optimizer.step()
     check(dict(there.named_parameters()), dict(plain.named_parameters()), "to one process", 1e-9)
+
+
+class Scaled(Tiny):
+    """With parameters without dimensions: a gate, a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.gate = nn.Parameter(torch.tensor(0.7))
+        self.temperature = nn.Parameter(torch.tensor(1.3))
+
+    def blocks(self, x: Tensor) -> Tensor:
+        return super().blocks(x * self.gate) + self.temperature
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.1),
+    "nadam": partial(torch.optim.NAdam, lr=0.1),
+    "adafactor": partial(torch.optim.Adafactor, lr=0.1),
+}
+HOW = {
+    "sharded": StateDictOptions(),
+    "full": StateDictOptions(full_state_dict=True),
+    "flat": StateDictOptions(flatten_optimizer_state_dict=True),
+    "broadcast": StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+}
+
+
+def steps_of(twin: Twin, pairs: tuple[Any, Any], count: int) -> None:
+    for _ in range(count):
+        twin.backward()
+        for optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.slow(10)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@ranks(2)
+def test_state_of_parameters_without_dimensions_goes_on(name: str, how: str) -> None:
+    """From torch's format, with a ZeroOptimizer and in a plain loop, to another mesh."""
+    options = HOW[how]
+    for zero in (True, False) if name != "adafactor" else (True,):
+
+        def make(weight: int, zero: bool = zero) -> tuple[Twin, Any, Any]:
+            twin, kind = Twin(Scaled, mesh_of(weight)), OPTIMIZERS[name]
+            theirs = kind(twin.plain.parameters())
+            if not zero:
+                return twin, kind(twin.ours.parameters()), theirs
+            return twin, ZeroOptimizer(twin.communicator, kind.func, **kind.keywords), theirs
+
+        twin, ours, theirs = make(2)
+        steps_of(twin, (ours, theirs), 3)
+        state: Any = get_optimizer_state_dict(
+            twin.ours, ours, options=StateDictOptions(full_state_dict=True) if how == "broadcast"
+            else options,
+        )  # fmt: skip
+        if how == "broadcast" and dist.get_rank():
+            state = {}
+        other, fresh, _ = make(1 if how in ("full", "broadcast") else 2)
+        other.ours.load_state_dict(get_model_state_dict(
+            twin.ours, options=StateDictOptions(full_state_dict=True)
+        ))  # fmt: skip
+        set_optimizer_state_dict(other.ours, fresh, state, options=options)
+        other.plain.load_state_dict(twin.plain.state_dict())
+        other.plain, other._generator = twin.plain, twin._generator
+        steps_of(other, (fresh, theirs), 2)
+        other.check_parameters(f"{name} {how} zero {zero}", 1e-9)
+
+
+@ranks(2)
+def test_the_master_of_a_16_bit_parameter_without_dimensions_is_loaded() -> None:
+    twin = Twin(Scaled, mesh_of(2), dtype=torch.bfloat16)
+    ours = ZeroOptimizer(twin.communicator, torch.optim.SGD, lr=1e-4)
+    for _ in range(3):  # steps below the resolution of bf16
+        twin.ours(*twin.batch()[1]).backward()
+        ours.step()
+    full = StateDictOptions(full_state_dict=True)
+    state: Any = get_optimizer_state_dict(twin.ours, ours, options=full)
+    other = Twin(Scaled, mesh_of(1), dtype=torch.bfloat16)
+    fresh = ZeroOptimizer(other.communicator, torch.optim.SGD, lr=1e-4)
+    other.ours.load_state_dict(get_model_state_dict(twin.ours, options=full))
+    set_optimizer_state_dict(other.ours, fresh, state, options=full)
+    again: Any = get_optimizer_state_dict(other.ours, fresh, options=full)
+    for name, entry in state["state"].items():
+        assert entry["master"].dtype == torch.float32
+        assert torch.equal(again["state"][name]["master"], entry["master"]), name
+    assert state["state"]["gate"]["master"] != state["state"]["gate"]["master"].bfloat16()
 
 
 @ranks(2)
