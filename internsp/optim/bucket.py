@@ -14,7 +14,7 @@ be skipped when it was not used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from internsp.base.host import GRADIENTS, OPTIMIZER, WEIGHTS, HostLink, HostSum
 from internsp.mesh import ParallelMesh, WeightAxis
+from internsp.optim.group_state import copied
 from internsp.optim.methods import Method
 from internsp.optim.slices import Region
 from internsp.schedule.layout import laid_out
@@ -114,6 +115,7 @@ class Bucket:
             matrix's state lies with its owner (:mod:`internsp.optim.matrices`).
         group_index: index of each parameter's group in ``param_groups``.
         groups: the indices of the groups that ``inner`` has, in its order.
+        order: when forward needs it, among all buckets.
     """
 
     name: str
@@ -134,6 +136,7 @@ class Bucket:
     inner: torch.optim.Optimizer | None = None
     group_index: dict[Member, int] = field(default_factory=dict)
     groups: list[int] = field(default_factory=list)
+    order: int = 0
     host_state: dict[str, Tensor] = field(default_factory=dict)
     """Offloaded state in host memory: by the state's name, a 1-D tensor as long as ``master``."""
 
@@ -236,7 +239,10 @@ class Bucket:
         if self.groups and self.method.slice_optimizer is not None:
             self.inner = self.method.slice_optimizer(
                 [
-                    {**settings[g], "params": [s.tensor for s in self.segments if s.group == g]}
+                    {
+                        **copied(settings[g]),
+                        "params": [s.tensor for s in self.segments if s.group == g],
+                    }
                     for g in self.groups
                 ]
             )
@@ -277,10 +283,11 @@ class Bucket:
             self.gradient = total if self.gradient is None else self.gradient.add_(total)
 
     def set_settings(self, settings: list[dict[str, Any]]) -> None:
-        """Give the inner optimizer the current settings of its groups."""
+        """Give the inner optimizer the current settings of its groups, before each of its steps: it
+        may change what it keeps there, and offloaded buckets are stepped in several pieces."""
         if self.inner is not None:
             for inner, index in zip(self.inner.param_groups, self.groups, strict=True):
-                inner.update(settings[index])
+                inner.update(copied(settings[index]))
 
     def step(self, used: set[Member], factor: float) -> None:
         """One step of the inner optimizer with ``factor`` times the gradient."""
@@ -389,12 +396,16 @@ def _tensor_sharded(member: Member) -> bool:
 
 
 def make_buckets(
-    communicator: ISPCommunicator, group_index: dict[Member, int], methods: Sequence[Method]
+    communicator: ISPCommunicator,
+    members: Collection[Member],
+    group_index: dict[Member, int],
+    methods: Sequence[Method],
 ) -> list[Bucket]:
-    """All buckets, in the order in which forward needs them: replicated, embedding, blocks, head.
+    """The buckets of ``members``, in the order in which forward needs them: replicated, embedding,
+    blocks, head.
 
     Args:
-        group_index: index of each trainable parameter's group in ``param_groups``.
+        group_index: index of each parameter's group in ``param_groups``; the buckets keep it.
         methods: the optimizer of each group.
     """
     units: list[tuple[str, list[Member]]] = [("small", list(communicator.replicated.members))]
@@ -408,10 +419,10 @@ def make_buckets(
     # Where in forward these run is unknown: all-gathered first, so that none waits for long.
     units.insert(1, ("others", remaining))
     buckets, placed = [], set[Member]()
-    for name, members in units:
+    for order, (name, of_unit) in enumerate(units):
         # A tied weight is in two units. It has one storage and one gradient, the sum over both
         # uses, so it goes into one bucket: that of the unit which forward needs first.
-        trained = [m for m in members if m in group_index and m not in placed]
+        trained = [m for m in of_unit if m in members and m not in placed]
         placed.update(trained)
         mesh = communicator.mesh
         # Slices of a weight that is tied over stages must end at the same elements on all stages:
@@ -423,6 +434,8 @@ def make_buckets(
         for kind in dict.fromkeys(kinds):
             same = [m for m, k in zip(trained, kinds, strict=True) if k == kind]
             link = communicator.state.link
-            buckets.append(Bucket.create(name, same, group_index, mesh, kind[-1], link))
-    assert len(placed) == len(group_index), "optimizer_groups() refuses any other parameter"
+            made = Bucket.create(name, same, group_index, mesh, kind[-1], link)
+            made.order = order
+            buckets.append(made)
+    assert len(placed) == len(members), "optimizer_groups() refuses any other parameter"
     return buckets

@@ -22,6 +22,7 @@ from internsp.optim.gathered_state import MASTER
 from internsp.optim.matrices import Matrix, MatrixSteps
 from internsp.optim.slices import Slices
 from internsp.optim.state_names import StateNames
+from internsp.wp.parameter import Member
 
 StateDict = dict[str, Any]
 USED = "used"
@@ -33,6 +34,7 @@ def local_state(
     steps: MatrixSteps,
     settings: Sequence[StateDict],
     names: dict[tuple[int, torch.dtype], StateNames],
+    frozen: Sequence[Member] = (),
 ) -> StateDict:
     """This rank's state: ``{parameter's name: {kind: Slices, or a value of the whole parameter}}``.
 
@@ -42,6 +44,7 @@ def local_state(
     Args:
         steps: the steps of whole matrices.
         names: cache of state names by group and dtype; this call adds to it.
+        frozen: parameters in groups that were never trained: ``USED`` alone stands for them.
     """
     state: StateDict = {}
     for bucket, segment in _segments(buckets):
@@ -70,6 +73,8 @@ def local_state(
         state[segment.member.name_in_model] = entry
     for matrix in steps.own:
         _local_matrix_state(matrix, steps.state_names(matrix, settings), state)
+    for member in frozen:
+        state[member.name_in_model] = {USED: torch.zeros((), dtype=torch.uint8)}
     return state
 
 
@@ -88,13 +93,25 @@ def _local_matrix_state(matrix: Matrix, names: StateNames, state: StateDict) -> 
         entry[name] = matrix.slices(value) if isinstance(value, Tensor) and value.dim() else value
 
 
-def load_local_state(buckets: Sequence[Bucket], steps: MatrixSteps, state: StateDict) -> None:
+def load_local_state(
+    buckets: Sequence[Bucket],
+    steps: MatrixSteps,
+    state: StateDict,
+    frozen: Sequence[Member] = (),
+) -> None:
     """Load what :func:`local_state` returned on this mesh, with its old or other values. Values are
     copied. No communication.
 
     Raises:
         LayoutError: an entry is missing, or has other index ranges. Nothing was loaded then.
     """
+    trained = [m.name for m in frozen if bool(state.get(m.name_in_model, {}).get(USED, False))]
+    if trained:
+        raise LayoutError(
+            f"the optimizer state is of a run that has trained {', '.join(trained)}, frozen here "
+            "since the optimizer was made: unfreeze them (requires_grad_(True)) before "
+            "local_state_dict(), load, and freeze them again"
+        )
     segments = list(_segments(buckets))
     for bucket, segment in segments:
         _check(bucket, segment, state.get(segment.member.name_in_model))

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from internsp.optim.group_state import (
+    copied,
+    kept_in_group,
+    make_stand_in,
+    start_training,
+    stepped,
+    switched,
+)
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 """A class of torch optimizers, or a function that makes one."""
@@ -42,6 +51,8 @@ def require_elementwise(
     known = next((name for name in _base_names(cls) if name in _WHOLE_MATRIX), None)
     if known is not None:
         raise TypeError(_not_elementwise_message(cls, f"it is {known}"))
+    cls([torch.zeros(4, 4, device=device)], **defaults)  # may raise: its settings are wrong
+    _require_independent(cls, device, defaults)
     why = _why_not_elementwise(cls, device, defaults)
     if why:
         raise TypeError(_not_elementwise_message(cls, why))
@@ -63,11 +74,13 @@ def require_whole_matrix(
     _require_possible(cls)
     matrix = torch.linspace(-3.0, 2.0, 24, device=device).view(6, 4)
     optimizer = cls([matrix], **defaults)
+    start_training(optimizer)
     matrix.grad = torch.linspace(0.1, 4.0, 24, device=device).roll(5).view(6, 4)
     try:
         optimizer.step()
     except (TypeError, RuntimeError) as error:
         raise TypeError(f"{name_of(cls)}: its step of a matrix failed: {error}") from error
+    _require_independent(cls, device, defaults)
     if any(name in _WHOLE_MATRIX for name in _base_names(cls)) or _why_not_elementwise(
         cls, device, defaults
     ):
@@ -92,25 +105,74 @@ def _why_not_elementwise(
         numel = rows * columns
         first = 5 * numel // 16
         start = torch.linspace(-3.0, 2.0, numel, device=device)
-        unsplit = start.clone().view(rows, columns)
-        pieces = [start[:first].clone(), start[first:].clone()]
-        runs = [cls([unsplit], **defaults)]
+        whole, pieces = [start.view(rows, columns)], [start[:first], start[first:]]
         try:
-            runs.append(cls(pieces, **defaults))
+            if not _steps_alike(cls, defaults, whole, pieces):
+                return "a parameter split in two is stepped otherwise than an unsplit one"
         except ValueError as error:  # not about the settings: the first one was made with them
             return f"it does not take a slice: {error}"
-        for step in range(_STEPS):
-            gradient = torch.linspace(0.1, 4.0 + step, numel, device=device).roll(3 * step).square()
-            unsplit.grad = gradient.view(rows, columns)
-            pieces[0].grad, pieces[1].grad = gradient[:first].clone(), gradient[first:].clone()
-            for run in runs:
-                try:
-                    run.step()
-                except (TypeError, RuntimeError) as error:
-                    return f"its step failed: {error}"
-        if not torch.allclose(unsplit.flatten(), torch.cat(pieces), rtol=1e-4, atol=1e-6):
-            return "a parameter split in two is stepped otherwise than an unsplit one"
+        except (TypeError, RuntimeError, KeyError) as error:
+            return f"its step failed: {error}"
     return ""
+
+
+def _require_independent(
+    cls: OptimizerClass, device: torch.device, defaults: dict[str, Any]
+) -> None:
+    """Check by experiment that parameters are stepped each by itself, as by optimizers of their
+    own: each bucket has one, and each whole matrix.
+
+    Raises:
+        TypeError: what one parameter becomes depends on others.
+    """
+    start = torch.linspace(-3.0, 2.0, 24, device=device)
+    matrices = [start.view(6, 4), 0.5 * start.roll(7).view(6, 4)]
+    try:
+        if _steps_alike(cls, defaults, matrices, matrices):
+            return
+    except (ValueError, TypeError, RuntimeError, KeyError):  # the other experiment tells it
+        return
+    kept = kept_in_group(cls, default_settings(cls, defaults, True), matrices[0])
+    through = f", through {', '.join(sorted(kept))} in its param_groups" if kept else ""
+    raise TypeError(
+        f"{name_of(cls)} steps one parameter otherwise if there are others{through}: a "
+        "ZeroOptimizer steps the slices of each rank by themselves. Take it without a "
+        f"ZeroOptimizer: {name_of(cls)}(model.parameters(), ...) in a plain loop"
+    )
+
+
+def _steps_alike(
+    cls: OptimizerClass, defaults: dict[str, Any], whole: Sequence[Tensor], parts: Sequence[Tensor]
+) -> bool:
+    """Whether one optimizer of ``whole`` and one for each of ``parts``, which have the same
+    elements, make the same values. What they keep in their group is carried as in a run."""
+    own = [[tensor.clone() for tensor in tensors] for tensors in (whole, parts)]
+    together = cls(own[0], **defaults)
+    start_training(together)
+    settings = {n: v for n, v in together.defaults.items() if n != "params"}
+    kept = kept_in_group(cls, settings, whole[0])
+    settings |= kept
+    if kept:
+        settings |= switched(cls, settings, kept, whole[0], "train")
+    alone = [make_stand_in(cls, settings, [part]) for part in own[1]]
+    numel = sum(tensor.numel() for tensor in whole)
+    for step in range(_STEPS):
+        gradient = torch.linspace(0.1, 4.0 + step, numel, device=whole[0].device)
+        gradient = gradient.roll(3 * step).square()
+        for tensors in own:
+            pieces = gradient.clone().split([tensor.numel() for tensor in tensors])
+            for tensor, piece in zip(tensors, pieces, strict=True):
+                tensor.grad = piece.view(tensor.shape)
+        together.step()
+        for optimizer in alone:
+            optimizer.param_groups[0].update(copied(settings))
+            optimizer.step()
+        if kept:
+            settings |= stepped(cls, settings, kept, whole[0], True)
+        one, other = (torch.cat([t.flatten() for t in tensors]) for tensors in own)
+        if not torch.allclose(one, other, rtol=1e-4, atol=1e-6):
+            return False
+    return True
 
 
 def _base_names(cls: OptimizerClass) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,8 +15,12 @@ ParamGroups = Iterable[dict[str, Any] | nn.Parameter | tuple[str, nn.Parameter]]
 
 def trainable_members(communicator: ISPCommunicator) -> list[Member]:
     """The trainable parameters: replicated ones, then sharded weights in the order of the model."""
-    found: list[Member] = [*communicator.replicated.members, *communicator.replicated.sharded]
-    return [member for member in found if member.requires_grad]
+    return [member for member in all_members(communicator) if member.requires_grad]
+
+
+def all_members(communicator: ISPCommunicator) -> list[Member]:
+    """All parameters, frozen ones too, in the order of :func:`trainable_members`."""
+    return [*communicator.replicated.members, *communicator.replicated.sharded]
 
 
 def optimizer_groups(
@@ -29,53 +33,86 @@ def optimizer_groups(
 
     Args:
         param_groups: dictionaries with ``"params"``: the model's parameters after ``parallelize``
-            (or pairs of name and parameter, as ``named_parameters`` gives); or such parameters
-            without a dictionary, which are one group; ``None``: one group of all.
+            (or pairs of name and parameter, as ``named_parameters`` gives), trained or frozen; or
+            such parameters without a dictionary, which are one group; ``None``: one group of all
+            trained ones.
 
     Raises:
         ValueError: for a parameter that does not belong to this communicator, is in two groups, or
             is trainable but in no group (its gradient would never be used or dropped).
     """
     trainable = trainable_members(communicator)
-    if not trainable and communicator.mesh.pipeline == 1:
-        raise ValueError("ZeroOptimizer: the model has no trainable parameter")
     given = [m.parameter for m in trainable] if param_groups is None else list(param_groups)
+    if not given and communicator.mesh.pipeline == 1:
+        raise ValueError(
+            "ZeroOptimizer: the model has no trainable parameter: unfreeze some "
+            "(requires_grad_(True)), or give those that will be trained later in param_groups"
+        )
     dicts = [item for item in given if isinstance(item, dict)]
     if len(dicts) < len(given):  # parameters without a dictionary are one group, as for torch
         if dicts:
             raise ValueError("param_groups holds dictionaries and parameters: give one of the two")
         dicts = [{"params": given}]
-    by_id = {id(m.parameter): m for m in trainable}
     groups: list[dict[str, Any]] = []
     group_index: dict[Member, int] = {}
     for index, group in enumerate(dicts):
-        chosen = _parameters(group, index)
-        for parameter in chosen:
-            member = by_id.get(id(parameter))
-            if member is None:
-                raise ValueError(
-                    f"param_groups[{index}] holds a parameter of shape {list(parameter.shape)} "
-                    "that is frozen or not this communicator's; take the parameters from the "
-                    "model after parallelize()"
-                )
-            if member in group_index:
-                raise ValueError(
-                    f"{member.name} is in param_groups {group_index[member]} and {index}"
-                )
-            group_index[member] = index
-        groups.append({**group, "params": chosen})
-    missing = [m.name for m in trainable if m not in group_index]
-    if missing:
-        raise ValueError(
-            f"trainable parameters in no group: {', '.join(missing)}; add them, or freeze them "
-            "(requires_grad_(False)) before parallelize()"
-        )
+        chosen = members_of(communicator, group, f"param_groups[{index}]", group_index)
+        group_index |= dict.fromkeys(chosen, index)
+        groups.append({**group, "params": [member.parameter for member in chosen]})
+    require_grouped(trainable, group_index)
     return groups or [{"params": []}], group_index
 
 
-def _parameters(group: dict[str, Any], index: int) -> list[nn.Parameter]:
+def members_of(
+    communicator: ISPCommunicator,
+    group: dict[str, Any],
+    what: str,
+    group_index: Mapping[Member, int],
+) -> list[Member]:
+    """The parameters of one group.
+
+    Args:
+        what: the group's name in errors.
+        group_index: the groups before it.
+
+    Raises:
+        ValueError: a parameter is not this communicator's, or is in two groups.
+    """
+    by_id = {id(m.parameter): m for m in all_members(communicator)}
+    chosen: list[Member] = []
+    for parameter in _parameters(group, what):
+        member = by_id.get(id(parameter))
+        if member is None:
+            raise ValueError(
+                f"{what} holds a parameter of shape {list(parameter.shape)} that is not this "
+                "communicator's; take the parameters from the model after parallelize()"
+            )
+        if member in group_index:
+            before = f"param_groups[{group_index[member]}]"
+            raise ValueError(f"{member.name} is in {before} and in {what}")
+        if member in chosen:
+            raise ValueError(f"{member.name} is in {what} twice")
+        chosen.append(member)
+    return chosen
+
+
+def require_grouped(trainable: Iterable[Member], group_index: Mapping[Member, int]) -> None:
+    """Check that every trained parameter is in a group.
+
+    Raises:
+        ValueError: its gradient would never be used or dropped.
+    """
+    missing = [member.name for member in trainable if member not in group_index]
+    if missing:
+        raise ValueError(
+            f"trainable parameters in no group: {', '.join(missing)}; add them (to param_groups, "
+            "or later by add_param_group), or freeze them (requires_grad_(False))"
+        )
+
+
+def _parameters(group: dict[str, Any], what: str) -> list[nn.Parameter]:
     if "params" not in group:
-        raise ValueError(f"param_groups[{index}] has no 'params'")
+        raise ValueError(f"{what} has no 'params'")
     given = group["params"]
     if isinstance(given, nn.Parameter):
         return [given]

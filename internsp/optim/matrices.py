@@ -32,6 +32,7 @@ from torch import Tensor
 from internsp.mesh import ParallelMesh
 from internsp.optim import muon
 from internsp.optim.bucket import Bucket, Segment
+from internsp.optim.group_state import copied
 from internsp.optim.slices import Slices
 from internsp.optim.state_names import StateNames
 from internsp.wp.collectives import Collectives, Handle
@@ -196,7 +197,7 @@ class Matrix:
             return self.to_storage(muon.orthogonalize(self.from_storage(arrived.pop()), settings))
         assert self.inner is not None, "on its owner"
         assert self.tensor is not None, "made with it"
-        self.inner.param_groups[0].update(settings)
+        self.inner.param_groups[0].update(copied(settings))
         gradient = self.from_storage(arrived.pop())
         self.tensor.data = self.from_storage(arrived.pop())
         self.tensor.grad = gradient
@@ -346,29 +347,29 @@ class Round:
 class MatrixSteps:
     """All whole-matrix steps of one communicator's parameters.
 
-    Args:
-        buckets: all buckets; those of elementwise methods are skipped.
-
     Attributes:
-        matrices: all matrices, in the order of the model.
-        rounds: the rounds in the order of their steps: those that cost most first.
+        matrices: all matrices, in the order of the model; those that were frozen at first come
+            last.
+        rounds: the rounds in the order of their steps: those that cost most first, of each call of
+            :meth:`add`.
         own: the matrices whose state this rank holds as their owner.
     """
 
-    def __init__(
-        self,
-        communicator: ISPCommunicator,
-        buckets: Sequence[Bucket],
-        settings: Sequence[Mapping[str, Any]],
-    ) -> None:
-        state, mesh = communicator.state, communicator.mesh
-        self._trace = state.trace
+    def __init__(self, communicator: ISPCommunicator) -> None:
+        self._communicator = communicator
+        self._trace = communicator.state.trace
         self._names: dict[tuple[int, torch.dtype, tuple[int, ...]], StateNames] = {}
         self.matrices: list[Matrix] = []
         self.rounds: list[Round] = []
+        self.own: list[Matrix] = []
+        self._load: dict[str, dict[int, int]] = {}
+
+    def add(self, buckets: Sequence[Bucket], settings: Sequence[Mapping[str, Any]]) -> None:
+        """Add the matrices of ``buckets``; those of elementwise methods are skipped."""
+        state, mesh = self._communicator.state, self._communicator.mesh
         alike: dict[tuple[str, int, torch.dtype], list[Matrix]] = {}
         groups: dict[str, Collectives] = {}
-        load: dict[str, dict[int, int]] = {}
+        load, made_before = self._load, len(self.rounds)
         for bucket in buckets:
             if not bucket.method.whole_matrix:
                 continue
@@ -384,15 +385,15 @@ class MatrixSteps:
                     shared.comm_context,
                     mesh.device,
                 )
-                load[name] = dict.fromkeys(sorted(peer for peer, _, _ in positions), 0)
+                peers = sorted(peer for peer, _, _ in positions)
+                load.setdefault(name, dict.fromkeys(peers, 0))
             for member, start in bucket.offsets.items():
                 for made in _matrices(member, bucket, start, positions, groups[name].rank):
                     alike.setdefault((name, *made.send_spec), []).append(made)
                     self.matrices.append(made)
         for (group_name, *_), matrices in alike.items():
             self._form_rounds(matrices, groups[group_name], load[group_name])
-        self.own: list[Matrix] = []
-        for round_ in self.rounds:
+        for round_ in self.rounds[made_before:]:
             if round_.own_matrix is not None and not round_.own_matrix.state_sliced:
                 round_.own_matrix.make_optimizer(settings[round_.own_matrix.group])
                 self.own.append(round_.own_matrix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from internsp.optim.elementwise import (
     require_elementwise,
     require_whole_matrix,
 )
+from internsp.optim.group_state import copied, kept_in_group, settings_of
 from internsp.optim.muon import MuonSlices, can_slice_state
 from internsp.wp.parameter import Member, ShardedParameter
 
@@ -32,11 +33,18 @@ class Method:
             (:mod:`internsp.optim.matrices`); else the class steps any slice.
         slice_optimizer: the class that holds the state of slices, and steps them unless
             ``whole_matrix``; ``None``: each matrix's state lies with its owner.
+        kept: names of what the class keeps in its group (:mod:`internsp.optim.group_state`).
     """
 
     cls: OptimizerClass
     whole_matrix: bool
     slice_optimizer: OptimizerClass | None
+    kept: tuple[str, ...] = ()
+
+    def like(self, device: torch.device) -> Tensor:
+        """A stand-in for a parameter, which the class can step."""
+        shape = (2, 2) if self.whole_matrix else (1,)
+        return torch.ones(shape, device=device)
 
     @property
     def name(self) -> str:
@@ -51,7 +59,7 @@ class Method:
 
     def make_optimizer(self, tensor: Tensor, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
         """The optimizer of one tensor."""
-        return self.cls([{**settings, "params": [tensor]}])
+        return self.cls([{**copied(settings), "params": [tensor]}])
 
 
 def _is_torch_class(cls: Any, name: str) -> bool:
@@ -104,7 +112,11 @@ def methods_of(
             checked[key] = Method(*key, slice_optimizer)
         for name, value in default_settings(chosen, arguments, key[1]).items():
             group.setdefault(name, value)
-        found.append(checked[key])
+        method = checked[key]
+        kept = kept_in_group(chosen, settings_of(group), method.like(device))
+        for name, value in kept.items():
+            group.setdefault(name, value)
+        found.append(replace(method, kept=tuple(sorted(kept))))
     return found
 
 

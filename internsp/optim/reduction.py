@@ -63,7 +63,6 @@ class ZeroReducer:
     ) -> None:
         self._communicator = communicator
         self._state = communicator.state
-        self._state.finish_reductions()  # those in flight precede the parcels declared below
         self._mesh: ParallelMesh = communicator.mesh
         self._buckets = buckets
         self._dtype = reduce_dtype
@@ -74,16 +73,24 @@ class ZeroReducer:
         self._backwards = 0
         self._expected_backwards = 0  # as many as the last step had
         self._saw_accumulation = False  # there was one since the last step that was not counted
-        # In the order in which a backward completes the gradients.
         self._bucket_of: dict[Parcel[ShardedParameter], Bucket] = {}
+        self.declare(buckets)
+        self._state.replicas = self
+        communicator.expects_exchange = self.expects_exchange
+
+    def declare(self, buckets: list[Bucket]) -> None:
+        """Set the buckets, in the order in which forward needs them. No exchange may be in
+        flight."""
+        self._state.finish_reductions()  # those in flight precede the parcels declared below
+        self._buckets = buckets
+        self._bucket_of.clear()
+        # In the order in which a backward completes the gradients.
         for bucket in reversed(buckets):
             weights = [m for m in bucket.offsets if isinstance(m, ShardedParameter)]
             if weights:
                 self._bucket_of[Parcel(bucket.name, weights, bucket.nbytes)] = bucket
         sizes = sorted(parcel.nbytes for parcel in self._bucket_of)
         self._state.queue.reductions.exchanges.declare([*self._bucket_of], sum(sizes[-IN_FLIGHT:]))
-        self._state.replicas = self
-        communicator.expects_exchange = self.expects_exchange
 
     def finalize_gradients(self) -> set[Member]:
         """Add every gradient that is ready on any rank to the slices, for all parameters.

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from internsp.errors import LayoutError
 from internsp.wp.parameter import Member, ShardedParameter
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -143,8 +144,9 @@ class Slices(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        """Raises ``TypeError``: this rank has only parts of the tensor."""
-        raise TypeError(
+        """Raises ``LayoutError``: this rank has only parts of the tensor."""
+        # No TypeError: of an operator (``+``) torch would make one without this text.
+        raise LayoutError(
             f"{func} of a rank's slices of optimizer state: take their parts, or "
             "ZeroOptimizer.state_dict(), which gathers them"
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from internsp.optim.elementwise import OptimizerClass
+from internsp.optim.group_state import make_stand_in
 
 State = dict[str, Any]
 
@@ -18,7 +19,7 @@ def first_state(like: Tensor, cls: OptimizerClass, settings: State) -> State:
     stand_in.grad = torch.zeros_like(stand_in)
     if like.dim() > 1:  # not zero: some divide by a matrix's norm or invert a product of it
         stand_in.grad += torch.linspace(0.5, 1.0, like.shape[-1], device=like.device)
-    inner = cls([{**settings, "params": [stand_in]}])
+    inner = make_stand_in(cls, settings, [stand_in])
     inner.step()
     return inner.state.get(stand_in, {})
 

@@ -24,7 +24,13 @@ from internsp.optim.bucket import Bucket, Segment
 from internsp.wp.parameter import Member
 
 
-def step(bucket: Bucket, link: HostLink, used: set[Member], factor: float) -> None:
+def step(
+    bucket: Bucket,
+    link: HostLink,
+    used: set[Member],
+    settings: list[dict[str, Any]],
+    factor: float,
+) -> None:
     """One step of ``bucket``'s segments with ``factor`` times the gradient.
 
     The results are complete in host memory only after :meth:`HostLink.synchronize`.
@@ -33,6 +39,7 @@ def step(bucket: Bucket, link: HostLink, used: set[Member], factor: float) -> No
     for segments in (*_pieces(bucket, used), None):
         following = None if segments is None else _Piece(bucket, link, segments)
         if current is not None:
+            bucket.set_settings(settings)
             current.step(factor)
         current = following
 

@@ -7,7 +7,7 @@ of its copies end at the same elements on all stages and can be summed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,24 +21,24 @@ class ZeroGradients:
     (:class:`internsp.pipeline.tied.StepGradients`).
 
     Args:
+        bucket_of: the bucket of each parameter, kept up to date.
         finish: finishes the reductions, and returns the parameters that some rank used.
         used: returns the set of parameters that the optimizer will step.
     """
 
     def __init__(
         self,
-        buckets: Iterable[Bucket],
+        bucket_of: Mapping[Member, Bucket],
         finish: Callable[[], set[Member]],
         used: Callable[[], set[Member]],
     ) -> None:
-        self._bucket = {member: bucket for bucket in buckets for member in bucket.offsets}
+        self._bucket = bucket_of
         self._finish, self._used = finish, used
         self._before: dict[Member, Tensor | None] = {}
         self._added: set[Member] = set()
 
     def trains(self, member: Member) -> bool:
-        """See :class:`StepGradients`; a parameter that was frozen when the optimizer was made
-        has no bucket."""
+        """See :class:`StepGradients`; a parameter that was never trained has no bucket."""
         return member.requires_grad and member in self._bucket
 
     def begin_step(self, member: Member) -> None:

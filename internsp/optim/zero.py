@@ -14,15 +14,21 @@ from torch import Tensor
 from internsp.base.host import OPTIMIZER
 from internsp.dtensor.unfinished import gradients_lost
 from internsp.failure.recovery import reporting_refusals
-from internsp.optim import checkpoint, gathered_state, streamed
+from internsp.optim import checkpoint, gathered_state, group_state, streamed
 from internsp.optim.bucket import Bucket, ParameterAllGather, make_buckets
 from internsp.optim.elementwise import OptimizerClass
 from internsp.optim.finite import NotFinite, not_finite_gradients
 from internsp.optim.gathered_state import StateView
-from internsp.optim.groups import ParamGroups, optimizer_groups, trainable_members
+from internsp.optim.groups import (
+    ParamGroups,
+    members_of,
+    optimizer_groups,
+    require_grouped,
+    trainable_members,
+)
 from internsp.optim.guarded import guard_parameter
 from internsp.optim.matrices import MatrixSteps
-from internsp.optim.methods import methods_of, require_steppable
+from internsp.optim.methods import Method, methods_of, require_steppable
 from internsp.optim.norm import clip_factor, squared_norm
 from internsp.optim.reduction import ZeroReducer
 from internsp.optim.scaler import LossScaler
@@ -58,7 +64,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         whole_matrix: whether a step of ``optimizer_class`` needs a whole parameter; ``None``: if it
             is Muon or Adafactor. Checked by experiment, as far as an experiment can show it.
         max_grad_norm: gradients are clipped to this global norm; ``None``: not clipped.
-        param_groups: as for torch; ``None`` puts every trainable parameter into one group. A group
+        param_groups: as for torch; ``None`` puts every trainable parameter into one group. Frozen
+            ones may be in groups: they get state when they are first trained. A group
             may have an ``"optimizer"`` of its own, a class, with the settings of that class (and
             ``"whole_matrix"``): Muon for matrices of blocks, AdamW for the rest. Of ``defaults``
             such a group takes only ``lr``. Of a 3-D parameter Muon steps each matrix by itself.
@@ -121,12 +128,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         methods = methods_of(groups, optimizer_class, whole_matrix, defaults, device)
         for member, index in group_index.items():
             require_steppable(member, methods[index])
+        self._class = (optimizer_class, whole_matrix, defaults)  # of groups without their own
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[Member, Bucket] = {}
         super().__init__(groups, {})
         # Learning-rate schedules read these (OneCycleLR a momentum); every group has all settings.
         self.defaults = dict(self.param_groups[0])
         del self.defaults["params"]
-        self._groups_fixed = True
-        self._group_index = group_index
+        self._group_index, self._methods = group_index, methods
         self._communicator = communicator
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(
@@ -144,20 +153,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._used: set[Member] = set()
         self._lost: set[Member] = set()  # parameters whose gradients were lost in a failed step
         self._state_names: dict[tuple[int, torch.dtype], StateNames] = {}  # by group and dtype
-        with torch.no_grad():
-            self._buckets = make_buckets(communicator, group_index, methods)
-            for bucket in self._buckets:
-                bucket.make_inner(self._settings())
-            self._matrices = MatrixSteps(communicator, self._buckets, self._settings())
-        if communicator.state.link is not None:
-            communicator.state.link.empty_host_cache()  # the shards have left their old memory
+        self._matrices = MatrixSteps(communicator)
+        self._add_buckets(trainable_members(communicator))
         self._reducer = ZeroReducer(communicator, self._buckets, reduce_dtype)
-        for member in trainable_members(communicator):
-            guard_parameter(member, self, communicator.mesh.rank)
         communicator.plain = None
         communicator.step_gradients = ZeroGradients(
-            self._buckets, self._finalize_gradients, lambda: self._used
+            self._bucket_of, self._finalize_gradients, lambda: self._used
         )
+        communicator.before_pass.append(self._before_pass)
         communicator.after_backward.append(self._backward_ended)
         communicator.after_reset.append(self._after_reset)
         communicator.sums_wait = lambda: self.unfinished
@@ -253,6 +256,38 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     found[member.name] = member.wrap(part).full_tensor() * self._gradient_factor()
         return found
 
+    @torch.no_grad()
+    def train(self) -> None:
+        """``train()`` of schedule-free optimizers: parameters become those that are trained.
+
+        Collective, and blocks, where it changes something; nothing for classes without a ``train``.
+        """
+        self._switch("train")
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """``eval()`` of schedule-free optimizers: parameters become their averages. As
+        :meth:`train`."""
+        self._switch("eval")
+
+    def kept_in_groups(self) -> dict[str, dict[str, Any]]:
+        """What the optimizers keep in ``param_groups``, by parameter's name in the whole model.
+
+        The same on all ranks of a stage. ``state_dict`` and ``local_state_dict`` have it in
+        ``param_groups``; this is for checkpoints whose groups may be others when they are loaded.
+        """
+        return {
+            member.name_in_model: {
+                name: self.param_groups[index][name] for name in self._methods[index].kept
+            }
+            for member, index in self._group_index.items()
+            if self._methods[index].kept
+        }
+
+    def group_of_name(self) -> dict[str, int]:
+        """The index of each parameter's group, by its name in the whole model."""
+        return {member.name_in_model: index for member, index in self._group_index.items()}
+
     # state
 
     @property
@@ -282,6 +317,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         communicator.recover()
         communicator.store_group.require_same("optimizer", "ZeroOptimizer.state_dict()")
         communicator.wait_until_ready()
+        self._adopt([member for member in self._frozen() if member.requires_grad])
         with reporting_refusals([communicator.recovery], "the optimizer's state_dict()"):
             for bucket in self._buckets:
                 bucket.merge_external_writes()
@@ -331,6 +367,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for name, p in zip(names, self._parameters(), strict=True)
         }
         self._communicator.wait_until_ready()
+        self._adopt([member for member in self._frozen() if states[member]])
         with reporting_refusals([self._communicator.recovery], "the optimizer's load_state_dict()"):
             gathered_state.load_state(self._buckets, self._matrices, self._settings(), states)
         self._load_settings(saved, state_dict)
@@ -343,13 +380,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         what any mesh saved, without gathering anything. Keys are there before the first step too.
         Tensors are the live ones.
         """
+        if not self.unfinished:  # adopted without a message
+            self._adopt([member for member in self._frozen() if member.requires_grad])
         with torch.no_grad():
             state: dict[str, Any] = {
                 "state": checkpoint.local_state(
-                    self._buckets, self._matrices, self._settings(), self._state_names
+                    self._buckets, self._matrices, self._settings(), self._state_names,
+                    self._frozen(),
                 ),
                 "param_groups": self._settings(),
-            }
+            }  # fmt: skip
         if self.loss_scaler is not None:
             state["loss_scaler"] = self.loss_scaler.state_dict()
         return state
@@ -370,14 +410,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"the state has {len(saved)} parameter groups, this optimizer has "
                 f"{len(self.param_groups)}"
             )
-        checkpoint.load_local_state(self._buckets, self._matrices, state_dict["state"])
+        checkpoint.load_local_state(
+            self._buckets, self._matrices, state_dict["state"], self._frozen()
+        )
         self._load_settings(saved, state_dict)
 
     def _load_settings(self, saved: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
         """Continue with the saved settings and loss scale, without gradients."""
         for group, settings in zip(self.param_groups, saved, strict=True):
-            left_out = ("params", "param_names")
-            group.update({name: v for name, v in settings.items() if name not in left_out})
+            group.update(group_state.settings_of(settings))
         if self.loss_scaler is not None and "loss_scaler" in state_dict:
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         self.zero_grad()
@@ -392,17 +433,94 @@ class ZeroOptimizer(torch.optim.Optimizer):
         state += self._matrices.state_nbytes()
         return [("gradient sums", sums), ("optimizer state", state)]
 
+    @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only for the constructor of torch's class.
+        """Add parameters, trained or frozen ones, as torch's optimizers do. Collective; blocks.
+
+        Settings that the group does not have are those that the optimizer was made with; it may
+        have an ``"optimizer"`` of its own. State is made when a parameter is first trained.
+
+        Args:
+            param_group: as one of the constructor's ``param_groups``. All ranks of a pipeline's
+                stage give the same; its other stages have optimizers of their own.
 
         Raises:
-            ValueError: when called later: buckets are laid out once.
+            ValueError: a parameter is in a group already, or not this communicator's.
+            CollectiveError: another rank adds other parameters or settings, refuses, or adds none.
         """
-        if getattr(self, "_groups_fixed", False):
-            raise ValueError("a ZeroOptimizer's groups are fixed: give all of them when making it")
-        super().add_param_group(param_group)
+        if not hasattr(self, "_methods"):  # the constructor of torch's class
+            super().add_param_group(param_group)
+            return
+        communicator, index = self._communicator, len(self.param_groups)
+        communicator.recover()
+        refused, added = None, list[Member]()
+        methods: list[Method] = []
+        group = dict(param_group)
+        try:
+            added = members_of(communicator, group, "the group to add", self._group_index)
+            group["params"] = [member.parameter for member in added]
+            methods = methods_of([group], *self._class, communicator.mesh.device)
+            for member in added:
+                require_steppable(member, methods[0])
+        except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know
+            refused = error
+        names = ", ".join(member.name for member in added)
+        settings = {k: v for k, v in sorted(group.items()) if k not in ("params", "param_names")}
+        what = f"ZeroOptimizer.add_param_group() of {names} with {settings}"
+        communicator.store_group.require_same("optimizer", what, refused)
+        defaults, self.defaults = self.defaults, {}  # the group has all settings of its own class
+        try:
+            super().add_param_group(group)
+        finally:
+            self.defaults = defaults
+        self._methods += methods
+        self._group_index |= dict.fromkeys(added, index)
 
     # inside
+
+    def _frozen(self) -> list[Member]:
+        """Parameters in groups that were never trained: they have no bucket and no state yet."""
+        if len(self._bucket_of) == len(self._group_index):
+            return []
+        return [member for member in self._group_index if member not in self._bucket_of]
+
+    def _before_pass(self) -> None:
+        """A forward begins, with the same frozen parameters on all ranks: make the state of those
+        that are trained for the first time."""
+        if torch.is_grad_enabled():
+            require_grouped(trainable_members(self._communicator), self._group_index)
+        self._adopt([member for member in self._frozen() if member.requires_grad])
+
+    @torch.no_grad()
+    def _adopt(self, members: list[Member]) -> None:
+        """Take parameters of groups into buckets. Collective where gradients are unfinished."""
+        if not members:
+            return
+        communicator = self._communicator
+        if self.unfinished:  # what is in flight was laid out without them
+            names = ", ".join(member.name for member in members)
+            communicator.store_group.require_same("optimizer", f"the first training of {names}")
+            self.finish_reductions()
+        communicator.wait_until_ready()
+        communicator.wait_for_gathers()
+        self._add_buckets(members)
+        self._reducer.declare(self._buckets)
+
+    @torch.no_grad()
+    def _add_buckets(self, members: Sequence[Member]) -> None:
+        """Move the storage of ``members`` into buckets of their own, with state to come."""
+        communicator, settings = self._communicator, self._settings()
+        made = make_buckets(communicator, members, self._group_index, self._methods)
+        for bucket in made:
+            bucket.make_inner(settings)
+            self._bucket_of.update(dict.fromkeys(bucket.offsets, bucket))
+        self._matrices.add(made, settings)
+        self._buckets.extend(made)
+        self._buckets.sort(key=lambda bucket: bucket.order)
+        if communicator.state.link is not None:
+            communicator.state.link.empty_host_cache()  # the shards have left their old memory
+        for member in members:
+            guard_parameter(member, self, communicator.mesh.rank)
 
     def _update(self, factor: float) -> None:
         settings, whole = self._settings(), [b for b in self._buckets if b.method.whole_matrix]
@@ -412,8 +530,57 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # Matrices are sent while slices are stepped.
         slices = partial(self._update_slices, settings, factor)
         self._matrices.step(self._used, settings, slices, self._all_gather_parameters)
+        self._step_groups(settings)
         if self._communicator.state.link is not None:
             self._communicator.state.link.synchronize()  # the host may read the new shards now
+
+    def _step_groups(self, settings: list[dict[str, Any]]) -> None:
+        """Find what the optimizers keep in their groups after this step, the same on all ranks."""
+        used = {self._group_index[m] for m in self._used if m in self._group_index}
+        device = self._communicator.mesh.device
+        for index, method in enumerate(self._methods):
+            if method.kept:
+                like, stepped = method.like(device), index in used
+                values = group_state.stepped(
+                    method.cls, settings[index], method.kept, like, stepped
+                )
+                self.param_groups[index].update(values)
+
+    def _switch(self, mode: str) -> None:
+        """Call ``mode``, ``train`` or ``eval``, of the optimizers whose groups it changes."""
+        settings, device = self._settings(), self._communicator.mesh.device
+        changed = {
+            index: values
+            for index, method in enumerate(self._methods)
+            if method.kept and (values := group_state.switched(
+                method.cls, settings[index], method.kept, method.like(device), mode
+            ))
+        }  # fmt: skip
+        if not changed:
+            return
+        communicator = self._communicator
+        communicator.recover()
+        communicator.store_group.require_same("optimizer", f"ZeroOptimizer.{mode}()")
+        communicator.wait_until_ready()
+        communicator.wait_for_gathers()
+        if communicator.state.link is not None:
+            communicator.state.link.synchronize()
+        for bucket in self._buckets:
+            if not changed.keys() & {bucket.group_of(member) for member in bucket.offsets}:
+                continue
+            if bucket.method.whole_matrix:
+                raise TypeError(
+                    f"{mode}() of {bucket.method.name}, which steps whole matrices: each lies with "
+                    "its owner during a step only; take the class's elementwise form"
+                )
+            bucket.merge_external_writes()
+            bucket.set_settings(settings)
+            if bucket.inner is not None:
+                getattr(bucket.inner, mode)()
+            bucket.copy_master_to_owned()
+            self._all_gather_parameters(bucket)
+        for index, values in changed.items():
+            self.param_groups[index].update(values)
 
     def _update_slices(self, settings: list[dict[str, Any]], factor: float) -> None:
         trace = self._communicator.state.trace
@@ -422,11 +589,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 continue
             start = trace.now()
             bucket.merge_external_writes(masters=bucket.link is None)
-            bucket.set_settings(settings)
             if bucket.link is None:
+                bucket.set_settings(settings)
                 bucket.step(self._used, factor)
             else:
-                streamed.step(bucket, bucket.link, self._used, factor)
+                streamed.step(bucket, bucket.link, self._used, settings, factor)
             trace.record("STEP", bucket.name, start=start, end=trace.now())
             self._all_gather_parameters(bucket)
 
@@ -450,8 +617,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _settings(self) -> list[dict[str, Any]]:
         """Each group's settings as they are now (a schedule may have changed them)."""
-        left_out = ("params", "param_names")
-        return [{k: v for k, v in g.items() if k not in left_out} for g in self.param_groups]
+        return [group_state.settings_of(group) for group in self.param_groups]
 
     def _gradient_factor(self) -> float:
         """The factor from a sum to the gradient: mean over ranks, inverse of the loss scale."""
@@ -472,7 +638,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         lost = self.unfinished and earlier
         self._clear_gradients()
         if lost:  # until the user has dropped all (zero_grad), a step would lack these gradients
-            self._lost = {m for m in self._group_index if m.requires_grad}
+            self._lost = {m for m in self._bucket_of if m.requires_grad}
             self.unfinished = True
 
     def _clear_gradients(self) -> None:

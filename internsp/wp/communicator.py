@@ -360,6 +360,7 @@ class ISPCommunicator(ChunkWeights):
         self.sums_wait: Callable[[], bool] = lambda: False  # a pipeline's step completes .grad
         self._completed = False  # .grad was completed since a pipeline's step began
         self.confirm: Callable[[], None] = lambda: None
+        self.before_pass: list[Callable[[], None]] = []
         self.after_backward: list[Callable[[], None]] = []
         self.after_reset: list[Callable[[bool], None]] = []
         self.recovery = Recovery(mesh, state.collectives.comm_context)
@@ -416,6 +417,7 @@ class ISPCommunicator(ChunkWeights):
     def root_pre_forward(self) -> None:
         """The model's pre-forward: recover from a failed pass, launch the first gathers."""
         self.recover()
+        self._pass_begins()
         self.recovery.guard.begin_pass()
         if self.learning is not None:
             self.learning.root_pre_forward()
@@ -707,6 +709,7 @@ class ISPCommunicator(ChunkWeights):
             Whether sums of earlier steps wait for the optimizer.
         """
         self._completed = False
+        self._pass_begins()
         return self.sums_wait()
 
     def step_failed(self, earlier: bool) -> None:
@@ -809,6 +812,10 @@ class ISPCommunicator(ChunkWeights):
             )
         self._forward = forward
 
+    def _pass_begins(self) -> None:
+        for callback in self.before_pass:
+            callback()
+
     def _count_forward(self) -> None:
         """A forward begins: note which weights are trained in it."""
         self.forwards += 1
@@ -885,6 +892,7 @@ class ISPCommunicator(ChunkWeights):
             self.recover()
             self._next %= len(order)
             if unit not in order[self._next :] or not self._next:  # a new forward begins
+                self._pass_begins()
                 self.recovery.guard.begin_pass()
                 self._count_forward()
                 self.queue.begin_blocks(self.contents.begin_pass())

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from internsp.app.checkpoint import checkpoint, manifest
+from internsp.app.checkpoint.disk import write_manifest
 from internsp.app.checkpoint.saver import save
 from internsp.app.config import Config
 from internsp.app.process.stop import StopRequest
 from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
-from tests.support.ranks import run_ranks
+from internsp.errors import ConfigError
+from tests.support.ranks import ranks, run_ranks
 
 TEXT = Path(__file__).parents[1] / "data"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -103,11 +105,36 @@ CHAINS: dict[str, tuple[dict[str, Any], list[tuple[int, Mesh]]]] = {
         (3, {"weight": 3}), (1, {}),
         (4, {"weight": 2, "zero": 2}),
     ]),
+    # It keeps a count, weights of averages and a mode in its param_groups.
+    "schedulefree": ({"optimizer": {"name": "schedulefree:AdamWScheduleFree"}}, [
+        (2, {"weight": 2}), (4, {"weight": 1, "pipeline": 2, "zero": 2}), (1, {}),
+    ]),
     "adafactor": ({"optimizer": {"name": "adafactor"}}, [
         (4, {"weight": 2, "sequence": 2, "zero": 2}), (2, {"weight": 1, "pipeline": 2}),
         (3, {"weight": 3}),
     ]),
 }  # fmt: skip
+
+
+@ranks(1)
+def test_a_checkpoint_without_what_the_optimizer_keeps_in_its_groups_is_refused(
+    tmp_path: Path,
+) -> None:
+    """As an internsp before this one has written it."""
+    pytest.importorskip("schedulefree", reason="the extra test has it")
+    session = Session.create(config({}, optimizer={"name": "schedulefree:SGDScheduleFree"}))
+    path = save(session, tmp_path, 1, "first")
+    content = manifest.read(path).model_dump(mode="json")
+    content["values"] = {n: v for n, v in content["values"].items() if not n.endswith("group[k]")}
+    write_manifest(path, content)
+    before = {n: p.full_tensor() for n, p in session.modules[0].named_parameters()}  # type: ignore[operator]
+    with torch.no_grad():
+        for parameter in session.modules[0].parameters():
+            parameter.mul_(2.0)
+    with pytest.raises(ConfigError, match=r"has no optimizer\..*group\[k\], which this optimizer"):
+        checkpoint.load(session, path)
+    for name, parameter in session.modules[0].named_parameters():
+        assert torch.equal(parameter.full_tensor(), 2.0 * before[name]), "nothing was loaded"
 
 
 @pytest.mark.unmeasured
@@ -124,6 +151,8 @@ def test_every_mesh_saves_the_same_bytes_of_what_another_has_saved(
     def settings(mesh: Mesh) -> Config:
         return config(mesh, **{k: dict(v) for k, v in changes.items()})
 
+    if "schedulefree" in str(changes):
+        pytest.importorskip("schedulefree", reason="the extra test has it")
     (world, mesh), *rest = meshes
     run_ranks(first, world, str(tmp_path), settings(mesh))
     number = 3
@@ -138,11 +167,23 @@ def test_every_mesh_saves_the_same_bytes_of_what_another_has_saved(
     kinds = {name.rpartition(".")[2] for name in expected if name.startswith("optimizer.")}
     adam = {"step", "exp_avg", "exp_avg_sq"}
     factors = {"step", "row_var", "col_var", "variance"}
-    of = {"muon": adam | {"momentum_buffer"}, "adafactor": factors}
+    of = {
+        "muon": adam | {"momentum_buffer"}, "adafactor": factors,
+        "schedulefree:AdamWScheduleFree": {"z", "exp_avg_sq"},
+    }  # fmt: skip
     wanted = {"used"} | of.get(changes.get("optimizer", {}).get("name", ""), adam)
     assert kinds == (wanted | {"master"} if "train" in changes else wanted)
     assert all(value.count_nonzero() for name, value in expected.items() if "." in name)
+    values = manifest.read(tmp_path / "step-000003").values
+    kept = {n.rpartition(".")[2]: v for n, v in values.items() if n.startswith("optimizer.")}
+    if "schedulefree" in str(changes):
+        assert kept.keys() == {
+            f"group[{name}]" for name in ("k", "weight_sum", "lr_max", "train_mode", "scheduled_lr")
+        }
+        assert kept["group[k]"] == 3
+        assert kept["group[weight_sum]"] > 0
     for step in range(4, number + 1):
+        assert manifest.read(tmp_path / f"step-{step:06d}").values == values
         found = whole(tmp_path / f"step-{step:06d}")
         assert found.keys() == expected.keys()
         different = [name for name in expected if bits(expected[name]) != bits(found[name])]

@@ -315,12 +315,12 @@ def test_impossible_requests_are_refused_by_name() -> None:
     for found in run_ranks(refused, 2):
         expected = [
             "has a ZeroOptimizer already",
-            "groups are fixed",
+            "embed.weight is in param_groups[0] and in the group to add",
             "LBFGS is not one",
             "Adafactor is not one: it is Adafactor. Declare whole_matrix",
             "SGD is declared to need whole matrices",
             "layers.0.norm.weight cannot be stepped by Muon",
-            "embed.weight is in param_groups 0 and 1",
+            "embed.weight is in param_groups[0] and in param_groups[1]",
             "trainable parameters in no group: layers.0.norm.weight",
             "take the parameters from the model after parallelize",
             "param_groups[0] has no 'params'",

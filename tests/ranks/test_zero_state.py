@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from internsp.errors import LayoutError
-from internsp.optim import LossScaler
+from internsp.mesh import ParallelMesh
+from internsp.optim import LossScaler, ZeroOptimizer
 from internsp.optim.slices import Slices
+from tests.support.compare import check, parameters
+from tests.support.meshes import mesh_of
+from tests.support.models import Tiny, Twin, raises
 from tests.support.ranks import ranks, run_ranks
 from tests.support.zero import Case, Setup, batch, setup, share, train, whole
 
@@ -153,6 +165,156 @@ def test_a_resumed_run_goes_on_with_the_same_bits(
 ) -> None:
     for same in run_ranks(resume, world, cases, first, str(tmp_path)):
         assert all(same), same
+
+
+class Counting(torch.optim.Optimizer):
+    """Adam in the layout of apex's FusedAdam: its group counts the steps, from the first one on."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, tensor: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "tensor": tensor})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if "step" in group:
+                group["step"] += 1
+            else:
+                group["step"] = torch.ones(1) if group["tensor"] else 1
+            count = float(group["step"])
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state.update(m=torch.zeros_like(p), v=torch.zeros_like(p))
+                state["m"].lerp_(p.grad, 0.1)
+                state["v"].lerp_(p.grad.square(), 0.01)
+                wide = (state["v"] / (1 - 0.99**count)).sqrt() + 1e-8
+                p.addcdiv_(state["m"], wide, value=-group["lr"] / (1 - 0.9**count))
+
+
+class Averaging(torch.optim.SGD):
+    """Steps by the mean of all elements that it has: right only if it has all of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            total = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
+            group["d"] = max(group.get("d", 0.0), total)
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.add_(p.grad, alpha=-group["lr"] / group["d"])
+
+
+def schedule_free(name: str) -> Any:
+    return getattr(pytest.importorskip("schedulefree", reason="the extra test has it"), name)
+
+
+IN_GROUPS: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
+    "apex": (lambda: Counting, {}, {"step"}),
+    "a tensor": (lambda: Counting, {"tensor": True}, {"step"}),
+    **{
+        name: (
+            partial(schedule_free, name), {"lr": 1e-2, "warmup_steps": 4},
+            {"k", "weight_sum", "lr_max", "train_mode", "scheduled_lr"},
+        )
+        for name in ("AdamWScheduleFree", "SGDScheduleFree")
+    },
+}  # fmt: skip
+
+
+def one_of(chosen: str, mesh: ParallelMesh, **config: Any) -> Any:
+    """A twin with both optimizers, ready to train, and a function for some steps of both."""
+    made, settings, _ = IN_GROUPS[chosen]
+    twin = Twin(partial(Tiny, layers=2), mesh, **config)
+    ours = ZeroOptimizer(twin.communicator, made(), **settings)
+    theirs = made()(twin.plain.parameters(), **settings)
+    for optimizer in (ours, theirs):
+        getattr(optimizer, "train", lambda: None)()
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            twin.backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return twin, ours, theirs, steps
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+@pytest.mark.parametrize("chosen", IN_GROUPS)
+@ranks(2)
+def test_what_an_optimizer_keeps_in_its_groups_is_that_of_one_process(
+    chosen: str, offload: str
+) -> None:
+    """Also where a rank steps a bucket in pieces, and where a schedule changes a setting."""
+    config: dict[str, Any] = {} if offload == "none" else {"offload": (offload,)}
+    twin, ours, theirs, steps = one_of(chosen, mesh_of(2), **config)
+    with mock.patch("internsp.optim.streamed.PIECE_BYTES", 8):
+        for _ in range(3):
+            steps(2)
+            for optimizer in (ours, theirs):
+                optimizer.param_groups[0]["lr"] *= 0.5
+        for name in IN_GROUPS[chosen][2]:
+            assert ours.param_groups[0][name] == theirs.param_groups[0][name], name
+        twin.check_parameters(chosen)
+        if hasattr(theirs, "eval"):
+            for mode in ("eval", "eval", "train"):
+                getattr(ours, mode)()
+                getattr(theirs, mode)()
+                twin.check_parameters(mode)
+            steps(1)
+            twin.check_parameters("after eval")
+
+
+@pytest.mark.slow(10)
+@pytest.mark.parametrize("how", ["state_dict", "local", "torch", "flat"])
+@pytest.mark.parametrize("chosen", IN_GROUPS)
+@ranks(2)
+def test_what_it_keeps_in_its_groups_goes_on_after_a_save_on_another_mesh(
+    chosen: str, how: str, tmp_path: Path
+) -> None:
+    twin, ours, theirs, steps = one_of(chosen, mesh_of(2))
+    steps(3)
+    other, fresh, _, _ = one_of(chosen, mesh_of(1))
+    flat = StateDictOptions(flatten_optimizer_state_dict=how == "flat")
+
+    def state(model: Any, optimizer: Any) -> dict[str, Any]:
+        if how in ("torch", "flat"):
+            return get_optimizer_state_dict(model, optimizer, options=flat)
+        return optimizer.state_dict() if how == "state_dict" else optimizer.local_state_dict()
+
+    dcp.save({"m": twin.ours.state_dict(), "o": state(twin.ours, ours)}, checkpoint_id=tmp_path)
+    loaded = {"m": other.ours.state_dict(), "o": state(other.ours, fresh)}
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    other.ours.load_state_dict(loaded["m"])
+    if how in ("torch", "flat"):
+        set_optimizer_state_dict(other.ours, fresh, loaded["o"], options=flat)
+    else:
+        load = fresh.load_state_dict if how == "state_dict" else fresh.load_local_state_dict
+        load(loaded["o"])
+    for name in IN_GROUPS[chosen][2]:
+        assert fresh.param_groups[0][name] == theirs.param_groups[0][name], name
+    everybody, mine = twin.batch()
+    for model, optimizer, given in (
+        (twin.plain, theirs, everybody), (twin.ours, ours, mine), (other.ours, fresh, mine),
+    ):  # fmt: skip
+        model(*given).backward()
+        optimizer.step()
+    twin.check_parameters(chosen)
+    check(parameters(other.ours), parameters(twin.plain), f"{chosen} loaded by {how}")
+
+
+@ranks(1)
+def test_an_optimizer_whose_group_combines_parameters_is_refused() -> None:
+    """Also where it is declared to need whole matrices; the remedy that is named works."""
+    twin = Twin(Tiny, mesh_of(1))
+    for options in ({}, {"whole_matrix": True}):
+        text = raises(
+            TypeError, partial(ZeroOptimizer, twin.communicator, Averaging, lr=0.1, **options),
+            "Averaging steps one parameter otherwise", "through d in its param_groups",
+        )  # fmt: skip
+        assert "Averaging(model.parameters(), ...) in a plain loop" in text
+    twin.backward()
+    twin.check_step([Averaging(m.parameters(), lr=0.1) for m in (twin.plain, twin.ours)])
 
 
 LOCAL = [

@@ -144,7 +144,7 @@ def load(session: Session, path: Path, copies: PeerCopies | None = None) -> Resu
             f"token {here.token} of document {here.document}: use the version of numpy with which "
             "the run began"
         )
-    tensors, _ = state_of(session)
+    tensors, values = state_of(session)
     tensors = _detached(tensors)
     # Tied weights that a later stage copies are loaded separately, under the first stage's names.
     tied = session.pipeline is not None and len(session.pipeline.tied) > 0
@@ -158,6 +158,7 @@ def load(session: Session, path: Path, copies: PeerCopies | None = None) -> Resu
         left = {name: _shared_name(name) for name in left}
     tensors = {k: v for k, v in tensors.items() if k not in left.values()}
     on_every_rank(lambda: check_fits(content, tensors, chosen))
+    on_every_rank(lambda: _check_values(content, values, chosen))
     with plain_errors(f"checkpoint {chosen} could not be read"):
         for part in (tensors, *repeated):
             dcp.load(
@@ -261,6 +262,18 @@ def check_fits(content: State, tensors: Mapping[str, Tensor], path: Path) -> Non
             )
 
 
+def _check_values(content: Manifest, values: Mapping[str, Any], path: Path) -> None:
+    """Raise before anything is overwritten if a value of the optimizer is missing."""
+    missing = [n for n in values if n.startswith("optimizer.") and n not in content.values]
+    if missing:
+        raise ConfigError(
+            f"checkpoint.resume: {path} has no {missing[0]}, which this optimizer needs to go on: "
+            "it was saved by another class of optimizer, or by an internsp that did not save what "
+            "a class keeps in its param_groups; resume with its own class, or start afresh with "
+            'checkpoint.resume = "never"'
+        )
+
+
 def derived_seed(seed: int, step: int, rank: int) -> int:
     """The random seed of a rank that resumes a run which was saved on another number of ranks."""
     digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest()
@@ -355,9 +368,15 @@ def _module_state(session: Session, number: int, counted: bool) -> dict[str, Any
             found[f"model.{member.tied if member is not None and member.tied else name}"] = value
     members = session.communicators[number].replicated.all_parameters()
     copies = {member.tied for member in members if not member.counted}
-    for name, entry in session.optimizers[number].local_state_dict()["state"].items():
-        if (name not in copies) == counted:
-            found |= {state_key(name, kind): value for kind, value in entry.items()}
+    optimizer = session.optimizers[number]
+    kept = {
+        name: {_in_group(key): value for key, value in entry.items()}
+        for name, entry in optimizer.kept_in_groups().items()
+    }
+    for entries in (optimizer.local_state_dict()["state"], kept):
+        for name, entry in entries.items():
+            if (name not in copies) == counted:
+                found |= {state_key(name, kind): value for kind, value in entry.items()}
     return found
 
 
@@ -387,6 +406,12 @@ def state_key(parameter: str, kind: str) -> str:
     return f"optimizer.{parameter}.{kind}"
 
 
+def _in_group(key: str) -> str:
+    """The kind of a state that an optimizer keeps in its group. It is saved for each parameter:
+    groups may be others on another mesh, as stages of a pipeline have their own."""
+    return f"group[{key}]"
+
+
 def parameter_of(name: str) -> str:
     """The parameter that a checkpoint's tensor holds, or whose optimizer state it holds."""
     section, _, rest = name.partition(".")
@@ -396,13 +421,32 @@ def parameter_of(name: str) -> str:
 def _optimizer_state(
     optimizer: ZeroOptimizer, tensors: Mapping[str, Tensor], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The optimizer's local state dict with the loaded state in it and the current settings."""
+    """The optimizer's local state dict with the loaded state in it and the current settings.
+
+    Raises:
+        ConfigError: what the optimizer keeps in its groups differs within one group.
+    """
     state = optimizer.local_state_dict()
     state.pop("loss_scaler", None)
     for name, entry in state["state"].items():
         for kind in entry:
             key = state_key(name, kind)
             entry[kind] = tensors[key] if key in tensors else values.get(key, entry[kind])
+    groups, index_of = state["param_groups"], optimizer.group_of_name()
+    taken: dict[tuple[int, str], tuple[str, Any]] = {}
+    for name, entry in optimizer.kept_in_groups().items():
+        for kept, current in entry.items():
+            key, index = state_key(name, _in_group(kept)), index_of[name]
+            value = tensors[key] if key in tensors else values[key]
+            value = tuple(value) if isinstance(current, tuple) else value
+            first, before = taken.setdefault((index, kept), (name, value))
+            if before is not value and bool(torch.as_tensor(before != value).any()):
+                raise ConfigError(
+                    f"checkpoint.resume: {name} and {first} are in one group of the optimizer, but "
+                    f"were saved with {kept} = {value} and {before} in its param_groups: form the "
+                    "groups as they were (optimizer.groups)"
+                )
+            groups[index][kept] = value
     return state
 
 

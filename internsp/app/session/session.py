@@ -131,6 +131,8 @@ class Session:
         scaler = _scaler(config)
         make = custom.optimizer or (lambda each: make_optimizer(config, each, scaler))
         optimizers = [custom.checked_optimizer(make(each)) for each in communicators]
+        for optimizer in optimizers:
+            optimizer.train()
         schedules = [
             torch.optim.lr_scheduler.LambdaLR(optimizer, RateFactor(config, steps))
             for optimizer in optimizers

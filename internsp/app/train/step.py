@@ -166,8 +166,8 @@ class StepRunner:
         return found if peak is None else {**found, "mfu": model / peak}
 
     def _set_training(self, training: bool) -> None:
-        for module in self.session.modules:
-            module.train(training)
+        for each in (*self.session.modules, *self.session.optimizers):
+            each.train() if training else each.eval()  # a schedule-free optimizer has two values
 
     def _rows(self, taken: int) -> StepRows:
         config, mesh, source = self.session.config, self.session.mesh, self.session.source
