@@ -14,18 +14,23 @@ Op = tuple[Any, ...]
 STEPS = 3
 PASSES = (
     "plain", "plain", "plain", "retain", "sum_of_two", "both", "reversed", "middle", "with_middle",
-    "throw_first", "evaluate_between", "some_inputs", "gradient_of_hidden", "penalty",
+    "throw_first", "evaluate_between", "some_inputs", "gradient_of_hidden", "weights_in_loss",
+    "assigned_before", "penalty",
 )  # fmt: skip
 SYNCS = ("all", "all", "no_sync", "no_replica_sync", "mixed", "nested", "unchanged")
 WRITES = (
     "multiply", "copy", "data_multiply", "data_subtract", "data_set", "data_copy", "load",
     "load_assigned", "foreach", "foreach_invalidate", "local_invalidate", "fill_one", "swap",
 )  # fmt: skip
+PATCHES = ("function", "method", "wrapping", "undone")
 FAILURES = ("forward", "block", "backward")
 TORCH_OPTIMIZERS = (
     "sgd", "momentum", "adam", "adamw_foreach", "adamw_loop", "adamw_fused", "sgd_foreach",
+    "counting",
 )  # fmt: skip
-ZERO_OPTIMIZERS = ("zero_adamw", "zero_sgd", "zero_momentum", "zero_groups", "zero_rmsprop")
+ZERO_OPTIMIZERS = (
+    "zero_adamw", "zero_sgd", "zero_momentum", "zero_groups", "zero_rmsprop", "zero_counting",
+)  # fmt: skip
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "trigger": ("qkv", "attention", "mlp", "rolling", "rolling"),
@@ -178,7 +183,7 @@ def _between(rng: random.Random, case: Case) -> list[Op]:
     for _ in range(draws):
         kind = rng.choice(
             ("evaluate", "write", "write", "freeze", "fail", "thrown", "thrown", "forward", "state",
-             "whole", "settings", "blocks_alone"),
+             "whole", "settings", "blocks_alone", "patch", "keep", "keep", "restore"),
         )  # fmt: skip
         who = rng.choice(("model", "optimizer"))
         if kind == "evaluate":
@@ -187,6 +192,8 @@ def _between(rng: random.Random, case: Case) -> list[Op]:
             ops.append((kind, rng.choice(WRITES), rng.choice((-1, -1, rng.randrange(40)))))
         elif kind == "freeze":
             ops.append((kind, rng.randrange(40)))
+        elif kind == "patch":
+            ops.append((kind, rng.choice(PATCHES), rng.randrange(-1, len(case.blocks))))
         elif kind == "fail":
             ops.append((kind, rng.choice(FAILURES), rng.randrange(len(case.blocks)), who))
         elif kind == "thrown":

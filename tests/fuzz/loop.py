@@ -7,13 +7,20 @@ equal on both sides: losses, gradients, norms, parameters.
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
+import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 import internsp
@@ -23,6 +30,24 @@ from tests.fuzz.shapes import Drawn, PlannedError, loss_of
 
 Note = Callable[[str, dict[str, Any]], None]
 
+class Counting(torch.optim.Optimizer):
+    """Keeps its state in its groups: the steps, as apex's ``FusedAdam``, and a sum of weights, as
+    optimizers without a schedule do."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "step": 0, "weight_sum": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] += 1
+            group["weight_sum"] += group["step"] ** 0.5
+            share = group["step"] ** 0.5 / group["weight_sum"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * share)
+
+
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05}),
     "sgd_foreach": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.5, "foreach": True}),
@@ -31,6 +56,8 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw_foreach": (torch.optim.AdamW, {"lr": 0.02, "eps": 1e-4, "foreach": True}),
     "adamw_loop": (torch.optim.AdamW, {"lr": 0.02, "eps": 1e-4, "foreach": False}),
     "adamw_fused": (torch.optim.AdamW, {"lr": 0.02, "eps": 1e-4, "fused": True}),
+    "counting": (Counting, {"lr": 0.05}),
+    "zero_counting": (Counting, {"lr": 0.05}),
     "zero_adamw": (torch.optim.AdamW, {"lr": 0.02, "eps": 1e-4, "weight_decay": 0.1}),
     "zero_sgd": (torch.optim.SGD, {"lr": 0.05}),
     "zero_momentum": (torch.optim.SGD, {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.01}),
@@ -63,6 +90,7 @@ class Side:
         self.named = dict(model.named_parameters())
         self.trainable = [p for p in self.named.values() if p.requires_grad]
         self.optimizer = self._make_optimizer()
+        self.kept: tuple[dict[str, Any], dict[str, Any]] | None = None
         self.passes = 0  # forwards so far: each has different data
         self.buffers: dict[int, dict[str, Tensor]] = {r: self._buffers() for r in ranks}
 
@@ -117,12 +145,10 @@ class Side:
     def _pass(self, kind: str) -> None:
         if kind == "throw_first":
             self.forward()
+        if kind == "assigned_before":
+            self._do_write("load_assigned", -1)
         if kind in ("sum_of_two", "both", "reversed"):
-            pair = [self.total([loss for loss, _ in self.forward()]) for _ in range(2)]
-            if kind == "sum_of_two":
-                (pair[0] + pair[1]).backward()
-            for loss in () if kind == "sum_of_two" else pair if kind == "both" else pair[::-1]:
-                loss.backward()
+            self._two_passes(kind)
             return
         found = self.forward()
         loss = self.total([loss for loss, _ in found])
@@ -140,6 +166,10 @@ class Side:
             loss = loss + self.total([g.square().sum() for g in gradients])
         if kind == "with_middle":
             loss = loss + middle
+        if kind == "weights_in_loss":
+            chosen = self.trainable[:: max(len(self.trainable) // 3, 1)]
+            of = [p for p in chosen if p.requires_grad]
+            loss = loss + self.total([0.01 * _squares(of) for _ in self.ranks])
         if kind == "middle":
             loss = middle
         if kind == "some_inputs":
@@ -147,6 +177,14 @@ class Side:
             chosen = [p for p in chosen if p.requires_grad]
             loss.backward(inputs=chosen)
         elif loss.requires_grad:
+            loss.backward()
+
+    def _two_passes(self, kind: str) -> None:
+        """Two forwards before the first backward."""
+        pair = [self.total([loss for loss, _ in self.forward()]) for _ in range(2)]
+        if kind == "sum_of_two":
+            (pair[0] + pair[1]).backward()
+        for loss in () if kind == "sum_of_two" else pair if kind == "both" else pair[::-1]:
             loss.backward()
 
     def _gradient_of_hidden(self, loss: Tensor, hidden: list[Tensor]) -> None:
@@ -273,6 +311,36 @@ class Side:
                  for n, p in self.named.items()}  # fmt: skip
         self.note(f"{self.where}: whole parameters", {n: v.detach() for n, v in whole.items()})
 
+    def _do_keep(self) -> None:
+        """What a program keeps of its best step: whole weights, and the optimizer's state."""
+        options = StateDictOptions(full_state_dict=True)
+        state = get_model_state_dict(self.model, options=options)
+        if self.communicator is None:
+            state = copy.deepcopy(state)
+        self.kept = state, copy.deepcopy(self.optimizer.state_dict())
+
+    def _do_restore(self) -> None:
+        if self.kept is None:
+            return
+        state = {n: v for n, v in self.kept[0].items() if n in self.named}
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        set_model_state_dict(self.model, state, options=options)
+        self.optimizer.load_state_dict(copy.deepcopy(self.kept[1]))
+
+    def _do_patch(self, how: str, index: int) -> None:
+        """Put another ``forward`` in place, as a library that patches models does."""
+        module: nn.Module = self.model if index < 0 else self.model.layers[index]
+        old = module.forward
+        if self.communicator is None or how == "wrapping":
+            module.forward = lambda *a, **k: old(*a, **k)
+        elif how == "method":
+            module.forward = types.MethodType(type(module).forward, module)
+        else:
+            module.forward = lambda *a, **k: type(module).forward(module, *a, **k)
+        if how == "undone":
+            self._do_evaluate("no_grad")
+            module.forward = old
+
     def _do_settings(self) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * 0.5
@@ -304,6 +372,9 @@ class Side:
             # One process's optimizer would keep the old parameters.
             assign = how == "load_assigned" and self.communicator is not None
             self.model.load_state_dict(state, assign=assign)
+            if how == "load_assigned":  # torch's new parameters have no gradients
+                for p in self.named.values() if self.communicator is None else ():
+                    p.grad = None
             return
         with torch.no_grad():
             if how.startswith("foreach"):
@@ -331,6 +402,12 @@ class Side:
         return internsp.ZeroOptimizer(
             self.communicator, cls, param_groups=groups, max_grad_norm=bound, **settings
         )
+
+
+def _squares(parameters: list[nn.Parameter]) -> Tensor:
+    """A penalty on whole weights, which a program reads outside the model."""
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in parameters]
+    return sum((w.square().sum() for w in whole), torch.zeros((), dtype=torch.float64))
 
 
 def _write(p: nn.Parameter, how: str) -> None:

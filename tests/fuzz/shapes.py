@@ -23,7 +23,7 @@ IN_BLOCK = (
     "returns_weight", "returns_view", "returns_transposed", "functional", "frozen_norm",
     "frozen_weight", "frozen_block", "unused", "buffer", "aux_tuple", "aux_dict", "aux_data",
     "nested", "custom", "detached", "two_outputs", "dropped_output", "weight_norm", "table",
-    "passing_module", "view_output",
+    "passing_module", "view_output", "gate",
 )  # fmt: skip
 
 BESIDE = (
@@ -188,6 +188,8 @@ class Block(nn.Module):
             self.late = nn.Parameter(torch.randn(width, width) * 0.3)
         if "one" in f:
             self.single = nn.Parameter(torch.randn(1, 1))
+        if "gate" in f:
+            self.gate = nn.Parameter(torch.tensor(0.4))
         if "list" in f:
             self.some = nn.ParameterList(torch.randn(width, width) * 0.2 for _ in range(2))
         if "dict_of_parameters" in f:
@@ -285,6 +287,8 @@ class Block(nn.Module):
             x = x + torch.tanh(x) @ self.matrix
         if "one" in f:
             x = x * (1 + 0.1 * self.single)
+        if "gate" in f:
+            x = x * (1 + torch.tanh(self.gate))
         if "buffer" in f:
             x = x + 0.1 * self.shift
         if "in_place_module" in f:
