@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from internsp.wp.communicator import ISPCommunicator
 
 _IN_ORDER = "all blocks in the declared order"
+_AT_END = 0.25  # an answer at the end of a forward comes after those at its head
 _REMEMBERED = 1000
 REMEDY = (
     "run the same blocks on all of them; on a rank that has no data for a block, run it with other "
@@ -46,8 +47,9 @@ class OrderAgreement:
     A gather needs all ranks of its weight group. While blocks run in the declared order, nothing is
     compared. A rank whose next block is another one asks the others, by the store, for their next
     block before it launches anything, and so for every block that follows in this forward, and in
-    its backward. A rank that has run all blocks in the declared order leaves this as its answer. So
-    no rank ever takes another block's message for its own.
+    its backward. A rank that has run all blocks in the declared order leaves this as its answer
+    when it comes to the head or to the end of the model's forward, not before: a program may run
+    the blocks a second time. So no rank ever takes another block's message for its own.
 
     Args:
         communicator: the communicator of the blocks.
@@ -65,15 +67,14 @@ class OrderAgreement:
         """A forward begins, in the declared order."""
         self._departed, self._before = False, ""
 
-    def pre_forward(self, name: str, expected: bool, last: bool) -> None:
+    def pre_forward(self, name: str, expected: bool) -> None:
         """Called before a block's forward, before it is gathered.
 
         Blocks until all ranks have come, once a block was not the expected one.
 
         Args:
-            name: the block; ``"the end"`` at the end of the model's forward.
-            expected: it is the next one in the order, or its end.
-            last: no other one follows in that order.
+            name: the block.
+            expected: it is the next one in the order.
 
         Raises:
             OrderError: the ranks run different blocks; raised on all ranks.
@@ -83,16 +84,41 @@ class OrderAgreement:
         if learns and name == before:
             return  # several runs in a row count as one
         self._before, number = name, communicator.forwards
+        behind = number in self._in_order  # one block more, behind the head
         if not expected:
             self._departed = True
-            if number in self._in_order:  # one block more, behind the last one of the order
+            if behind:
                 self._in_order.remove(number)
         if self._departed:
+            # Another rank's answer at the head says nothing of what it runs behind the head.
+            moment = number + _AT_END if behind else number
+            self._agree(moment, f"{name} after {before}" if before else name)
+
+    def post_blocks(self, name: str, complete: bool) -> None:
+        """Called as the head is used, and again at the end of the model's forward.
+
+        Blocks until all ranks have come, unless all blocks ran in the declared order.
+
+        Args:
+            name: ``"the head"`` or ``"the end"``.
+            complete: no block of the order is missing.
+
+        Raises:
+            OrderError: other ranks run more blocks; raised on all ranks.
+        """
+        number, at_end = self._communicator.forwards, name == "the end"
+        self._departed |= not complete
+        if self._departed:
+            before = self._before
             self._agree(number, f"{name} after {before}" if before else name)
-        elif last:
+            return
+        if number not in self._in_order:
             self._in_order.append(number)
-            for store_group in self._store_groups:
-                store_group.answer(self._topic, f"forward {number}: {_IN_ORDER}")
+        elif not at_end:
+            return
+        for store_group in self._store_groups:
+            moment = number + _AT_END if at_end else number
+            store_group.answer(self._topic, f"forward {moment}: {_IN_ORDER}")
 
     def was_in_order(self, forward: int) -> bool:
         """Whether that forward ran all blocks in the declared order, on all ranks."""
@@ -115,7 +141,7 @@ class OrderAgreement:
 
     def _agree(self, number: float, what: str) -> None:
         def counts(text: str) -> bool:
-            return not text.endswith(_IN_ORDER) or int(text.split(maxsplit=2)[1][:-1]) >= number
+            return not text.endswith(_IN_ORDER) or float(text.split(maxsplit=2)[1][:-1]) >= number
 
         value = f"forward {int(number)}: {what}, in another order than expected"
         for store_group in self._store_groups:

@@ -285,8 +285,8 @@ class HeadWeightParallelCommunicator(EmbeddingWeightParallelCommunicator):
 
     def unshard(self, weight: ShardedParameter) -> Tensor:
         """See :meth:`WPCommunicator.unshard`."""
-        if graph_task() == NO_TASK and not self.queue.is_gathered(weight):
-            self.state.before_head()  # the other ranks may run a block that this one does not
+        if graph_task() == NO_TASK:  # the other ranks may run a block that this one does not
+            self.state.before_head(self.queue.is_gathered(weight))
         return super().unshard(weight)
 
 
@@ -367,7 +367,7 @@ class ISPCommunicator(ChunkWeights):
         self._autocast = Autocast(replicated.sharded, blocks, mesh.device.type)
         self.contents = Contents(self)
         state.began = replicated.began = self._ensure_callback
-        state.before_head = lambda: self._agree_on_end("the head")
+        state.before_head = self._before_head
         self._has_replicas = any(axis.replicas > 1 for axis in mesh.axes)
         self._next = 0  # the block that a forward must run next
         self.forwards = 0
@@ -490,7 +490,8 @@ class ISPCommunicator(ChunkWeights):
                 "same blocks, 'gather' for those that skip others from step to step, on all ranks "
                 "alike"
             )
-        self._agree_on_end("the end")
+        if self.agreement is not None:
+            self.agreement.post_blocks("the end", self._next == len(self.queue.blocks))
         self._forward_open = False
         if self.state.link is not None:
             self.state.link.synchronize()  # from here on a program may write weights
@@ -514,7 +515,7 @@ class ISPCommunicator(ChunkWeights):
         if graph_task() == NO_TASK:
             if self.agreement is not None:
                 first = self.queue.blocks[block.first].name
-                self.agreement.pre_forward(first, self._next == block.first, last=False)
+                self.agreement.pre_forward(first, self._next == block.first)
             self.state.perform(self.enclosing.pre_forward(block))
 
     def pre_backward_of_enclosing(self, block: Enclosing[Unit]) -> None:
@@ -854,11 +855,13 @@ class ISPCommunicator(ChunkWeights):
         """The forward in whose graph backward is, the last one if it is not known."""
         return self.forwards if self._forward is None else self._forward
 
-    def _agree_on_end(self, what: str) -> None:
-        """Agree that no block follows, where blocks are missing or ran in another order."""
+    def _before_head(self, gathered: bool) -> None:
+        """The head is about to be used: agree with the other ranks that it comes next, unless it is
+        on its way in the middle of the blocks."""
         if self.agreement is not None:
-            expected = self._next == len(self.queue.blocks)
-            self.agreement.pre_forward(what, expected, last=False)
+            complete = self._next == len(self.queue.blocks)
+            if complete or not gathered:
+                self.agreement.post_blocks("the head", complete)
 
     def _agree_in_backward(self, unit: Unit | None) -> None:
         """In the backward of a forward in another order: agree with the other ranks on the block
@@ -909,7 +912,7 @@ class ISPCommunicator(ChunkWeights):
         else:
             self._next = unit.block + 1
         if self.agreement is not None:
-            self.agreement.pre_forward(unit.name, expected is unit, self._next == len(order))
+            self.agreement.pre_forward(unit.name, expected is unit)
 
     def _may_differ(self) -> bool:
         """Whether this forward may run another order than the learned one: it has no backward."""

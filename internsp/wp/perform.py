@@ -61,7 +61,7 @@ class Chunk:
             that a backward runs.
         streams: whether the device has streams, so that each ``USE`` is reported to
             :class:`internsp.wp.slots.SlotStreams`.
-        before_head: called before a forward gathers the head at its use.
+        before_head: called as a forward uses the head; with whether it is gathered, or on its way.
         at_next_pass: called when a pass gathers nothing more, so that a pipeline can prefetch.
         inside: whether the model's forward runs; where a block or weight is used while it does not,
             the program calls a part of the model itself.
@@ -83,7 +83,7 @@ class Chunk:
     streams: bool = field(init=False)
     handles: dict[ShardedParameter, Handle] = field(default_factory=dict)
     began: Callable[[], None] = lambda: None
-    before_head: Callable[[], None] = lambda: None
+    before_head: Callable[[bool], None] = lambda gathered: None
     at_next_pass: Callable[[], None] = lambda: None
     inside: bool = False
 

@@ -235,7 +235,7 @@ def fitted(case: Case) -> Case:
     kinds = {word for op in case.program for word in words(op)}
     if any(word.endswith(("some_inputs", "gradient_of_hidden", "penalty")) for word in kinds):
         checkpoint.pop("reentrant", None)  # torch's reentrant form refuses both
-    beside, program = case.beside, case.program
+    beside, program = case.beside, tuple(_without_writes(op) for op in case.program)
     idle = any({"branch", "experts"} & set(block) for block in case.blocks)
     if idle and options.get("unexpected_order") == "gather":
         # A block whose output needs a gradient on some ranks only: the ranks of a weight group run
@@ -253,6 +253,13 @@ def fitted(case: Case) -> Case:
     return replace(
         case, options=options, checkpoint=checkpoint, beside=beside, clip=clip, program=program
     )
+
+
+def _without_writes(op: Op) -> Op:
+    """``unchanged()`` forbids writes within."""
+    if op[0] not in ("accumulate", "thrown") or op[1] != "unchanged":
+        return op
+    return (*op[:2], tuple("plain" if k == "assigned_before" else k for k in op[2]), *op[3:])
 
 
 def _with_the_head(op: Op) -> Op:
