@@ -503,7 +503,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.finish_reductions()
         communicator.wait_until_ready()
         communicator.wait_for_gathers()
+        versions = {member: member.version() for member in members}
         self._add_buckets(members)
+        communicator.contents.moved(versions)
         self._reducer.declare(self._buckets)
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ in the slot; in host memory only, since on a device the host would have to wait 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,20 @@ class Contents:
     def renew(self) -> None:
         """Note the versions again: the library has raised some without writing values."""
         self._promised = self._versions() if self.promised else None
+
+    def moved(self, versions: Mapping[Member, int]) -> None:
+        """Parameters were moved to other memory with the values they had: drop contents, and note
+        their versions again.
+
+        Args:
+            versions: those before the move.
+        """
+        self._state.queue.invalidate_contents()
+        if self._promised is not None:
+            self._promised = [
+                (member, member.version() if versions.get(member) == version else version)
+                for member, version in self._promised
+            ]
 
     def prefetched(self) -> None:
         """Note that weights are prefetched for the next pass: none may be written before it."""

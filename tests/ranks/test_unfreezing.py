@@ -138,7 +138,8 @@ def test_stages_that_are_unfrozen_train_as_on_one_process(
 def test_unfreezing_between_micro_batches_keeps_what_was_summed(within: str) -> None:
     twin = Twin(partial(frozen_at_first, Gated), mesh_of(1, zero=2))
     ours, theirs, unfreeze = make_optimizers(twin, "adamw", True)
-    train(twin, ours, theirs, 2, micro=2)
+    # After steps of one backward the next one is taken for the last: replicas exchange in it.
+    train(twin, ours, theirs, 2, micro=2 if within else 1)
     if within:
         with getattr(twin.communicator, within)():
             twin.backward()
@@ -152,6 +153,42 @@ def test_unfreezing_between_micro_batches_keeps_what_was_summed(within: str) -> 
         optimizer.zero_grad()
     train(twin, ours, theirs, 2, micro=2)
     twin.check_parameters("unfrozen in the middle", 1e-9)
+
+
+@ranks(2)
+def test_it_may_come_after_a_prefetch_within_unchanged_and_after_a_failed_forward() -> None:
+    twin = Twin(partial(frozen_at_first, Gated), mesh_of(2))
+    ours, theirs, unfreeze = make_optimizers(twin, "adamw", True)
+    train(twin, ours, theirs, 1)
+    unfreeze(0)
+    twin.communicator.prefetch_all()
+    train(twin, ours, theirs, 1)
+    with twin.communicator.unchanged():
+        with torch.no_grad():
+            twin.ours(*twin.batch()[1])
+        unfreeze(1)
+        twin.backward()
+    hook = twin.ours.layers[1].w1.register_forward_pre_hook(lambda *_: 1 / 0)  # type: ignore[union-attr]
+    raises(ZeroDivisionError, partial(twin.ours, *twin.batch()[1]))
+    hook.remove()
+    for optimizer in (ours, theirs):
+        optimizer.zero_grad()
+    train(twin, ours, theirs, 2)
+    twin.check_parameters("afterwards", 1e-9)
+
+
+@pytest.mark.parametrize("how", ["tied", "offloaded"])
+@ranks(2)
+def test_tied_and_offloaded_parameters_are_unfrozen_as_on_one_process(how: str) -> None:
+    config = {"offload": ("weights", "optimizer", "gradients")} if how == "offloaded" else {}
+    make = partial(frozen_at_first, partial(Gated, tied=how == "tied"))
+    twin = Twin(make, mesh_of(2), **config)
+    ours, theirs, unfreeze = make_optimizers(twin, "adamw", how == "tied")
+    for stage in (1, 0):
+        train(twin, ours, theirs, 2)
+        unfreeze(stage)
+    train(twin, ours, theirs, 2)
+    twin.check_parameters(how, 1e-9)
 
 
 @ranks(2)
