@@ -1,0 +1,98 @@
+"""What the unmutated tests reach, from a copy of the project whose blocks note that they ran."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.bench.report import say
+from tools.mutants.operators import Mutant, marked
+from tools.mutants.worker import Worker
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of JSON lines; none if there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add(path: Path, line: dict[str, Any]) -> None:
+    """Append a line to a file of JSON lines."""
+    with path.open("a") as file:
+        print(json.dumps(line, ensure_ascii=False), file=file)
+
+
+def copied(folder: Path) -> Path:
+    """A copy of this checkout's files without ignored ones; an older copy is brought up to now."""
+    listed = ["git", "ls-files", "-co", "--exclude-standard"]
+    for name in subprocess.check_output(listed, cwd=ROOT, text=True).splitlines():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        if (ROOT / name).exists():
+            shutil.copy2(ROOT / name, target, follow_symlinks=False)
+    return folder
+
+
+class Record:
+    """What the unmutated tests reach, from a copy with notes in its blocks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "record.jsonl"
+        self.folder = folder / "marked"
+        self.table = folder / "blocks.json"
+
+    def prepare(self) -> None:
+        """Make the marked copy, once."""
+        if self.table.exists():
+            return
+        copied(self.folder)
+        blocks: list[tuple[str, int]] = []
+        for path in sorted((self.folder / "internsp").rglob("*.py")):
+            source, lines = marked(path.read_text(), len(blocks))
+            path.write_text(source)
+            blocks += [(str(path.relative_to(self.folder)), line) for line in lines]
+        self.table.write_text(json.dumps(blocks))
+
+    def take(self, files: Sequence[str], marks: str) -> None:
+        """Run files that were not yet run with these marks."""
+        self.prepare()
+        done = {(line.get("file"), line.get("marks")) for line in read(self.path)}
+        worker = Worker(self.folder)
+        for file in (f for f in files if (f, marks) not in done):
+            got = worker.run([file], marks, 1200, stop=False)
+            for test in got["tests"]:
+                add(self.path, test)
+            add(self.path, {"file": file, "marks": marks})
+            failed = sum(bool(test["failed"]) for test in got["tests"])
+            say(f"{file}: {len(got['tests'])} tests, {failed} failed, {got['seconds']:.0f} s")
+        worker.close()
+
+    def reaching(self, mutant: Mutant) -> dict[str, float]:
+        """Seconds of the tests that passed and reach the fault's block, in the order to run."""
+        blocks = json.loads(self.table.read_text())
+        wanted = {
+            i for i, (file, line) in enumerate(blocks)
+            if file == mutant.file and mutant.block in (0, line)
+        }  # fmt: skip
+        names = [name for name in mutant.scope.split(".") if not name.startswith("__")]
+        found = {}
+        for line in read(self.path):
+            if "test" in line and not line["failed"] and wanted & set(line["hits"]):
+                found[line["test"]] = line["seconds"]
+        seen: Counter[str] = Counter()
+        order = []
+        for test, seconds in sorted(found.items(), key=lambda item: item[1]):
+            body = test.split("[")[0]
+            text = (self.folder / test.split("::")[0]).read_text()
+            named = any(re.search(rf"\b{name}\b", text) for name in names)
+            order.append((seen[body], not named, seconds, test))
+            seen[body] += 1
+        return {test: seconds for *_, seconds, test in sorted(order)}

@@ -1,0 +1,53 @@
+"""A process in a copy of the project that runs chosen tests there, at nice 19."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.mutants.hits import SIZE, VARIABLE
+
+
+class Worker:
+    """``tests/support/forked.py`` of a copy; what it starts imports that copy alone."""
+
+    def __init__(self, folder: Path) -> None:
+        for name in ("tmp", "log"):
+            (folder.parent / name).mkdir(exist_ok=True)
+        hits = folder.parent / "hits"
+        hits.write_bytes(bytes(SIZE))
+        threads = dict.fromkeys(
+            ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1"
+        )
+        self._process = subprocess.Popen(
+            ["nice", "-n", "19", sys.executable, "-m", "tests.support.forked"],
+            cwd=folder,
+            env={**os.environ, **threads, VARIABLE: str(hits), "PYTHONPATH": str(folder),
+                 "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder.parent / "tmp")},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def run(self, tests: Sequence[str], marks: str, limit: float, stop: bool) -> dict[str, Any]:
+        """Run files or tests in this order: ``code`` (None: at the limit), ``seconds``, ``tests``.
+
+        Args:
+            marks: an expression for pytest's ``-m``.
+            limit: seconds until all processes of the run are killed.
+            stop: stop at the first failure.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        asked = {"tests": list(tests), "marks": marks, "limit": limit, "stop": stop}
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        """End the process; it kills a run in progress."""
+        self._process.terminate()
+        self._process.wait()
