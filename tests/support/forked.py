@@ -1,7 +1,7 @@
 """Runs chosen tests in a copy of the project, each time in a process forked with torch loaded.
 
 ``python -m tests.support.forked`` reads a line of JSON for each run and answers with one;
-``tools/mutants/worker.py`` starts it in the copy's folder.
+``tools/mutants/worker.py`` starts it in the copy's folder, with a folder for its own files.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def main() -> None:
             with suppress(ImportError):
                 importlib.import_module(name)
     assert "internsp" not in sys.modules, "each run imports it anew"
-    notes, log = Path("../log/notes"), Path("../log/output")
+    notes, log = (Path(sys.argv[1], name) for name in ("notes", "output"))
     for line in sys.stdin:
         asked, start = json.loads(line), time.monotonic()
         notes.write_text("")
@@ -110,7 +110,7 @@ def main() -> None:
         if not child:
             status = 70
             try:
-                status = live(asked, notes.resolve(), log.resolve())
+                status = live(asked, notes, log)
             finally:
                 os._exit(status)
         try:

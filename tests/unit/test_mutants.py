@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,13 @@ def test_texts_errors_logs_annotations_and_what_changes_nothing_have_no_faults(b
     assert of(body) == {} or of(body) == {"return": {"return None"}} == of("return a")
 
 
+def test_what_changes_nothing_is_no_fault() -> None:
+    source = "def f(a):\n    a.b(1)\n"
+    one = mutants("m.py", source)[0]
+    assert one.changes(source)
+    assert not replace(one, after=f"({one.before})").changes(source)
+
+
 def test_a_fault_has_the_same_name_when_lines_before_it_change() -> None:
     source = "def f(a):\n    a.b(1)\n    a.b(1)\n"
     moved = "import os\n\n\n" + source
@@ -126,6 +134,7 @@ def test_tests_that_reach_the_block_run_first_cases_first_named_before_others(
     lines.append({"test": "near.py::fails", "seconds": 1, "hits": [0], "failed": "yes"})
     record.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert list(record.reaching(one)) == ["near.py::t[a]", "far.py::t", "near.py::t[b]"]
+    assert list(record.reaching(one, since=1)) == ["near.py::t[a]", "near.py::t[b]"]
 
 
 class Scripted(Campaign):
@@ -182,7 +191,7 @@ def test_the_report_counts_by_room_and_names_each_survivors_fate(tmp_path: Path)
         {"key": "3", **fault, "end": "unreached"},
         {"key": "4", **fault, "end": "time", "by": "t"},
         {"key": "5", **fault, "end": "survived"},
-        {"key": "2", **fault, "end": "caught", "by": "new.py::t"},
+        {"key": "2", **fault, "end": "caught", "by": "new.py::t", "new": True},
         {"key": "3", "fate": "equivalent", "why": "b is a"},
     ]
     (tmp_path / "r").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -6,7 +6,8 @@
     python -m tools.mutants report --document docs/dev/mutants.md
 
 Works in copies of this checkout at nice 19; each command goes on where it was stopped. ``record``
-runs the tests in a copy whose blocks note that they ran, file by file. A fault then runs against
+runs the tests in a copy whose blocks note that they ran, file by file; what survived before runs
+against the tests that were recorded since. A fault then runs against
 the tests that reach its block, until one fails: the first case of each test before other cases,
 tests that name the function before others, fast ones first. The test that fails must pass without
 the fault, and must fail twice if it failed by time. A run that takes over three times its normal
@@ -70,7 +71,11 @@ def drawn(folder: Path, options: Options) -> list[Mutant]:
             lines.setdefault((name, mutant.where), []).append(mutant)
     chosen = sorted(lines, key=lambda line: rank(*line))[: options.number]
     picked = [min(lines[line], key=lambda one: rank(one.key())) for line in chosen]
-    asked = [one for one in picked if room(one.file) in options.rooms]
+    asked = [
+        one
+        for one in picked
+        if room(one.file) in options.rooms and one.changes((folder / one.file).read_text())
+    ]
     return sorted(asked, key=lambda one: room(one.file) == options.rooms[-1])
 
 
@@ -80,11 +85,10 @@ def room(file: str) -> str:
 
 
 def latest(results: Path) -> dict[str, dict[str, Any]]:
-    """Results by key: a later line replaces fields; ``first`` is how it ended at first."""
+    """Results by key: a later line replaces fields of earlier ones."""
     found: dict[str, dict[str, Any]] = {}
     for line in read(results):
-        known = found.setdefault(line["key"], {"first": line.get("end")})
-        known.update(line)
+        found.setdefault(line["key"], {}).update(line)
     return found
 
 
@@ -97,22 +101,28 @@ def judge(options: Options) -> None:
     work = Campaign(copied(folder) if again or not folder.exists() else folder)
     known = latest(options.results)
     for mutant in drawn(work.folder, options):
-        before = known.get(mutant.key())
-        if again != (before is not None and before["end"] in ("survived", "unreached")):
-            continue
-        if before and not again:
+        before = known.get(mutant.key(), {"end": "", "seen": 0, "ran": 0})
+        if before["end"] in ("caught", "time") or (again and not before["end"]):
             continue
         given = dict.fromkeys(options.tests, options.seconds / max(1, len(options.tests)))
-        line = work.judge(mutant, given if again else record.reaching(mutant), options.seconds)
+        tests = given if again else record.reaching(mutant, before["seen"])
+        if before["end"] and not tests:
+            continue  # no test that reaches it was recorded since
+        line = work.judge(mutant, tests, options.seconds)
+        if line["end"] not in ("caught", "time"):
+            line["ran"] += before["ran"]
+            line["end"] = "survived" if line["ran"] else "unreached"
         fault = {"key": mutant.key(), **{name: getattr(mutant, name) for name in FAULT[1:]}}
-        if not again or line["end"] in ("caught", "time"):
-            add(options.results, {**fault, **line})
+        if not again:
+            add(options.results, {**fault, **line, "seen": len(read(record.path))})
+        elif line["end"] in ("caught", "time"):
+            add(options.results, {**fault, **line, "new": True})
         what = f"{mutant.before!r} -> {mutant.after!r}"
         say(f"{line} {mutant.key()} {mutant.file}:{mutant.line} {what}")
 
 
 def report(results: Path) -> list[str]:
-    """Counts by room; then each fault that no test caught at first, and its fate."""
+    """Counts by room; then each fault that no test caught before, and its fate."""
     every = list(latest(results).values())
     head = (
         "room",
@@ -127,16 +137,15 @@ def report(results: Path) -> list[str]:
     rows: list[tuple[str, ...]] = [head]
     for name in (*ROOMS, "all"):
         ours = [line for line in every if name in ("all", room(line["file"]))]
-        missed = [line for line in ours if line["first"] in ("survived", "unreached")]
         caught = [line for line in ours if line["end"] in ("caught", "time")]
         equal = sum(line.get("fate") == "equivalent" for line in ours)
         share = f"{len(caught) / (len(ours) - equal):.1%}" if len(ours) > equal else ""
-        by_time = sum(line["first"] == "time" for line in ours)
-        new = sum(line in caught for line in missed)
+        by_time = sum(line["end"] == "time" for line in ours)
+        new = sum("new" in line for line in ours)
         counts = (len(ours), len(caught), by_time, new, equal, len(ours) - equal - len(caught))
         rows.append((name, *map(str, counts), share))
     lines = [*markdown_rows(rows), ""]
-    for line in (line for line in every if line["first"] in ("survived", "unreached")):
+    for line in (one for one in every if "new" in one or one["end"] not in ("caught", "time")):
         fate = f"caught by `{line['by']}`" if line["end"] in ("caught", "time") else line["end"]
         fate = f"{line['fate']}: {line['why']}" if "fate" in line else fate
         before, after = (" ".join(line[name].split()) for name in ("before", "after"))

@@ -48,6 +48,10 @@ class Mutant:
         raw = source.encode()
         return (raw[: self.start] + self.after.encode() + raw[self.end :]).decode()
 
+    def changes(self, source: str) -> bool:
+        """Whether the fault changes the syntax tree; it is no fault if it does not."""
+        return ast.dump(ast.parse(self.applied(source))) != ast.dump(ast.parse(source))
+
     def key(self) -> str:
         """Name of the fault; it stays when lines elsewhere change."""
         words = (self.file, self.scope, self.where, self.operator, self.before, self.after)
@@ -158,13 +162,12 @@ def note_line(body: object, lines: list[str]) -> int:
 
 
 def mutants(file: str, source: str) -> list[Mutant]:
-    """Every fault that the operators know for one file; none whose syntax tree stays the same."""
+    """Every fault that the operators know for one file."""
     lines = source.splitlines(keepends=True)
     starts = [0, *accumulate(len(line.encode()) for line in lines)]
     texts = [line.strip() for line in lines]
     found: dict[str, Mutant] = {}
     tree = ast.parse(source)
-    original = ast.dump(tree)
 
     def add(operator: str, place: Any, after: str, scope: tuple[str, ...], block: int) -> None:
         start = starts[place.lineno - 1] + place.col_offset
@@ -176,8 +179,7 @@ def mutants(file: str, source: str) -> list[Mutant]:
         one = Mutant(
             file, qualified, place.lineno, operator, start, end, before, after, block, where
         )
-        if ast.dump(ast.parse(one.applied(source))) != original:
-            found.setdefault(one.key(), one)
+        found.setdefault(one.key(), one)
 
     def visit(node: ast.AST, scope: tuple[str, ...], block: int, assigned: set[str]) -> None:
         if skipped(node):

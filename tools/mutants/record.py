@@ -75,8 +75,12 @@ class Record:
             say(f"{file}: {len(got['tests'])} tests, {failed} failed, {got['seconds']:.0f} s")
         worker.close()
 
-    def reaching(self, mutant: Mutant) -> dict[str, float]:
-        """Seconds of the tests that passed and reach the fault's block, in the order to run."""
+    def reaching(self, mutant: Mutant, since: int = 0) -> dict[str, float]:
+        """Seconds of the tests that passed and reach the fault's block, in the order to run.
+
+        Args:
+            since: leave out the first lines of the record.
+        """
         blocks = json.loads(self.table.read_text())
         wanted = {
             i for i, (file, line) in enumerate(blocks)
@@ -84,7 +88,7 @@ class Record:
         }  # fmt: skip
         names = [name for name in mutant.scope.split(".") if not name.startswith("__")]
         found = {}
-        for line in read(self.path):
+        for line in read(self.path)[since:]:
             if "test" in line and not line["failed"] and wanted & set(line["hits"]):
                 found[line["test"]] = line["seconds"]
         seen: Counter[str] = Counter()

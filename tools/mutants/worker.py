@@ -17,18 +17,17 @@ class Worker:
     """``tests/support/forked.py`` of a copy; what it starts imports that copy alone."""
 
     def __init__(self, folder: Path) -> None:
-        for name in ("tmp", "log"):
-            (folder.parent / name).mkdir(exist_ok=True)
-        hits = folder.parent / "hits"
-        hits.write_bytes(bytes(SIZE))
+        own = folder.with_name(f"{folder.name}-files")
+        (own / "tmp").mkdir(parents=True, exist_ok=True)
+        (own / "hits").write_bytes(bytes(SIZE))
         threads = dict.fromkeys(
             ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1"
         )
         self._process = subprocess.Popen(
-            ["nice", "-n", "19", sys.executable, "-m", "tests.support.forked"],
+            ["nice", "-n", "19", sys.executable, "-m", "tests.support.forked", str(own)],
             cwd=folder,
-            env={**os.environ, **threads, VARIABLE: str(hits), "PYTHONPATH": str(folder),
-                 "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder.parent / "tmp")},
+            env={**os.environ, **threads, VARIABLE: str(own / "hits"), "PYTHONPATH": str(folder),
+                 "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(own / "tmp")},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
