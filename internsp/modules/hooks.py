@@ -52,13 +52,13 @@ from internsp.modules.watch import (
 )
 from internsp.schedule.enclosing import Enclosing
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.parameter import not_to_be_copied
+from internsp.wp.parameter import ShardedParameter, not_to_be_copied
 from internsp.wp.slots import Unit
 
 Entered = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 """Called with the positional and keyword arguments of a forward."""
 
-Block = Unit | Enclosing[Unit]
+Block = Unit | Enclosing[ShardedParameter]
 
 
 @dataclass
@@ -274,7 +274,7 @@ class Hooks:
             )
         self.communicator.root_pre_backward(forward)
         if not self.communicator.weight_part:
-            self.communicator.state.perform(self.communicator.queue.prefetch_at_output())
+            self.communicator.state.perform(self.communicator.queue.backward.prefetch_at_output())
 
     def _pre_forward(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
         compiled = module._compiled_call_impl is not None
@@ -293,7 +293,7 @@ class Hooks:
             if graph_task() == NO_TASK:
                 self.communicator.state.perform(self.communicator.queue.post_forward(block))
             elif block.around >= 0:
-                self.communicator.queue.leave_recompute(block)
+                self.communicator.queue.backward.leave_recompute(block)
         self._register_pre_backward(block, output)
 
     def _register_pre_backward(self, unit: Block, output: Any) -> None:
@@ -312,7 +312,9 @@ class Hooks:
             if tensor.requires_grad:
                 # The inner graph of a reentrant recompute must not queue the final callback.
                 forward = None if recompute else self.communicator.forwards
-                run = None if recompute else self.communicator.queue.run_of(unit)
+                run = None
+                if isinstance(unit, Unit) and not recompute:
+                    run = self.communicator.queue.passes.run_of(unit)
                 register_gradient_hook(
                     tensor, partial(self._pre_backward, unit, forward, run), before
                 )

@@ -23,7 +23,7 @@ from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
 from internsp.optim.finite import not_finite
 from internsp.optim.guarded import drop_raw_gradient, raw_gradient
-from internsp.schedule.reductions import Parcel
+from internsp.schedule.terms import Parcel
 from internsp.wp.collectives import Handle
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter

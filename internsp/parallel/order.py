@@ -250,11 +250,11 @@ class OrderLearner:
                 unit.slot = planned.slot
                 for weight in unit.weights:
                     weight.invalidate()  # an earlier graph is refused: it aliases the old slot
-        queue.reorder(plan.run_policy, self._order)
+        communicator.learned = queue.reorder(plan.run_policy, self._order)
         exchanges = queue.reductions.exchanges
         exchanges.reorder(completion_order(exchanges.parcels, self._order))
         communicator.contents.renew()
-        communicator.plan, queue.strict, communicator.learned = plan, True, True
+        communicator.plan = plan
         communicator.learning = None
         communicator.after_backward.remove(self._backward_ended)
 

@@ -30,7 +30,7 @@ from internsp.parallel.compare import require_same_model, token_count_check
 from internsp.parallel.order import OrderLearner, make_agreement
 from internsp.parallel.store_group import FrozenParameterCheck, StoreGroup, register_read_checks
 from internsp.schedule.chunk import ChunkLayout
-from internsp.schedule.enclosing import Enclosing, EnclosingBlocks
+from internsp.schedule.enclosing import Enclosing
 from internsp.schedule.layout import ShardLayout
 from internsp.schedule.queue import GatherQueue
 from internsp.schedule.terms import Group
@@ -317,7 +317,6 @@ class _Builder:
             mean=self.config.reduction == "mean",
         )
         communicator.plan = plan
-        communicator.enclosing = EnclosingBlocks(communicator.queue, self._make_enclosing(plan))
         communicator.plain = PlainLoop(communicator)
         learns = self.config.unexpected_order == "learn"
         if learns and self.user_communicator is None:
@@ -344,7 +343,7 @@ class _Builder:
                     put(owner.module, copy.path, member.parameter)
         hooked = [
             BlockHooks(
-                communicator.enclosing.blocks[number],
+                communicator.queue.backward.enclosing.blocks[number],
                 [around.module],
                 self.enclosing_scopes[number],
                 checkpoint if around.layer in self.recomputed else None,
@@ -433,7 +432,7 @@ class _Builder:
         around = enclosing_block_of(module_name, self.structure) if block < 0 else -1
         return self.enclosing_scopes[around] if around >= 0 else self.scopes[block]
 
-    def _make_enclosing(self, plan: ChunkLayout) -> list[Enclosing[Unit]]:
+    def _make_enclosing(self, plan: ChunkLayout) -> list[Enclosing[ShardedParameter]]:
         return [
             Enclosing(
                 each.name,
@@ -471,11 +470,12 @@ class _Builder:
             ]
             # A communicator of the user's own has no gather queue and no slots.
             units[planned.name].assign_bytes(groups if self.user_communicator is None else ())
-        queue = GatherQueue[Unit, ShardedParameter](
+        queue = GatherQueue[ShardedParameter](
             plan.policy,
             blocks,
             [units[unit.name] for unit in plan.root_units],
             units[plan.head.name] if plan.head is not None else None,
+            self._make_enclosing(plan),
             overlap=self.config.overlap,
             strict=self.config.unexpected_order == "error",
             limit=plan.pending_bytes,

@@ -149,7 +149,8 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         communicator.state.at_next_pass = partial(self._prefetch, coming)
         communicator.more_to_come = self._index not in self._last_backwards
         queue = communicator.queue
-        queue.reductions.accumulating = queue.policy.accumulate_whole and communicator.more_to_come
+        whole = queue.passes.order.policy.accumulate_whole
+        queue.reductions.accumulating = whole and communicator.more_to_come
 
     def _end_action(self, action: ComputeAction) -> None:
         communicator = self._communicators[action.stage]

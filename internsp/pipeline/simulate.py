@@ -71,14 +71,14 @@ class _ChunkSimulator(Simulator):
             self._weight_backward()
         else:
             if action.part == INPUT:
-                self.queue.begin_backward_part(weights=False)
+                self.queue.backward.begin_backward_part(weights=False)
             self.backward(weight_gradients=action.part != INPUT)
         self.record(self.queue.reductions.finish(last=self.exchanges))
 
     def _weight_backward(self) -> None:
         """A weight backward: one order for all units."""
-        self.queue.begin_backward_part(weights=True, exchanges=self.exchanges)
-        self.record(self.queue.end_backward_part())
+        self.queue.backward.begin_backward_part(weights=True, exchanges=self.exchanges)
+        self.record(self.queue.backward.end_backward_part())
         self.end_pass()
 
 

@@ -12,8 +12,20 @@ from internsp.base.host import WEIGHTS
 from internsp.schedule.enclosing import Enclosing
 from internsp.schedule.packed import PackedShard
 from internsp.schedule.quantized import QuantizedShard
-from internsp.schedule.reductions import Parcel
-from internsp.schedule.terms import Policy, Unit, groups_of, slot_sizes
+from internsp.schedule.terms import Parcel, Policy, Unit, groups_of, slot_sizes
+
+
+@dataclass(frozen=True)
+class WeightDtypes:
+    """In which dtypes a weight lies and travels."""
+
+    shard: torch.dtype = torch.float32
+    gather: torch.dtype | None = None
+    """In which it is gathered; one for all weights of a parameter group."""
+    reduce: torch.dtype | None = None
+    """In which its gradient is reduced."""
+    autocasts: bool = False
+    """Whether an active autocast decides its compute dtype."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +49,7 @@ class WeightLayout:
     """The form in which a shard is gathered, if it is quantized or a user's function packs it."""
     expert: bool = False
     """Is sharded over the experts' weight group, which is not the dense weights'."""
-    gather_dtype: torch.dtype | None = None
-    """Dtype in which it is gathered; one for all weights of a parameter group."""
-    reduce_dtype: torch.dtype | None = None
-    """Dtype in which its gradient is reduced."""
-    autocasts: bool = False
-    """Whether an active autocast decides its compute dtype."""
-    dtype: torch.dtype = torch.float32
-    """Dtype of the shard."""
+    dtypes: WeightDtypes = WeightDtypes()
     offload: frozenset[str] = frozenset()
     """Which of its shard, gradient sum and optimizer state are in host memory."""
     gradient_bytes: int = 0
@@ -56,9 +61,9 @@ class WeightLayout:
 
     def coalescing_key(self) -> tuple[object, ...]:
         """What must be equal for weights to share collectives."""
+        dtypes = self.dtypes
         return (
-            self.expert, self.gather_dtype, self.reduce_dtype, self.autocasts, self.hosted,
-            self.slices,
+            self.expert, dtypes.gather, dtypes.reduce, dtypes.autocasts, self.hosted, self.slices
         )  # fmt: skip
 
     @property
@@ -116,6 +121,13 @@ def slot_bytes(weights: Sequence[WeightLayout]) -> int:
     return sum(w.slot_bytes for w in weights if w.needs_gather)
 
 
+@dataclass(frozen=True, eq=False)
+class EnclosingLayout(Enclosing[WeightLayout]):
+    """A block that holds units of its own."""
+
+    rest: UnitLayout
+
+
 @dataclass(frozen=True)
 class ScheduleLine:
     """One action on one weight, as a schedule prints it; ``kind`` as in
@@ -163,7 +175,7 @@ class ChunkLayout:
     head: UnitLayout | None
     pending_units: int
     others: tuple[UnitLayout, ...] = ()
-    enclosing: tuple[Enclosing[UnitLayout], ...] = ()
+    enclosing: tuple[EnclosingLayout, ...] = ()
     """Blocks that are divided into units; their rests take turns in the same slots."""
     exchanged: bool = False
     """Whether several replicas hold the same weights, and so exchange reduced gradients."""

@@ -1,27 +1,28 @@
 """Pure: blocks that hold units of their own, and the rest of such a block (WP-1, WP-2).
 
-The units of a block stand in the gather queue in place of the block. The *rest* of the block, its
-weights outside of these units, is gathered at the block's pre-forward. Rests have two slots of
-their own, used in turn (one if no block is prefetched), so that a rest may be overwritten at the
-pre-forward of the block after the next one. The gradients of a rest are reduced together at the
-block's post-backward. An empty or replicated rest costs nothing.
+The units of a block stand in the order in place of the block. The *rest* of the block, its weights
+outside of these units, is gathered at the block's pre-forward. Rests have two slots of their own,
+used in turn (one if no block is prefetched), so that a rest may be overwritten at the pre-forward
+of the block after the next one. The gradients of a rest are reduced together at the block's
+post-backward. An empty or replicated rest costs nothing.
 
 A recompute of the whole block runs the forwards of its units once more before their backwards:
-:meth:`GatherQueue.recompute` gathers them; it does not begin their reductions.
+:meth:`EnclosingBlocks.recompute` gathers them; it does not begin their reductions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, Protocol
 
-from internsp.schedule.queue import GatherQueue
-from internsp.schedule.terms import BACKWARD, FORWARD, Action, U, W
+from internsp.schedule.passes import Passes
+from internsp.schedule.slots import SlotContents
+from internsp.schedule.terms import BACKWARD, FORWARD, Action, Unit, W
 
 
 @dataclass(frozen=True, eq=False)
-class Enclosing(Generic[U]):
+class Enclosing(Generic[W]):
     """A block that holds units of its own.
 
     Attributes:
@@ -33,66 +34,93 @@ class Enclosing(Generic[U]):
 
     name: str
     number: int
-    rest: U
+    rest: Unit[W]
     first: int
     last: int
     recomputed: bool = False
 
 
-class EnclosingBlocks(Generic[U, W]):
-    """The enclosing blocks of one chunk. The chunk's gather queue passes their events on to this.
+class UnitsBackward(Protocol[W]):
+    """What the enclosing blocks need of :class:`internsp.schedule.backward.Backward`."""
+
+    slots: SlotContents[W]
+    passes: Passes[W]
+
+    def pre_backward_of_unit(
+        self, unit: Unit[W], all_ranks: bool, run: int | None, out: list[Action[W]]
+    ) -> None:
+        """The pre-backward of a unit."""
+
+    def pass_over_blocks(self, to: int, out: list[Action[W]]) -> None:
+        """Act for the units above number ``to``, which got no gradient on this rank."""
+
+    def post_backward(self, out: list[Action[W]]) -> None:
+        """The open unit's post-backward."""
+
+    def reduce_unit(self, unit: Unit[W], out: list[Action[W]], last: bool) -> None:
+        """Reduce the gradients of a rest."""
+
+    def recompute(self, unit: Unit[W], following: Unit[W] | None) -> list[Action[W]]:
+        """The forward of a unit within a recompute of several units: gather it."""
+
+    def leave_recompute(self, unit: Unit[W]) -> None:
+        """End that forward of the unit."""
+
+
+class EnclosingBlocks(Generic[W]):
+    """The enclosing blocks of one chunk: a part of its backward, with one event in forward.
+
+    Args:
+        units: the backward of their units.
 
     Attributes:
         blocks: in the order of the forward.
-        slots: number of slots that the rests share.
         open: the block whose backward runs.
     """
 
-    def __init__(self, queue: GatherQueue[U, W], blocks: Sequence[Enclosing[U]]) -> None:
-        self.queue, self.blocks = queue, blocks
-        if blocks:
-            queue.enclosing = self
+    def __init__(self, units: UnitsBackward[W], blocks: Sequence[Enclosing[W]]) -> None:
+        self.blocks = blocks
+        self._units = units
         for block in blocks:
-            queue.add(block.rest)
-        self.slots = len({block.rest.slot for block in blocks if block.rest.groups})
-        self.open: Enclosing[U] | None = None
+            units.slots.add(block.rest)
+        # Number of slots that the rests share.
+        self._slots = len({block.rest.slot for block in blocks if block.rest.groups})
+        self.open: Enclosing[W] | None = None
         self._lowest = len(blocks)  # number of the last block that this backward has come to
         self._again = False  # the open block's recompute has run units
         self._reduced: set[int] = set()  # blocks whose rest was reduced, in the present graph
 
-    def root_pre_forward(self, out: list[Action]) -> None:
+    def root_pre_forward(self, out: list[Action[W]]) -> None:
         """The model's pre-forward, after the queue's own gathers: gather the first rest."""
         self._gather(0, FORWARD, out)
 
-    def pre_forward(self, block: Enclosing[U]) -> list[Action]:
+    def pre_forward(self, block: Enclosing[W]) -> list[Action[W]]:
         """A block's pre-forward: gather its rest, and prefetch the next one."""
-        out: list[Action] = []
+        out: list[Action[W]] = []
         self._gather(block.number, FORWARD, out)
-        if self.slots > 1:
+        if self._slots > 1:
             self._gather(block.number + 1, FORWARD, out)
         return out
 
-    def pre_backward(self, block: Enclosing[U], all_ranks: bool) -> list[Action]:
+    def pre_backward(self, block: Enclosing[W], all_ranks: bool) -> list[Action[W]]:
         """A block's pre-backward: the gradient of its output has arrived.
 
         Args:
-            all_ranks: as in :meth:`GatherQueue.pre_backward`.
+            all_ranks: as in :meth:`internsp.schedule.backward.Backward.pre_backward`.
         """
-        out: list[Action] = []
+        out: list[Action[W]] = []
         if self.open is not block:
             self.pre_backward_of_unit(block.last, all_ranks, out)
         return out
 
-    def recompute(self, unit: U) -> list[Action]:
+    def recompute(self, unit: Unit[W]) -> list[Action[W]]:
         """The pre-forward of a unit within the recompute of its block."""
         self._again = True
-        following = unit.block + 1
-        alike = following < len(self.queue.blocks) and (
-            self.queue.blocks[following].around == unit.around
-        )
-        return self.queue.recompute(unit, self.queue.blocks[following] if alike else None)
+        coming = self._units.passes.order.blocks[unit.block + 1 : unit.block + 2]
+        following = coming[0] if coming and coming[0].around == unit.around else None
+        return self._units.recompute(unit, following)
 
-    def end(self, all_ranks: bool, lowest: int, out: list[Action]) -> None:
+    def end(self, all_ranks: bool, lowest: int, out: list[Action[W]]) -> None:
         """Backward ends, or goes on to another forward's graph. Called before the queue ends it."""
         if all_ranks:
             self.pre_backward_of_unit(lowest, all_ranks, out)
@@ -107,18 +135,18 @@ class EnclosingBlocks(Generic[U, W]):
         self.open, self._lowest = None, len(self.blocks)
         self._reduced.clear()
 
-    def prefetchable(self) -> list[U]:
+    def prefetchable(self) -> list[Unit[W]]:
         """Rests that can be gathered before a forward and stay there until it uses them."""
-        return [block.rest for block in self.blocks[: self.slots]]
+        return [block.rest for block in self.blocks[: self._slots]]
 
-    def pre_backward_of_unit(self, unit: int, all_ranks: bool, out: list[Action]) -> None:
+    def pre_backward_of_unit(self, unit: int, all_ranks: bool, out: list[Action[W]]) -> None:
         """Backward comes to unit number ``unit``: close the blocks above it, open its own."""
         while self._lowest and self.blocks[self._lowest - 1].last >= unit:
             block = self.blocks[self._lowest - 1]
             if all_ranks or block.first <= unit:
                 self._over(all_ranks, out)
                 if all_ranks:  # units between the two blocks that got no gradient on this rank
-                    self.queue.pass_over_blocks(block.last, out)
+                    self._units.pass_over_blocks(block.last, out)
                 self._begin(block, all_ranks, out)
             self._lowest = block.number
         if self.open is not None and unit < self.open.first:
@@ -126,21 +154,22 @@ class EnclosingBlocks(Generic[U, W]):
 
     # inside
 
-    def _begin(self, block: Enclosing[U], all_ranks: bool, out: list[Action]) -> None:
-        self.queue.post_backward(out)
+    def _begin(self, block: Enclosing[W], all_ranks: bool, out: list[Action[W]]) -> None:
+        self._units.post_backward(out)
         self.open, self._again = block, False
         self._gather(block.number, BACKWARD, out)
-        if self.slots > 1:
+        if self._slots > 1:
             self._gather(block.number - 1, BACKWARD, out)
         if block.recomputed:  # its recompute may come before its last unit's gradient or after
-            self.queue.pre_backward_of_unit(self.queue.blocks[block.last], all_ranks, None, out)
+            last = self._units.passes.order.blocks[block.last]
+            self._units.pre_backward_of_unit(last, all_ranks, None, out)
 
-    def _over(self, all_ranks: bool, out: list[Action]) -> None:
+    def _over(self, all_ranks: bool, out: list[Action[W]]) -> None:
         """The open block's post-backward, if one is open."""
         if self.open is not None:
             self._finish(self.open.first if all_ranks else None, out)
 
-    def _finish(self, first: int | None, out: list[Action]) -> None:
+    def _finish(self, first: int | None, out: list[Action[W]]) -> None:
         """The open block's post-backward.
 
         Args:
@@ -151,19 +180,19 @@ class EnclosingBlocks(Generic[U, W]):
         if first is not None:
             if block.recomputed and not self._again:
                 # It got no gradient on this rank: gather what its recompute would have gathered.
-                for unit in self.queue.blocks[block.first : block.last + 1]:
+                for unit in self._units.passes.order.blocks[block.first : block.last + 1]:
                     out += self.recompute(unit)
-                    self.queue.leave_recompute(unit)
-            self.queue.pass_over_blocks(first - 1, out)
-        self.queue.post_backward(out)
+                    self._units.leave_recompute(unit)
+            self._units.pass_over_blocks(first - 1, out)
+        self._units.post_backward(out)
         self.open = None
         self._reduce(block, out)
 
-    def _reduce(self, block: Enclosing[U], out: list[Action]) -> None:
+    def _reduce(self, block: Enclosing[W], out: list[Action[W]]) -> None:
         if block.number not in self._reduced:
             self._reduced.add(block.number)
-            self.queue.reduce_unit(block.rest, out, last=True)
+            self._units.reduce_unit(block.rest, out, last=True)
 
-    def _gather(self, number: int, phase: str, out: list[Action]) -> None:
+    def _gather(self, number: int, phase: str, out: list[Action[W]]) -> None:
         if 0 <= number < len(self.blocks):
-            self.queue.gather(self.blocks[number].rest, phase, out)
+            self._units.slots.gather_unit(self.blocks[number].rest, phase, out)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,11 +42,11 @@ class CustomAllGather:
         post: fills the unsharded weight.
     """
 
-    pre: Callable[[Tensor], Any]
-    post: Callable[[Any, Tensor], object]
+    pre: Callable[[Tensor], object]
+    post: Callable[[Tensor | tuple[Tensor, ...], Tensor], object]
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> CustomAllGather | None:
+    def of(cls, settings: Mapping[str, Callable[..., object] | str]) -> CustomAllGather | None:
         """The functions that a weight's ``settings`` from the rules name; ``None`` if none.
 
         Raises:
@@ -145,7 +144,7 @@ class PackedShard:
             )
 
 
-def _tensors(name: str, custom: CustomAllGather, returned: Any) -> tuple[Tensor, ...]:
+def _tensors(name: str, custom: CustomAllGather, returned: object) -> tuple[Tensor, ...]:
     parts = (returned,) if isinstance(returned, Tensor) else returned
     if not isinstance(parts, tuple) or not parts or not all(isinstance(p, Tensor) for p in parts):
         raise StructureError(

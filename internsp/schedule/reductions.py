@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol
+from typing import Generic, Protocol
 
 from internsp.schedule.terms import (
     ACCUMULATE,
@@ -18,6 +17,8 @@ from internsp.schedule.terms import (
     REDUCE_SCATTER,
     WAIT,
     Action,
+    Parcel,
+    Unit,
     W,
 )
 
@@ -39,15 +40,15 @@ class Reductions(Generic[W]):
         self.accumulating = False
         self.exchanges: Exchanges[W] = Exchanges()
         self._limit, self._overlap = limit, overlap
-        self._flying: deque[tuple[Any, Sequence[W], int]] = deque()
+        self._flying: deque[tuple[Unit[W], Sequence[W], int]] = deque()
         self._flying_bytes = 0
-        self._unit: Any = None  # the unit of the reduction that was launched last
+        self._unit: Unit[W] | None = None  # of the reduction that was launched last
 
     def launch(
         self,
-        unit: Any,
+        unit: Unit[W],
         weights: Sequence[W],
-        out: list[Action],
+        out: list[Action[W]],
         last: bool = False,
         sums: bool = False,
     ) -> None:
@@ -76,20 +77,20 @@ class Reductions(Generic[W]):
                 out.append(Action(WAIT, BACKWARD, unit, weights[:1]))
         out.append(Action(FREE, BACKWARD, unit, weights))
 
-    def finish(self, last: bool = False) -> list[Action]:
+    def finish(self, last: bool = False) -> list[Action[W]]:
         """Wait for every reduction in flight, in launch order.
 
         Args:
             last: no more gradients come before replicas exchange: start the exchanges, too.
         """
-        out: list[Action] = []
+        out: list[Action[W]] = []
         while self._flying:
             self._finish_oldest(out)
             if last:
                 self.exchanges.advance(out, over=True)
         return out
 
-    def complete(self) -> list[Action]:
+    def complete(self) -> list[Action[W]]:
         """:meth:`finish`, then exchange everything between replicas and wait for it."""
         out = self.finish(last=True)
         self.exchanges.complete(out)
@@ -101,14 +102,14 @@ class Reductions(Generic[W]):
         self._flying_bytes, self._unit = 0, None
         self.exchanges.forget()
 
-    def _finish_oldest(self, out: list[Action]) -> None:
+    def _finish_oldest(self, out: list[Action[W]]) -> None:
         _, weights, nbytes = self._flying.popleft()
         self._flying_bytes -= nbytes
         if self.exchanges.active:
             self.exchanges.finished(weights)
         out.append(Action(FINISH_OLDEST, FINISH, None, weights))
 
-    def _next_unit(self, unit: Any, out: list[Action]) -> None:
+    def _next_unit(self, unit: Unit[W], out: list[Action[W]]) -> None:
         """Before the first reduction of another unit: where replicas exchange early, finish older
         reductions.
 
@@ -124,24 +125,10 @@ class Reductions(Generic[W]):
             self.exchanges.advance(out)
 
 
-@dataclass(frozen=True, eq=False)
-class Parcel(Generic[W]):
-    """Reduced gradients that replicas exchange in one collective.
-
-    Attributes:
-        name: name for the trace and errors.
-        nbytes: bytes of the buffers that are held while it is in flight.
-    """
-
-    name: str
-    weights: Sequence[W]
-    nbytes: int
-
-
-class ReplicaExchange(Protocol):
+class ReplicaExchange(Protocol[W]):
     """Carries out the actions of :class:`Exchanges`, for a plain loop or a ``ZeroOptimizer``."""
 
-    def start(self, parcel: Any) -> None:
+    def start(self, parcel: Parcel[W]) -> None:
         """Launch the exchange of a parcel, whose reduced gradients are complete.
 
         Does not block, unless ``overlap`` is off.
@@ -219,7 +206,7 @@ class Exchanges(Generic[W]):
         """A reduction was finished."""
         self._reducing.subtract(weights)
 
-    def advance(self, out: list[Action], over: bool = False) -> None:
+    def advance(self, out: list[Action[W]], over: bool = False) -> None:
         """Exchange the next parcels, as long as they are complete.
 
         Args:
@@ -234,7 +221,7 @@ class Exchanges(Generic[W]):
             self._at += 1
             self._start(self._at - 1, out)
 
-    def complete(self, out: list[Action]) -> None:
+    def complete(self, out: list[Action[W]]) -> None:
         """Exchange what is left and wait for it; called once every reduction is finished."""
         self.advance(out, over=True)
         for index in sorted(self._again):
@@ -248,13 +235,13 @@ class Exchanges(Generic[W]):
         self._reducing.clear()
         self.reset()
 
-    def _start(self, index: int, out: list[Action]) -> None:
+    def _start(self, index: int, out: list[Action[W]]) -> None:
         parcel = self.parcels[index]
         while self._flying and sum(self._flying) + parcel.nbytes > self._limit:
             self._finish_oldest(out)
         self._flying.append(parcel.nbytes)
-        out.append(Action(EXCHANGE, BACKWARD, parcel, parcel.weights))
+        out.append(Action(EXCHANGE, BACKWARD, None, parcel.weights, (), parcel))
 
-    def _finish_oldest(self, out: list[Action]) -> None:
+    def _finish_oldest(self, out: list[Action[W]]) -> None:
         self._flying.popleft()
         out.append(Action(FINISH_EXCHANGE, FINISH, None, ()))

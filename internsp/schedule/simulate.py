@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from internsp.schedule.chunk import ChunkLayout, Schedule, ScheduleLine, UnitLayout, WeightLayout
-from internsp.schedule.enclosing import EnclosingBlocks
 from internsp.schedule.queue import GatherQueue
 from internsp.schedule.terms import (
+    ACCUMULATE,
     ALL_GATHER,
     BACKWARD,
     EXCHANGE,
@@ -25,6 +25,7 @@ from internsp.schedule.terms import (
     REDUCE_SCATTER,
     WAIT,
     Action,
+    Unit,
 )
 from internsp.schedule.unused import BatchUsage
 
@@ -43,39 +44,40 @@ class Simulator:
         self.data = data or BatchUsage()
         self.overlap = overlap
         self.schedule = Schedule()
-        self.queue: GatherQueue[UnitLayout, WeightLayout] = GatherQueue(
-            plan.run_policy,
-            plan.run_order,
+        self.queue: GatherQueue[WeightLayout] = GatherQueue(
+            plan.policy,
+            plan.blocks,
             plan.root_units,
             plan.head,
+            plan.enclosing,
             overlap,
             limit=plan.pending_bytes,
         )
-        self.enclosing: EnclosingBlocks[UnitLayout, WeightLayout]
-        self.enclosing = EnclosingBlocks(self.queue, plan.enclosing)
+        if plan.order:
+            self.queue.reorder(plan.run_policy, plan.run_order)
         self.exchanges = False  # the running backward is the last one before replicas exchange
         parcels = plan.parcels if plan.exchanged else ()
         self.queue.reductions.exchanges.declare(parcels, limit=0)
-        self._accumulated: dict[WeightLayout, UnitLayout] = {}
+        self._accumulated: dict[WeightLayout, Unit[WeightLayout]] = {}
 
     def set_uses(self, data: Sequence[BatchUsage] = ()) -> None:
         """Set how often each weight is used, which the runtime counts in earlier forwards."""
         every = data or [self.data]
-        self.queue.set_uses({
+        self.queue.uses.set({
             weight: max(one.most_used(weight) for one in every)
             for unit in self.plan.units
             for weight in unit.weights
         })  # fmt: skip
 
-    def record(self, actions: Sequence[Action]) -> None:
+    def record(self, actions: Sequence[Action[WeightLayout]]) -> None:
         """Append actions to the schedule, one line a weight."""
-        for kind, phase, unit, weights, _ in actions:
+        for kind, phase, unit, weights, _, parcel in actions:
             if kind == NEXT_PASS:
                 self.at_next_pass()
-            elif kind == "ACCUMULATE":
+            elif kind == ACCUMULATE and unit is not None:
                 self._accumulated.update(dict.fromkeys(weights, unit))
-            elif kind == EXCHANGE:
-                self.schedule.actions.append(ScheduleLine(kind, phase, unit.name))
+            elif kind == EXCHANGE and parcel is not None:
+                self.schedule.actions.append(ScheduleLine(kind, phase, parcel.name))
             elif kind == NEAR_GATHER:
                 for weight in weights:
                     line = ScheduleLine(
@@ -100,7 +102,7 @@ class Simulator:
     def at_next_pass(self) -> None:
         """Called when a pass has nothing left to gather: a pipeline prefetches the next pass."""
 
-    def use(self, unit: UnitLayout, weight: WeightLayout, phase: str) -> None:
+    def use(self, unit: Unit[WeightLayout], weight: WeightLayout, phase: str) -> None:
         """Simulate a use of a weight."""
         self.record(self.queue.use(unit, weight, phase))
 
@@ -111,14 +113,15 @@ class Simulator:
         self._use_unit(plan.embedding)
         for unit in plan.run_order:
             if unit.around >= 0 and unit.block == plan.enclosing[unit.around].first:
-                self.record(self.enclosing.pre_forward(plan.enclosing[unit.around]))
-                self._use_unit(plan.enclosing[unit.around].rest)
+                around = plan.enclosing[unit.around]
+                self.record(queue.backward.enclosing.pre_forward(around))
+                self._use_unit(around.rest)
             self.record(queue.pre_forward(unit))
             self._run(unit, FORWARD)
             self.record(queue.post_forward(unit))
         self._use_unit(plan.head)
 
-    def _use_unit(self, unit: UnitLayout | None) -> None:
+    def _use_unit(self, unit: Unit[WeightLayout] | None) -> None:
         if unit is not None:
             for weight in unit.weights:
                 self.use(unit, weight, FORWARD)
@@ -155,25 +158,25 @@ class Simulator:
             forwards: the forwards that it goes back through, in their order; if empty, the most
                 recent one only.
         """
-        queue = self.queue
-        queue.root_pre_backward(self.exchanges and len(forwards) < 2)
+        backward = self.queue.backward
+        backward.root_pre_backward(self.exchanges and len(forwards) < 2)
         for index, data in enumerate(reversed(forwards or [self.data])):
             self.data = data
             if index:
-                self.record(queue.begin_earlier_graph(all_ranks=True))
+                self.record(backward.begin_earlier_graph(all_ranks=True))
             self._backward_of_graph(weight_gradients)
-        self.record(queue.root_post_backward(all_ranks=True))
+        self.record(backward.root_post_backward(all_ranks=True))
         if weight_gradients:
             self.end_pass()
         else:
-            self.record(queue.end_backward_part())
-            queue.end_pass()
+            backward.end_pass()
+            self.record(backward.end_backward_part())
 
     def _backward_of_graph(self, weight_gradients: bool) -> None:
         """Backward through head and blocks of one forward's graph."""
         plan, queue, data = self.plan, self.queue, self.data
         if data.head_gradient:
-            self.record(queue.prefetch_at_output())
+            self.record(queue.backward.prefetch_at_output())
         if plan.head is not None and data.head_gradient:
             for weight in reversed(plan.head.weights):
                 self.use(plan.head, weight, BACKWARD)
@@ -185,18 +188,19 @@ class Simulator:
 
     def _pre_backward(self, unit: UnitLayout, number: int) -> None:
         """The pre-backward of a unit, after that of the enclosing block."""
+        backward = self.queue.backward
         if unit.around < 0:
-            self.record(self.queue.pre_backward(unit, all_ranks=True, run=number))
+            self.record(backward.pre_backward(unit, all_ranks=True, run=number))
             return
         block = self.plan.enclosing[unit.around]
-        first = self.enclosing.open is not block
-        self.record(self.enclosing.pre_backward(block, all_ranks=True))
-        self.record(self.queue.pre_backward(unit, all_ranks=True))
+        first = backward.enclosing.open is not block
+        self.record(backward.enclosing.pre_backward(block, all_ranks=True))
+        self.record(backward.pre_backward(unit, all_ranks=True))
         if first and block.recomputed:
             for each in self.plan.blocks[block.first : block.last + 1]:
-                self.record(self.enclosing.recompute(each))
+                self.record(backward.enclosing.recompute(each))
                 self._run(each, RECOMPUTE)
-                self.queue.leave_recompute(each)
+                backward.leave_recompute(each)
         if first:
             for weight in reversed(block.rest.weights):
                 self.use(block.rest, weight, BACKWARD)
@@ -206,7 +210,7 @@ class Simulator:
         if not self.queue.reductions.accumulating:
             for weight, unit in list(self._accumulated.items()):
                 self.record(self.queue.reduce(unit, weight))
-        self.queue.end_pass()
+        self.queue.backward.end_pass()
 
     def _run_backward(self, unit: UnitLayout, weight_gradients: bool) -> None:
         """Recompute and gradients of a unit."""
@@ -234,7 +238,7 @@ class Simulator:
         weight_gradients: bool = True,
     ) -> None:
         if weight.trainable and weight_gradients:
-            self.record(self.queue.grad_ready(unit, weight, last))
+            self.record(self.queue.backward.grad_ready(unit, weight, last))
 
 
 def simulate(

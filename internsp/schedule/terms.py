@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 FORWARD, RECOMPUTE, BACKWARD, FINISH = "forward", "recompute", "backward", "finish"
 
@@ -59,6 +59,7 @@ class Weight(Protocol):
 
 
 W = TypeVar("W", bound=Weight)
+G = TypeVar("G")
 
 
 class Group(Generic[W]):
@@ -114,10 +115,21 @@ class Unit(Generic[W]):
         return self.trigger_at >= 0
 
 
-U = TypeVar("U", bound=Unit[Any])
+@dataclass(frozen=True, eq=False)
+class Parcel(Generic[W]):
+    """Reduced gradients that replicas exchange in one collective.
+
+    Attributes:
+        name: name for the trace and errors.
+        nbytes: bytes of the buffers that are held while it is in flight.
+    """
+
+    name: str
+    weights: Sequence[W]
+    nbytes: int
 
 
-class Action(NamedTuple):
+class Action(NamedTuple, Generic[W]):
     """One element of a schedule; ``kind`` as in :mod:`internsp.base.trace`.
 
     ``AG``: all-gather ``weights`` in one launch, into bytes that held the ``others``. ``AG_NEAR``:
@@ -125,20 +137,22 @@ class Action(NamedTuple):
     ``WAIT``: wait for the gather of ``weights``; ``others`` are all weights of its launch. ``USE``,
     ``FREE``: ``weights`` are used, or released. ``RS``: reduce-scatter the gradients of ``weights``
     in one launch, zeros where there is none. ``ACCUMULATE``: add the unsharded gradients to their
-    sums. ``FINISH``: wait for the oldest reduction. ``EX``: exchange reduced gradients between
-    replicas; ``unit`` is their :class:`internsp.schedule.reductions.Parcel`. ``FINISH_EXCHANGE``:
-    wait for the oldest exchange. ``NEXT``: the pass gathers nothing more, so that a pipeline may
-    start the gathers of the next pass.
+    sums. ``FINISH``: wait for the oldest reduction. ``EX``: exchange the reduced gradients of
+    ``parcel`` between replicas. ``FINISH_EXCHANGE``: wait for the oldest exchange. ``NEXT``: the
+    pass gathers nothing more, so that a pipeline may start the gathers of the next pass.
 
     ``phase``: :data:`FORWARD`, :data:`RECOMPUTE`, :data:`BACKWARD` or :data:`FINISH`; ``"settle"``
     for a wait that is not for a use, but because the bytes, or the shards, are about to be written.
+
+    ``unit``: the one that holds ``weights``; ``None`` where no event of one unit is the cause.
     """
 
     kind: str
     phase: str
-    unit: Any
-    weights: Sequence[Any]
-    others: Sequence[Any] = ()
+    unit: Unit[W] | None
+    weights: Sequence[W]
+    others: Sequence[W] = ()
+    parcel: Parcel[W] | None = None
 
 
 def groups_of(
@@ -239,7 +253,7 @@ class Policy:
         return prefetch_targets(coming, depth, self.kept)
 
     @staticmethod
-    def order(groups: Sequence[Any], phase: str, recomputed: bool) -> Sequence[Any]:
+    def order(groups: Sequence[G], phase: str, recomputed: bool) -> Sequence[G]:
         """``groups`` of a unit in the order of gathers: of use, or in backward its reverse."""
         return groups[::-1] if phase == BACKWARD and not recomputed else groups
 

@@ -14,13 +14,14 @@ from internsp.errors import ConfigError
 from internsp.mesh.shape import MeshShape
 from internsp.schedule.chunk import (
     ChunkLayout,
+    EnclosingLayout,
     Schedule,
     UnitLayout,
+    WeightDtypes,
     WeightLayout,
     aligned,
     slot_bytes,
 )
-from internsp.schedule.enclosing import Enclosing
 from internsp.schedule.layout import ShardLayout
 from internsp.schedule.packed import PackedShard
 from internsp.schedule.quantized import QuantizedShard, buffer_bytes
@@ -172,13 +173,13 @@ def _enclosing(
     recomputed: Collection[int],
     slot: int,
     slots: int,
-) -> tuple[Enclosing[UnitLayout], ...]:
+) -> tuple[EnclosingLayout, ...]:
     """The enclosing blocks; their rests take turns in ``slots`` slots, the first one ``slot``."""
     rests = [around.name for around in structure.enclosing if around.name in weights_of]
     slots = min(slots, len(rests))
     where = {name: slot + i % slots for i, name in enumerate(rests)}
     return tuple(
-        Enclosing(
+        EnclosingLayout(
             around.name,
             number,
             UnitLayout(around.name, weights_of.get(around.name, ()), where.get(around.name, -1)),
@@ -266,10 +267,7 @@ def _weight_layout(assignment: ParameterSharding, shape: MeshShape) -> WeightLay
         quantized=quantized,
         gradient_bytes=layout.padded_numel * sent.itemsize,
         expert=assignment.expert and shape.separate,
-        gather_dtype=compute,
-        reduce_dtype=sent,
-        autocasts=assignment.autocasts,
-        dtype=parameter.dtype,
+        dtypes=WeightDtypes(parameter.dtype, compute, sent, assignment.autocasts),
         offload=frozenset(options.offload),
         slices=_slices(assignment, size),
         unsharded_bytes=layout.padded_numel * compute.itemsize,

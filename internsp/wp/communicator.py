@@ -25,8 +25,10 @@ from internsp.errors import OrderError, StaleWeightError, StructureError
 from internsp.failure.detection import PostBackwardCallback
 from internsp.failure.recovery import Recovery
 from internsp.mesh import ParallelMesh
+from internsp.schedule import terms as schedule
 from internsp.schedule.chunk import ChunkLayout
-from internsp.schedule.enclosing import Enclosing, EnclosingBlocks
+from internsp.schedule.enclosing import Enclosing
+from internsp.schedule.learned_passes import LearnedPasses
 from internsp.schedule.terms import BACKWARD, FORWARD, RECOMPUTE
 from internsp.wp.autocast import Autocast, follow
 from internsp.wp.contents import Contents
@@ -182,7 +184,7 @@ class ChunkWeights(WPCommunicator):
 
     def release_all(self, weights: Sequence[ShardedParameter]) -> None:
         """Only with rolling gathers: else the block's post-forward releases the bytes."""
-        if self.queue.policy.rolling or self.state.trace.enabled:
+        if self.queue.passes.order.policy.rolling or self.state.trace.enabled:
             super().release_all(weights)
 
     def pre_backward(self, weight: ShardedParameter) -> None:
@@ -201,18 +203,20 @@ class ChunkWeights(WPCommunicator):
         """
         self.pre_backward(weight)
         unit = weight.unit
-        if not unit.recomputed or not weight.needs_gather or weight in self.queue.reduced:
+        if not unit.recomputed or not weight.needs_gather:
             return
-        if not self.queue.is_gathered(weight):
+        if weight in self.queue.backward.turns.reduced:
+            return
+        if not self.queue.slots.is_gathered(weight):
             self.state.perform(self.queue.use(unit, weight, BACKWARD))
         else:  # a gather that is in flight was launched for the recompute, which uses it next
-            self.state.perform(self.queue.wait_for(unit, weight, RECOMPUTE))
+            self.state.perform(self.queue.slots.wait_for(unit, weight, RECOMPUTE))
         self._read_slot(weight)
 
     def pre_backward_all(self, weights: Sequence[ShardedParameter]) -> None:
         """:meth:`pre_backward_of_function` for a block that unsharded its weights at its entry."""
         unit = weights[0].unit
-        if unit.recomputed or self.queue.split:
+        if unit.recomputed or self.queue.progress.split:
             for weight in weights if unit.recomputed else reversed(weights):
                 self.pre_backward_of_function(weight)
             return
@@ -222,13 +226,13 @@ class ChunkWeights(WPCommunicator):
     def may_unshard_in_backward(self, weight: ShardedParameter) -> bool:
         """See :meth:`WPCommunicator.may_unshard_in_backward`."""
         if weight.unit.block < 0:  # a gather would not be in the declared order (WP-2)
-            return self.queue.is_gathered(weight)
-        return not weight.needs_gather or weight.unit is self.queue.open
+            return self.queue.slots.is_gathered(weight)
+        return not weight.needs_gather or weight.unit is self.queue.backward.open.unit
 
     def on_grad_ready(self, weight: ShardedParameter, gradient: Tensor) -> None:
         """See :meth:`WPCommunicator.on_grad_ready`; the reduction has its declared turn (WP-2)."""
         self._keep_gradients(weight.unit, ((weight, gradient),))
-        actions = self.queue.grad_ready(weight.unit, weight)
+        actions = self.queue.backward.grad_ready(weight.unit, weight)
         if actions:
             self.state.perform(actions)
 
@@ -236,12 +240,13 @@ class ChunkWeights(WPCommunicator):
         """See :meth:`WPCommunicator.on_grads_ready`."""
         unit = ready[0][0].unit
         self._keep_gradients(unit, ready)
-        self.state.perform(self.queue.grads_ready(unit, [weight for weight, _ in ready]))
+        self.state.perform(self.queue.backward.grads_ready(unit, [weight for weight, _ in ready]))
 
     def _keep_gradients(self, unit: Unit, ready: Sequence[tuple[ShardedParameter, Tensor]]) -> None:
         """Keep gradients until their reduction; the gradients of several uses are summed."""
         self.state.began()
-        if unit.unshard_at_entry and unit is not self.queue.open and not self.queue.split:
+        opened = unit is self.queue.backward.open.unit
+        if unit.unshard_at_entry and not opened and not self.queue.progress.split:
             raise StaleWeightError(
                 f"backward entered block {unit.name} on rank {dist.get_rank()} through a tensor "
                 "that left it by another way than its output, so that its weights may not have "
@@ -286,7 +291,7 @@ class HeadWeightParallelCommunicator(EmbeddingWeightParallelCommunicator):
     def unshard(self, weight: ShardedParameter) -> Tensor:
         """See :meth:`WPCommunicator.unshard`."""
         if graph_task() == NO_TASK:  # the other ranks may run a block that this one does not
-            self.state.before_head(self.queue.is_gathered(weight))
+            self.state.before_head(self.queue.slots.is_gathered(weight))
         return super().unshard(weight)
 
 
@@ -299,7 +304,6 @@ class ISPCommunicator(ChunkWeights):
         mean: gradients are averaged over the ranks of the stage, not summed.
         head, embedding: the communicators of these units, or ``None``; other large weights outside
             of the blocks have none of their own.
-        enclosing: blocks that hold units of their own.
         recovery: what happens after an exception (WP-10).
         contents: decides whether a pass may reuse the contents of slots (WP-11).
         plan: the layout of the chunk, in the learned order once there is one.
@@ -345,10 +349,9 @@ class ISPCommunicator(ChunkWeights):
         self.mean = mean
         self.agreement: Any = None
         self.learning: Any = None
-        self.learned = False
+        self.learned: LearnedPasses[ShardedParameter] | None = None
         self.head: HeadWeightParallelCommunicator | None = None
         self.embedding: EmbeddingWeightParallelCommunicator | None = None
-        self.enclosing: EnclosingBlocks[Unit, ShardedParameter] = EnclosingBlocks(self.queue, ())
         self.store_group: Any = None
         self.full_params_in = ""
         self.step_gradients: Any = None
@@ -376,14 +379,15 @@ class ISPCommunicator(ChunkWeights):
         self._forward_open = False  # a forward has begun and not reached its end
         self._nested = False  # the graph task of the backward that runs may be an inner one
 
-    def root_units(self) -> list[Unit]:
+    def root_units(self) -> list[schedule.Unit[ShardedParameter]]:
         """Units outside of the blocks, without the head; and the rests of enclosing blocks."""
-        rests = [block.rest for block in self.enclosing.blocks if block.rest.weights]
-        return [*self.queue.root, *rests]
+        rests = [block.rest for block in self.queue.backward.enclosing.blocks if block.rest.weights]
+        return [*self.queue.passes.order.root, *rests]
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[schedule.Unit[ShardedParameter]]:
         """All units of the chunk: blocks, embedding, others, head."""
-        head = [self.queue.head] if self.queue.head is not None else []
+        order = self.queue.passes.order
+        head = [order.head] if order.head is not None else []
         return list(dict.fromkeys([*self.blocks, *self.root_units(), *head]))
 
     # weights of blocks, for layers
@@ -479,10 +483,10 @@ class ISPCommunicator(ChunkWeights):
 
     def root_post_forward(self) -> None:
         """The model's post-forward: check that all blocks ran."""
-        order = self.queue.blocks
+        order = self.queue.passes.order.blocks
         if self.learning is not None:
             self.learning.pre_forward(None)
-        if self.queue.strict and self._next < len(order) and not self._may_differ():
+        if self.queue.slots.strict and self._next < len(order) and not self._may_differ():
             raise OrderError(  # the forward stays open: all ranks recover together
                 f"only {self._next} of {len(order)} blocks ran in this forward on rank "
                 f"{self.mesh.rank}: the next in order was {order[self._next].name}. "
@@ -491,7 +495,7 @@ class ISPCommunicator(ChunkWeights):
                 "alike"
             )
         if self.agreement is not None:
-            self.agreement.post_blocks("the end", self._next == len(self.queue.blocks))
+            self.agreement.post_blocks("the end", self._next == len(self.queue.passes.order.blocks))
         self._forward_open = False
         if self.state.link is not None:
             self.state.link.synchronize()  # from here on a program may write weights
@@ -500,7 +504,7 @@ class ISPCommunicator(ChunkWeights):
         """A block's pre-forward, in forward or in a recompute."""
         if graph_task() != NO_TASK:
             if unit.around >= 0:  # the recompute may be that of the enclosing block
-                self.state.perform(self.enclosing.recompute(unit))
+                self.state.perform(self.queue.backward.enclosing.recompute(unit))
             else:
                 self.block_pre_backward(unit)
         else:
@@ -508,21 +512,22 @@ class ISPCommunicator(ChunkWeights):
             changed = self._autocast.pre_forward(unit)
             self.state.perform(self.queue.pre_forward(unit))
             if changed:
-                self.state.perform(self.queue.gather_again(unit))
+                self.state.perform(self.queue.slots.gather_again(unit))
 
-    def pre_forward_of_enclosing(self, block: Enclosing[Unit]) -> None:
+    def pre_forward_of_enclosing(self, block: Enclosing[ShardedParameter]) -> None:
         """The pre-forward of a block that holds units of its own."""
         if graph_task() == NO_TASK:
             if self.agreement is not None:
-                first = self.queue.blocks[block.first].name
+                first = self.queue.passes.order.blocks[block.first].name
                 self.agreement.pre_forward(first, self._next == block.first)
-            self.state.perform(self.enclosing.pre_forward(block))
+            self.state.perform(self.queue.backward.enclosing.pre_forward(block))
 
-    def pre_backward_of_enclosing(self, block: Enclosing[Unit]) -> None:
+    def pre_backward_of_enclosing(self, block: Enclosing[ShardedParameter]) -> None:
         """The pre-backward of a block that holds units of its own."""
         if not self.weight_part:
-            self._agree_in_backward(self.queue.blocks[block.last])
-            self.state.perform(self.enclosing.pre_backward(block, self._all_ranks_take_part()))
+            self._agree_in_backward(self.queue.passes.order.blocks[block.last])
+            enclosing = self.queue.backward.enclosing
+            self.state.perform(enclosing.pre_backward(block, self._all_ranks_take_part()))
 
     # backward
 
@@ -550,7 +555,7 @@ class ISPCommunicator(ChunkWeights):
         self._nested = False
         self._note_frozen()
         self._autocast.root_pre_backward()
-        self.queue.root_pre_backward(self._exchanges_early())
+        self.queue.backward.root_pre_backward(self._exchanges_early())
         self.contents.check()
         self._queue_post_backward_callback()
 
@@ -558,21 +563,23 @@ class ISPCommunicator(ChunkWeights):
         """A block's pre-backward: the gradient of its output has arrived, or its recompute begins.
 
         Args:
-            run: see :meth:`internsp.schedule.queue.GatherQueue.pre_backward`.
+            run: see :meth:`internsp.schedule.backward.Backward.pre_backward`.
         """
         if not self.weight_part:
             self._agree_in_backward(unit)
-            self.state.perform(self.queue.pre_backward(unit, self._all_ranks_take_part(), run))
+            backward = self.queue.backward
+            self.state.perform(backward.pre_backward(unit, self._all_ranks_take_part(), run))
 
     def root_post_backward(self) -> None:
         """The end of the outermost backward: launch the last reductions, finish them (WP-9)."""
         self.confirm()
         self._agree_in_backward(None)
+        backward = self.queue.backward
         self.state.perform(
-            self.queue.root_post_backward(self._all_ranks_take_part(), self._last_trained())
+            backward.root_post_backward(self._all_ranks_take_part(), self._last_trained())
         )
-        if self.queue.split:  # an input backward: no weight has a gradient
-            self.queue.end_pass()
+        if self.queue.progress.split:  # an input backward: no weight has a gradient
+            self.queue.backward.end_pass()
             self.replicated.backward = -1
             return
         self.finalize_backward()
@@ -584,7 +591,7 @@ class ISPCommunicator(ChunkWeights):
             self.state.reducer.take_turn()
         if not self.queue.reductions.accumulating:
             self.state.reduce_accumulated()  # sums that this backward has not reduced
-        self.queue.end_pass()
+        self.queue.backward.end_pass()
         if self.plain is not None:
             more = self.queue.reductions.accumulating or self.more_to_come
             self.plain.backward_ended(bool(more))
@@ -674,12 +681,12 @@ class ISPCommunicator(ChunkWeights):
             self.state.perform(self.queue.reshard(unit))
             self.state.pool.slots[unit.slot].free(unit)
 
-    def _prefetch(self, units: Sequence[Unit]) -> None:
+    def _prefetch(self, units: Sequence[schedule.Unit[ShardedParameter]]) -> None:
         self._require_rest("prefetch_all")
         self.contents.prefetched()
         self.state.perform(self.queue.prefetch(units))
 
-    def _units_of(self, module: nn.Module, what: str) -> list[Unit]:
+    def _units_of(self, module: nn.Module, what: str) -> list[schedule.Unit[ShardedParameter]]:
         """The units in which weights of ``module`` lie, in the order of the queue."""
         self._require_rest(what)
         inside = {
@@ -736,13 +743,13 @@ class ISPCommunicator(ChunkWeights):
             weights: the weight backward; else the input backward.
         """
         self.recovery.check()
-        self.queue.begin_backward_part(weights, self._exchanges_early())
+        self.queue.backward.begin_backward_part(weights, self._exchanges_early())
         self._set_weight_part(weights)
 
     def end_backward_part(self) -> None:
         """End that part; after the weight backward, gradients are as after any backward."""
         weights = self.weight_part
-        self.state.perform(self.queue.end_backward_part())
+        self.state.perform(self.queue.backward.end_backward_part())
         self._set_weight_part(False)
         if weights:
             self.finalize_backward()
@@ -765,13 +772,13 @@ class ISPCommunicator(ChunkWeights):
 
     def wait_for_gathers(self) -> None:
         """Wait for all gathers in flight: the shards that they read are about to be written."""
-        self.state.perform(self.queue.wait_for_gathers())
+        self.state.perform(self.queue.slots.wait_for_gathers())
 
     def invalidate_slots(self) -> None:
         """Wait for gathers in flight, and drop the contents of all slots."""
         self.wait_for_gathers()
-        self.queue.invalidate_contents()
-        self.queue.end_pass()
+        self.queue.slots.invalidate_contents()
+        self.queue.backward.end_pass()
 
     def rest(self, earlier: bool = True) -> None:
         """Reset: wait for everything in flight, then drop it, with all held bytes and gradients.
@@ -808,8 +815,9 @@ class ISPCommunicator(ChunkWeights):
         """Backward is in the graph of ``forward`` now; if it was in another one, that has ended."""
         if self._forward not in (None, forward):
             self._agree_in_backward(None)
+            backward = self.queue.backward
             self.state.perform(
-                self.queue.begin_earlier_graph(self._all_ranks_take_part(), self._last_trained())
+                backward.begin_earlier_graph(self._all_ranks_take_part(), self._last_trained())
             )
         self._forward = forward
 
@@ -833,9 +841,11 @@ class ISPCommunicator(ChunkWeights):
         It must be the last backward before the exchange, the queue must know which reduction of
         each weight is the last, and all ranks must have the same queue.
         """
-        if self.queue.reductions.accumulating or self.more_to_come or not self.queue.strict:
+        if self.queue.reductions.accumulating or self.more_to_come or not self.queue.slots.strict:
             return False
-        if not self._has_replicas or self.queue.recurs:  # reduced twice; the last is not known
+        if not self._has_replicas:
+            return False
+        if self.queue.passes.order.recurs:  # reduced twice; the last is not known
             return False
         if not all(weight.trained for _, weight in self.state.reducer.unsharded_sums):
             return False  # sums of frozen weights are reduced at the end of backward
@@ -845,9 +855,9 @@ class ISPCommunicator(ChunkWeights):
 
     def _all_ranks_take_part(self) -> bool:
         """Whether every rank acts for every block, also for blocks without a gradient there."""
-        if self._nested or self.queue.split:
+        if self._nested or self.queue.progress.split:
             return False
-        return self.queue.strict or (
+        return self.queue.slots.strict or (
             self.agreement is not None and self.agreement.was_in_order(self._graph())
         )
 
@@ -859,14 +869,15 @@ class ISPCommunicator(ChunkWeights):
         """The head is about to be used: agree with the other ranks that it comes next, unless it is
         on its way in the middle of the blocks."""
         if self.agreement is not None:
-            complete = self._next == len(self.queue.blocks)
+            complete = self._next == len(self.queue.passes.order.blocks)
             if complete or not gathered:
                 self.agreement.post_blocks("the head", complete)
 
-    def _agree_in_backward(self, unit: Unit | None) -> None:
+    def _agree_in_backward(self, unit: schedule.Unit[ShardedParameter] | None) -> None:
         """In the backward of a forward in another order: agree with the other ranks on the block
         that comes next; ``None``: the end."""
-        if self.agreement is None or self.queue.strict or (unit and unit is self.queue.open):
+        opened = unit is not None and unit is self.queue.backward.open.unit
+        if self.agreement is None or self.queue.slots.strict or opened:
             return
         self.agreement.pre_backward(unit.name if unit is not None else "the end", self._graph())
 
@@ -877,20 +888,20 @@ class ISPCommunicator(ChunkWeights):
 
     def _last_trained(self) -> int:
         """Number of the block at which every rank's backward ends: all blocks below are frozen."""
-        if not self.queue.lowest:
+        if not self.queue.progress.lowest:
             return 0
         if any(weight.trained for unit in self.root_units() for weight in unit.weights):
             return 0
         names = [m.name for m in self.replicated.members if m.requires_grad]
-        for number, unit in enumerate(self.queue.blocks):
-            small = any(name.startswith(unit.within) for name in names)
+        for number, unit in enumerate(self.queue.passes.order.blocks):
+            small = any(name.startswith(self.blocks[unit.block].within) for name in names)
             if small or any(weight.trained for weight in unit.weights):
                 return number
-        return len(self.queue.blocks)
+        return len(self.queue.passes.order.blocks)
 
     def _check_order(self, unit: Unit) -> None:
         """Check at a block's pre-forward that it is the next one in the order (WP-2)."""
-        order = self.queue.blocks
+        order = self.queue.passes.order.blocks
         if not self.state.inside:  # the program calls blocks without the model's forward
             self.recover()
             self._next %= len(order)
@@ -907,7 +918,7 @@ class ISPCommunicator(ChunkWeights):
         expected = order[self._next] if self._next < len(order) else None
         if expected is unit:
             self._next += 1
-        elif self.queue.strict:
+        elif self.queue.slots.strict:
             self._out_of_order(unit, expected)
         else:
             self._next = unit.block + 1
@@ -916,15 +927,15 @@ class ISPCommunicator(ChunkWeights):
 
     def _may_differ(self) -> bool:
         """Whether this forward may run another order than the learned one: it has no backward."""
-        return self.learned and not torch.is_grad_enabled()
+        return self.learned is not None and not torch.is_grad_enabled()
 
-    def _out_of_order(self, unit: Unit, expected: Unit | None) -> None:
+    def _out_of_order(self, unit: Unit, expected: schedule.Unit[ShardedParameter] | None) -> None:
         """A block runs that is not the next one in the order."""
-        before = self.queue.blocks[self._next - 1] if self._next else None
-        if self.learned and (self.queue.out_of_order or unit is before):
+        before = self.queue.passes.order.blocks[self._next - 1] if self._next else None
+        if self.learned is not None and (self.learned.out_of_order or unit is before):
             return  # several runs in a row count as one
-        if self._may_differ():
-            self.queue.leave_order()
+        if self.learned is not None and self._may_differ():
+            self.learned.leave_order()
             return
         which = "which the first step has shown" if self.learned else "as declared"
         raise OrderError(
@@ -941,7 +952,7 @@ class ISPCommunicator(ChunkWeights):
         Under reentrant checkpointing the graph task is an inner one; the callback then comes early,
         but every gradient of that task is complete.
         """
-        if self.replicated.backward < 0 and not self.queue.split:
+        if self.replicated.backward < 0 and not self.queue.progress.split:
             self.replicated.backward = torch._C._current_graph_task_id()
             self._nested, self._forward = True, None
             self._note_frozen()

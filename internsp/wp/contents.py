@@ -56,7 +56,7 @@ class Contents:
         Args:
             versions: those before the move.
         """
-        self._state.queue.invalidate_contents()
+        self._state.queue.slots.invalidate_contents()
         if self._promised is not None:
             self._promised = [
                 (member, member.version() if versions.get(member) == version else version)
@@ -70,7 +70,7 @@ class Contents:
 
     def _promise(self) -> None:
         """Drop older contents, which may differ from the shards, and note the versions."""
-        self._state.queue.invalidate_contents()
+        self._state.queue.slots.invalidate_contents()
         self._promised = self._versions()
 
     def _versions(self) -> list[tuple[Member, int]]:
@@ -112,7 +112,7 @@ class Contents:
         """
         if self._state.pool.device.type != "cpu":
             return
-        state, contents = self._state, self._state.queue.contents
+        state, contents = self._state, self._state.queue.slots.contents
         quantized = state.quantizer.weights if state.quantizer is not None else ()
         for weight, dtype in contents.items():
             comparable = (

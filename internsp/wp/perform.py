@@ -13,6 +13,7 @@ from internsp.base.host import CopyHandle, HostLink
 from internsp.base.trace import Trace
 from internsp.failure.comm_context import Counters
 from internsp.mesh import WeightAxis
+from internsp.schedule import terms
 from internsp.schedule.queue import GatherQueue
 from internsp.schedule.reductions import ReplicaExchange
 from internsp.schedule.terms import (
@@ -35,7 +36,7 @@ from internsp.wp.near import NearSlices
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.quantize import Quantizer
 from internsp.wp.reduce import GradientReducer
-from internsp.wp.slots import MemoryPool, Unit
+from internsp.wp.slots import MemoryPool
 
 
 @dataclass
@@ -72,10 +73,10 @@ class Chunk:
     between: Mapping[WeightAxis, ReplicaCollectives]
     pool: MemoryPool
     reducer: GradientReducer
-    queue: GatherQueue[Unit, ShardedParameter]
+    queue: GatherQueue[ShardedParameter]
     counters: Counters
     trace: Trace
-    replicas: ReplicaExchange = field(init=False)
+    replicas: ReplicaExchange[ShardedParameter] = field(init=False)
     quantizer: Quantizer | None = None
     link: HostLink | None = None
     activations: Any = None
@@ -90,17 +91,17 @@ class Chunk:
     def __post_init__(self) -> None:
         self.streams = any(slot.streams.active for slot in self.pool.slots)
 
-    def perform(self, actions: Iterable[Action]) -> None:
+    def perform(self, actions: Iterable[Action[ShardedParameter]]) -> None:
         """Perform ``actions`` in order."""
         for action in actions:
-            kind, phase, unit, weights, _ = action
+            kind, weights = action.kind, action.weights
             if kind == USE:
                 if weights[0].needs_gather:
-                    streams = self.pool.slots[unit.slot].streams
+                    streams = self.pool.slots[weights[0].unit.slot].streams
                     if streams.active:
                         streams.read(*weights)
                 if self.trace.enabled:
-                    self._record(kind, phase, unit, weights)
+                    self._record(action)
             elif kind == WAIT:
                 self._wait(action)
             elif kind == ALL_GATHER and self.link is not None and weights[0].hosted:
@@ -110,18 +111,18 @@ class Chunk:
                 self._all_gather(action)
             elif kind == FREE:
                 if self.trace.enabled:
-                    self._record(kind, phase, unit, weights)
+                    self._record(action)
             elif kind == NEXT_PASS:
                 self.at_next_pass()
             else:
                 self._reduce(action)
 
-    def invalidate_older(self, unit: Unit) -> None:
+    def invalidate_older(self, unit: terms.Unit[ShardedParameter]) -> None:
         """Drop the contents of weights of ``unit`` that were written since they were gathered.
 
         For a part of the model that the program calls itself. This rank's versions decide.
         """
-        self.queue.invalidate(
+        self.queue.slots.invalidate(
             weight for weight in unit.weights if weight.used_version != weight.current_version()
         )
 
@@ -138,31 +139,30 @@ class Chunk:
         for unit, weight in self.reducer.unsharded_sums:
             self.perform(self.queue.reduce(unit, weight))
 
-    def _record(
-        self, kind: str, phase: str, unit: Unit, weights: Sequence[ShardedParameter]
-    ) -> None:
-        for weight in weights:
-            self.trace.record(kind, unit.name, weight.name, phase)
+    def _record(self, action: Action[ShardedParameter]) -> None:
+        for weight in action.weights:
+            self.trace.record(action.kind, weight.unit.name, weight.name, action.phase)
 
-    def _reduce(self, action: Action) -> None:
-        kind, _, unit, weights, _ = action
+    def _reduce(self, action: Action[ShardedParameter]) -> None:
+        kind, weights = action.kind, action.weights
         if self.streams:
             self.reducer.take_turn()
         if kind == REDUCE_SCATTER:
-            self.reducer.reduce_scatter(unit, weights)
+            self.reducer.reduce_scatter(weights[0].unit, weights)
         elif kind == FINISH_OLDEST:
             self.reducer.finish_oldest()
         elif kind == ACCUMULATE:
-            self.reducer.accumulate(unit, weights)
-        elif kind == EXCHANGE:
-            self.replicas.start(unit)
+            self.reducer.accumulate(weights[0].unit, weights)
+        elif kind == EXCHANGE and action.parcel is not None:
+            self.replicas.start(action.parcel)
         elif kind == FINISH_EXCHANGE:
             self.replicas.finish_oldest()
         else:
             raise AssertionError(f"the queue returned an action of the unknown kind {kind}")
 
-    def _all_gather(self, action: Action) -> None:
-        kind, phase, unit, weights, evicted = action
+    def _all_gather(self, action: Action[ShardedParameter]) -> None:
+        kind, phase, _, weights, evicted, _ = action
+        unit = weights[0].unit
         slot = self.pool.slots[unit.slot]
         slot.acquire(unit, weights, evicted, self.pool.poison)
         runs = runs_of(weights, attrgetter("compute_dtype")) if len(weights) > 1 else [weights]
@@ -227,7 +227,7 @@ class Chunk:
         for weight in weights:
             self.handles[weight] = handle
 
-    def _wait(self, action: Action) -> None:
+    def _wait(self, action: Action[ShardedParameter]) -> None:
         name = action.unit.name if action.unit is not None else ""
         for weight in action.others:
             handle = self.handles.get(weight)

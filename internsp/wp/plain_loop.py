@@ -17,7 +17,7 @@ from internsp.base.host import OPTIMIZER
 from internsp.dtensor.placed import grad_dtype
 from internsp.dtensor.unfinished import UnfinishedGradients
 from internsp.errors import ConfigError
-from internsp.schedule.reductions import Parcel
+from internsp.schedule.terms import Parcel
 from internsp.wp.collectives import Handle
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, trained

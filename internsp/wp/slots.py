@@ -143,7 +143,7 @@ class Slot:
         for weight in weights if evicted and poison else ():
             self._bytes(unit, weight).fill_(0xFF)  # NaN in every float type
 
-    def free(self, unit: Unit) -> None:
+    def free(self, unit: schedule.Unit[ShardedParameter]) -> None:
         """Free the memory of ``unit``'s weights where each has its own (``reuse=False``).
 
         The next gather fills the same views again.

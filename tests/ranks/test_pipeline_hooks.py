@@ -100,8 +100,8 @@ class _Rest(SchedulerHook):
 
     def after_last_micro_batch(self, action: ComputeAction) -> None:
         state = self.states[action.chunk]
-        assert not state.queue.split
-        self.held.append(len(state.queue.held))
+        assert not state.queue.progress.split
+        self.held.append(len(state.queue.slots.held))
 
 
 def rests(rank: int, world_size: int, case: Case) -> tuple[set[int], list[int]]:
@@ -170,8 +170,8 @@ def after_inference(rank: int, world_size: int, static: bool) -> dict[str, Any]:
     for chunk, communicator in enumerate(pipeline.communicators):
         state = communicator.state
         found[f"{chunk} counters"] = vars(state.counters)
-        found[f"{chunk} held"] = [group.name for group in state.queue.held]
-        found[f"{chunk} contents"] = sorted(weight.name for weight in state.queue.contents)
+        found[f"{chunk} held"] = [group.name for group in state.queue.slots.held]
+        found[f"{chunk} contents"] = sorted(weight.name for weight in state.queue.slots.contents)
         flying = (len(state.handles), len(state.reducer), len(state.reducer.had_gradient))
         found[f"{chunk} in flight"] = flying
     return found
@@ -209,7 +209,7 @@ def rehearsed(rank: int, world_size: int) -> list[bool]:
     return [
         not trace.events,
         set(vars(state.counters).values()) == {0},
-        not state.queue.held and not state.queue.contents,
+        not state.queue.slots.held and not state.queue.slots.contents,
         not state.handles and not len(state.reducer) and not state.reducer.had_gradient,
         all(p.grad is None for p in stage.submod.parameters()),
         pipeline.communicators[0].replicated.flat is None,

@@ -27,7 +27,7 @@ def test_a_gather_that_nobody_used_arrives_before_its_shard_is_written() -> None
         for _ in range(2):
             twin.backward()
             block = twin.communicator.blocks[0]
-            twin.communicator.queue.contents.clear()
+            twin.communicator.queue.slots.contents.clear()
             twin.communicator.prefetch_pass("forward")  # and the pass does not follow
             flying = len(state.handles)
             assert flying > sum(w.needs_gather for w in block.weights), "embedding and first block"
@@ -56,7 +56,7 @@ def test_a_gather_of_older_values_arrives_before_newer_ones_are_sent_to_its_plac
     older = list(state.handles.values())
     assert len(older) > len(communicator.blocks[0].weights)
     communicator.invalidate()
-    communicator.queue.contents.clear()
+    communicator.queue.slots.contents.clear()
     communicator.prefetch_pass("forward")
     assert all(handle.work is None for handle in older), "they have arrived"
     assert not set(map(id, older)) & set(map(id, state.handles.values()))

@@ -107,11 +107,13 @@ def test_how_weights_travel_is_said_for_some_of_them_alone() -> None:
         )
     )
     assert {n for n, w in made.items() if w.quantized} == {f"layers.{i}.w1.weight" for i in (0, 1)}
-    assert {n for n, w in made.items() if w.reduce_dtype == torch.float64} == {"layers.0.w2.weight"}
+    wide = {n for n, w in made.items() if w.dtypes.reduce == torch.float64}
+    assert wide == {"layers.0.w2.weight"}
     alone = {n for n, w in made.items() if not w.coalesced}
     assert alone == {"layers.0.w1.weight", "layers.1.w1.weight", "layers.0.q.weight"}
     back = weights(plan({"match": "layers.0.w2", "reduce_dtype": "none"}, reduce_dtype="bfloat16"))
-    assert {n for n, w in back.items() if w.reduce_dtype == torch.float32} == {"layers.0.w2.weight"}
+    wide = {n for n, w in back.items() if w.dtypes.reduce == torch.float32}
+    assert wide == {"layers.0.w2.weight"}
     some = plan({"match": "**.w1", "quantize": "none"}, quantize="fp8", quantize_min_elements=0,
                 coalesce_bytes=0)  # fmt: skip
     assert not any(w.quantized for n, w in weights(some).items() if ".w1." in n)

@@ -6,8 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from internsp.schedule.chunk import WeightLayout
-from internsp.schedule.reductions import Exchanges, Parcel, Reductions
-from internsp.schedule.terms import EXCHANGE, FINISH_EXCHANGE, FINISH_OLDEST, REDUCE_SCATTER, Action
+from internsp.schedule.reductions import Exchanges, Reductions
+from internsp.schedule.terms import (
+    EXCHANGE,
+    FINISH_EXCHANGE,
+    FINISH_OLDEST,
+    REDUCE_SCATTER,
+    Action,
+    Parcel,
+    Unit,
+)
 
 UNITS = 5
 
@@ -25,17 +33,18 @@ def made(limit: int = 2) -> tuple[Reductions[WeightLayout], list[Parcel[WeightLa
 
 def backward(
     reductions: Reductions[WeightLayout], parcels: list[Parcel[WeightLayout]], early: bool
-) -> list[Action]:
-    out: list[Action] = []
+) -> list[Action[WeightLayout]]:
+    out: list[Action[WeightLayout]] = []
     reductions.exchanges.begin(early)
     for parcel in parcels:
+        unit = Unit(parcel.name, parcel.weights)
         for weight in parcel.weights:
-            reductions.launch(parcel.name, (weight,), out, last=True)
+            reductions.launch(unit, (weight,), out, last=True)
     return out
 
 
-def names(actions: list[Action]) -> list[str]:
-    return [a.unit.name for a in actions if a.kind == EXCHANGE]
+def names(actions: list[Action[WeightLayout]]) -> list[str]:
+    return [a.parcel.name for a in actions if a.parcel is not None]
 
 
 def test_a_parcel_leaves_when_the_second_unit_behind_it_is_reduced() -> None:
@@ -43,7 +52,7 @@ def test_a_parcel_leaves_when_the_second_unit_behind_it_is_reduced() -> None:
     out = backward(reductions, parcels, early=True)
     assert names(out) == ["u0", "u1", "u2"]
     for parcel in parcels[:3]:
-        at = next(i for i, a in enumerate(out) if a.kind == EXCHANGE and a.unit is parcel)
+        at = next(i for i, a in enumerate(out) if a.kind == EXCHANGE and a.parcel is parcel)
         for kind, before in ((FINISH_OLDEST, True), (REDUCE_SCATTER, True)):
             found = [
                 i for i, a in enumerate(out) if a.kind == kind and a.weights[0] in parcel.weights
@@ -65,7 +74,7 @@ def test_the_order_does_not_depend_on_how_early_exchanges_start(
 ) -> None:
     """For any expected number of backwards; a wrong expectation exchanges the rest again."""
     reductions, parcels = made(limit)
-    out: list[Action] = []
+    out: list[Action[WeightLayout]] = []
     for early in backwards:
         out += backward(reductions, parcels, early)
         out += reductions.finish()
@@ -96,7 +105,7 @@ def test_a_frozen_weight_is_not_waited_for_and_one_with_more_to_come_is() -> Non
     exchanges: Exchanges[WeightLayout] = Exchanges()
     exchanges.declare([Parcel("one", (frozen, due), 1)], 1)
     exchanges.begin(True)
-    out: list[Action] = []
+    out: list[Action[WeightLayout]] = []
     exchanges.reduced((due,), last=False)
     exchanges.finished((due,))
     exchanges.advance(out)

@@ -159,27 +159,28 @@ def test_each_weight_has_one_turn_in_order_with_all_its_gradients(
     weights = {n: WeightLayout(f"w{n}", 0, 20, 0, 64, needs_gather=False) for n in order}
     block = UnitLayout("b0", tuple(weights.values()), 0, 0)
     policy = Policy(1, one_order=at_close)
-    queue = GatherQueue[UnitLayout, WeightLayout](policy, [block], limit=10**6)
+    queue = GatherQueue[WeightLayout](policy, [block], limit=10**6)
     ready = [weights[number] for number in readied if number in weights]
     queue.root_pre_forward(False)
     queue.pre_forward(block)
     for weight in ready:
         queue.use(block, weight, FORWARD)
     queue.post_forward(block)
-    queue.root_pre_backward()
-    queue.pre_backward(block, all_ranks=True)
+    queue.backward.root_pre_backward()
+    queue.backward.pre_backward(block, all_ranks=True)
     found: list[str] = []
     seen: list[WeightLayout] = []
     for weight in ready:
         seen.append(weight)
-        for reduced in reduced_by(queue.grad_ready(block, weight)):
+        for reduced in reduced_by(queue.backward.grad_ready(block, weight)):
             found.append(reduced.name)
             assert not at_close
             assert seen.count(reduced) == ready.count(reduced), "all its gradients"
-    found += [reduced.name for reduced in reduced_by(queue.root_post_backward(all_ranks=True))]
+    rest = reduced_by(queue.backward.root_post_backward(all_ranks=True))
+    found += [reduced.name for reduced in rest]
     assert found == [weight.name for weight in reversed(weights.values())]
 
 
-def reduced_by(actions: list[Action]) -> list[WeightLayout]:
+def reduced_by(actions: list[Action[WeightLayout]]) -> list[WeightLayout]:
     """The weights whose reductions ``actions`` launch."""
     return [weight for action in actions if action.kind == "RS" for weight in action.weights]

@@ -13,6 +13,7 @@ from internsp.schedule.chunk import ALIGNMENT, aligned
 from internsp.schedule.layout import ShardLayout
 from internsp.schedule.queue import GatherQueue
 from internsp.schedule.terms import Group, Policy
+from internsp.wp.parameter import ShardedParameter
 from internsp.wp.reduce import Buffers
 from internsp.wp.slots import MemoryPool, Unit
 
@@ -83,7 +84,7 @@ def test_weights_lie_aligned_in_a_slot_and_do_not_overlap() -> None:
     assert whole._version == version, "filling a slot is hidden from saved views"
 
 
-def queue(strict: bool = True) -> GatherQueue[Unit, Any]:
+def queue(strict: bool = True) -> GatherQueue[ShardedParameter]:
     """Of three blocks, the first and the last of which share a slot."""
     policy = Policy(3)
     blocks = [
@@ -98,7 +99,7 @@ def names(actions: list[Any], kind: str = "AG") -> list[str]:
 
 def test_bytes_in_use_are_not_taken_and_the_error_names_both_holders() -> None:
     one = queue()
-    first, _, third = one.blocks
+    first, _, third = one.passes.order.blocks
     assert names(one.root_pre_forward(keep=False)) == ["layers.0.0", "layers.0.1"]
     one.pre_forward(first)
     with pytest.raises(PoolError, match=r"slot 0.*layers\.2\.0.*by layers\.2 \(forward\).*by "
@@ -111,7 +112,7 @@ def test_bytes_in_use_are_not_taken_and_the_error_names_both_holders() -> None:
 
 def test_where_another_order_is_allowed_a_prefetch_gives_way() -> None:
     one = queue(strict=False)
-    first, second, third = one.blocks
+    first, second, third = one.passes.order.blocks
     one.root_pre_forward(keep=False)
     assert names(one.pre_forward(third)) == ["layers.2.0", "layers.2.1"]
     one.post_forward(third)
@@ -123,10 +124,10 @@ def test_where_another_order_is_allowed_a_prefetch_gives_way() -> None:
 def test_contents_outlive_holds_and_are_lost_to_whoever_takes_their_bytes() -> None:
     one = queue()
     one.root_pre_forward(keep=False)
-    first, second, _ = one.blocks
+    first, second, _ = one.passes.order.blocks
     one.pre_forward(first)
     one.post_forward(first)
-    assert [group.name for group in one.held] == ["layers.1.0", "layers.1.1"]
+    assert [group.name for group in one.slots.held] == ["layers.1.0", "layers.1.1"]
     assert names(one.root_pre_forward(keep=True)) == [], "what is there is not gathered again"
     for block in (first, second):
         one.pre_forward(block)
@@ -140,7 +141,7 @@ def test_contents_outlive_holds_and_are_lost_to_whoever_takes_their_bytes() -> N
 def test_a_gather_in_flight_is_waited_for_before_its_bytes_are_taken() -> None:
     one = queue()
     one.root_pre_forward(keep=False)
-    first, second, _ = one.blocks
+    first, second, _ = one.passes.order.blocks
     for block in (first, second):
         one.pre_forward(block)
         actions = one.post_forward(block)  # without a use: its gathers are still in flight
@@ -150,7 +151,7 @@ def test_a_gather_in_flight_is_waited_for_before_its_bytes_are_taken() -> None:
 
 def test_uses_are_counted_anew_where_blocks_run_by_themselves() -> None:
     one = queue()
-    first = one.blocks[0]
+    first = one.passes.order.blocks[0]
     for _ in range(3):
         one.begin_blocks(keep=False)
         one.pre_forward(first)
@@ -158,10 +159,10 @@ def test_uses_are_counted_anew_where_blocks_run_by_themselves() -> None:
             one.use(first, weight, "forward")
             one.release(first, weight)
         one.post_forward(first)
-    one.root_pre_backward()
-    one.pre_backward(first, all_ranks=False)
+    one.backward.root_pre_backward()
+    one.backward.pre_backward(first, all_ranks=False)
     *_, last = first.weights
-    found = names(one.grad_ready(first, last), "RS")
+    found = names(one.backward.grad_ready(first, last), "RS")
     assert found == [cast(Any, last).name], "one use, one gradient"
 
 

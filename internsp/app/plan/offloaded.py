@@ -58,9 +58,9 @@ class OffloadedMemory:
         stepping = published = 0
         for bucket in buckets(chunk):
             first, zero = bucket[0], shape.axis(bucket[0].expert).zero
-            numels = [w.shard_bytes // w.dtype.itemsize for w in bucket]
-            length = laid_out(numels, first.dtype.itemsize, zero)[1]
-            size, wide = first.dtype.itemsize, _wide(first.dtype)
+            numels = [w.shard_bytes // w.dtypes.shard.itemsize for w in bucket]
+            length = laid_out(numels, first.dtypes.shard.itemsize, zero)[1]
+            size, wide = first.dtypes.shard.itemsize, _wide(first.dtypes.shard)
             copied = wide > size  # 16-bit weights have master values
             state = wide * (moments + copied) if OPTIMIZER in first.offload else 0
             sums = wide if GRADIENTS in first.offload else 0
@@ -75,7 +75,8 @@ class OffloadedMemory:
                 published = max(published, 2 * length * zero * size)
         summed = [w for w in weights if w.trainable and GRADIENTS in w.offload]
         sizes = [
-            w.shard_bytes // w.dtype.itemsize * _wide(w.reduce_dtype or w.dtype) for w in summed
+            w.shard_bytes // w.dtypes.shard.itemsize * _wide(w.dtypes.reduce or w.dtypes.shard)
+            for w in summed
         ]
         host[GRADIENTS] += sum(map(taken, sizes))
         # One sum is added to, one is being copied, one is copied and freed when the next starts.
@@ -112,9 +113,9 @@ def exchange_buffer_bytes(chunk: ChunkLayout, shape: MeshShape) -> int:
     found: dict[tuple[int, int], int] = {}
     for bucket in buckets(chunk):
         first, zero = bucket[0], shape.axis(bucket[0].expert).zero
-        numels = [w.shard_bytes // w.dtype.itemsize for w in bucket]
-        length = laid_out(numels, first.dtype.itemsize, zero)[1] * zero
-        key = length, _wide(first.dtype)
+        numels = [w.shard_bytes // w.dtypes.shard.itemsize for w in bucket]
+        length = laid_out(numels, first.dtypes.shard.itemsize, zero)[1] * zero
+        key = length, _wide(first.dtypes.shard)
         found[key] = 1 if zero == 1 else 2 * min(found.get(key, 0) // 2 + 1, IN_FLIGHT)
     return sum(length * size * count for (length, size), count in found.items())
 
@@ -131,7 +132,7 @@ def buckets(chunk: ChunkLayout) -> Iterator[Sequence[WeightLayout]]:
 def _by_bucket(weights: Iterable[WeightLayout]) -> Iterator[Sequence[WeightLayout]]:
     kinds: dict[object, list[WeightLayout]] = {}
     for weight in weights:
-        kinds.setdefault((weight.dtype, weight.expert, weight.offload), []).append(weight)
+        kinds.setdefault((weight.dtypes.shard, weight.expert, weight.offload), []).append(weight)
     yield from kinds.values()
 
 
@@ -140,4 +141,4 @@ def _wide(dtype: torch.dtype) -> int:
 
 
 def _staged(weight: WeightLayout) -> bool:
-    return weight.quantized is not None or weight.gather_dtype != weight.dtype
+    return weight.quantized is not None or weight.dtypes.gather != weight.dtypes.shard

@@ -85,7 +85,7 @@ def make_optimizer(
 def _block_matrices(communicator: ISPCommunicator) -> set[Member]:
     """Parameters of blocks with two or more dimensions, without embeddings."""
     blocks = [b.name for b in communicator.blocks]
-    blocks += [b.name for b in communicator.enclosing.blocks]
+    blocks += [b.name for b in communicator.queue.backward.enclosing.blocks]
     looked_up = {m for (module, _), m in communicator.parameters_of.items() if _embeds(module)}
     return {
         member

@@ -32,7 +32,7 @@ class PlainStep:
         # Summed on the device: reading a loss would block before the next micro-batch is queued.
         total = torch.zeros((), dtype=torch.float64, device=self.session.mesh.device)
         communicator = self.session.communicators[0]
-        full = communicator.queue.policy.accumulate_whole
+        full = communicator.queue.passes.order.policy.accumulate_whole
         with communicator.unchanged():
             for number, layout in enumerate(layouts):
                 last = number == len(layouts) - 1
