@@ -91,8 +91,7 @@ class GatherQueue(Generic[U, W]):
         recurs: whether some block runs several times in a pass.
         out_of_order: whether this forward runs blocks in another order than the learned one, so
             that each block is gathered by itself.
-        enclosing: blocks that hold several units (:class:`internsp.wp.enclosing.EnclosingBlocks`);
-            ``None`` if there are none.
+        enclosing: blocks that hold several units; ``None`` if there are none.
     """
 
     def __init__(
@@ -522,7 +521,7 @@ class GatherQueue(Generic[U, W]):
         self._passed, self._running = self._backward.ends[self._at_block[unit]], None
         self._launch_due(out)
 
-    # for blocks that hold units of their own (:mod:`internsp.wp.enclosing`)
+    # for blocks that hold units of their own (:mod:`internsp.schedule.enclosing`)
 
     def add(self, unit: U) -> None:
         """Register the groups of a unit."""

@@ -1,4 +1,4 @@
-"""WP-1, WP-2, WP-4: the gather queue and its parts, over random programs."""
+"""WP-2, WP-4: the gather queue and its parts, over random programs."""
 
 from __future__ import annotations
 
