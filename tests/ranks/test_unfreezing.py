@@ -138,6 +138,7 @@ def test_stages_that_are_unfrozen_train_as_on_one_process(
 def test_unfreezing_between_micro_batches_keeps_what_was_summed(within: str) -> None:
     twin = Twin(partial(frozen_at_first, Gated), mesh_of(1, zero=2))
     ours, theirs, unfreeze = make_optimizers(twin, "adamw", True)
+    unfreeze(1)
     # After steps of one backward the next one is taken for the last: replicas exchange in it.
     train(twin, ours, theirs, 2, micro=2 if within else 1)
     if within:
