@@ -12,10 +12,12 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from multiprocessing import util
+from functools import partial
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,9 @@ def live(asked: dict[str, Any], notes: Path, log: Path) -> int:
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     util.spawnv_passfds = command._server  # type: ignore[attr-defined]
+    # The server is forked in a call that holds this lock, which its processes need for their own.
+    lock = partial(setattr, forkserver._forkserver, "_lock")  # type: ignore[attr-defined]
+    os.register_at_fork(after_in_child=lambda: lock(threading.Lock()))
     tests = asked["tests"]
     if any(test.startswith(("tests/ranks", "tests/fuzz")) for test in tests):
         ranks.start_server()  # forked from here, with torch loaded

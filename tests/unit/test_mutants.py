@@ -101,7 +101,7 @@ def test_a_marked_source_notes_each_block_that_runs_and_does_the_same() -> None:
     assert sorted(lines) == [8, 9, 11, 13]
     hits: dict[int, int] = {}
     known: dict[str, Any] = {}
-    exec(text.replace("from tools.mutants.hits import HITS as __hits__\n", ""), known)
+    exec(text, known)
     known["__hits__"] = hits
     assert (known["f"](1), known["f"].__doc__) == (2, "Text.")
     assert {lines[number - 5] for number in hits} == {8, 11}
@@ -141,7 +141,7 @@ class Scripted(Campaign):
     """A campaign whose runs are scripted: by whether there is a fault, failures of each test."""
 
     def __init__(self, faulty: list[dict[str, str]], clean: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-        super().__init__(Path())
+        super().__init__(Path("none"))
         self.faulty, self.clean = faulty, clean
 
     def _run(self, mutant: Mutant | None, tests: Any, limit: float) -> dict[str, Any]:

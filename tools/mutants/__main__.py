@@ -18,6 +18,8 @@ time is caught by time. A survivor that changes nothing is judged by a line in t
 from __future__ import annotations
 
 import hashlib
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,6 +158,7 @@ def report(results: Path) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Do what the command line says."""
     options = tyro.cli(Options, args=argv, description=__doc__)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what is open is closed
     if options.do == "report":
         text = "\n".join(report(options.results)) + "\n"
         if options.document:

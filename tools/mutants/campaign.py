@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -22,24 +23,28 @@ class Campaign:
         self.bad: set[str] = set()
         """Tests that fail without a fault."""
         self._good: set[str] = set()
+        self._original = folder.with_name(f"{folder.name}-original.json")
+        if self._original.exists():  # the last command was killed
+            self._write(*json.loads(self._original.read_text()))
 
     @cached_property
     def _worker(self) -> Worker:
         return Worker(self.folder)
 
     def _run(self, mutant: Mutant | None, tests: Sequence[str], limit: float) -> dict[str, Any]:
-        path = self.folder / (mutant.file if mutant else "README.md")
-        source = path.read_text()
+        if not mutant:
+            return self._worker.run(tests, "not thorough", limit, stop=True)
+        source = (self.folder / mutant.file).read_text()
+        self._original.write_text(json.dumps([mutant.file, source]))
         try:
-            if mutant:
-                self._write(path, mutant.applied(source))
+            self._write(mutant.file, mutant.applied(source))
             return self._worker.run(tests, "not thorough", limit, stop=True)
         finally:
-            if mutant:
-                self._write(path, source)
+            self._write(mutant.file, source)
+            self._original.unlink()
 
-    @staticmethod
-    def _write(path: Path, source: str) -> None:
+    def _write(self, file: str, source: str) -> None:
+        path = self.folder / file
         # A compiled file is matched by the second of its source and its size: too coarse here.
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             compiled.unlink()

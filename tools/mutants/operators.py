@@ -21,6 +21,12 @@ ARITHMETIC: dict[type, type] = {
     ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
 SPEECH = ("print", "warn", "warning", "info", "debug", "error", "log")
+HEAD = """
+try:
+    from tools.mutants.hits import HITS as __hits__
+except ImportError:  # a file that is run by itself, without paths
+    __hits__ = {}
+"""
 TYPED = ("isinstance", "issubclass")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -232,5 +238,5 @@ def marked(source: str, first: int = 0) -> tuple[str, list[int]]:
         lines[line - 1] = f"{' ' * column}__hits__[{number}] = 1\n" + lines[line - 1]
     head = [n for n in tree.body[:2] if isinstance(n, ast.Expr) or "__future__" in ast.unparse(n)]
     at = max((n.end_lineno or 0 for n in head), default=0)
-    lines.insert(at, "from tools.mutants.hits import HITS as __hits__\n")
+    lines.insert(at, HEAD)
     return "".join(lines), list(blocks)

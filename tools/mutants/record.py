@@ -73,7 +73,6 @@ class Record:
             add(self.path, {"file": file, "marks": marks})
             failed = sum(bool(test["failed"]) for test in got["tests"])
             say(f"{file}: {len(got['tests'])} tests, {failed} failed, {got['seconds']:.0f} s")
-        worker.close()
 
     def reaching(self, mutant: Mutant, since: int = 0) -> dict[str, float]:
         """Seconds of the tests that passed and reach the fault's block, in the order to run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
@@ -30,6 +31,7 @@ class Worker:
                  "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(own / "tmp")},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        atexit.register(self._close)
 
     def run(self, tests: Sequence[str], marks: str, limit: float, stop: bool) -> dict[str, Any]:
         """Run files or tests in this order: ``code`` (None: at the limit), ``seconds``, ``tests``.
@@ -46,7 +48,7 @@ class Worker:
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         return answer
 
-    def close(self) -> None:
-        """End the process; it kills a run in progress."""
+    def _close(self) -> None:
+        # At SIGTERM the process kills the run in progress.
         self._process.terminate()
         self._process.wait()
