@@ -135,6 +135,8 @@ def test_tests_that_reach_the_block_run_first_cases_first_named_before_others(
     record.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert list(record.reaching(one)) == ["near.py::t[a]", "far.py::t", "near.py::t[b]"]
     assert list(record.reaching(one, since=1)) == ["near.py::t[a]", "near.py::t[b]"]
+    unseen = replace(one, block=3)
+    assert list(record.reaching(unseen))[:2] == ["near.py::elsewhere", "near.py::t[a]"]
 
 
 class Scripted(Campaign):

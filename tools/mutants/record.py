@@ -77,19 +77,25 @@ class Record:
     def reaching(self, mutant: Mutant, since: int = 0) -> dict[str, float]:
         """Seconds of the tests that passed and reach the fault's block, in the order to run.
 
+        If none does, of those that reach its file.
+
         Args:
             since: leave out the first lines of the record.
         """
         blocks = json.loads(self.table.read_text())
-        wanted = {
-            i for i, (file, line) in enumerate(blocks)
-            if file == mutant.file and mutant.block in (0, line)
-        }  # fmt: skip
+        lines = {i: line for i, (file, line) in enumerate(blocks) if file == mutant.file}
+        passed = [line for line in read(self.path) if "test" in line and not line["failed"]]
+        wanted = {i for i, line in lines.items() if line == mutant.block}
+        # A block that notes nothing may run in a process without this table: all of the file, then.
+        if not any(wanted & set(line["hits"]) for line in passed):
+            wanted = {*lines}
         names = [name for name in mutant.scope.split(".") if not name.startswith("__")]
-        found = {}
-        for line in read(self.path)[since:]:
-            if "test" in line and not line["failed"] and wanted & set(line["hits"]):
-                found[line["test"]] = line["seconds"]
+        new = {line["test"] for line in read(self.path)[since:] if "test" in line}
+        found = {
+            line["test"]: line["seconds"]
+            for line in passed
+            if line["test"] in new and wanted & set(line["hits"])
+        }
         seen: Counter[str] = Counter()
         order = []
         for test, seconds in sorted(found.items(), key=lambda item: item[1]):
