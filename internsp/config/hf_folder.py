@@ -61,10 +61,10 @@ def kind(folder: str) -> str:
 def _read(path: Path) -> tuple[dict[str, Any], str | None]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        return {}, f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
     except (json.JSONDecodeError, RecursionError) as error:
         return {}, f"{path} is no JSON: {error}"
+    except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path
+        return {}, f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
     return (content, None) if isinstance(content, dict) else ({}, f"{path} is no JSON object")
 
 

@@ -23,6 +23,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     SerializerFunctionWrapHandler,
+    ValidationError,
     WithJsonSchema,
     model_serializer,
     model_validator,
@@ -34,6 +35,8 @@ from internsp.base.names import nearest
 from internsp.config.functions import checked as checked_function
 from internsp.config.functions import import_path
 from internsp.config.kept import MOST_BLOCKS, checked
+from internsp.config.words import ANY_TEXT, listed, mistakes, one_line, section_name
+from internsp.errors import ConfigError
 
 # Every number has both bounds. The upper bounds are well above what anyone trains with, and below
 # the limits of clocks, 64-bit integers and Python loops, beyond which a run or a plan would hang.
@@ -49,7 +52,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Blocks = Annotated[int, Field(ge=0, le=MOST_BLOCKS)]
 Kept = Annotated[str | Blocks | None, BeforeValidator(checked)]
 # TOML gives lists; the sections hold tuples, which are immutable, too.
-Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
+Text = Annotated[str, Field(max_length=4096, pattern=ANY_TEXT)]
 Texts = Annotated[tuple[Text, ...], Field(strict=False, max_length=100_000)]
 Pattern = Annotated[Text, AfterValidator(checked_pattern)]
 Patterns = Annotated[tuple[Pattern, ...], Field(strict=False, max_length=100_000)]
@@ -75,7 +78,11 @@ def nullable(field: FieldInfo) -> bool:
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no silent conversion of types."""
+    """Base of all sections: frozen, no unknown keys, no silent conversion of types.
+
+    Raises:
+        ConfigError: values are wrong; lists all mistakes in the words of a file's, one a line.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -84,6 +91,22 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            cls = type(self)
+            prefix = f"{section_name(cls)}." if section_name(cls) else ""
+            found = [
+                one_line(f"{prefix}{key}: {text}" if key else text)
+                for key, text in mistakes(cls, values, error)
+            ]
+            raise ConfigError(listed(cls.__name__, found)) from None
+
+    # Sections within a section are validated as all of pydantic's are, so that one error has all
+    # mistakes.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @model_validator(mode="before")
     @classmethod

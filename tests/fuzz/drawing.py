@@ -17,8 +17,8 @@ from typing import Any
 
 import tomli_w
 
-from internsp.app.config import schemas, sections
-from internsp.app.config.errors import choices_of
+from internsp.app.config import sections
+from internsp.config.words import choices_of, schemas
 
 # Below this a configuration is valid, small, and planned in milliseconds.
 SMALL: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ def _key(rng: random.Random) -> tuple[str, str]:
 
 def _value(rng: random.Random, name: str, key: str) -> Any:
     """A value for a field; of the right type in about half of all cases."""
-    schema = schemas(name)[key]
+    schema = schemas(sections()[name])[key]
     kind = rng.random()
     if kind < 0.3:
         choices = choices_of(schema)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from internsp.app.config import Config, load_config
 from internsp.base.sizes import size_in_bytes
@@ -73,7 +72,7 @@ def test_a_mistake_is_told_in_one_sentence_wherever_it_is_made(
 
 
 def test_in_python_it_raises_as_the_other_options_do() -> None:
-    with pytest.raises(ValidationError, match="expected a number of blocks, a size such as"):
+    with pytest.raises(ConfigError, match="expected a number of blocks, a size such as"):
         WeightParallelConfig(keep_unsharded="2 GB")
 
 

@@ -19,12 +19,13 @@ import tyro
 
 from internsp.app.cli import completion, plain
 from internsp.app.cli.plain import end_on_broken_pipe, print_output
-from internsp.app.config import Config, read_config, report, schemas, sections
-from internsp.app.config.errors import Problem, Schema, in_words, is_tables, items_of
+from internsp.app.config import Config, read_config, report, sections
+from internsp.app.config.errors import Problem
 from internsp.app.process.environment import Launched, launched
 from internsp.app.process.terminal import write_lines
 from internsp.base.names import nearest
 from internsp.base.version import __version__
+from internsp.config.words import Schema, in_words, is_tables, items_of, schemas
 from internsp.errors import InternspError
 
 USAGE_ERROR = 2
@@ -225,7 +226,7 @@ def _with_sections(command: type) -> Any:
 
 def _options(section: str) -> Any:
     keys: dict[str, Any] = {}
-    for key, schema in schemas(section).items():
+    for key, schema in schemas(sections()[section]).items():
         if is_tables(schema):  # tables can be given only in a file
             continue
         default = in_words(schema["default"]).replace('"', "")

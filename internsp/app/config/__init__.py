@@ -7,7 +7,6 @@ from internsp.app.config.load import (
     load_config,
     read_config,
     report,
-    schemas,
     sections,
 )
 from internsp.app.config.sections import (
@@ -43,6 +42,5 @@ __all__ = [
     "documented",
     "load_config",
     "report",
-    "schemas",
     "sections",
 ]

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import difflib
-import math
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import ErrorDetails
-
-from internsp.app.config.sections import FOLDER_NAME
 from internsp.base.names import nearest, plain
-from internsp.base.sizes import meant_size
+from internsp.config.words import one_line
 
 Names = Mapping[str, tuple[str, ...]]
-Schema = Mapping[str, Any]
-"""The JSON schema of a key, from pydantic: type, choices, default, description."""
 
 LARGEST_FILE = 1 << 20  # bytes; a configuration with every key takes 10 thousand
 _ITS_KEYS = "; its keys: "
 _LONGEST_WORD = 80  # characters of a name that a message shows
-_MOST_ITEMS = 8  # entries of a list that a message shows
 
 # Names of our keys in other projects, which similar spelling alone would not find.
 ELSEWHERE = {
@@ -68,10 +61,7 @@ class Problem:
 
     def __str__(self) -> str:
         shown = f"{self.prefix}{self.keys[0]}: {self.text}" if self.keys else self.text
-        # One line, whatever a key or a value contains (a quoted key may be any text).
-        if shown.isprintable():
-            return shown
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
+        return one_line(shown)
 
 
 def read_toml(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
@@ -167,118 +157,6 @@ def not_a_section(written: str, names: Names, prefix: str = "") -> Problem:
     hint = f"; did you mean {prefix}{right}?" if right else ""
     text = "unknown option" if prefix else "is outside any section"
     return Problem((_short(written),), text + hint, prefix)
-
-
-def describe_error(schema: Schema, value: Any, detail: ErrorDetails) -> str:
-    """One of pydantic's errors as a sentence about ``value``."""
-    kind, context = detail["type"], detail.get("ctx", {})
-    got = f"got {in_words(value)}"
-    limits = {
-        "greater_than_equal": "at least {ge}",
-        "greater_than": "more than {gt}",
-        "less_than_equal": "at most {le}",
-        "less_than": "less than {lt}",
-    }
-    if kind in limits:
-        return f"must be {limits[kind].format_map(context)}, {got}"
-    if kind == "finite_number":
-        return f"must be a finite number, {got}"
-    if kind in ("string_too_long", "too_long"):
-        what = "characters" if kind == "string_too_long" else "entries"
-        return f"must have at most {context['max_length']} {what}, {got}"
-    if kind == "string_unicode":
-        return f"must be a text that UTF-8 can hold, {got}"
-    if kind == "string_pattern_mismatch":
-        if context["pattern"] == FOLDER_NAME:
-            return f"must be usable as the name of a folder, {got}"
-        return f"must be a text without a NUL character, {got}"
-    if kind == "value_error":  # its message already has what is expected
-        near = None
-        if isinstance(value, str):
-            near = meant_size(value) or nearest(value, ("all", "none"))
-        text = f"{context['error']}, {got}"
-    else:
-        text = f"expected {expected(schema)}, {got}"
-        choices = choices_of(schema)
-        near = nearest(value, choices) if isinstance(value, str) and choices else None
-    return f"{text}; did you mean {in_words(near)}?" if near else text
-
-
-def describe_table_error(
-    name: str, values: Any, detail: ErrorDetails, keys: Mapping[str, Schema]
-) -> str:
-    """One of pydantic's errors in a list of tables, with the table's number and key.
-
-    Args:
-        name: ``"section.key"`` of the list.
-        values: the list.
-        keys: schema of each key of a table.
-    """
-    place = detail["loc"][1:]
-    if isinstance(values, Mapping):
-        return f"is a list of tables: write [[{name}]] for each"
-    if not place:
-        return f"expected a list of tables, got {in_words(values)}"
-    number, value = int(place[0]), values[int(place[0])]
-    words = {"weight_parallel.plan": "rule", "optimizer.groups": "group"}
-    where = f"{words.get(name, 'table')} {number + 1}"
-    if len(place) == 1 or detail["type"] == "model_type":
-        text = str(detail.get("ctx", {}).get("error", f"expected a table, got {in_words(value)}"))
-        return f"{where}: {text}"
-    key = str(place[1])
-    if detail["type"] == "missing":
-        return f"{where} lacks {key}: {expected(keys[key])}"
-    return f"{where}: {key}: {describe_error(keys[key], value[key], detail)}"
-
-
-def is_tables(schema: Schema) -> bool:
-    """Whether a key holds tables, which can be given only in a file."""
-    return "$ref" in schema.get("items", {})
-
-
-def expected(schema: Schema, plural: bool = False) -> str:
-    """What a value of ``schema`` must be, in plain words."""
-    if "$ref" in schema:
-        return "tables" if plural else "a table"
-    if "anyOf" in schema:
-        return " or ".join(expected(one, plural) for one in schema["anyOf"])
-    if "enum" in schema:
-        return "one of " + ", ".join(in_words(choice) for choice in schema["enum"])
-    if "const" in schema:  # the only choice, in addition to "none" or numbers
-        return in_words(schema["const"])
-    if schema["type"] == "array":
-        count = f"{schema['minItems']} " if "minItems" in schema else ""
-        return f"a list of {count}{expected(items_of(schema)[0], plural=True)}"
-    one = {"boolean": "true or false", "integer": "a whole number", "number": "a number"}
-    many = {"boolean": "true or false", "integer": "whole numbers", "number": "numbers"}
-    texts = {"string": "texts" if plural else "a text", "null": '"none"'}
-    return ((many if plural else one) | texts)[schema["type"]]
-
-
-def items_of(schema: Schema) -> Sequence[Schema]:
-    """Schemas of a list's entries: one for any number of entries, or one for each."""
-    return schema.get("prefixItems") or [schema["items"]]
-
-
-def choices_of(schema: Schema) -> tuple[str, ...]:
-    """The texts that a key allows, if it allows only some; else empty."""
-    return next((tuple(s["enum"]) for s in (schema, *schema.get("anyOf", ())) if "enum" in s), ())
-
-
-def in_words(value: Any) -> str:
-    """A value as it is written in TOML, shortened."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    value = "none" if value is None else value
-    if isinstance(value, str):
-        return f'"{value}"' if len(value) <= 60 else f'"{value[:57]}..."'
-    if isinstance(value, (list, tuple)):
-        shown = [in_words(v) for v in value[:_MOST_ITEMS]]
-        more = [f"... {len(value) - _MOST_ITEMS} more"] if len(value) > _MOST_ITEMS else []
-        return f"[{', '.join([*shown, *more])}]"
-    if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to print huge ones
-        return f"a number of about {int(value.bit_length() * math.log10(2))} digits"
-    return "a section" if isinstance(value, Mapping) else str(value)
 
 
 def _short(name: str) -> str:

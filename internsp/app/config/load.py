@@ -18,12 +18,6 @@ from pydantic.fields import FieldInfo
 from internsp.app.config.checks import combinations, machine
 from internsp.app.config.errors import (
     Problem,
-    Schema,
-    choices_of,
-    describe_error,
-    describe_table_error,
-    in_words,
-    is_tables,
     listed_once,
     nearest_key,
     nearest_section,
@@ -33,12 +27,9 @@ from internsp.app.config.errors import (
 from internsp.app.config.sections import (
     CheckpointConfig,
     DataConfig,
-    EvaluationText,
     LaunchConfig,
-    MixturePart,
     OptimizerConfig,
     ParallelConfig,
-    ParameterGroup,
     PipelineConfig,
     ReportConfig,
     TrainConfig,
@@ -46,9 +37,17 @@ from internsp.app.config.sections import (
 from internsp.config.model import ModelConfig
 from internsp.config.sections import (
     ActivationCheckpointConfig,
-    PlanRule,
     Section,
     WeightParallelConfig,
+)
+from internsp.config.words import (
+    Schema,
+    choices_of,
+    in_words,
+    listed,
+    mistakes,
+    schemas,
+    table_class,
 )
 from internsp.errors import ConfigError
 
@@ -107,24 +106,6 @@ def sections() -> Mapping[str, type[Section]]:
     return {name: _section_class(field) for name, field in Config.model_fields.items()}
 
 
-@cache
-def schemas(section: str) -> Mapping[str, Schema]:
-    """JSON schema of each key of a section, in the order of the file."""
-    properties: Mapping[str, Schema] = sections()[section].model_json_schema()["properties"]
-    return properties
-
-
-@cache
-def table_keys(key: str) -> Mapping[str, Schema]:
-    """JSON schema of each key of the tables at ``key`` (``"section.key"``)."""
-    tables: dict[str, type[Section]] = {
-        "weight_parallel.plan": PlanRule, "optimizer.groups": ParameterGroup,
-        "data.mixture": MixturePart, "data.evaluation": EvaluationText,
-    }  # fmt: skip
-    properties: Mapping[str, Schema] = tables[key].model_json_schema()["properties"]
-    return properties
-
-
 def _section_class(field: FieldInfo) -> type[Section]:
     assert isinstance(field.annotation, type), "every field of Config is a section"
     return field.annotation
@@ -156,8 +137,7 @@ def load_config(
 def report(path: str | Path | Mapping[str, Any], problems: list[Problem]) -> str:
     """A heading that counts the mistakes, then one mistake a line."""
     path = "the configuration" if isinstance(path, Mapping) else path
-    count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
-    return "\n".join([f"{path}: {count}", *(f"  {problem}" for problem in problems)])
+    return listed(str(path), problems)
 
 
 def read_config(
@@ -247,21 +227,12 @@ def _valid_values(
         made = cls.model_validate(values, strict=False if texts else None)
         return {key: getattr(made, key) for key in values}, []
     except ValidationError as error:
-        wrong: dict[str, Problem] = {}
-        for detail in error.errors(include_url=False):
-            key = str(detail["loc"][0])
-            schema = schemas(name)[key]
-            if is_tables(schema):  # report every mistake of every table
-                text = describe_table_error(
-                    f"{name}.{key}", values[key], detail, table_keys(f"{name}.{key}")
-                )
-                wrong[f"{key}: {text}"] = Problem((f"{name}.{key}",), text, prefix)
-                continue
-            text = describe_error(schema, values[key], detail)
-            wrong.setdefault(key, Problem((f"{name}.{key}",), text, prefix))
-        broken = {problem.keys[0].rpartition(".")[2] for problem in wrong.values()}
+        wrong = [
+            Problem((f"{name}.{key}",), text, prefix) for key, text in mistakes(cls, values, error)
+        ]
+        broken = {problem.keys[0].rpartition(".")[2] for problem in wrong}
         right = {key: value for key, value in values.items() if key not in broken}
-        return right, list(wrong.values())
+        return right, wrong
 
 
 def documented() -> str:
@@ -272,13 +243,12 @@ def documented() -> str:
     lines = ["# Every key with its default. A config names only what differs."]
     for name, cls in sections().items():
         lines += ["", f"# {cls.__doc__}", f"[{name}]"]
-        for key, schema in schemas(name).items():
+        for key, schema in schemas(cls).items():
             choices = " | ".join(choices_of(schema))
             aside = f"  # {choices}" if choices else ""
             lines += [f"# {schema['description']}", f"{key} = {in_words(schema['default'])}{aside}"]
-            if is_tables(schema):
-                keys = table_keys(f"{name}.{key}")
-                lines += [f"# [[{name}.{key}]]", *map(_in_table, keys.items())]
+            if (table := table_class(cls, key)) is not None:
+                lines += [f"# [[{name}.{key}]]", *map(_in_table, schemas(table).items())]
     return "\n".join(lines) + "\n"
 
 

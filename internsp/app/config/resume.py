@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from internsp.app.config import Config, sections
+from internsp.config.words import mistakes
 from internsp.errors import ConfigError
 
 
@@ -138,9 +139,8 @@ def parse_saved(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         try:
             found[name] = cls.model_validate(known).model_dump()
         except ValidationError as error:
-            where = error.errors(include_url=False)[0]
-            words = f"its configuration: {name}.{where['loc'][0]}: {where['msg']}"
-            raise ConfigError(words) from None
+            key, text = next(mistakes(cls, known, error))
+            raise ConfigError(f"its configuration: {name}.{key}: {text}") from None
     return found
 
 

@@ -28,13 +28,12 @@ from internsp.config.sections import (
     Texts,
     Tiny,
 )
+from internsp.config.words import FOLDER_NAME
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(ge=0, le=1000)]
 OptimizerName = Annotated[Text, AfterValidator(checked_optimizer)]
 Option = Annotated[Text, AfterValidator(checked_option)]
-# One part of a path, not only dots, without control characters.
-FOLDER_NAME = r"^[^/\\\x00-\x1f]*[^/\\.\x00-\x1f][^/\\\x00-\x1f]*$"
 
 
 class DocumentsConfig(Section):

@@ -11,11 +11,11 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from internsp.app.config.errors import in_words
 from internsp.app.plan.offloaded import with_sums
 from internsp.app.plan.repeats import Item, folded_lines, ranges
 from internsp.app.process.terminal import FittingTable
 from internsp.base.sizes import human
+from internsp.config.words import in_words
 from internsp.mesh.shape import MeshShape
 from internsp.schedule.chunk import Schedule
 from internsp.structure.rules import FROM_CONFIG, Rules

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from internsp.app.config.errors import in_words
 from internsp.app.report.timeline import (
     communication,
     intersect,
@@ -23,6 +22,7 @@ from internsp.app.report.timeline import (
 from internsp.base.sizes import human
 from internsp.base.trace import Event
 from internsp.config import WeightParallelConfig
+from internsp.config.words import in_words
 
 Traces = Mapping[int, Sequence[Event]]
 
