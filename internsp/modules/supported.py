@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from internsp.base.autograd import compiled
+from internsp.config import PlanRule
 from internsp.dtensor.mixed import ParameterTensor
 from internsp.errors import StructureError
+from internsp.structure.rules import match_rules
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
+# What a class has in any case, and so adds nothing to a parameter by it.
+_OF_ANY_CLASS = frozenset({
+    "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__module__", "__orig_bases__",
+    "__parameters__", "__slots__", "__static_attributes__", "__weakref__",
+})  # fmt: skip
 
 
-def require_supported(model: nn.Module) -> None:
+def require_supported(model: nn.Module, plan: Sequence[PlanRule] = ()) -> None:
     """Check all modules and parameters of ``model``. Does not communicate.
+
+    Args:
+        plan: the configuration's rules; a parameter that a rule ignores may be of any class.
 
     Raises:
         StructureError: something is unsupported; names the module or parameter, and the remedy.
     """
+    rules = match_rules(model, plan)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, ParameterTensor):
             raise StructureError(
@@ -42,8 +54,12 @@ def require_supported(model: nn.Module) -> None:
                 "use the module that it was scripted from"
             )
         for parameter_name, parameter in module._parameters.items():
-            if parameter is not None:
-                _check_parameter(f"{name}.{parameter_name}".lstrip("."), parameter)
+            if parameter is None:
+                continue
+            full = f"{name}.{parameter_name}".lstrip(".")
+            _check_parameter(full, parameter)
+            if not rules.options_for([full], {"ignore"}).get("ignore"):
+                _require_plain(full, parameter)
     _refuse_copies(model)
     _refuse_globals(model)
 
@@ -82,6 +98,31 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise StructureError(
             f"{name} has a gradient hook, which parallelize() would lose, since it makes new "
             "parameters: register it afterwards"
+        )
+
+
+def _shown_order(name: str) -> tuple[bool, str]:
+    return name.startswith("_"), name
+
+
+def _require_plain(name: str, parameter: nn.Parameter) -> None:
+    """Refuse a parameter whose class adds something, as those of quantized weights do."""
+    if isinstance(parameter, DTensor):  # of tensor parallel layers: checked with their mesh
+        return
+    kind = type(parameter)
+    classes = [c for c in kind.__mro__[: kind.__mro__.index(Tensor)] if c is not nn.Parameter]
+    adds = {key for c in classes for key in vars(c)} - _OF_ANY_CLASS
+    adds |= {"quant_state"} & vars(parameter).keys()
+    if adds:
+        some = ", ".join(sorted(adds, key=_shown_order)[:4])
+        raise StructureError(
+            f"{name} is a {kind.__module__}.{kind.__qualname__}, not a plain parameter: "
+            f"parallelize() would lose what it adds ({some}), since shards and slots are plain "
+            "tensors, and a quantized weight would be computed with as if its codes were values. "
+            "Load or build the model unquantized (with torchao, "
+            "module.weight = nn.Parameter(module.weight.dequantize()); "
+            'weight_parallel.quantize = "int8" sends plain weights as int8), or leave it whole on '
+            "every rank by a rule of weight_parallel.plan with ignore = true"
         )
 
 
@@ -179,7 +220,7 @@ def _items(value: Any) -> Iterator[tuple[Any, Any, bool]]:
     elif isinstance(value, FunctionType):
         for index, item in enumerate((*_closure(value), value.__defaults__, value.__kwdefaults__)):
             yield index, item, False
-    elif not isinstance(value, (nn.Module, torch.Tensor, type)):
+    elif not isinstance(value, (nn.Module, Tensor, type)):
         for name, item in getattr(value, "__dict__", {}).items():
             if isinstance(item, (nn.Parameter, list, tuple, dict)):  # no further objects
                 yield name, item, False

@@ -12,18 +12,22 @@ of a tensor subclass::
         out.copy_(codes.to(out.dtype) * scales.view(-1, 1, 1))
 
 The tensor or tuple of tensors that ``pre`` returns is sent as bytes in one all-gather; ``post``
-fills the unsharded weight in its slot. Every rank reads the same bytes, also those of its own
-shard. Shards, gradients and checkpoints are not changed: the gradient of the weight that ``post``
-has filled is used as the shard's gradient (straight-through).
+gets a tensor where ``pre`` returned one, a tuple where it returned one, and fills the unsharded
+weight in its slot (or returns it: then it is copied there). Both are called on the meta device
+first, so that wrong shapes are found before anything runs. Every rank reads the same bytes, also
+those of its own shard. Shards, gradients and checkpoints are not changed: the gradient of the
+weight that ``post`` has filled is used as the shard's gradient (straight-through).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from internsp.config.functions import import_path, resolve
 from internsp.errors import StructureError
@@ -39,7 +43,7 @@ class CustomAllGather:
     Attributes:
         pre: returns what is sent of a padded shard; for a shard on the meta device, tensors with
             the same shapes and dtypes.
-        post: fills the unsharded weight.
+        post: fills the unsharded weight, or returns it.
     """
 
     pre: Callable[[Tensor], object]
@@ -112,10 +116,11 @@ class PackedShard:
         Raises:
             StructureError: shapes or dtypes are not those of the shard on the meta device.
         """
-        returned = _tensors(self.name, custom, custom.pre(shard))
+        given = custom.pre(shard)
+        returned = _tensors(self.name, custom, given)
         found = [(tensor.shape, tensor.dtype) for tensor in returned]
         wanted = [(shape, dtype) for shape, dtype, _, _ in self.parts]
-        if found != wanted:
+        if found != wanted or isinstance(given, Tensor) != self.single_tensor:
             raise StructureError(
                 f"{import_path(custom.pre)}, the pre_all_gather of {self.name}, gave "
                 f"{_describe(found)} and has given {_describe(wanted)} of a shard on the meta "
@@ -129,7 +134,7 @@ class PackedShard:
         """Fill ``out`` ``[ranks, rows, ...]`` from ``received`` ``[ranks, nbytes]``.
 
         Raises:
-            StructureError: ``custom.post`` returned something, and so may not have filled ``out``.
+            StructureError: ``custom.post`` returned something that is not the unsharded weight.
         """
         parts = tuple(
             received[:, start : start + size].view(dtype).unflatten(1, shape)
@@ -137,11 +142,105 @@ class PackedShard:
             else received[:, start : start + size].view(dtype).squeeze(1)
             for shape, dtype, start, size in self.parts
         )
-        if custom.post(parts[0] if self.single_tensor else parts, out) is not None:
+        returned = custom.post(parts[0] if self.single_tensor else parts, out)
+        if returned is None or returned is out:
+            return
+        wanted = [(out.shape, out.dtype)]
+        kind = type(returned).__name__
+        if isinstance(returned, Tensor):
+            kind = _describe([(returned.shape, returned.dtype)])
+        if not isinstance(returned, Tensor) or [(returned.shape, returned.dtype)] != wanted:
             raise StructureError(
-                f"{import_path(custom.post)}, the post_all_gather of {self.name}, returned "
-                "something: write the unsharded weight into its second argument, and return nothing"
+                f"{_post(self.name, custom)} returned {kind} where the unsharded weight is "
+                f"{_describe(wanted)} [ranks, rows, ...]: write it into the second argument, or "
+                "return a tensor of this shape and dtype"
             )
+        out.copy_(returned)
+
+    def require_filled(
+        self, custom: CustomAllGather, layout: ShardLayout, dtype: torch.dtype
+    ) -> None:
+        """Check on the meta device that ``custom.post`` fills a weight of ``dtype``.
+
+        Raises:
+            StructureError: it raises there, writes nothing and returns nothing, returns something
+                else than the weight, or writes the same values for all ranks, as one does who takes
+                the first rank's part for a tuple's first tensor.
+        """
+        received = torch.empty(layout.size, self.nbytes, dtype=torch.uint8, device="meta")
+        out = torch.empty(layout.size, *layout.shard_shape, dtype=dtype, device="meta")
+        gets = f"a tensor {[layout.size, *self.parts[0][0]]}"
+        if not self.single_tensor:
+            gets = f"a tuple of {len(self.parts)}, the first {[layout.size, *self.parts[0][0]]}"
+        try:
+            with _Writes(out) as writes:
+                self.unpack(custom, received, out)
+        except StructureError:
+            raise
+        except Exception as error:
+            raise StructureError(
+                f"{_post(self.name, custom)} raised {type(error).__name__} ({error}) on the meta "
+                f"device, on which it is tried first. It gets {gets}, as pre_all_gather returned "
+                f"of a shard, one after another for the ranks, and fills {list(out.shape)}"
+            ) from error
+        if writes.same_for_all is not None:
+            raise StructureError(
+                f"{_post(self.name, custom)} writes {list(writes.same_for_all)} into the unsharded "
+                f"weight {list(out.shape)} [ranks, rows, ...], the same for every rank. It gets "
+                f"{gets}: write every rank's own rows"
+            )
+        if not writes.any:
+            raise StructureError(
+                f"{_post(self.name, custom)} neither writes the unsharded weight into its second "
+                "argument nor returns it"
+            )
+
+
+class _Writes(TorchDispatchMode):
+    """Watches what is written into one tensor.
+
+    Attributes:
+        any: something was.
+        same_for_all: shape of a tensor that was copied into all of it without its first dimension.
+    """
+
+    def __init__(self, out: Tensor) -> None:
+        super().__init__()
+        self._out = out
+        self._ranks = len(out)
+        self.any = False
+        self.same_for_all: torch.Size | None = None
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        named = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)),
+                 **(kwargs or {})}  # fmt: skip
+        storage = self._out.untyped_storage()._cdata
+        for argument in func._schema.arguments:
+            written = named.get(argument.name)
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            if not isinstance(written, Tensor) or written.untyped_storage()._cdata != storage:
+                continue
+            self.any = True
+            source = named.get("src")
+            if written.shape != self._out.shape or not isinstance(source, Tensor):
+                continue
+            # Broadcast, or expanded as `out[:] = source` does it: then its first stride is 0.
+            values = [n for n, step in zip(source.shape, source.stride(), strict=True) if step]
+            missing = source.ndim < written.ndim or source.shape[0] == 1 or not source.stride(0)
+            if missing and math.prod(values) > 1 != self._ranks:
+                self.same_for_all = torch.Size(values)
+        return func(*args, **(kwargs or {}))
+
+
+def _post(name: str, custom: CustomAllGather) -> str:
+    return f"{import_path(custom.post)}, the post_all_gather that a rule gives {name},"
 
 
 def _tensors(name: str, custom: CustomAllGather, returned: object) -> tuple[Tensor, ...]:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from internsp.config import ActivationCheckpointConfig
+from internsp.config import ActivationCheckpointConfig, PlanRule, WeightParallelConfig
 from internsp.errors import ConfigError, StructureError
 from internsp.mesh import ParallelMesh
+from internsp.mesh.shape import MeshShape
 from internsp.optim import ZeroOptimizer
 from internsp.parallel.parallelize import parallelize
 from internsp.schedule.simulate import simulate
-from internsp.structure.units import quantized_bytes
+from internsp.structure.assign import plan_sharding
+from internsp.structure.blocks import read_structure
+from internsp.structure.units import chunk_layout, quantized_bytes
 from tests.support.models import CUT, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
@@ -146,6 +150,39 @@ def returns(parts: Tensor, out: Tensor) -> Tensor:
     return parts
 
 
+def first_of_one(parts: Any, out: Tensor) -> None:
+    out.copy_(parts[0])  # of a tensor this is the first rank's part
+
+
+def unpacks_one(parts: Any, out: Tensor) -> None:
+    codes, _ = parts  # two ranks are taken for two tensors
+    out[:] = codes
+
+
+def takes_tensor(parts: Any, out: Tensor) -> None:
+    out.copy_(parts)
+
+
+def returns_in_place(parts: Tensor, out: Tensor) -> Tensor:
+    return out.copy_(parts)
+
+
+def returns_new(parts: Tensor, out: Tensor) -> Tensor:
+    return parts.to(out.dtype)
+
+
+def does_nothing(parts: Any, out: Tensor) -> None:
+    pass
+
+
+def late(parts: Tensor, out: Tensor) -> Tensor:
+    return parts.to(out.dtype) if parts.is_meta else parts[0].to(out.dtype)
+
+
+def low_tuple(shard: Tensor) -> tuple[Tensor]:
+    return (shard.sign().to(torch.int8),)
+
+
 class Subclass(nn.Parameter):
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         raise NotImplementedError
@@ -175,8 +212,42 @@ def test_functions_that_cannot_be_served_are_refused_by_name() -> None:
 
     for pre, post, words in (
         (unlike, signs_back, "gave float64 [7, 6] and has given float32 [7, 6]"),
-        (signs, returns, "the post_all_gather of layers.0.w1.weight, returned something"),
+        (signs, late, "returned float64 [7, 6] where the unsharded weight is float64 [2, 7, 6]"),
     ):
         rule = {"match": "layers.0.w1.weight", "pre_all_gather": pre, "post_all_gather": post}
         twin = Twin(Tiny, mesh, plan=[rule], min_shard_elements=CUT)
         raises(StructureError, partial(twin.ours, *twin.batch()[1]), words)
+
+
+@pytest.mark.parametrize(("pre", "post", "words"), [
+    (signs, returns, "returned int8 [2, 7, 6] where the unsharded weight is float64 [2, 7, 6]"),
+    (signs, lambda parts, out: out[0], "returned float64 [7, 6] where"),
+    (signs, lambda parts, out: [out], "returned list where"),
+    (signs, first_of_one, "writes [7, 6] into the unsharded weight [2, 7, 6] [ranks, rows, ...]"),
+    (signs, unpacks_one, "gets a tensor [2, 7, 6]: write every rank's own rows"),
+    (low_tuple, takes_tensor, "raised TypeError"),
+    (low_tuple, takes_tensor, "It gets a tuple of 1, the first [2, 7, 6]"),
+    (signs, does_nothing, "neither writes the unsharded weight into its second argument nor"),
+    (signs, lambda parts, out: float(out.sum()), "raised RuntimeError"),
+])  # fmt: skip
+def test_what_does_not_fill_the_weight_is_refused_before_anything_runs(
+    pre: Any, post: Any, words: str
+) -> None:
+    rule = PlanRule(match="layers.0.w1.weight", pre_all_gather=pre, post_all_gather=post)
+    config = WeightParallelConfig(plan=[rule], min_shard_elements=CUT)
+    structure = read_structure(model := Tiny().double(), plan=config.plan)
+    shardings = plan_sharding(model, structure, config)
+    planned = partial(chunk_layout, shardings, structure, config, MeshShape(2, weight=2), set())
+    raises(StructureError, planned, words, "a rule gives layers.0.w1.weight")
+
+
+@ranks(2)
+def test_a_weight_that_is_returned_is_copied_into_its_slot() -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    values = []
+    for post in (signs_back, returns_new, returns_in_place):
+        plan = [{"match": "**.w1.weight", "pre_all_gather": signs, "post_all_gather": post}]
+        twin = Twin(Tiny, mesh, plan=plan, min_shard_elements=CUT)
+        values.append(twin.ours(*twin.batch()[1]))
+    assert torch.equal(values[0], values[1])
+    assert torch.equal(values[0], values[2])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from internsp.base.autograd import clone_aliases, input_tensors, new_tensors
+from internsp.config import PlanRule
 from internsp.errors import StructureError
 from internsp.modules.supported import require_supported
 from tests.support.models import Tiny, raises
@@ -64,9 +65,65 @@ def compiled() -> nn.Module:
     return layer
 
 
+class Params4bit(nn.Parameter):
+    """Of bitsandbytes' shape: codes of two values a byte, and the scales beside them."""
+
+    quant_state: Any
+
+    def cuda(self, *_: Any) -> Params4bit:  # type: ignore[override]
+        return self
+
+
+class Int8Tensor(Tensor):
+    """Of torchao's shape: a tensor without storage that dispatches operations itself."""
+
+    def __new__(cls, codes: Tensor) -> Int8Tensor:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: Tensor) -> None:
+        self.codes = codes
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].codes)
+        raise NotImplementedError(f"{cls.__name__} dispatch: {function}")
+
+
+class Marked(nn.Parameter):
+    """A class that adds nothing: only the name differs."""
+
+
+def holding(parameter: Any) -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer._parameters["weight"] = parameter
+    return layer
+
+
+def four_bits() -> nn.Module:
+    codes: Any = Params4bit(torch.zeros(2, 1, dtype=torch.uint8), requires_grad=False)
+    codes.quant_state = {"absmax": torch.ones(1)}
+    return holding(codes)
+
+
+def plain_with_scales() -> nn.Module:
+    codes: Any = nn.Parameter(torch.zeros(2, 1, dtype=torch.uint8), requires_grad=False)
+    codes.quant_state = {"absmax": torch.ones(1)}
+    return holding(codes)
+
+
+def wrapped() -> nn.Module:
+    return holding(nn.Parameter(Int8Tensor(torch.zeros(2, 2, dtype=torch.int8)), False))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (four_bits, "part.weight is a tests.unit.test_supported.Params4bit, not a plain"),
+        (plain_with_scales, "part.weight is a torch.nn.parameter.Parameter, not a plain"),
+        (wrapped, "part.weight is a tests.unit.test_supported.Int8Tensor, not a plain"),
         (lambda: nn.Embedding(4, 2, max_norm=1.0), "embedding part: max_norm"),
         (lambda: nn.Embedding(4, 2, sparse=True), "embedding part: max_norm"),
         (lambda: nn.Embedding(4, 2, scale_grad_by_freq=True), "embedding part: max_norm"),
@@ -90,6 +147,21 @@ def test_a_model_with_such_a_part_is_refused_with_the_parts_name(make: Any, word
     require_supported(model)
     model.part = make()
     raises(StructureError, lambda: require_supported(model), words)
+
+
+@pytest.mark.parametrize("make", [four_bits, plain_with_scales, wrapped])
+def test_a_quantized_parameter_that_a_rule_ignores_may_stay(make: Any) -> None:
+    model: Any = Tiny()
+    model.part = make()
+    require_supported(model, [PlanRule(match="part.weight", ignore=True)])
+    rules = [PlanRule(match="part", ignore=False), PlanRule(match="part.bias", shard_dim=0)]
+    raises(StructureError, lambda: require_supported(model, rules), "part.weight is a")
+
+
+def test_a_class_that_adds_nothing_to_a_parameter_is_taken() -> None:
+    model: Any = Tiny()
+    model.part = holding(Marked(torch.zeros(2, 2)))
+    require_supported(model)
 
 
 @dataclass(frozen=True)
