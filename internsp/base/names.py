@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 MOST_NUMBERS = 10_000
@@ -58,6 +58,13 @@ def matches(name: str, pattern: str) -> bool:
         if not reached:
             return False
     return len(parts) in reached
+
+
+def ancestors(name: str) -> Iterator[str]:
+    """``name``, then the names of the modules that contain it, without the model's, inner first."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def within(name: str, pattern: str) -> bool:

@@ -64,7 +64,7 @@ def require_same_model(
         mine = {
             "refused": str(refusal) if refusal is not None else None,
             "digests": {subject: _digest(lines) for subject, lines in facts.items()},
-            "values": _checksums(model) if config.compare_ranks else None,
+            "values": _checksums(model) if config.compare_ranks and refusal is None else None,
             "part": (mesh.expert_rank, mesh.tensor_rank),
         }
         everyone = _all_gather_objects(mine, mesh.model_group)
@@ -184,11 +184,21 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _checksums(model: nn.Module) -> list[int | None]:
-    """A checksum of each parameter's and buffer's bytes; ``None`` for those on the meta device."""
+    """A checksum of each parameter's and buffer's bytes; ``None`` for those without bytes to read.
+
+    These are on the meta device, or of a class that dispatches operations itself (quantized ones).
+    """
     return [
-        None if t.device.type == "meta" or t.layout != torch.strided else checksum(t)
+        None
+        if t.device.type == "meta" or t.layout != torch.strided or _dispatches(t)
+        else checksum(t)
         for _, t in _named_tensors(model)
     ]
+
+
+def _dispatches(tensor: Tensor) -> bool:
+    own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return own and not isinstance(tensor, DTensor)
 
 
 def _compare_values(

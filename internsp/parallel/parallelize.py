@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from internsp.base.host import HostLink
 from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config.combinations import require_combinations, too_small_a_share
 from internsp.dtensor.tensor_parallel import require_on_tensor_ranks
 from internsp.errors import ConfigError, StructureError
 from internsp.failure.comm_context import CommContext, Counters
-from internsp.mesh import ParallelMesh
+from internsp.mesh import MeshShape, ParallelMesh
 from internsp.modules.casts import find_casts, register_casts
 from internsp.modules.hooks import BlockHooks, register_hooks
 from internsp.modules.offload import ActivationOffload
@@ -122,12 +124,14 @@ def parallelize(
             f"communicator is a {type(communicator).__name__}: give a WPCommunicator, made "
             "(docs/own_communicator.md)"
         )
-    structure, recomputed = require_same_model(
+    examined = require_same_model(
         model, mesh, config, activation_checkpoint, split,
-        lambda: _examine(model, mesh, config, activation_checkpoint),
+        lambda: _examine(
+            model, mesh, config, activation_checkpoint, split, communicator is not None
+        ),
     )  # fmt: skip
     trace = trace or Trace()
-    builder = _Builder(model, mesh, config, structure, recomputed, collectives, split, communicator)
+    builder = _Builder(model, mesh, config, examined, collectives, communicator)
     made = builder.build(trace, activation_checkpoint)
     if _has_sequences(model, mesh, config):
         from internsp.parallel.sequences import attach_sequences
@@ -141,31 +145,56 @@ def _examine(
     mesh: ParallelMesh,
     config: WeightParallelConfig,
     checkpoint: ActivationCheckpointConfig | None,
-) -> tuple[Structure, set[int]]:
-    """Read the model's structure and which blocks recompute; refuse what is not supported."""
+    split: bool,
+    own: bool,
+) -> Examined:
+    """Read the model's structure and plan its shards and units; refuse what is not supported."""
     materialize_buffers(model, mesh.device)
     require_on_tensor_ranks(model, mesh)
-    structure, recomputed = examine(model, config, checkpoint)
+    found = examine(model, config, checkpoint, mesh.shape, split, mesh.device.type, own)
     if _has_sequences(model, mesh, config):
         from internsp.parallel.sequences import require_sequence_attention, set_head_output
 
         require_sequence_attention(model, mesh, config)
         set_head_output(model, mesh, config)
-    return structure, recomputed
+    return found
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What was found of a model, before anything is changed.
+
+    Attributes:
+        recomputed: indices of the blocks that recompute.
+    """
+
+    structure: Structure
+    recomputed: set[int]
+    shardings: list[ParameterSharding]
+    plan: ChunkLayout
 
 
 def examine(
     model: nn.Module,
     config: WeightParallelConfig,
     checkpoint: ActivationCheckpointConfig | None,
-) -> tuple[Structure, set[int]]:
-    """What can be known without ranks or values: the blocks, and which of them recompute.
+    shape: MeshShape,
+    split: bool = False,
+    device: str = "cpu",
+    own_communicator: bool = False,
+) -> Examined:
+    """What can be known without ranks or values: the blocks, shards and units, what recomputes.
+
+    Args:
+        split, device, own_communicator: see :func:`internsp.structure.units.chunk_layout`.
 
     Raises:
-        ConfigError, StructureError: a pattern matches nothing, or the model or an option of it is
-            not supported.
+        ConfigError, StructureError: a pattern matches nothing, the model or an option of it is not
+            supported, or an option has no effect.
     """
-    require_supported(model)
+    if shape.pipeline == 1:  # a pipeline has checked it for all of its chunks together
+        require_combinations(config, checkpoint)
+    require_supported(model, config.plan)
     structure = read_structure(
         model, config.trigger, config.blocks, config.prefetch_triggers, config.plan
     )
@@ -182,18 +211,34 @@ def examine(
         )
     require_patterns_matched((name for name, _ in model.named_parameters()), config)
     find_casts(model, structure, config)  # raises its errors before anything is changed
-    if checkpoint is not None and checkpoint.offload is not None and checkpoint.mode == "none":
-        raise ConfigError(
-            "activation_checkpoint.offload takes what recomputing blocks keep, and none recomputes "
-            '(activation_checkpoint.mode = "none"): set mode to "full" or "selective", or offload '
-            "nothing"
-        )
-    if find_tiled(structure, checkpoint) and config.compile:
-        raise ConfigError(
-            "weight_parallel.compile compiles whole blocks, in which no part can be computed in "
-            "tiles: set activation_checkpoint.tiles = 1, or compile = false"
-        )
-    return structure, recomputed_blocks(checkpoint, structure.layers)
+    find_tiled(structure, checkpoint)
+    recomputed = recomputed_blocks(checkpoint, structure.layers)
+    shardings = plan_sharding(model, structure, config, shape.expert)
+    if own_communicator:
+        _require_own_serves(shardings)
+    plan = chunk_layout(
+        shardings, structure, config, shape, recomputed, split, device, own_communicator
+    )
+    return Examined(structure, recomputed, shardings, plan)
+
+
+def _require_own_serves(shardings: Sequence[ParameterSharding]) -> None:
+    """Refuse what a communicator of the user's own cannot do for a weight."""
+    for sharding in shardings:
+        options = sharding.options
+        if sharding.unit is None:
+            continue
+        if options.offload:
+            raise ConfigError(
+                f"weight_parallel.offload of {sharding.name}: a communicator of your own reads "
+                "shards on the device; offload nothing, or take the library's communicator"
+            )
+        if options.custom_gather is not None or options.quantize != "none":
+            raise ConfigError(
+                f"weight_parallel.quantize (or a rule's functions) of {sharding.name}: a "
+                "communicator of your own decides what travels; quantize nothing, or take the "
+                "library's communicator"
+            )
 
 
 def _has_sequences(model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig) -> bool:
@@ -218,7 +263,10 @@ def recomputed_blocks(config: ActivationCheckpointConfig | None, blocks: int) ->
 
     Raises:
         StructureError: the configuration names a block that does not exist.
+        ConfigError: it means less than one block.
     """
+    if config is not None and (less := too_small_a_share(config, blocks)):
+        raise ConfigError(f"activation_checkpoint.fraction: {less}")
     chosen = set(config.selected(blocks)) if config is not None else set()
     wrong = sorted(i for i in chosen if not 0 <= i < blocks)
     if wrong:
@@ -237,16 +285,15 @@ class _Builder:
         model: nn.Module,
         mesh: ParallelMesh,
         config: WeightParallelConfig,
-        structure: Structure,
-        recomputed: set[int],
+        examined: Examined,
         collectives: CollectivesFactory = Collectives,
-        split: bool = False,
         own: WPCommunicator | None = None,
     ) -> None:
-        self.make_collectives, self.split, self.user_communicator = collectives, split, own
+        self.make_collectives, self.user_communicator = collectives, own
         self.model, self.mesh, self.config = model, mesh, config
-        self.structure = structure
-        self.recomputed = recomputed
+        self.structure = structure = examined.structure
+        self.recomputed = recomputed = examined.recomputed
+        self.shardings, self.plan = examined.shardings, examined.plan
         self.dtype = None  # dtype to which the model's inputs are cast
         if config.compute_dtype is not None and config.cast_inputs:
             self.dtype = DTYPES[config.compute_dtype]
@@ -270,39 +317,12 @@ class _Builder:
     def build(
         self, trace: Trace, checkpoint: ActivationCheckpointConfig | None
     ) -> ISPCommunicator:
-        shape = self.mesh.shape
-        shardings = plan_sharding(self.model, self.structure, self.config, shape.expert)
-        plan = chunk_layout(
-            shardings,
-            self.structure,
-            self.config,
-            shape,
-            self.recomputed,
-            self.split,
-            self.mesh.device.type,
-        )
+        plan = self.plan
         members: list[tuple[ParameterOwner, Member]] = []
-        offloaded = [a.name for a in shardings if a.unit is not None and a.options.offload]
-        if offloaded:
-            if self.user_communicator is not None:
-                raise ConfigError(
-                    f"weight_parallel.offload of {offloaded[0]}: a communicator of your own reads "
-                    "shards on the device; offload nothing, or take the library's communicator"
-                )
+        if any(a.unit is not None and a.options.offload for a in self.shardings):
             self.host_link = HostLink(self.mesh.device)
-        quantized = [
-            a.name for a in shardings
-            if a.unit is not None
-            and (a.options.custom_gather is not None or a.options.quantize != "none")
-        ]  # fmt: skip
-        if quantized and self.user_communicator is not None:
-            raise ConfigError(
-                f"weight_parallel.quantize (or a rule's functions) of {quantized[0]}: a "
-                "communicator of your own decides what travels; quantize nothing, or take the "
-                "library's communicator"
-            )
         self._make_units(plan)
-        for sharding in shardings:
+        for sharding in self.shardings:
             made = self._make_member(sharding)
             members += made
             if sharding.parameter.is_meta:

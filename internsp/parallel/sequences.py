@@ -34,7 +34,7 @@ def supports(
     config = config or WeightParallelConfig()
     found = []
     try:
-        require_supported(model)
+        require_supported(model, config.plan)
     except InternspError as error:
         found.append(Refused("", str(error)))
     return found + find_refused(model, mesh, config)
@@ -75,7 +75,16 @@ def require_sequence_attention(
 
     Raises:
         StructureError: some modules do not; lists them with the reasons.
+        ConfigError: ``cuts_own_sequences`` allows what no module needs.
     """
+    if mesh.sequence > 1 and config.cuts_own_sequences:
+        allowed = config.model_copy(update={"cuts_own_sequences": False})
+        if not find_refused(model, mesh, allowed):
+            raise ConfigError(
+                "weight_parallel.cuts_own_sequences = True has no effect: every attention of the "
+                "model exchanges tokens between the ranks of a sequence by internsp, and nothing "
+                f"else would be refused; leave it out (this is rank {mesh.rank})"
+            )
     found = find_refused(model, mesh, config)
     if not found:
         return

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from internsp.base.names import matches, within
 from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config.combinations import require_combinations
 from internsp.errors import (
     CollectiveError,
     ConfigError,
@@ -48,12 +49,12 @@ from internsp.schedule.chunk import Schedule
 from internsp.structure.assign import (
     PATTERNS,
     plan_sharding,
-    require_effect,
     require_experts,
     require_patterns_matched,
 )
 from internsp.structure.blocks import read_structure, require_triggers_matched, trigger_matches
 from internsp.structure.dtypes import DTYPES
+from internsp.structure.effect import require_effect
 from internsp.structure.rules import NO_RULES, own_rules, rules_of_chunk
 
 Criterion = Callable[[Any, MicroBatch], Tensor]
@@ -186,6 +187,7 @@ class Pipeline:
         checked = config or WeightParallelConfig()
         if checked.unexpected_order == "learn":
             raise ConfigError(_LEARN_UNSUPPORTED)
+        require_combinations(checked, activation_checkpoint)
         require_patterns_match(model, checked, mesh.shape)
         trace = trace or Trace()
         own = kind.stages_of(mesh.pipeline_rank, mesh.pipeline, chunks)
@@ -479,13 +481,14 @@ def require_patterns_match(
     names = [name for part, module in parts.items() for name, _ in module.named_parameters(part)]
     require_patterns_matched(names, config)
     rules = NO_RULES
-    if config.plan or own_rules(model):
-        if not isinstance(model, nn.Module):
-            raise StructureError(f"a plan has rules for a module, not a {type(model).__name__}")
+    if isinstance(model, nn.Module):
         triggers = config.prefetch_triggers
         structure = read_structure(model, config.trigger, tuple(layers), triggers, config.plan)
-        require_effect(plan_sharding(model, structure, config, shape.expert), structure)
+        shardings = plan_sharding(model, structure, config, shape.expert)
+        require_effect(shardings, structure, config, shape)
         rules = structure.rules
+    elif config.plan or own_rules(model):
+        raise StructureError(f"a plan has rules for a module, not a {type(model).__name__}")
     if shape.separate:
         require_experts(names, config, rules)
 

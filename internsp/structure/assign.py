@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from internsp.base.names import within
+from internsp.base.names import ancestors, within
 from internsp.config import PlanRule, WeightParallelConfig
 from internsp.dtensor.tensor_parallel import largest_part, own_part
 from internsp.errors import LayoutError, StructureError
@@ -174,7 +174,51 @@ def plan_sharding(
         if not rule_options.get("ignore"):
             of = _sharding(parameters[key], tuple(owners), structure, config, expert, rule_options)
             found.append(of)
+    require_own_experts(model, found, expert)
     return found
+
+
+def require_own_experts(
+    model: nn.Module, shardings: Iterable[ParameterSharding], expert: int
+) -> None:
+    """Check that the model declares on how many ranks its experts are, if not all on each.
+
+    The declaration is the attribute ``expert_ranks`` of the module that holds experts, or of one
+    above it. A model that knows of no other ranks computes all tokens with what it has: without the
+    check each owner's experts would train as a model of their own.
+
+    Args:
+        expert: number of ranks that own different experts.
+
+    Raises:
+        StructureError: a model declares another number; without a declaration it is 1.
+    """
+    for sharding in shardings:
+        if not sharding.expert:
+            continue
+        declared = 1
+        for path in (*ancestors(sharding.owners[0].module_name), ""):
+            own = getattr(model.get_submodule(path), "expert_ranks", None)
+            if own is not None:
+                declared = own
+                break
+        if declared == expert:
+            continue
+        name = sharding.name
+        if declared == 1:
+            raise StructureError(
+                f"the mesh has expert = {expert}, ranks that own different experts, but the model "
+                f"does not declare that it sends tokens to the owners of {name}: as it is, it "
+                "would compute all tokens with this rank's experts. Make the mesh with expert = 1 "
+                "and shard all experts over expert_weight; or, for a model that builds its own "
+                "part of the experts and exchanges tokens over mesh.expert_group, set "
+                "expert_ranks = mesh.expert on the module that does so (docs/experts.md)"
+            )
+        raise StructureError(
+            f"the model declares expert_ranks = {declared!r} for {name}, but the mesh has "
+            f"expert = {expert}: build the model for the mesh's expert degree, or the mesh for "
+            "the model's"
+        )
 
 
 def _sharding(
@@ -237,12 +281,6 @@ def _shard_dim(
             f"cannot shard dimension {dim} of {first.full_name}, of shape {list(parameter.shape)}"
         )
     return dim % parameter.ndim
-
-
-def require_effect(shardings: Iterable[ParameterSharding], structure: Structure) -> None:
-    """Check that each rule of the plan acts on something (:meth:`Rules.require_effect`)."""
-    cut = [o.full_name for a in shardings if a.unit is not None for o in a.owners]
-    structure.rules.require_effect(cut, [n for b in structure.blocks for n, _ in b.modules])
 
 
 def is_expert(

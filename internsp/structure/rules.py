@@ -13,12 +13,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
 from torch import nn
 
-from internsp.base.names import matches, nearest
+from internsp.base.names import ancestors, matches, nearest
 from internsp.config import PlanRule
-from internsp.errors import StructureError
+from internsp.errors import ConfigError, StructureError
 
 BLOCK_KEYS = frozenset({
     "keep_unsharded", "prefetch_depth", "forward_prefetch", "backward_prefetch", "trigger",
@@ -65,7 +64,7 @@ class MatchedRule:
 
     def applies_to(self, name: str) -> bool:
         """Whether ``name``, or a module that contains it, is matched."""
-        return any(above in self.names for above in _with_ancestors(name))
+        return any(above in self.names for above in ancestors(name))
 
 
 @dataclass(frozen=True)
@@ -104,35 +103,6 @@ class Rules:
         own = tuple(matched_rule for matched_rule in self.matched if name in matched_rule.modules)
         return Rules(own).options_for([name], keys)
 
-    def require_effect(self, sharded: Collection[str], blocks: Collection[str]) -> None:
-        """Check that each key of each configured rule has an effect on the complete model.
-
-        Args:
-            sharded: names of the sharded parameters.
-            blocks: names of the blocks.
-
-        Raises:
-            StructureError: a key has no effect; the message gives the reason.
-        """
-        inside = [name for name in sharded if _within_any(name, blocks)]
-        acted_on = {**dict.fromkeys(BLOCK_KEYS, blocks), **dict.fromkeys(SHARDED_KEYS, sharded)}
-        acted_on["quantize"] = acted_on["reshard_after_forward"] = inside
-        for matched_rule in self.matched:
-            for key in matched_rule.rule.options() if matched_rule.origin == FROM_CONFIG else ():
-                if key in MODULE_KEYS and not matched_rule.modules:
-                    raise StructureError(
-                        f"{matched_rule}: {key} is for modules, and the rule matches none"
-                    )
-                if key not in acted_on or any(map(matched_rule.applies_to, acted_on[key])):
-                    continue
-                what = "a block" if key in BLOCK_KEYS else "a sharded parameter"
-                if key in ("quantize", "reshard_after_forward"):
-                    what += " in a block"
-                raise StructureError(
-                    f"{matched_rule}: {key} has no effect: what the rule matches is not {what}, "
-                    f"and contains none; blocks are {', '.join(blocks)}"
-                )
-
 
 NO_RULES = Rules()
 
@@ -150,14 +120,20 @@ def own_rules(model: object) -> tuple[PlanRule, ...]:
             f"weight_parallel_plan of {type(model).__name__} is a {type(given).__name__}: give a "
             "list of rules (internsp.PlanRule or mappings), or a method that returns one"
         )
-    try:
-        return tuple(r if isinstance(r, PlanRule) else PlanRule.model_validate(r) for r in given)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        location = ".".join(map(str, first["loc"]))
-        raise StructureError(
-            f"weight_parallel_plan of {type(model).__name__}: {location}: {first['msg']}"
-        ) from None
+    found = []
+    for number, rule in enumerate(given, 1):
+        if not isinstance(rule, (PlanRule, Mapping)):
+            raise StructureError(
+                f"weight_parallel_plan of {type(model).__name__}: rule {number} is a "
+                f"{type(rule).__name__}: give an internsp.PlanRule or a mapping of its keys"
+            )
+        try:
+            found.append(rule if isinstance(rule, PlanRule) else PlanRule(**rule))
+        except ConfigError as error:
+            raise StructureError(
+                f"weight_parallel_plan of {type(model).__name__}, rule {number}: {error}"
+            ) from None
+    return tuple(found)
 
 
 def match_rules(model: nn.Module, plan: Sequence[PlanRule]) -> Rules:
@@ -222,14 +198,8 @@ def _names(model: nn.Module) -> Iterator[str]:
     yield from (name for name, _ in model.named_parameters(remove_duplicate=False))
 
 
-def _with_ancestors(name: str) -> Iterator[str]:
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-
-
 def _within_any(name: str, names: Collection[str]) -> bool:
-    return any(above in names for above in _with_ancestors(name))
+    return any(above in names for above in ancestors(name))
 
 
 def _candidates(pattern: str, names: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from internsp.base.host import WEIGHTS
+from internsp.base.sizes import human
 from internsp.config import WeightParallelConfig
 from internsp.errors import ConfigError
 from internsp.mesh.shape import MeshShape
@@ -26,8 +27,9 @@ from internsp.schedule.layout import ShardLayout
 from internsp.schedule.packed import PackedShard
 from internsp.schedule.quantized import QuantizedShard, buffer_bytes
 from internsp.schedule.terms import FORWARD, Policy
-from internsp.structure.assign import ParameterSharding, require_effect, require_experts
+from internsp.structure.assign import ParameterSharding, require_experts
 from internsp.structure.blocks import Structure, trigger_position
+from internsp.structure.effect import require_effect
 from internsp.structure.kept import choose_kept_blocks
 from internsp.structure.prefetch import KEYS
 
@@ -87,6 +89,7 @@ def chunk_layout(
     recomputed: set[int],
     split: bool = False,
     device: str = "cpu",
+    own_communicator: bool = False,
 ) -> ChunkLayout:
     """The units, slots and policy of a chunk.
 
@@ -98,14 +101,17 @@ def chunk_layout(
             torch's weight backward goes through all of the block again, when its weights may no
             longer be unsharded (WP-14).
         device: type of the device that computes.
+        own_communicator: a communicator of the user's own gathers the weights.
 
     Raises:
-        StructureError: the mesh has an axis for experts and the model has none.
+        StructureError: the mesh has an axis for experts and the model has none, or a key of a rule
+            has no effect.
+        ConfigError: an option has no effect.
     """
     if shape.separate and shape.pipeline == 1:  # one stage of a pipeline may have no experts
         require_experts((a.name for a in shardings), config, structure.rules)
     if shape.pipeline == 1:
-        require_effect(shardings, structure)
+        require_effect(shardings, structure, config, shape, own_communicator)
     policy = make_policy(config, structure)
     if structure.divided_block and (split or config.compile):
         what = "a backward computed in two parts" if split else "weight_parallel.compile"
@@ -127,6 +133,13 @@ def chunk_layout(
     exchanges = shape.sequence > 1 or shape.expert > 1 or shape.tensor > 1
     one_order = exchanges and (device != "cpu" or not config.overlap)
     kept = choose_kept_blocks(config, sizes, policy.depth, decided)
+    if isinstance(config.keep_unsharded, str) and any(sizes) and shape.pipeline == 1:
+        if not any(block not in decided for block in kept):
+            raise ConfigError(
+                f'weight_parallel.keep_unsharded = "{config.keep_unsharded}" has no effect: it '
+                f"holds none of the blocks, the smallest of which takes {human(min(sizes))}; give "
+                "more, a number of blocks, or leave it out"
+            )
     policy = replace(policy, kept=kept, one_order=one_order)
     units: dict[str, UnitLayout] = {}
     slot = policy.slots
@@ -250,6 +263,7 @@ def _weight_layout(assignment: ParameterSharding, shape: MeshShape) -> WeightLay
     quantized: QuantizedShard | PackedShard | None = None
     if options.custom_gather is not None and size > 1:
         quantized = PackedShard.of(assignment.name, options.custom_gather, layout, parameter.dtype)
+        quantized.require_filled(options.custom_gather, layout, compute)
     elif options.quantize != "none" and assignment.block >= 0 and size > 1 and not small:
         if math.prod(assignment.shape) >= options.quantize_min_elements:
             quantized = QuantizedShard.of(

@@ -21,6 +21,11 @@ MAY_BE_REFUSED: dict[str, tuple[str, ...]] = {
     "thrown:penalty": ("GradientError",),
     # names of experts that match nothing, or a weight that is an expert's and another's
     "expert_weight": ("StructureError",),
+    # options without an effect on a model whose parameters, or blocks', are all too small
+    "min_shard_elements=100": ("ConfigError",),
+    "min_shard_elements=2048": ("ConfigError",),
+    "embedding_cut=hidden": ("ConfigError",),
+    **dict.fromkeys((f"keep_unsharded={n}" for n in (1, 2, "2000 B", "all")), ("ConfigError",)),
 }
 
 

@@ -224,6 +224,10 @@ def fitted(case: Case) -> Case:
     options = dict(case.options)
     if options.get("trigger") == "rolling":
         options.pop("granularity", None)
+    if "granularity" in options:
+        options.pop("coalesce_bytes", None)
+    if case.expert_weight is None:
+        options.pop("experts", None)
     if {"run_twice", "reversed", "skipped", "same_block_twice"} & set(case.beside):
         options["unexpected_order"] = "gather"
     if case.expert_weight is not None and "experts" not in options:
@@ -232,6 +236,8 @@ def fitted(case: Case) -> Case:
     if case.expert_weight is not None and clip == "torch":
         clip = "ours"  # torch's clipping requires gradients of one mesh
     checkpoint = dict(case.checkpoint)
+    if "fraction" in checkpoint and not round(checkpoint["fraction"] * len(case.blocks)):
+        checkpoint["fraction"] = 1.0
     kinds = {word for op in case.program for word in words(op)}
     if any(word.endswith(("some_inputs", "gradient_of_hidden", "penalty")) for word in kinds):
         checkpoint.pop("reentrant", None)  # torch's reentrant form refuses both

@@ -130,6 +130,7 @@ def test_values_that_may_differ_between_ranks_are_not_compared(rank: int) -> Non
                     parameter += rank
             for layer in model.layers:
                 layer.experts.one.weight += rank
+                layer.experts.expert_ranks = 2
         config = WeightParallelConfig(**SMALL)
         if name == "head":
             raises(StructureError, partial(parallelize, model, mesh, config), "head.weight")
@@ -423,7 +424,8 @@ def test_every_single_pattern_must_match_something(rank: int, key: str) -> None:
     right = {
         "prefetch_triggers": ("wo",), "experts": ("layers.*.w1",), "blocks": ("layers.*",)
     }[key]
-    parallelize(tiny(), mesh_of(1), WeightParallelConfig(**SMALL, **{key: right}))
+    mesh = mesh_of(1, expert_weight=1 if key == "experts" else None)
+    parallelize(tiny(), mesh, WeightParallelConfig(**SMALL, **{key: right}))
     wrong = (*right, "nowhere")
-    refused(rank, tiny(), StructureError, "nowhere", "candidates", "w", mesh=mesh_of(1),
+    refused(rank, tiny(), StructureError, "nowhere", "candidates", "w", mesh=mesh,
             **{key: wrong})  # fmt: skip

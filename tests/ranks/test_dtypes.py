@@ -238,7 +238,8 @@ def test_parameters_of_own_dtype_compute_in_it_while_others_are_cast(rank: int) 
             module.register_forward_hook(lambda *a: a[-1].to(BF16))
     alone(rounded, 2)
     check(gradients(ours), gradients(rounded), "gradients", ORDER_OF_SUMS)
+    patterns = {"compute_dtype": "bfloat16", "own_dtype": ("w2", "w3")}
     raises(
-        StructureError, lambda: cut(Tiny(), mesh_of(2), own_dtype=("w2", "w3")),
+        StructureError, lambda: cut(Tiny(), mesh_of(2), **patterns),
         "weight_parallel.own_dtype: 'w3' matches no parameter",
     )  # fmt: skip

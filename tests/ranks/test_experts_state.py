@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from internsp.parallel.parallelize import initialize, parallelize
 from tests.support.compare import gap
 from tests.support.experts import WIDTH, Case, Mixture, Pair
 from tests.support.models import raises
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
 OWNERS, CUT, SHARED = Case(2, 2, 2), Case(2, 4), Case(4)
 
@@ -240,3 +241,23 @@ def small_ones(rank: int, world: int) -> list[bool]:
 
 def test_even_small_parameters_of_owned_experts_are_cut_and_never_summed_over_owners() -> None:
     assert run_ranks(small_ones, 4) == [[False, True, True, True, True, True]] * 4
+
+
+@ranks(2)
+def test_owners_that_a_model_does_not_declare_are_refused_on_all_ranks(rank: int) -> None:
+    mesh = ParallelMesh.create(1, device_type="cpu", timeout_seconds=20, expert=2)
+    whole = Mixture(4)  # each rank would train its four experts as a model of eight
+    raises(StructureError, partial(parallelize, whole, mesh), "does not declare that it sends")
+    for layer in whole.layers:
+        layer.experts.expert_ranks = 1 + rank  # type: ignore[union-attr, assignment]
+    words = ("does not declare",) if rank == 0 else ("rank 0 refused its model (this is rank 1)",)
+    raises(StructureError, partial(parallelize, whole, mesh), *words)
+    pytest.importorskip("transformers")
+    from tests.support.hf import tiny
+
+    unaware = partial(parallelize, tiny("mixtral"), mesh)
+    raises(StructureError, unaware, "model.layers.0.mlp.experts")
+    # The remedies: declared, or one set of experts for all.
+    parallelize(Mixture(4, mesh.expert_group), mesh)
+    shared = ParallelMesh.create(1, device_type="cpu", timeout_seconds=20, expert_weight=2)
+    parallelize(tiny("mixtral"), shared)

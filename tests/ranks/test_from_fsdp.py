@@ -126,6 +126,12 @@ def test_a_line_that_does_not_run_is_found() -> None:
         assert [line.split(":")[0] for line in found] == codes[:3]
 
 
+COMPANIONS: dict[str, dict[str, Any]] = {  # without which an option would have no effect
+    "cast_inputs": {"compute_dtype": "bfloat16"},
+    "quantize": {"quantize_min_elements": 1, "coalesce_bytes": 0},
+}
+
+
 def trained(rank: int, world_size: int, chosen: list[dict[str, Any]]) -> list[str]:
     """What a step under each setting raises, or does not do."""
     page, found = run(MODEL), []
@@ -134,7 +140,10 @@ def trained(rank: int, world_size: int, chosen: list[dict[str, Any]]) -> list[st
         torch.manual_seed(0)
         model = page["Model"]()
         try:
-            config = internsp.WeightParallelConfig(**{"min_shard_elements": SMALL, **setting})
+            more = {"min_shard_elements": SMALL}
+            for key in setting:
+                more |= COMPANIONS.get(key, {})
+            config = internsp.WeightParallelConfig(**{**more, **setting})
             communicator = internsp.parallelize(model, mesh, config)
             optimizer = internsp.ZeroOptimizer(communicator, torch.optim.SGD, lr=0.1)
             page["loss_of"](model, *page["batch"](0, 0, mesh.data_rank)).backward()
@@ -149,10 +158,11 @@ def trained(rank: int, world_size: int, chosen: list[dict[str, Any]]) -> list[st
 
 def test_a_step_runs_under_every_setting_of_weight_parallel() -> None:
     # What the example's model lacks: attention, feed-forward layers, a sharded loss; what a weight
-    # group of two cannot have (test_near_slices); and what needs a ring (test_double_ring).
+    # group of two cannot have (test_near_slices); what needs a ring (test_double_ring), and what
+    # needs narrower parameters (test_dtypes).
     other = (
         {"trigger": "attention"}, {"trigger": "mlp"}, {"head_output": "vocabulary"},
-        {"reshard_after_forward": 2}, {"inner_ring": 4},
+        {"reshard_after_forward": 2}, {"inner_ring": 4}, {"grad_dtype": "float32"},
     )  # fmt: skip
     chosen = [setting for setting in settings(rows(DOCUMENT.read_text())) if setting not in other]
     assert len(chosen) > 15

@@ -170,6 +170,6 @@ def test_what_rolling_takes_the_place_of_is_refused() -> None:
     mesh = mesh_of(1)
     for config in ({"granularity": "module"}, {"prefetch_triggers": ("wo",)}):
         key = next(iter(config))
-        raises(ConfigError, partial(Twin, Tiny, mesh, **ROLLING, **config), "rolling", key)
+        raises(ConfigError, partial(Twin, Tiny, mesh, **ROLLING, **config), "trigger", key)
         section = WeightParallelConfig(**ROLLING, **config)
         raises(ValueError, partial(Config, weight_parallel=section), "trigger", key)

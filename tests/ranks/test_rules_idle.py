@@ -99,8 +99,8 @@ Case = tuple[dict[str, Any], ActivationCheckpointConfig | None]
 TRIGGERS: tuple[Case, ...] = tuple(
     (MODULE | more, checkpoint)
     for more, checkpoint in (
-        ({"trigger": "out_proj"}, None), ({"trigger": "qkv"}, HALF), ({"trigger": "mlp",
-         "prefetch_triggers": ["wide"]}, REENTRANT), ({"pending_blocks": 1}, FULL),
+        ({"trigger": "out_proj"}, None), ({"trigger": "qkv"}, HALF),
+        ({"prefetch_triggers": ["wide"]}, REENTRANT), ({"pending_blocks": 1}, FULL),
         ({"overlap": False}, None), ({"overlap": False, "prefetch_depth": 2}, HALF),
         ({"keep_unsharded": 1, "memory_pool": False}, None),
     )
@@ -179,6 +179,8 @@ def test_weights_idle_on_some_ranks_are_right_with_every_order_of_gathers(
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     generator = torch.Generator().manual_seed(3)
     for config, checkpoint in drawn.cases:
+        if drawn.layers == 1 and checkpoint == HALF:
+            checkpoint = FULL  # half of one block is none
         twin = Twin(partial(drawn.kind, drawn.tied, drawn.layers), mesh, checkpoint, **config)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.02) for m in (twin.plain, twin.ours)]
         for step in range(3):

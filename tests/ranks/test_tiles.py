@@ -332,7 +332,8 @@ def test_what_cannot_be_tiled_in_a_model_is_refused_by_name() -> None:
     raises(ConfigError, lambda: parallelized({}, tiles="auto"), "give a number")
     wrong = {"tiles": 2, "tiled": ("feedforward",)}
     raises(StructureError, lambda: parallelized({}, **wrong), "did you mean")
-    raises(ConfigError, lambda: parallelized({"trigger": "mlp"}, tiles=2), "trigger w1")
+    sharded = {"trigger": "mlp", "min_shard_elements": 0}
+    raises(ConfigError, lambda: parallelized(sharded, tiles=2), "trigger w1")
     compiled = {"compile": True, "trigger": "qkv"}
     raises(ConfigError, lambda: parallelized(compiled, tiles=2), "compile")
     plan = [{"match": "layers.*.feed_forward.w?", "unit": "each"}]

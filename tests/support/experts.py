@@ -48,7 +48,7 @@ class Grouped(nn.Module):
     def __init__(self, number: int, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.number, self.group = number, group
-        self.ranks = 1 if group is None else dist.get_world_size(group)
+        self.ranks = self.expert_ranks = 1 if group is None else dist.get_world_size(group)
         own = number // self.ranks
         self.up = GroupedLinearWithCommExt(own, WIDTH, 2 * WIDTH)
         self.bias = Bias(own, 2 * WIDTH)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -17,10 +18,16 @@ from internsp.app.config import (
     TrainConfig,
     documented,
     load_config,
+    read_config,
     sections,
 )
 from internsp.app.config.sections import ParameterGroup
-from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config import (
+    ActivationCheckpointConfig,
+    PlanRule,
+    Section,
+    WeightParallelConfig,
+)
 from internsp.config.model import ModelConfig
 from internsp.errors import ConfigError
 
@@ -236,9 +243,9 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
             "parallel.zero: 3 does not divide the 4 replicas of a weight (8 ranks / weight = 2)",
         ),
         (
-            "[parallel]\nweight = 2\nexpert_weight = 4\nexpert = 4",
+            "[parallel]\nweight = 2\nexpert_weight = 16",
             8,
-            "parallel.expert_weight: 4 x expert = 4 does not divide the 8 ranks",
+            "parallel.expert_weight: 16 x expert = 1 does not divide the 8 ranks",
         ),
         (
             "[train]\nglobal_batch = 3\nmicro_batches = 2\n[parallel]\nsequence = 2",
@@ -259,7 +266,7 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
             '"rolling" and no prefetch_triggers',
         ),
         (
-            '[weight_parallel]\ncompile = true\noverlap = false\ngranularity = "module"',
+            '[weight_parallel]\ncompile = true\ntrigger = "qkv"\ngranularity = "module"',
             1,
             'weight_parallel.granularity: gathers module by module; a compiled block needs "block"',
         ),
@@ -346,6 +353,7 @@ def test_overrides_win_over_the_file_and_texts_take_the_type_of_the_key(tmp_path
             "optimizer.max_grad_norm": "none",
             "optimizer.betas": ("0.5", "0.75"),
             "activation_checkpoint.blocks": ("0", "2"),
+            "activation_checkpoint.mode": "full",
             "parallel.weight": 2,
         },
         world_size=2,
@@ -382,9 +390,9 @@ def test_a_configuration_written_as_toml_is_read_back_equal(tmp_path):
 
 
 def test_impossible_combinations_raise_when_it_is_made_and_the_mesh_is_checked_later():
-    with pytest.raises(ValidationError, match="5 key/value heads do not divide heads = 4"):
+    with pytest.raises(ConfigError, match="5 key/value heads do not divide heads = 4"):
         Config(model=ModelConfig(kv_heads=5))
-    with pytest.raises(ValidationError, match="valid integer"):
+    with pytest.raises(ConfigError, match=r'parallel\.weight: expected a whole number, got "2"'):
         ParallelConfig(weight="2")  # type: ignore[arg-type]
     config = Config(
         parallel=ParallelConfig(weight=2, sequence=3), train=TrainConfig(global_batch=2)
@@ -452,5 +460,117 @@ def test_the_keys_of_a_section_are_told_once(tmp_path: Path) -> None:
     ("key", "hint"), [("prefetch_dept", "did you mean prefetch_depth?"), ("zzz", "its keys: ")]
 )
 def test_a_section_made_in_a_program_names_the_nearest_of_its_keys(key: str, hint: str) -> None:
-    with pytest.raises(ValidationError, match=rf"unknown key '{key}'; {re.escape(hint)}"):
+    with pytest.raises(ConfigError, match=rf"unknown key '{key}'; {re.escape(hint)}"):
         WeightParallelConfig(**{key: 1})
+
+
+@pytest.mark.parametrize(
+    ("cls", "values"),
+    [
+        (WeightParallelConfig, {"prefetch_depth": -1, "trigger": "qvk", "overlap": 1}),
+        (WeightParallelConfig, {"keep_unsharded": "2 GB", "blocks": "layers.*"}),
+        (WeightParallelConfig, {"plan": [{"match": "a", "quantise": "int8"}, 3, {"unit": "one"},
+                                         {"match": "a", "quantize": "int9", "shard_dim": "x"}]}),
+        (WeightParallelConfig, {"plan": {"match": "a", "quantize": "int8"}}),
+        (ActivationCheckpointConfig, {"mode": "ful", "fraction": 2, "tiles": "much"}),
+        (ModelConfig, {"layers": 2.5, "heads": True, "path": "a\0b"}),
+        (TrainConfig, {"name": "..", "steps": "x", "global_batch": 0}),
+    ],
+    ids=["numbers and choices", "types", "rules", "one rule", "recompute", "model", "application"],
+)  # fmt: skip
+def test_wrong_values_are_told_in_a_program_in_the_words_of_a_file(
+    cls: type[Section], values: dict[str, Any]
+) -> None:
+    section = next(name for name, kind in sections().items() if kind is cls)
+    with pytest.raises(ConfigError) as of_file:
+        load_config({section: values})
+    with pytest.raises(ConfigError) as of_program:
+        cls(**values)
+    heading, *lines = str(of_program.value).splitlines()
+    assert heading == f"{cls.__name__}: {len(lines)} mistake{'s' * (len(lines) > 1)}"
+    assert lines == str(of_file.value).splitlines()[1:]
+    assert of_program.value.__cause__ is None
+    assert of_program.value.__suppress_context__
+
+
+def test_a_rule_by_itself_and_sections_within_a_config_are_told_so_too() -> None:
+    with pytest.raises(ConfigError) as rule:
+        PlanRule(match="layers.{9-3}", quantize="int9")  # type: ignore[arg-type]
+    assert str(rule.value).splitlines() == [
+        "PlanRule: 2 mistakes",
+        "  match: 'layers.{9-3}' has {9-3}: write the smaller number first, 10000 at the most, got "
+        '"layers.{9-3}"',
+        '  quantize: expected one of "none", "int8", "fp8", got "int9"; did you mean "int8"?',
+    ]
+    with pytest.raises(ConfigError) as whole:
+        Config(model={"layers": 0}, train=3, weight_parallel={"plan": [{"match": "a"}]})  # type: ignore[arg-type]
+    assert str(whole.value).splitlines() == [
+        "Config: 3 mistakes",
+        "  model.layers: must be at least 1, got 0",
+        "  weight_parallel.plan: rule 1: a rule needs at least one pattern in match, and one more "
+        "key",
+        "  train: expected a section, got 3",
+    ]
+
+
+JSONL = {"source": "jsonl", "paths": ["."]}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "words", "remedy"),
+    [
+        ({"optimizer": {"loss_scale_init": 2.0}}, "optimizer.loss_scale_init", "float16",
+         {"optimizer": {"loss_scale_init": 2.0}, "train": {"dtype": "float16"}}),
+        ({"optimizer": {"loss_scale_growth_interval": 2}}, "optimizer.loss_scale_growth_interval",
+         "float16", {}),
+        ({"optimizer": {"name": "sgd", "betas": [0.1, 0.2]}}, "optimizer.betas", "sgd has none",
+         {"optimizer": {"name": "muon", "betas": [0.1, 0.2]}}),
+        ({"optimizer": {"name": "adafactor", "eps": 1e-3}}, "optimizer.eps", "adafactor has none",
+         {"optimizer": {"name": "sgd", "rest": "adamw", "eps": 1e-3}}),
+        ({"checkpoint": {"keep_every": 5}}, "checkpoint.keep_every", "without it all are kept",
+         {"checkpoint": {"keep_every": 5, "keep_last": 1}}),
+        ({"data": {"text_field": "body"}}, "data.text_field", 'data.source = "jsonl"',
+         {"data": {**JSONL, "text_field": "body"}}),
+        ({"data": {**JSONL, "prompt_field": "q"}}, "data.prompt_field",
+         'data.format = "instruction"', {"data": JSONL}),
+        ({"data": {"evaluation": [{"name": "a", "messages_field": "m"}]}}, "data.evaluation",
+         "table 1: messages_field: of no effect here", {}),
+        ({"weight_parallel": {"reduction": "mean"}}, "weight_parallel.reduction", 'use "sum"', {}),
+        ({"weight_parallel": {"grad_dtype": "float32"}}, "weight_parallel.grad_dtype",
+         "ZeroOptimizer", {}),
+        ({"weight_parallel": {"plan": [{"match": "layers", "grad_dtype": "float32"}]}},
+         "weight_parallel.plan", "grad_dtype is for loops without", {}),
+        ({"activation_checkpoint": {"mode": "full", "fraction": 0.1}},
+         "activation_checkpoint.fraction", "0.1 of 4 blocks is less than one",
+         {"activation_checkpoint": {"mode": "full", "fraction": 0.2}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "." in value else "",
+)  # fmt: skip
+def test_keys_that_others_leave_without_an_effect_are_refused(
+    values: dict[str, Any], key: str, words: str, remedy: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(values)
+    (line,) = str(refused.value).splitlines()[1:]
+    assert line.startswith(f"  {key}: ")
+    assert words in line
+    load_config(remedy)
+
+
+@pytest.mark.parametrize("off", [
+    {"activation_checkpoint": {"mode": "none", "fraction": 0.5, "reentrant": True}},
+    {"weight_parallel": {"quantize": "none", "quantize_min_elements": 5}},
+    {"weight_parallel": {"compute_dtype": "none", "own_dtype": ["norm"], "cast_inputs": False}},
+    {"train": {"dtype": "float32"}, "optimizer": {"loss_scale_init": 2.0}},
+    {"checkpoint": {"keep_last": 0, "keep_every": 5}},
+], ids=str)  # fmt: skip
+def test_details_of_what_is_said_to_be_off_may_stay(off: dict[str, Any]) -> None:
+    load_config(off)
+
+
+def test_positions_are_dealt_one_way_in_a_pipeline() -> None:
+    ring = {"pipeline": 2, "sequence": 2, "ring": 2}
+    for balance, told in (("level", 1), ("zigzag", 0), ("auto", 0)):
+        values = {"parallel": {**ring, "balance": balance}, "train": {"micro_batches": 2}}
+        _, problems = read_config(values, world_size=4)
+        assert [p.keys[0] for p in problems] == ["parallel.balance"] * told

@@ -121,7 +121,8 @@ def test_experts_are_planned_over_their_own_groups() -> None:
 
 @pytest.mark.parametrize("pipeline", [1, 2], ids=["no pipeline", "a pipeline"])
 def test_an_axis_for_experts_and_a_model_without_any_is_refused(pipeline: int) -> None:
-    wrong = config(parallel={"expert": 2, "pipeline": pipeline}, train={"micro_batches": 2})
+    experts = {"expert_weight": 4, "pipeline": pipeline}
+    wrong = config(parallel=experts, train={"micro_batches": 2})
     with pytest.raises(StructureError, match=r"candidates: .*layers\.\*\.feed_forward\.w1"):
         print_plan(wrong, 4 * pipeline, Console(file=io.StringIO()))
 

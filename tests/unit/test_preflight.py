@@ -19,7 +19,13 @@ from internsp.app.launch import preflight
 from internsp.app.launch.launch import advice
 from internsp.app.launch.preflight import check_before_start, device_mistakes, errors_in_words
 from internsp.app.train.run_folder import set_aside
-from internsp.errors import ConfigError, InternspError, MachineError, MissingDependencyError
+from internsp.errors import (
+    ConfigError,
+    InternspError,
+    MachineError,
+    MissingDependencyError,
+    StructureError,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +55,18 @@ def told(config: Config, output: str = "out", kind: type[InternspError] = Config
 def test_a_run_that_can_start_leaves_nothing_behind() -> None:
     check_before_start(small(), Path("a/b/c"))
     assert list(Path().iterdir()) == []
+
+
+def test_owners_of_experts_to_which_no_model_sends_tokens_are_refused() -> None:
+    wrong = small(parallel={"expert": 2}, launch={"processes": 2}, train={"global_batch": 2})
+    assert "the mesh has an axis for experts" in told(wrong, kind=StructureError)
+    as_experts = {"weight_parallel": {"experts": ["feed_forward"]}}
+    changes = {"launch": {"processes": 2}, "train": {"global_batch": 2}, **as_experts}
+    wrong = small(parallel={"expert": 2}, **changes)
+    assert "does not declare that it sends tokens to the owners of layers.0.f" in told(
+        wrong, kind=StructureError
+    )
+    check_before_start(small(parallel={"weight": 2, "expert_weight": 1}, **changes), Path("out"))
 
 
 def test_an_output_that_cannot_be_a_folder_is_refused() -> None:
@@ -166,11 +184,12 @@ RULE = {"match": ["layers.*.nothing"], "shard_dim": 1}
 DEAD: list[tuple[dict[str, dict[str, object]], str]] = [
     ({"weight_parallel": {"blocks": ["nothing.*"]}}, "weight_parallel.blocks: 'nothing.*'"),
     ({"weight_parallel": {"prefetch_triggers": ["nothing"]}}, "weight_parallel.prefetch_triggers"),
-    ({"weight_parallel": {"own_dtype": ["nothing"]}}, "weight_parallel.own_dtype: 'nothing'"),
+    ({"weight_parallel": {"own_dtype": ["nothing"], "compute_dtype": "bfloat16"}},
+     "weight_parallel.own_dtype: 'nothing'"),
     ({"weight_parallel": {"experts": ["nothing"]}}, "weight_parallel.experts: 'nothing'"),
     ({"weight_parallel": {"plan": [RULE]}}, "'layers.*.nothing'"),
     ({"optimizer": {"groups": [{"match": ["nothing"], "lr": 0.1}]}}, "optimizer.groups: group 1"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("stages", [1, 2])

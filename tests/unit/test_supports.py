@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from internsp.config import WeightParallelConfig
-from internsp.errors import StructureError
+from internsp.errors import ConfigError, StructureError
 from internsp.parallel.sequences import require_sequence_attention, supports
 from internsp.sp import DistributedAttention
 from internsp.values.meta import materialize_buffers
@@ -144,3 +145,14 @@ def test_buffers_of_a_model_from_meta_are_those_of_one_built_with_values(family:
         assert found[name].dtype == value.dtype
         assert torch.equal(found[name], value), name
     assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_permission_that_no_module_needs_is_refused() -> None:
+    needless = WeightParallelConfig(cuts_own_sequences=True)
+    for model in (made("llama"), with_attention(DistributedAttention(2, 2, 4))):
+        assert supports(model, MESH) == []
+        call = partial(require_sequence_attention, model, MESH, needless)
+        raises(ConfigError, call, "cuts_own_sequences = True has no effect", "leave it out")
+        require_sequence_attention(model, WHOLE, needless)  # one rank of a sequence
+        require_sequence_attention(model, MESH, WeightParallelConfig())
+    require_sequence_attention(with_attention(OwnAttention()), MESH, needless)

@@ -40,6 +40,9 @@ def experts_of(*patterns: str, expert: int = 1) -> tuple[set[str], set[str]]:
     """(experts, the sharded ones among them) in the first block, without its name."""
     config = WeightParallelConfig(min_shard_elements=64, experts=patterns or ("experts",))
     made = model()
+    if expert > 1:
+        for layer in made.layers:
+            layer.mlp.experts.expert_ranks = expert
     found = [a for a in plan_sharding(made, read_structure(made), config, expert) if a.expert]
     names = {a.name.removeprefix("layers.0.") for a in found if a.name.startswith("layers.0.")}
     cut = {a.name.removeprefix("layers.0.") for a in found if a.unit == "layers.0"}
@@ -73,6 +76,29 @@ def test_patterns_match_consecutive_parts(pattern: str, names: set[str]) -> None
 
 def test_owned_experts_are_cut_whatever_their_size() -> None:
     assert experts_of(expert=2) == (LINEARS, LINEARS)
+
+
+@pytest.mark.parametrize(("declared", "expert", "words"), [
+    (None, 2, "does not declare that it sends tokens to the owners of layers.0.mlp.experts.0"),
+    (1, 2, "does not declare"),
+    (4, 2, "declares expert_ranks = 4 for layers.0.mlp.experts.0.weight, but the mesh has expert"),
+    (4, 1, "declares expert_ranks = 4"),
+    ("four", 2, "declares expert_ranks = 'four'"),
+])  # fmt: skip
+@pytest.mark.parametrize("where", ["layers.0.mlp", "layers.0.mlp.experts", ""])
+def test_a_model_declares_on_how_many_ranks_its_experts_are(
+    declared: Any, expert: int, words: str, where: str
+) -> None:
+    made = model()
+    if declared is not None:
+        made.get_submodule(where).expert_ranks = declared
+    config = WeightParallelConfig()
+    with pytest.raises(StructureError) as caught:
+        plan_sharding(made, read_structure(made), config, expert)
+    assert words in str(caught.value)
+    for layer in made.layers:
+        layer.mlp.experts.expert_ranks = expert  # the nearest declaration holds
+    assert plan_sharding(made, read_structure(made), config, expert)
 
 
 def plan(shape: MeshShape, **settings: Any) -> ChunkLayout:

@@ -10,6 +10,8 @@ from internsp.app.config.errors import Problem
 from internsp.app.config.optimizers import OPTIMIZERS
 from internsp.app.config.sizes import too_large
 from internsp.config import hf_folder
+from internsp.config.combinations import combinations as of_model
+from internsp.config.combinations import too_small_a_share
 
 if TYPE_CHECKING:
     from internsp.app.config import Config, DataConfig, DocumentsConfig
@@ -35,6 +37,56 @@ def combinations(config: Config) -> Iterator[Problem]:
     yield from _train(config)
     yield from _evaluation(config)
     yield from _report(config)
+    yield from _unused(config)
+
+
+def _unused(config: Config) -> Iterator[Problem]:
+    """Keys that are set and that other keys leave without an effect (WP-17).
+
+    Not where a feature is said to be off: its details may stay in the file.
+    """
+    data, train = config.data, config.train
+    scales = train.dtype == "float16" or "dtype" in train.model_fields_set
+    keep = config.checkpoint
+    needs = {
+        "optimizer.loss_scale_init": (scales, 'train.dtype = "float16"'),
+        "optimizer.loss_scale_growth_interval": (scales, 'train.dtype = "float16"'),
+        "checkpoint.keep_every": (
+            keep.keep_last > 0 or "keep_last" in keep.model_fields_set,
+            "checkpoint.keep_last; without it all are kept",
+        ),
+        "parallel.balance": (
+            config.parallel.pipeline == 1 or config.degrees()["ring"] == 1
+            or config.parallel.balance == "zigzag",
+            'parallel.pipeline = 1: stages deal positions by "zigzag"',
+        ),
+    }  # fmt: skip
+    for name, (there, what) in needs.items():
+        section, _, key = name.partition(".")
+        holder = getattr(config, section)
+        if not there and getattr(holder, key) != type(holder).model_fields[key].default:
+            yield Problem((name,), f"of no effect here: it needs {what}")
+    if not data.mixture:
+        for key, text in documents_unused(data, "data."):
+            yield Problem((f"data.{key}", "data.source", "data.format"), text)
+    for kind, tables in (("mixture", data.mixture), ("evaluation", data.evaluation)):
+        for number, table in enumerate(tables, 1):
+            for key, text in documents_unused(table, ""):
+                yield Problem((f"data.{kind}",), f"table {number}: {key}: {text}")
+
+
+def documents_unused(given: DocumentsConfig, prefix: str) -> Iterator[tuple[str, str]]:
+    """(key, mistake) for names of columns that are not read."""
+    rows = given.source in ("jsonl", "parquet")
+    of = {
+        "text_field": "text", "messages_field": "chat", "prompt_field": "instruction",
+        "completion_field": "instruction",
+    }  # fmt: skip
+    for key, format_ in of.items():
+        usual = type(given).model_fields[key].default
+        if getattr(given, key) != usual and not (rows and given.format == format_):
+            needs = f'{prefix}source = "jsonl" or "parquet" and {prefix}format = "{format_}"'
+            yield key, f"of no effect here: it needs {needs}"
 
 
 def machine(config: Config, world_size: int) -> Iterator[Problem]:
@@ -179,26 +231,8 @@ def _mixture(data: DataConfig) -> Iterator[Problem]:
 
 def _memory_and_order(config: Config) -> Iterator[Problem]:
     weights, again, model = config.weight_parallel, config.activation_checkpoint, config.model
-    # WP-13: an all-gather cannot start inside a compiled region.
-    if weights.compile and weights.granularity == "module":
-        text = 'gathers module by module; a compiled block needs "block"'
-        yield Problem(("weight_parallel.granularity", "weight_parallel.compile"), text)
-    rolling = weights.trigger == "rolling"
-    inside = weights.trigger not in ("qkv", "rolling") or bool(weights.prefetch_triggers)
-    if rolling and weights.granularity == "module":
-        text = 'gathers weight by weight in any case; use granularity = "block"'
-        yield Problem(("weight_parallel.trigger", "weight_parallel.granularity"), text)
-    if rolling and weights.prefetch_triggers:
-        text = "unused with trigger = \"rolling\"; remove them or choose another trigger"
-        yield Problem(("weight_parallel.prefetch_triggers", "weight_parallel.trigger"), text)
-    elif weights.compile and weights.overlap and inside:
-        own = "prefetch_triggers" if weights.prefetch_triggers else "trigger"
-        lead = f"weight_parallel.{own}"
-        text = (
-            'lies inside a compiled block; use trigger = "qkv" or "rolling" and no '
-            "prefetch_triggers"
-        )
-        yield Problem((lead, "weight_parallel.compile", "weight_parallel.overlap"), text)
+    for keys, text in of_model(weights, again):
+        yield Problem(keys, text)
     if weights.quantize != "none" and (weights.compute_dtype or config.train.dtype) == "float16":
         text = "float16 has no range for scales; use bfloat16 or float32"
         kinds = ("weight_parallel.quantize", "weight_parallel.compute_dtype", "train.dtype")
@@ -206,29 +240,27 @@ def _memory_and_order(config: Config) -> Iterator[Problem]:
     if any(rule.options().get("ignore") for rule in weights.plan):
         text = "ignore = true is for a loop of your own; internsp train steps all parameters"
         yield Problem(("weight_parallel.plan",), text)
+    if weights.reduction == "mean":
+        text = 'internsp train divides by all valid tokens itself; use "sum"'
+        yield Problem(("weight_parallel.reduction",), text)
+    if weights.grad_dtype is not None:
+        text = "for loops without a ZeroOptimizer, which internsp train has; leave it out"
+        yield Problem(("weight_parallel.grad_dtype",), text)
+    if any("grad_dtype" in rule.options() for rule in weights.plan):
+        text = "grad_dtype is for loops without a ZeroOptimizer, which internsp train has"
+        yield Problem(("weight_parallel.plan",), text)
     if isinstance(weights.keep_unsharded, int) and weights.keep_unsharded > model.layers:
         text = f'there are {model.layers} blocks (model.layers); a size has a unit, as "2 GiB"'
         yield Problem(("weight_parallel.keep_unsharded", "model.layers"), text)
     if model.tie_embeddings and weights.embedding_cut == "hidden":
         text = 'a tied head is sharded by vocabulary; use "vocabulary" or untie the embeddings'
         yield Problem(("weight_parallel.embedding_cut", "model.tie_embeddings"), text)
-    if again.offload is not None and again.mode == "none":
-        text = 'no block recomputes, so there is no saved input to offload; set mode to "full"'
-        yield Problem(("activation_checkpoint.offload", "activation_checkpoint.mode"), text)
-    if again.tiles != 1 and weights.compile:
-        text = "a compiled block cannot compute in tiles; set tiles = 1, or compile = false"
-        yield Problem(("activation_checkpoint.tiles", "weight_parallel.compile"), text)
-    if again.tiled and again.tiles == 1:
-        text = "unused with one tile; set activation_checkpoint.tiles"
-        yield Problem(("activation_checkpoint.tiled", "activation_checkpoint.tiles"), text)
-    if again.mode == "selective" and again.reentrant:
-        text = 'torch\'s reentrant form cannot be selective; set it to false, or mode = "full"'
-        keys = ("activation_checkpoint.reentrant", "activation_checkpoint.mode")
-        yield Problem(keys, text)
     outside = [str(i) for i in again.blocks or () if i >= model.layers]
     if outside:
         text = f"no block {', '.join(outside)}: model.layers = {model.layers}, counted from 0"
         yield Problem(("activation_checkpoint.blocks", "model.layers"), text)
+    if less := too_small_a_share(again, model.layers):
+        yield Problem(("activation_checkpoint.fraction", "model.layers"), less)
 
 
 def _pipeline(config: Config) -> Iterator[Problem]:
@@ -267,12 +299,15 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         hint = "set optimizer.betas, or " if name == "adamw" else "set "
         text = f'{name} has no momentum; {hint}optimizer.name = "sgd"'
         yield Problem(("optimizer.momentum", "optimizer.name"), text)
-    unused = {"betas": rest != "adamw", "eps": rest != "adamw", "momentum": True}
+    unused = {"betas": rest != "adamw", "eps": rest != "adamw"}
     if name not in OPTIMIZERS:
-        for key in ("betas", "eps", "momentum"):
-            if unused[key] and getattr(optimizer, key) != fields[key].default:
+        unused["momentum"] = True
+    for key, is_unused in unused.items():
+        if is_unused and name != "adamw" and getattr(optimizer, key) != fields[key].default:
+            text = f"{name} has none; leave it out"
+            if name not in OPTIMIZERS:
                 text = "only for adamw and sgd; for a class set it in optimizer.options"
-                yield Problem((f"optimizer.{key}", "optimizer.name"), text)
+            yield Problem((f"optimizer.{key}", "optimizer.name"), text)
     yield from _rest(config)
     if optimizer.decay_steps is not None and optimizer.schedule != "wsd":
         text = f'unused with schedule = "{optimizer.schedule}"; set it to "wsd"'
@@ -359,9 +394,6 @@ def _ring(config: Config) -> Iterator[Problem]:
             text = f"{inner} does not split into smaller rings the {ring} ranks"
             remedy = f"choose one of {choices}" if choices else 'use ring_form = "ring"'
             yield Problem(("weight_parallel.inner_ring", "parallel.ring"), f"{text}; {remedy}")
-    elif inner > 1:
-        text = f'{inner} is of no effect with "{form}"; set ring_form = "double", or leave it out'
-        yield Problem(("weight_parallel.inner_ring", "weight_parallel.ring_form"), text)
 
 
 def _degrees(config: Config, world_size: int) -> Iterator[Problem]:

@@ -273,7 +273,6 @@ def _model(config: Config, output: Path) -> Iterable[InternspError]:
     from internsp.mesh import MeshShape
     from internsp.parallel.parallelize import examine
     from internsp.pipeline.pipeline import require_patterns_match
-    from internsp.structure.assign import plan_sharding
 
     shape = MeshShape(config.launch.processes, **config.degrees())
     weights = config.weight_parallel
@@ -283,8 +282,7 @@ def _model(config: Config, output: Path) -> Iterable[InternspError]:
     if shape.pipeline > 1:
         require_patterns_match(model, weights, shape)
         return []
-    structure, _ = examine(model, weights, with_tile_count(config, shape.data))
-    plan_sharding(model, structure, weights, shape.expert)
+    examine(model, weights, with_tile_count(config, shape.data), shape)
     return []
 
 

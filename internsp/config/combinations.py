@@ -1,0 +1,135 @@
+"""Values of the sections for a model that are valid alone but not together, whatever the model.
+
+A combination is a mistake where the two contradict each other, or where one leaves the other
+without an effect (WP-17). A feature that is said to be off (``mode = "none"``, as an override of a
+file) may leave its details without one; only where nothing says so they are a mistake. What has no
+effect on a certain model is in :mod:`internsp.structure.effect`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from internsp.config.sections import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config.words import listed
+from internsp.errors import ConfigError
+
+Mistake = tuple[tuple[str, ...], str]
+"""The ``section.key`` names that a mistake concerns, the main one first, and a sentence."""
+
+
+def combinations(
+    weights: WeightParallelConfig, again: ActivationCheckpointConfig
+) -> Iterator[Mistake]:
+    """Mistakes in two sections together."""
+    yield from _order(weights)
+    yield from _numbers(weights)
+    yield from _recompute(weights, again)
+
+
+def require_combinations(
+    weights: WeightParallelConfig, again: ActivationCheckpointConfig | None
+) -> None:
+    """Check :func:`combinations`.
+
+    Raises:
+        ConfigError: lists all mistakes, one a line.
+    """
+    found = combinations(weights, again or ActivationCheckpointConfig())
+    mistakes = [f"{keys[0]}: {text}" for keys, text in found]
+    if mistakes:
+        raise ConfigError(listed("the configuration", mistakes))
+
+
+def too_small_a_share(again: ActivationCheckpointConfig, blocks: int) -> str | None:
+    """The mistake of a share of ``blocks`` blocks that is less than one; ``None`` if it is not."""
+    share = again.fraction * blocks
+    if again.mode == "none" or again.blocks is not None or not share or round(share):
+        return None
+    return f"{again.fraction:g} of {blocks} blocks is less than one; raise it, or name blocks"
+
+
+def _order(weights: WeightParallelConfig) -> Iterator[Mistake]:
+    granularity, trigger = "weight_parallel.granularity", "weight_parallel.trigger"
+    triggers = "weight_parallel.prefetch_triggers"
+    usual = type(weights).model_fields
+    by_module = weights.granularity == "module"
+    # WP-13: an all-gather cannot start inside a compiled region.
+    if weights.compile and by_module:
+        text = 'gathers module by module; a compiled block needs "block"'
+        yield (granularity, "weight_parallel.compile"), text
+    if weights.trigger == "rolling" and by_module:
+        text = 'gathers weight by weight in any case; use granularity = "block"'
+        yield (trigger, granularity), text
+    inside = weights.trigger not in ("qkv", "rolling") or bool(weights.prefetch_triggers)
+    if weights.trigger == "rolling" and weights.prefetch_triggers:
+        text = 'unused with trigger = "rolling"; remove them or choose another trigger'
+        yield (triggers, trigger), text
+    elif weights.compile and inside:
+        text = (
+            'lies inside a compiled block; use trigger = "qkv" or "rolling" and no '
+            "prefetch_triggers"
+        )
+        yield (triggers if weights.prefetch_triggers else trigger, "weight_parallel.compile"), text
+    elif weights.prefetch_triggers and weights.trigger not in (
+        usual["trigger"].default, "attention",  # where the out-projection comes after it
+    ):  # fmt: skip
+        text = f'"{weights.trigger}" is unused with prefetch_triggers, which replace it; remove one'
+        yield (trigger, triggers), text
+    if by_module and weights.coalesce_bytes not in (0, usual["coalesce_bytes"].default):
+        text = 'unused with granularity = "module", which gathers each weight alone; leave it out'
+        yield ("weight_parallel.coalesce_bytes", granularity), text
+    if weights.inner_ring > 1 and weights.ring_form != "double":
+        text = (
+            f'{weights.inner_ring} is of no effect with "{weights.ring_form}"; set ring_form = '
+            '"double", or leave it out'
+        )
+        yield ("weight_parallel.inner_ring", "weight_parallel.ring_form"), text
+
+
+def _numbers(weights: WeightParallelConfig) -> Iterator[Mistake]:
+    usual = type(weights).model_fields["quantize_min_elements"].default
+    said = weights.model_fields_set
+    off = weights.quantize == "none" and "quantize" not in said
+    if off and weights.quantize_min_elements != usual:
+        text = (
+            "unused without weight_parallel.quantize; set that, too, or leave this out (a rule's "
+            "quantize takes weights of any size)"
+        )
+        yield ("weight_parallel.quantize_min_elements", "weight_parallel.quantize"), text
+    dtypes = {"compute_dtype": weights.compute_dtype, "reduce_dtype": weights.reduce_dtype}
+    if weights.own_dtype and not any(dtypes.values()) and not dtypes.keys() & said:
+        text = "all weights have their own; set compute_dtype or reduce_dtype, or leave it out"
+        yield ("weight_parallel.own_dtype", "weight_parallel.compute_dtype"), text
+
+
+def _recompute(
+    weights: WeightParallelConfig, again: ActivationCheckpointConfig
+) -> Iterator[Mistake]:
+    mode = "activation_checkpoint.mode"
+    usual = type(again).model_fields
+    off = again.mode == "none"
+    if off and "mode" not in again.model_fields_set:
+        for key in ("fraction", "blocks", "reentrant"):
+            if getattr(again, key) != usual[key].default:
+                text = 'no block recomputes; set mode to "full" or "selective", or leave it out'
+                yield (f"activation_checkpoint.{key}", mode), text
+        if again.offload not in (None, 0):
+            text = 'no block recomputes, so there is no saved input to offload; set mode to "full"'
+            yield ("activation_checkpoint.offload", mode), text
+    elif not off and again.blocks is not None and again.fraction != usual["fraction"].default:
+        text = "unused where activation_checkpoint.blocks is given; leave one of them out"
+        yield ("activation_checkpoint.fraction", "activation_checkpoint.blocks"), text
+    elif not off and (again.blocks == () or (again.blocks is None and not again.fraction)):
+        key = "fraction" if again.blocks is None else "blocks"
+        text = f'"{again.mode}" recomputes no block then; set mode = "none", or name blocks'
+        yield (f"activation_checkpoint.{key}", mode), text
+    if again.mode == "selective" and again.reentrant:
+        text = 'torch\'s reentrant form cannot be selective; set it to false, or mode = "full"'
+        yield ("activation_checkpoint.reentrant", mode), text
+    if again.tiles != 1 and weights.compile:
+        text = "a compiled block cannot compute in tiles; set tiles = 1, or compile = false"
+        yield ("activation_checkpoint.tiles", "weight_parallel.compile"), text
+    if again.tiled and again.tiles == 1:
+        text = "unused with one tile; set activation_checkpoint.tiles"
+        yield ("activation_checkpoint.tiled", "activation_checkpoint.tiles"), text

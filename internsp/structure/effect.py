@@ -1,0 +1,304 @@
+"""Refuses options that would have no effect on a model and its mesh (WP-17). Pure.
+
+An option counts as set where it differs from its default. A threshold that no weight reaches has
+its effect, and so has an option of a group of one rank: a configuration for many ranks runs on one.
+What contradicts another option, whatever the model, is in :mod:`internsp.config.combinations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from internsp.base.sizes import human
+from internsp.config import WeightParallelConfig
+from internsp.errors import ConfigError, StructureError
+from internsp.mesh.shape import MeshShape
+from internsp.structure.assign import ParameterSharding
+from internsp.structure.blocks import Structure
+from internsp.structure.dtypes import DTYPES
+from internsp.structure.rules import (
+    BLOCK_KEYS,
+    FROM_CONFIG,
+    MODULE_KEYS,
+    SHARDED_KEYS,
+    MatchedRule,
+)
+
+OF_SHARDED = (
+    "memory_pool", "prefetch_depth", "trigger", "granularity", "prefetch_triggers",
+    "reshard_after_forward", "keep_unsharded", "pending_blocks", "embedding_cut", "reduce_dtype",
+    "quantize", "offload",
+)  # fmt: skip
+"""Options of ``weight_parallel`` that act on sharded parameters only."""
+OF_ORDER = (
+    "memory_pool", "prefetch_depth", "trigger", "granularity", "prefetch_triggers",
+    "reshard_after_forward", "keep_unsharded", "pending_blocks", "unexpected_order",
+)  # fmt: skip
+"""Options of ``weight_parallel`` that a communicator of the user's own replaces."""
+_OF_CASTS = {"compute_dtype", "output_dtype", "cast_inputs"}
+
+
+def require_effect(
+    shardings: Sequence[ParameterSharding],
+    structure: Structure,
+    config: WeightParallelConfig,
+    shape: MeshShape,
+    own_communicator: bool = False,
+) -> None:
+    """Check that every option that is set has an effect on the complete model.
+
+    Args:
+        own_communicator: a communicator of the user's own gathers the weights.
+
+    Raises:
+        ConfigError: an option of ``weight_parallel`` has none; names it, and the remedy.
+        StructureError: the same of a key of one of its rules.
+    """
+    facts = _Facts(shardings, structure, config, shape)
+    for key, why in _without_effect(facts):
+        value = getattr(config, key)
+        raise ConfigError(f"weight_parallel.{key} = {value!r} has no effect: {why}")
+    for matched in structure.rules.matched:
+        if matched.origin != FROM_CONFIG:
+            continue
+        for key, why in _without_effect_in_rule(matched, facts):
+            raise StructureError(f"{matched}: {key} {why}")
+    if own_communicator:
+        _require_of_own(config, structure)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What was decided about a model."""
+
+    shardings: Sequence[ParameterSharding]
+    structure: Structure
+    config: WeightParallelConfig
+    shape: MeshShape
+
+    def is_set(self, key: str) -> bool:
+        return bool(
+            getattr(self.config, key) != type(self.config).model_fields[key].default
+        )
+
+    @property
+    def sharded(self) -> list[ParameterSharding]:
+        return [s for s in self.shardings if s.unit is not None]
+
+    @property
+    def in_blocks(self) -> list[ParameterSharding]:
+        return [s for s in self.sharded if s.block >= 0]
+
+    @property
+    def has_expert_axis(self) -> bool:
+        return self.shape.expert > 1 or self.shape.expert_weight is not None
+
+    def rules_of(self, sharding: ParameterSharding, keys: Collection[str]) -> Collection[str]:
+        """Which of ``keys`` rules set for a parameter."""
+        names = [o.full_name for o in sharding.owners]
+        return self.structure.rules.options_for(names, keys).keys()
+
+    def keeps(self, block: int) -> bool | None:
+        """Whether a rule keeps a block unsharded; ``None``: no rule says so."""
+        return self.structure.blocks[block].rule_options.get("keep_unsharded")
+
+
+def _without_effect(facts: _Facts) -> Iterator[tuple[str, str]]:
+    """Options of ``weight_parallel`` that are set and have no effect, and why."""
+    config = facts.config
+    if not facts.sharded:
+        for key in filter(facts.is_set, OF_SHARDED):
+            yield key, (
+                "no parameter of the model is sharded: lower min_shard_elements "
+                f"({config.min_shard_elements}), or leave the option out"
+            )
+    if facts.is_set("experts") and config.experts and not facts.has_expert_axis:
+        yield "experts", (
+            "the mesh has no axis for experts; make it with expert_weight (or expert), or leave "
+            "the option out"
+        )
+    if config.quantize != "none" and not _quantizable(facts):
+        yield "quantize", _nothing_to_quantize(facts)
+    if facts.is_set("embedding_cut") and not _embeddings(facts):
+        yield "embedding_cut", (
+            "no nn.Embedding is sharded by it (none is large enough, or rules set its shard_dim); "
+            "leave the option out, or give a rule a shard_dim"
+        )
+    if config.reshard_after_forward and not facts.in_blocks:
+        yield "reshard_after_forward", "no block has a sharded parameter; leave it out"
+    if config.keep_unsharded not in (None, 0):
+        blocks = range(len(facts.structure.blocks))
+        if not facts.in_blocks:
+            yield "keep_unsharded", "no block has a sharded parameter; leave it out"
+        elif all(facts.keeps(block) is not None for block in blocks):
+            yield "keep_unsharded", "rules decide it for every block; leave one of them out"
+    if config.keep_unsharded == "all" and config.reshard_after_forward:
+        yield "reshard_after_forward", (
+            'all blocks stay unsharded (keep_unsharded = "all"), so that none is gathered from '
+            "slices; leave one of them out"
+        )
+    if config.grad_dtype is not None and not any(
+        _widens(s, config.grad_dtype) for s in facts.shardings
+        if not facts.rules_of(s, {"grad_dtype"})
+    ):  # fmt: skip
+        yield "grad_dtype", "no parameter is narrower, and .grad has the parameter's dtype at least"
+    casting = any(m.rule.options().keys() & _OF_CASTS for m in facts.structure.rules.matched)
+    uncast = config.compute_dtype is None and "compute_dtype" not in config.model_fields_set
+    if not config.cast_inputs and uncast and not casting:
+        yield "cast_inputs", "nothing is cast without weight_parallel.compute_dtype; set that, too"
+
+
+def _quantizable(facts: _Facts) -> list[ParameterSharding]:
+    """The weights that ``weight_parallel.quantize`` quantizes where they are sharded over ranks."""
+    config = facts.config
+    found = []
+    for sharding in facts.in_blocks:
+        options, size = sharding.options, facts.shape.axis(sharding.expert).size
+        if facts.rules_of(sharding, {"quantize", "pre_all_gather"}):
+            continue
+        elements = _numel(sharding)
+        rows = -(-sharding.shape[sharding.dim] // size) * size
+        padded = elements // max(sharding.shape[sharding.dim], 1) * rows
+        large = padded * sharding.dtypes.compute.itemsize > options.coalesce_bytes
+        if large and elements >= config.quantize_min_elements:
+            found.append(sharding)
+    return found
+
+
+def _nothing_to_quantize(facts: _Facts) -> str:
+    config = facts.config
+    largest = max(facts.in_blocks, key=_numel, default=None)
+    size = "there is none in a block"
+    if largest is not None:
+        nbytes = human(_numel(largest) * largest.dtypes.compute.itemsize)
+        size = f"the largest is {largest.name} ({nbytes}, {_numel(largest)} elements)"
+    return (
+        f"no sharded weight of a block is larger than coalesce_bytes ({config.coalesce_bytes}) and "
+        f"has quantize_min_elements ({config.quantize_min_elements}), other than those of which "
+        f"rules say what they are gathered as; {size}. Lower both, or name weights in a rule with "
+        "quantize, which takes them whatever their size"
+    )
+
+
+def _embeddings(facts: _Facts) -> list[ParameterSharding]:
+    return [
+        s for s in facts.sharded
+        if isinstance(s.owners[0].module, nn.Embedding) and not facts.rules_of(s, {"shard_dim"})
+    ]  # fmt: skip
+
+
+def _widens(sharding: ParameterSharding, dtype: str) -> bool:
+    own = sharding.parameter.dtype
+    return torch.promote_types(own, DTYPES[dtype]) != own
+
+
+def _numel(sharding: ParameterSharding) -> int:
+    return torch.Size(sharding.shape).numel()
+
+
+def _without_effect_in_rule(matched: MatchedRule, facts: _Facts) -> Iterator[tuple[str, str]]:
+    """Keys of a configured rule that have no effect, and why."""
+    own = [s for s in facts.shardings if _matches(matched, s)]
+    blocks = [
+        i for i, block in enumerate(facts.structure.blocks)
+        if any(matched.applies_to(name) for name, _ in block.modules)
+    ]  # fmt: skip
+    yield from _acts_on_nothing(matched, facts, own, blocks)
+    yield from _changes_nothing(matched, facts, own, blocks)
+
+
+def _acts_on_nothing(
+    matched: MatchedRule, facts: _Facts, own: Sequence[ParameterSharding], blocks: Sequence[int]
+) -> Iterator[tuple[str, str]]:
+    """Keys of a rule that matches nothing of their kind."""
+    sharded = [s for s in own if s.unit is not None]
+    named = ", ".join(name for block in facts.structure.blocks for name, _ in block.modules)
+    for key in matched.rule.options():
+        if key in MODULE_KEYS:
+            if not matched.modules:
+                yield key, "is for modules, and the rule matches none"
+            continue
+        what, there = "a parameter", matched.parameters > 0 or key == "compute_dtype"
+        if key in BLOCK_KEYS:
+            what, there = "a block", bool(blocks)
+        elif key in ("quantize", "reshard_after_forward"):
+            what, there = "a sharded parameter in a block", any(s.block >= 0 for s in sharded)
+        elif key in SHARDED_KEYS:
+            what, there = "a sharded parameter", bool(sharded)
+        if not there:
+            yield key, (
+                f"has no effect: what the rule matches is not {what}, and contains none; blocks "
+                f"are {named}"
+            )
+
+
+def _changes_nothing(
+    matched: MatchedRule, facts: _Facts, own: Sequence[ParameterSharding], blocks: Sequence[int]
+) -> Iterator[tuple[str, str]]:
+    """Keys of a rule whose value leaves everything that the rule matches as it is."""
+    options = matched.rule.options()
+    if options.get("axis") == "experts" and not facts.has_expert_axis:
+        yield "axis", (
+            '= "experts" has no effect: the mesh has no axis for experts; make it with '
+            "expert_weight (or expert), or leave it out"
+        )
+    grad = options.get("grad_dtype")
+    if grad is not None and not any(_widens(s, grad) for s in own):
+        yield "grad_dtype", (
+            f'= "{grad}" has no effect: no parameter that the rule matches is narrower, and .grad '
+            "has the parameter's dtype at least"
+        )
+    replaced = [facts.structure.blocks[b].rule_options.get("prefetch_triggers") for b in blocks]
+    if blocks and all(replaced) and options.get("trigger") not in (None, "attention"):
+        yield "trigger", "has no effect beside prefetch_triggers, which replace it: leave one out"
+    sharded = [s for s in own if s.unit is not None]
+    packed = [s.options.coalesce_bytes < 0 for s in sharded]
+    if options.get("coalesce_bytes") and sharded and all(packed):
+        yield "coalesce_bytes", (
+            "has no effect: what rules quantize or pack shares no collectives; leave it out"
+        )
+    inside = [s for s in own if s.block >= 0]
+    if options.get("reshard_after_forward") and inside:
+        everything = facts.config.keep_unsharded == "all"
+        keeps = [facts.keeps(s.block) for s in inside]
+        if all(everything if kept is None else kept for kept in keeps):
+            yield "reshard_after_forward", (
+                "has no effect: the blocks stay unsharded, so that no gather follows; leave it out"
+            )
+    if options.get("keep_unsharded") and not any(s.block in blocks for s in facts.in_blocks):
+        yield "keep_unsharded", "has no effect: the blocks have no sharded parameter; leave it out"
+    order = [("forward_prefetch", max), ("backward_prefetch", min)]
+    for key, end in order:
+        last = end(range(len(facts.structure.blocks)))
+        follows = key == "forward_prefetch" and facts.structure.head is not None
+        if options.get(key) and set(blocks) == {last} and not follows:
+            yield key, "has no effect: no block comes after the matched one; leave it out"
+
+
+def _matches(matched: MatchedRule, sharding: ParameterSharding) -> bool:
+    return any(matched.applies_to(owner.full_name) for owner in sharding.owners)
+
+
+def _require_of_own(config: WeightParallelConfig, structure: Structure) -> None:
+    """Refuse what a user's communicator decides itself: when a weight is gathered and freed."""
+    usual = type(config).model_fields
+    remedy = "leave it out, or take the library's communicator (docs/own_communicator.md)"
+    for key in OF_ORDER:
+        if getattr(config, key) != usual[key].default:
+            raise ConfigError(
+                f"weight_parallel.{key} = {getattr(config, key)!r} has no effect: a communicator "
+                f"of your own decides when weights are gathered and freed; {remedy}"
+            )
+    for matched in structure.rules.matched:
+        keys: Iterable[str] = matched.rule.options().keys() & {
+            *BLOCK_KEYS, "reshard_after_forward",
+        }  # fmt: skip
+        for key in sorted(keys) if matched.origin == FROM_CONFIG else ():
+            raise StructureError(
+                f"{matched}: {key} has no effect: a communicator of your own decides when weights "
+                f"are gathered and freed; {remedy}"
+            )
