@@ -29,7 +29,6 @@ from internsp.modules.tiles import tile_all
 from internsp.modules.watch import keep_parameters_in_place
 from internsp.parallel.additions import AddedParameterCheck
 from internsp.parallel.compare import require_same_model, token_count_check
-from internsp.parallel.order import OrderLearner, make_agreement
 from internsp.parallel.store_group import FrozenParameterCheck, StoreGroup, register_read_checks
 from internsp.schedule.chunk import ChunkLayout
 from internsp.schedule.enclosing import Enclosing
@@ -340,6 +339,8 @@ class _Builder:
         communicator.plain = PlainLoop(communicator)
         learns = self.config.unexpected_order == "learn"
         if learns and self.user_communicator is None:
+            from internsp.parallel.order import OrderLearner  # few models need it
+
             communicator.learning = OrderLearner(communicator)
         self._assign_communicators(communicator, plan)
         named: list[Any] = [*self.structure.blocks, None, *self.structure.enclosing]
@@ -578,6 +579,8 @@ class _Builder:
         store_group = StoreGroup(prefix, mesh.rank, ranks, mesh.timeout_seconds, guard)
         communicator.store_group = store_group
         if self.config.unexpected_order != "error" and self.user_communicator is None:
+            from internsp.parallel.order import make_agreement  # few models need it
+
             communicator.agreement = make_agreement(communicator, self.sharded)
         frozen = FrozenParameterCheck(self.replicated.all_parameters(), store_group, mesh.rank)
         # Also parameters that a rule of the plan ignores.

@@ -26,17 +26,19 @@ never.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
 from internsp.schedule.backward import Backward
 from internsp.schedule.enclosing import Enclosing
-from internsp.schedule.learned_passes import LearnedPasses
 from internsp.schedule.passes import Order, Passes
 from internsp.schedule.progress import Phase, Progress
 from internsp.schedule.reductions import Reductions
 from internsp.schedule.slots import SlotContents
 from internsp.schedule.terms import BACKWARD, FORWARD, FREE, RECOMPUTE, USE, Action, Policy, Unit, W
 from internsp.schedule.uses import Uses
+
+if TYPE_CHECKING:
+    from internsp.schedule.learned_passes import LearnedPasses
 
 
 class GatherQueue(Generic[W]):
@@ -84,6 +86,8 @@ class GatherQueue(Generic[W]):
             policy: the limits for that order.
             blocks: in that order; a block of the chunk that is missing here does not run.
         """
+        from internsp.schedule.learned_passes import LearnedPasses  # few models learn an order
+
         self.progress.require("reorder")
         before = self.passes.order
         order = Order.of(policy, blocks, before.root, before.head)

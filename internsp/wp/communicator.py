@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from internsp.mesh import ParallelMesh
 from internsp.schedule import terms as schedule
 from internsp.schedule.chunk import ChunkLayout
 from internsp.schedule.enclosing import Enclosing
-from internsp.schedule.learned_passes import LearnedPasses
 from internsp.schedule.terms import BACKWARD, FORWARD, RECOMPUTE
 from internsp.wp.autocast import Autocast, follow
 from internsp.wp.contents import Contents
@@ -36,6 +35,9 @@ from internsp.wp.parameter import Member, ShardedParameter, trained
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameters
 from internsp.wp.slots import Unit
+
+if TYPE_CHECKING:
+    from internsp.schedule.learned_passes import LearnedPasses
 
 
 class WPCommunicator(ABC):
