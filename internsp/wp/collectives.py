@@ -6,9 +6,14 @@ gradient's own dtype and are summed in fp32 or wider on arrival (design.md 8). T
 the synchronous form send the same messages in the same order; only the wait differs (WP-12).
 
 On gloo in host memory, in groups of up to :data:`MOST_DIRECT` ranks, an all-gather or a
-reduce-scatter is a message between each pair of ranks, received where it is needed; only
-all-gathers of several small weights in one launch use gloo's own form. Gloo's own all-gather copies
-everything twice more, and sends for two collectives of a group at a time.
+reduce-scatter is a message between each pair of ranks, received where it is needed. Gloo's own
+all-gather copies everything twice more, and sends for two collectives of a group at a time.
+
+Only several small weights in one launch use it, as one flat tensor (:class:`FlatGather`), and never
+its coalesced form, with which torch 2.13 corrupts the heap. The two threads of a gloo group note
+without a lock which collective ended last (``runLoop`` in ``ProcessGroupGloo.cpp``), and a name of
+more than 15 characters is memory, which both free if they end one at once ("double free",
+"unaligned tcache chunk"). No other collective here has such a name.
 """
 
 from __future__ import annotations
@@ -69,6 +74,27 @@ def _drop(works: Sequence[Work]) -> None:
     """Called when the process group is freed, and its connections with it."""
 
 
+class FlatGather:
+    """The work handle of an all-gather of several tensors as a single flat one.
+
+    Args:
+        gather: of the flat one; gloo keeps its tensors until it has ended.
+        flat: ``[size, n]``, which receives what each rank sends, one tensor after another.
+        outputs: ``[size * rows, ...]`` each, filled by :meth:`wait`.
+    """
+
+    def __init__(self, gather: Work, flat: Tensor, outputs: Sequence[Tensor]) -> None:
+        self.gather, self._flat, self._outputs = gather, flat, outputs
+
+    def wait(self) -> None:
+        """Wait, and fill the outputs. Called once."""
+        self.gather.wait()
+        size = len(self._flat)
+        parts = self._flat.split([output.numel() // size for output in self._outputs], 1)
+        for output, part in zip(self._outputs, parts, strict=True):
+            output.view(size, -1).copy_(part)
+
+
 @dataclass(slots=True)
 class Handle:
     """A collective in flight. Waiting is idempotent; on a device it orders streams only."""
@@ -127,9 +153,9 @@ class Collectives:
         self._device = device
         self._current = current_stream(device)
         # On device tensors, gloo's threads copy through the host and its waits block the host.
-        gloo = dist.get_backend(group) == "gloo"
-        self._blocking_waits = gloo and self._current is not None
-        self._direct = gloo and device.type == "cpu" and self.size <= MOST_DIRECT
+        self._gloo = dist.get_backend(group) == "gloo"
+        self._blocking_waits = self._gloo and self._current is not None
+        self._direct = self._gloo and device.type == "cpu" and self.size <= MOST_DIRECT
         self._observer: torch.Stream | None = None
         self._completion_thread = CompletionThread()
         # torch.distributed's functions check every tensor, which costs time at twenty collectives a
@@ -379,9 +405,14 @@ class Collectives:
         return self._gather(output, shard, self._gather_options)
 
     def _send_all_gathers(self, outputs: list[Tensor], shards: list[Tensor]) -> Work:
-        if self._blocking_waits:  # gloo's coalesced form would read device memory from the host
+        if self._blocking_waits:  # gloo brings each through the host
             pairs = zip(outputs, shards, strict=True)
             return WorkHandles([self._send_all_gather(output, shard) for output, shard in pairs])
+        if self._gloo:
+            mine = torch.cat([shard.view(-1) for shard in shards])
+            flat = mine.new_empty(self.size * mine.numel())
+            gather = self._gather(flat, mine, self._gather_options)
+            return FlatGather(gather, flat.view(self.size, -1), outputs)
         return self.group.allgather_into_tensor_coalesced(outputs, shards, self._gather_options)
 
     def _send_all_to_all(self, output: Tensor, input: Tensor) -> Work:
@@ -436,6 +467,8 @@ class Collectives:
                 stamp(self.trace.now())
         elif self._direct and isinstance(work, WorkHandles):
             return self._completion_thread.watch(work, stamp)
+        elif isinstance(work, FlatGather):
+            call_when_done(work.gather, stamp)
         elif isinstance(work, dist.Work):
             call_when_done(work, stamp)
         return work

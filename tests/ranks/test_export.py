@@ -16,7 +16,7 @@ from internsp.app.checkpoint.export import export
 from internsp.app.checkpoint.saver import save
 from internsp.app.cli.command import main
 from internsp.app.config import Config
-from internsp.app.data.tokenizer import ByteTokenizer, byte_tokenizer_files
+from internsp.app.data.tokenizer import ByteTokenizer, byte_tokenizer_files, tokenizer_files
 from internsp.app.process.stop import StopRequest
 from internsp.app.session.own import CustomData
 from internsp.app.session.session import Session
@@ -113,6 +113,7 @@ def folders_of_transformers(to: Path) -> None:
     llama.double().save_pretrained(to / "tied")
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(to / "tied")
+    (to / "tied" / "special_tokens_map.json").write_text('{"eos_token": "a"}')  # older ones have it
     mixtral = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=2))
     mixtral.save_pretrained(to / "converted", max_shard_size="10KB")
 
@@ -160,6 +161,9 @@ def test_a_model_of_transformers_comes_back_with_the_logits_that_it_was_trained_
     assert AutoTokenizer.from_pretrained(tmp_path / "tied").decode([1, 0]) == "b a"
     exported = AutoTokenizer.from_pretrained(tmp_path / "export tied")
     assert exported.decode([72, 105]) == "Hi", "the tokenizer of the run, not that of its model"
+    assert {path.name for path in tokenizer_files(tmp_path / "export tied")} == {
+        "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
 
 
 TOKENIZERS = ["a file", "a folder", "gone", "a program's"]
