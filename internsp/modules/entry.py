@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from internsp.base.autograd import (
     no_second_derivatives,
     register_pre_backward_hook,
 )
-from internsp.modules.parameters import require_unwritten, views, weights_of
+from internsp.modules.parameters import Taken, put_back, require_unwritten, views, weights_of
+from internsp.modules.wrapping import Forward, Wrapping
 from internsp.wp.parameter import Member, ShardedParameter
 
 
@@ -101,17 +102,15 @@ class BlockHandle:
             self.sharded[0].communicator.on_grads_ready(sharded)
 
 
-def unshard_at_block_entry(
-    block: nn.Module, prepare: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-) -> None:
-    """Replace ``block.forward`` by one that unshards the weights first.
+def unshard_at_block_entry(block: nn.Module) -> None:
+    """Put a function around ``block.forward`` that unshards the weights first.
 
     While it runs, ``_parameters`` of each module is a plain dictionary of plain tensors.
-
-    Args:
-        prepare: applied to the original forward, such as ``torch.compile``.
     """
-    inner = prepare(block.forward) if prepare is not None else block.forward
+    Wrapping.of(block).add(partial(_unsharding_all, block))
+
+
+def _unsharding_all(block: nn.Module, inner: Forward) -> Forward:
     modules = [m for m in block.modules() if weights_of(m)]
     held: list[Any] = [m._parameters for m in modules]
     own = [weight for weights in held for weight in weights.weights.values()]
@@ -139,17 +138,18 @@ def unshard_at_block_entry(
                 module.__dict__["_parameters"] = weights
             for module, weights in copied:
                 weights.restore_copies(module)
-        _keep_what_was_put_in(held, plain, handed)
+            taken = _keep_what_was_put_in(held, plain, handed)
         if any(not tensor.is_inference() and tensor._version for tensor in unsharded):
+            reset = [weights.weights[name] for weights, name, _ in taken]
             for weight, tensor in zip(own, unsharded, strict=True):
-                require_unwritten(weight, tensor)
+                require_unwritten(weight, tensor, reset.count(weight))
         output = clone_aliases(output, unsharded)
         handle.release()
         if handle.sharded or handle.shared:
             register_pre_backward_hook(output, handle.pre_backward, before)
         return output
 
-    block.forward = forward  # type: ignore[method-assign]
+    return forward
 
 
 def _plain(held: list[Any], unsharded: Sequence[Tensor]) -> list[dict[str, Any]]:
@@ -170,12 +170,22 @@ def _plain(held: list[Any], unsharded: Sequence[Tensor]) -> list[dict[str, Any]]
 
 def _keep_what_was_put_in(
     held: list[Any], plain: list[dict[str, Any]], handed: list[dict[str, Any]]
-) -> None:
-    """Keep what the forward itself has put into ``_parameters``; the next use refuses it."""
+) -> list[Taken]:
+    """Keep what the forward itself has put into ``_parameters``; the next use refuses it.
+
+    Returns:
+        The weights that a parametrization has taken out, and that are back in their modules.
+    """
+    taken: list[Taken] = []
     for weights, inside, before in zip(held, plain, handed, strict=True):
+        if len(inside) < len(before):
+            gone = [name for name in before if name not in inside and name in weights.weights]
+            taken += [Taken(weights, name, tuple(weights)) for name in gone]
         for name, value in inside.items():
             if value is not before.get(name):
                 weights[name] = value
+    put_back(taken)
+    return taken
 
 
 def compile_block(block: nn.Module, **options: Any) -> None:
@@ -184,7 +194,12 @@ def compile_block(block: nn.Module, **options: Any) -> None:
     Args:
         options: for ``torch.compile``.
     """
-    unshard_at_block_entry(block, lambda forward: _uncollected(torch.compile(forward, **options)))
+    wrapping = Wrapping.of(block)
+    wrapping.prepare = lambda forward: _uncollected(torch.compile(forward, **options))
+    wrapping.inside = [Wrapping.of(m) for m in block.modules() if m is not block and weights_of(m)]
+    for each in wrapping.inside:  # the compiler would trace what looks at their forward
+        each.leave_calls()
+    unshard_at_block_entry(block)
 
 
 def _uncollected(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,6 +50,7 @@ from internsp.modules.watch import (
     before_step,
     require_no_gradient_hooks,
 )
+from internsp.modules.wrapping import Wrapping
 from internsp.schedule.enclosing import Enclosing
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import ShardedParameter, not_to_be_copied
@@ -161,6 +162,7 @@ def register_hooks(
     # ... of blocks, where weights may be read outside of the module that owns them, ...
     for each in blocks:
         for module in each.modules:
+            Wrapping.of(module).block = each.block.name
             if isinstance(each.block, Enclosing) or not (compiles or each.block.unshard_at_entry):
                 wrap_scope(module, each.scope)
             elif compiles:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from internsp.base.autograd import (
     InputTensors,
@@ -32,8 +33,10 @@ from internsp.base.autograd import (
     transforming,
     under_transform,
 )
+from internsp.base.bits import same_bits
 from internsp.errors import GradientError, StaleWeightError, StructureError
-from internsp.wp.parameter import Member, not_to_be_copied
+from internsp.modules.wrapping import Forward, Wrapping
+from internsp.wp.parameter import Member, ShardedParameter, not_to_be_copied
 
 
 class ParameterHandle:
@@ -200,11 +203,14 @@ class Scope:
             so that for them it does not matter where backward enters.
         recomputed: whether activation checkpointing runs the forward again.
         members: ``_parameters`` of the modules in it.
+        taken: weights that a parametrization has taken out of their modules in this forward.
         module, name: the module whose forward this is, and its name (empty for the model).
         communicator: the chunk's (:class:`internsp.wp.communicator.ISPCommunicator`).
     """
 
-    __slots__ = ("block", "communicator", "members", "module", "name", "recomputed", "unsharded")
+    __slots__ = (
+        "block", "communicator", "members", "module", "name", "recomputed", "taken", "unsharded"
+    )  # fmt: skip
 
     module: nn.Module
     name: str
@@ -214,6 +220,21 @@ class Scope:
         self.unsharded: Unsharded | None = None
         self.block, self.recomputed = block, recomputed
         self.members: list[Weights] = []
+        self.taken: list[Taken] = []
+
+
+class Taken(NamedTuple):
+    """A weight that ``torch.nn.utils.parametrize`` has taken out of its module in a forward.
+
+    Attributes:
+        held: the module's ``_parameters``.
+        name: the weight's name in it.
+        order: the names that it had.
+    """
+
+    held: Weights
+    name: str
+    order: tuple[str, ...]
 
 
 class Weights(dict[str, Any]):
@@ -226,17 +247,19 @@ class Weights(dict[str, Any]):
     Attributes:
         weights: the module's parameters that ``parallelize`` has made, by their names in it.
         scope: the forward in which these may be read outside of the module's own forward.
-        owner: the module's class and name, for errors.
+        module: the module; ``owner``: its class and name, for errors.
         unsharded: views made in the module's own forward; ``None`` outside of it.
         copies: other references that the module keeps, as ``nn.LSTM`` does in a list: a path of
             attribute and keys, and the name. During a forward they hold the view, too.
     """
 
-    __slots__ = ("copies", "owner", "scope", "unsharded", "weights")
+    __slots__ = ("copies", "module", "owner", "scope", "unsharded", "weights")
 
-    def __init__(self, parameters: Mapping[str, Any], owner: str, scope: Scope) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Any], module: nn.Module, owner: str, scope: Scope
+    ) -> None:
         super().__init__(parameters)
-        self.owner, self.scope = owner, scope
+        self.module, self.owner, self.scope = module, owner, scope
         self.weights: dict[str, Member] = {}
         self.unsharded: Unsharded | None = None
         self.copies: list[tuple[tuple[Any, ...], str]] = []
@@ -276,6 +299,11 @@ class Weights(dict[str, Any]):
                 if unsharded is not None and weight in unsharded and unsharded[weight][0] is value:
                     value = weight.parameter  # torch.func.functional_call restores what it read
         super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if name in self.weights and self.scope.unsharded is not None:
+            self.scope.taken.append(Taken(self, name, tuple(self)))
+        super().__delitem__(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise not_to_be_copied()
@@ -349,14 +377,14 @@ class Weights(dict[str, Any]):
                     raise under_transform(weight.name)
 
 
-# Classes of modules that only pass their weights to one function of torch; and whether that saves
-# them for backward (a lookup does not). Only of these classes it is known that they neither write
-# into a weight nor return a part of it.
-_PLAIN: dict[type[nn.Module], bool] = {
-    nn.Linear: True,
-    nn.LayerNorm: True,
-    nn.RMSNorm: True,
-    nn.Embedding: False,
+# Classes of modules that only pass their weights to one function of torch; whether that saves them
+# for backward (a lookup does not); and their forward. Only of these it is known that they neither
+# write into a weight nor return a part of it.
+_PLAIN: dict[type[nn.Module], tuple[bool, Any]] = {
+    nn.Linear: (True, nn.Linear.forward),
+    nn.LayerNorm: (True, nn.LayerNorm.forward),
+    nn.RMSNorm: (True, nn.RMSNorm.forward),
+    nn.Embedding: (False, nn.Embedding.forward),
 }
 
 
@@ -368,7 +396,7 @@ def plain(saves: bool) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """
 
     def note(kind: type[nn.Module]) -> type[nn.Module]:
-        _PLAIN[kind] = saves
+        _PLAIN[kind] = saves, kind.forward
         return kind
 
     return note
@@ -380,10 +408,15 @@ def wrap_forward(module: nn.Module) -> None:
 
     ``forward`` is wrapped and not ``__call__``, for checkpoints around it and direct calls of it.
     """
-    held, inner = module._parameters, module.forward
+    Wrapping.of(module).add(partial(_unsharding, module), nests=True)
+
+
+def _unsharding(module: nn.Module, inner: Forward) -> Forward:
+    held = module._parameters
     assert isinstance(held, Weights), "attach() came before"
-    saves = _PLAIN.get(type(module)) if set(held) <= {"weight", "bias"} else None
-    simple = saves is not None
+    saves, known = _PLAIN.get(type(module), (False, None))
+    simple = getattr(inner, "__func__", None) is known is not None
+    simple = simple and set(held) <= {"weight", "bias"}
     copied = held if held.copies else None
 
     @wraps(inner)
@@ -420,7 +453,7 @@ def wrap_forward(module: nn.Module) -> None:
         _require_tensors(held.owner, unsharded, output, before)
         return end_forward(unsharded, output, before)
 
-    module.forward = forward  # type: ignore[method-assign]
+    return forward
 
 
 def _require_tensors(owner: str, unsharded: Unsharded, output: Any, before: InputTensors) -> None:
@@ -441,7 +474,11 @@ def wrap_scope(module: nn.Module, scope: Scope) -> None:
     ``forward`` is wrapped and not ``__call__``, so that the recompute of a checkpoint around it
     opens the scope, too.
     """
-    held, inner = module._parameters, module.forward
+    Wrapping.of(module).add(partial(_in_scope, module, scope))
+
+
+def _in_scope(module: nn.Module, scope: Scope, inner: Forward) -> Forward:
+    held = module._parameters
     # Not None for a block that owns weights itself and keeps other references to them.
     copied = held if isinstance(held, Weights) and held.copies else None
 
@@ -454,17 +491,44 @@ def wrap_scope(module: nn.Module, scope: Scope) -> None:
             copied.require_copies(module)
         before = input_tensors((args, kwargs))
         outside, scope.unsharded = scope.unsharded, {}
+        taken: list[Taken] = []
         try:
             if copied is not None:
                 copied.fill_copies(module, copied)
             output = inner(*args, **kwargs)
         finally:
             unsharded, scope.unsharded = scope.unsharded, outside
+            if scope.taken:
+                taken, scope.taken = scope.taken, []
+                put_back(taken)
             if copied is not None:
                 copied.restore_copies(module)
-        return end_forward(unsharded, output, before) if unsharded else output
+        return end_forward(unsharded, output, before, taken) if unsharded else output
 
-    module.forward = forward  # type: ignore[method-assign]
+    return forward
+
+
+def put_back(taken: Sequence[Taken]) -> None:
+    """Put weights back into their modules, which a parametrization has left as buffers.
+
+    Libraries of adapters (PEFT's ``target_parameters``) register a parametrization for one call of
+    a module, and remove it after that. What they register then is the unsharded view.
+
+    Raises:
+        StructureError: a parametrization has not been removed.
+    """
+    for held, name, order in taken:
+        module, weight = held.module, held.weights[name]
+        if is_parametrized(module, name):
+            raise StructureError(
+                f"a forward has registered a parametrization of {weight.name} and not removed it: "
+                "register it before parallelize(), or remove it before the block's forward ends "
+                "(remove_parametrizations(module, name, leave_parametrized=False))"
+            )
+        module._buffers.pop(name, None)
+        values = dict(held.items()) | {name: weight.parameter}
+        held.clear()
+        held.update({n: values.pop(n) for n in order if n in values} | values)
 
 
 def open_weights(module: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Any]]:
@@ -494,11 +558,14 @@ def _close(unsharded: Unsharded, output: Any) -> Any:
     return output
 
 
-def end_forward(unsharded: Unsharded, output: Any, before: InputTensors) -> Any:
+def end_forward(
+    unsharded: Unsharded, output: Any, before: InputTensors, taken: Sequence[Taken] = ()
+) -> Any:
     """End a forward that unsharded weights: release them, register the pre-backward hook.
 
     Args:
         before: the tensors that the forward got (:func:`internsp.base.autograd.input_tensors`).
+        taken: weights that a parametrization has taken out of their modules meanwhile.
 
     Returns:
         ``output``, with tensors that lie in the memory of a weight cloned.
@@ -506,8 +573,9 @@ def end_forward(unsharded: Unsharded, output: Any, before: InputTensors) -> Any:
     Raises:
         StructureError: the forward wrote into a weight.
     """
+    reset = [held.weights[name] for held, name, _ in taken]
     for weight, (tensor, _) in unsharded.items():
-        require_unwritten(weight, tensor)
+        require_unwritten(weight, tensor, reset.count(weight))
     output = clone_aliases(output, [tensor for tensor, _ in unsharded.values()])
     kept = _release(unsharded)
     if kept:
@@ -532,19 +600,34 @@ def _pre_backward(kept: list[ParameterHandle], saved: bool, gradients: tuple[Ten
         handle.pre_backward(saved)
 
 
-def require_unwritten(weight: Member, tensor: Tensor) -> None:
+def require_unwritten(weight: Member, tensor: Tensor, resets: int = 0) -> None:
     """Check that a forward has not written into ``tensor``, the view that it read.
+
+    Args:
+        resets: how often a parametrization was registered for it, each of which sets it to itself.
 
     Raises:
         StructureError: it has written: a write into a slot would not reach the shard.
     """
-    if not tensor.is_inference() and tensor._version:
+    if not tensor.is_inference() and tensor._version and not _same(weight, tensor, resets):
         weight.invalidate()
         raise StructureError(
             f"{weight.name} was written into during a forward (max_norm, an in-place operation, "
-            "a normalization of the weight): the write would reach this rank's copy only. Write "
-            "into the parameter between optimizer steps, under torch.no_grad()"
+            "a normalization of the weight, the right_inverse of a parametrization): the write "
+            "would reach this rank's copy only. Write into the parameter between optimizer steps, "
+            "under torch.no_grad()"
         )
+
+
+def _same(weight: Member, tensor: Tensor, resets: int) -> bool:
+    """Whether ``tensor`` still has this rank's values of ``weight``, after it was set to itself."""
+    if not resets:
+        return False
+    local: Tensor = weight.parameter._local_tensor  # type: ignore[attr-defined]
+    if isinstance(weight, ShardedParameter) and weight.needs_gather:
+        own = weight.layout.cut(tensor.detach(), weight.rank).movedim(0, weight.layout.dim)
+        return same_bits(own.contiguous(), local.detach().to(own.device, own.dtype).contiguous())
+    return tensor.data_ptr() == local.data_ptr() and tensor._version == resets
 
 
 def attach(module: nn.Module, module_name: str, name: str, weight: Member, scope: Scope) -> None:
@@ -552,7 +635,7 @@ def attach(module: nn.Module, module_name: str, name: str, weight: Member, scope
     held = module._parameters
     if not isinstance(held, Weights):
         owner = f"{type(module).__name__} {module_name}".strip()
-        held = module.__dict__["_parameters"] = Weights(held, owner, scope)
+        held = module.__dict__["_parameters"] = Weights(held, module, owner, scope)
         scope.members.append(held)
     held.weights[name] = weight
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from internsp.base.autograd import in_backward, tensors
 from internsp.errors import StructureError
 from internsp.modules.offload import OffloadGroup
+from internsp.modules.wrapping import Forward, Wrapping
 
 ContextFn = Callable[..., tuple[Any, Any]]
 """Called with a function that saves a tensor (:meth:`OffloadGroup.save`), or without arguments."""
@@ -40,7 +41,20 @@ def checkpoint_block(
         group: returns the group in which a call saves tensors (:mod:`internsp.modules.offload`);
             ``None``: they stay on the device.
     """
-    inner = _BufferGuard(block).wrap(block.forward)
+    Wrapping.of(block).add(
+        partial(_recomputing, block, reentrant, context_fn, recomputed, group)
+    )
+
+
+def _recomputing(
+    block: nn.Module,
+    reentrant: bool,
+    context_fn: ContextFn | None,
+    recomputed: Callable[[], object] | None,
+    group: Callable[[], OffloadGroup] | None,
+    inner: Forward,
+) -> Forward:
+    inner = _BufferGuard(block).wrap(inner)
     if recomputed is not None:
         inner = _with_callback(inner, recomputed)
 
@@ -90,7 +104,7 @@ def checkpoint_block(
             return checkpoint(inner, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
-    block.forward = forward  # type: ignore[method-assign]
+    return forward
 
 
 def _is_activation(tensor: Any) -> bool:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from internsp.base.autograd import no_second_derivatives
 from internsp.errors import ConfigError, StructureError
 from internsp.modules.parameters import Weights, open_weights, weights_behind
+from internsp.modules.wrapping import Forward, Wrapping
 from internsp.structure.tiles import Tiling
 
 ROWS = 16
@@ -74,13 +75,15 @@ def tile(module: nn.Module, name: str, tiles: int) -> None:
     Raises:
         StructureError: in the forward, if the module takes or returns something else.
     """
-    inner = module.forward
 
-    @wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return TiledCall(module, name, tiles, inner)(*args, **kwargs)
+    def tiled(inner: Forward) -> Forward:
+        @wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return TiledCall(module, name, tiles, inner)(*args, **kwargs)
 
-    module.forward = forward  # type: ignore[method-assign]
+        return forward
+
+    Wrapping.of(module).add(tiled)
 
 
 class TiledCall:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from internsp.config import ActivationCheckpointConfig
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import LayoutError, StructureError
 from internsp.parallel.parallelize import parallelize
 from internsp.parallel.sequences import supports
@@ -209,6 +210,67 @@ def test_a_frozen_base_with_adapters_of_peft_is_found_inside() -> None:
     prompt = hf.plain_batch(0)["input_ids"]
     texts = [m.eval().generate(input_ids=prompt, max_new_tokens=3) for m in (plain, ours)]
     assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("config", [{}, {"coalesce_bytes": 65536}, {"trigger": "rolling"}], ids=str)
+@pytest.mark.parametrize("mode", ["none", "full"])
+@ranks(2)
+def test_adapters_of_peft_on_parameters_of_experts_are_right(
+    mode: Any, config: dict[str, Any]
+) -> None:
+    import peft
+
+    def wrapped() -> Any:
+        torch.manual_seed(1)
+        settings = peft.LoraConfig(
+            r=2, target_modules=["q_proj"], init_lora_weights=False,
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        )  # fmt: skip
+        return peft.get_peft_model(hf.tiny("mixtral"), settings).double()
+
+    for weight in (2, 1):
+        mesh = mesh_of(weight)
+        plain, ours = wrapped(), wrapped()
+        names = [name for name, _ in plain.named_parameters()]
+        parallelize(
+            ours, mesh,
+            WeightParallelConfig(**({"min_shard_elements": 32, "coalesce_bytes": 0} | config)),
+            activation_checkpoint=ActivationCheckpointConfig(mode=mode),
+        )  # fmt: skip
+        for _ in range(2):
+            sum(plain(**hf.plain_batch(data), use_cache=False).loss for data in range(2)).backward()
+            ours(**hf.plain_batch(mesh.data_rank), use_cache=False).loss.backward()
+            check(gradients(ours), gradients(plain), f"experts, {config}", hf.SINGLE)
+        assert [name for name, _ in ours.named_parameters()] == names
+        assert list(ours.state_dict()) == list(plain.state_dict())
+
+
+@ranks(2)
+def test_a_forward_replaced_on_a_model_whose_sequences_are_cut_is_right_or_refused() -> None:
+    twin = HuggingTwin("llama", mesh_of(1, 2))
+
+    def renamed(self: Any, tokens: Any, targets: Any = None) -> Any:
+        return type(self).forward(self, input_ids=tokens, labels=targets)
+
+    def fused(self: Any, input_ids: Any, labels: Any, **options: Any) -> Any:
+        output = type(self).forward(self, input_ids=input_ids, **options)
+        output.loss = output.logits.square().mean()
+        return output
+
+    batch = hf.plain_batch(0)
+    for model in (twin.plain, twin.ours):
+        before = model.forward
+
+        def around(*args: Any, before: Any = before, **options: Any) -> Any:
+            return before(*args, **options)
+
+        model.forward = around
+    twin.compare(lambda data: batch, "a forward that calls the one before")
+    twin.ours.forward = MethodType(renamed, twin.ours)
+    given = batch["input_ids"], batch["labels"]
+    raises(LayoutError, lambda: twin.ours(*given), "neither input_ids")
+    twin.ours.forward = MethodType(fused, twin.ours)
+    raises(StructureError, lambda: twin.ours(**batch), "computed its loss past its loss_function")
 
 
 @ranks(2)

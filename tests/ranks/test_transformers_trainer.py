@@ -13,11 +13,14 @@ import pickle
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import MethodType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 import internsp
 from internsp.errors import ConfigError
@@ -268,3 +271,76 @@ def test_a_run_logs_and_becomes_what_one_process_does(
         compare(found["lora resumed"], found["lora"], "lora resumed", 0.0, 0.0, after=1)
         dtypes = {(("lora_" in n), str(p.dtype)) for n, p in found["lora"].weights.items()}
         assert dtypes == {(True, "torch.float32"), (False, "torch.bfloat16")}
+
+
+def fuse(model: Any) -> None:
+    """Put a forward in place that reads the head's weight and calls no head, as trl's trainers."""
+    before = model.forward
+
+    def forward(
+        self: Any, input_ids: Tensor, labels: Tensor, num_items_in_batch: Any = None, **others: Any
+    ) -> Any:
+        if not self.training:
+            others["num_items_in_batch"] = num_items_in_batch
+            return before(input_ids=input_ids, labels=labels, **others)
+        hidden = self.model(input_ids, use_cache=False).last_hidden_state[:, :-1]
+        weight = self.lm_head.weight
+        if isinstance(weight, DTensor):  # as under FSDP2
+            weight = weight.full_tensor()
+        targets = labels[:, 1:]
+        logits = hidden.flatten(0, 1) @ weight.t()
+        loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+        return {"loss": loss / num_items_in_batch}
+
+    model.forward = MethodType(forward, model)
+
+
+def fused(
+    rank: int, world: int, weight: int, folder: Path
+) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """Three steps of a trainer that replaces the forward of the model that it is given."""
+    import transformers
+
+    from examples import transformers_trainer as example
+    from internsp.clients.trainer import Trainer
+
+    class Theirs(transformers.Trainer):
+        def __init__(self, model: Any, *args: Any, **options: Any) -> None:
+            super().__init__(model, *args, **options)
+            fuse(model)
+
+    class Parallel(Trainer, Theirs):
+        pass
+
+    if world > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+        os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    args = example.arguments(str(folder), max_steps=3, eval_steps=3, save_strategy="no")
+    model: Any = example.make_model(False, torch.float64)
+    data = {
+        "train_dataset": example.sequences(TEXT, 10 * example.BATCH, seed=1),
+        "eval_dataset": example.sequences(TEXT, 2 * example.BATCH, seed=2),
+    }
+    if weight:
+        mesh = internsp.ParallelMesh.create(weight)
+        config = internsp.WeightParallelConfig(min_shard_elements=512)
+        communicator = internsp.parallelize(model, mesh, config)
+        trainer: Any = Parallel(model, args, communicator=communicator, **data)
+    else:
+        trainer = Theirs(model, args, **data)
+    trainer.train()
+    weights = {n: p.full_tensor() if weight else p for n, p in model.named_parameters()}
+    return trainer.state.log_history, {n: w.detach().clone() for n, w in weights.items()}
+
+
+def test_a_trainer_that_replaces_the_models_forward_trains_as_on_one_process(
+    tmp_path: Path,
+) -> None:
+    ((wanted_log, wanted),) = run_ranks(fused, 1, 0, tmp_path)
+    for weight in (2, 1):
+        log, weights = run_ranks(fused, 2, weight, tmp_path)[0]
+        for row, other in zip(log, wanted_log, strict=True):
+            for key in row.keys() & {"loss", "grad_norm", "eval_loss"}:
+                assert abs(row[key] - other[key]) <= LOGGED, (weight, key, row, other)
+        assert sum("grad_norm" in row for row in wanted_log) == 3, "the reference logged"
+        check(weights, wanted, f"weight {weight}", 1e-8)

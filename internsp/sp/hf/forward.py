@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -77,8 +78,8 @@ class ForwardHooks:
         self.positions_from, self.finds_documents = positions_from, finds_documents
         # Undoes the later division of gradients by the number of ranks of the sequence group.
         self.gradient_factor = float(group.size) if mean else 1.0
-        self.parameters = inspect.signature(type(model).forward).parameters
-        self.takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+        self._forward: Any = None
+        self._read_signature()
         self.model_loss = model.loss_function
         self.device = device
         self.as_tuple = False
@@ -93,9 +94,26 @@ class ForwardHooks:
 
     # Before the forward.
 
+    def _read_signature(self) -> None:
+        """Read the parameters of the model's forward, which a program may replace at any time.
+
+        Those of the class, where a forward takes its positional arguments as a tuple: it passes
+        them on.
+        """
+        forward = self.model.forward
+        if forward is self._forward:
+            return
+        self._forward = forward
+        found = inspect.signature(forward).parameters
+        if any(p.kind is p.VAR_POSITIONAL for p in found.values()):
+            of_class = inspect.signature(type(self.model).forward).parameters
+            found = MappingProxyType({n: p for n, p in of_class.items() if n != "self"})
+        self.parameters = found
+        self.takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in found.values())
+
     def _pre_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = dict(zip(self.parameters, (model, *args), strict=False))
-        del given["self"]
+        self._read_signature()
+        given = dict(zip(self.parameters, args, strict=False))
         given |= kwargs
         layout = None if "layout" in self.parameters else given.pop("layout", None)
         self.shard = None

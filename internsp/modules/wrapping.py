@@ -1,0 +1,162 @@
+"""Layers around a module's ``forward``, which stay around it when a program replaces it.
+
+Libraries of kernels, adapters and trainers put another ``forward`` in place of a module's: on the
+instance (``model.forward = types.MethodType(fused, model)``) or on its class. On one process the
+new one runs from then on; here it must run in the scope in which weights are read. So the next call
+of the module looks whether its ``forward`` is still the one that was wrapped last, and wraps what
+it finds. A new ``forward`` may call the one that it has replaced: its layers are around the call
+already, and it runs without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from internsp.base.autograd import NO_TASK, graph_task
+from internsp.errors import StructureError
+
+Forward = Callable[..., Any]
+Layer = Callable[[Forward], Forward]
+"""Makes the function around a ``forward``."""
+
+_NAME = "_internsp_wrapping"
+
+
+class Wrapping:
+    """What is around the ``forward`` of one module.
+
+    Attributes:
+        forward: the outermost function, which was the module's ``forward`` when last looked at.
+        block: the block whose ``forward`` this is, for the error of a call past its hooks; empty
+            for other modules, which have no hooks that such a call would leave out.
+        prepare: applied to what the layers are around, such as ``torch.compile``.
+        inside: other modules' wrappings that a call looks at, too: nothing may look at them in
+            compiled code.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._own = module, vars(module)
+        self._layers: list[Layer] = []
+        self._nests = True
+        self._base: Forward = module.forward
+        self._of_class: Any = None if "forward" in self._own else type(module).forward
+        # Each outermost function, and the class's forward where it is around that.
+        self._made: WeakKeyDictionary[Forward, Any] = WeakKeyDictionary()
+        self._running: Forward | None = None
+        self._called = False
+        self.block = ""
+        self.prepare: Callable[[Forward], Forward] = lambda forward: forward
+        self.inside: list[Wrapping] = []
+        self.forward: Forward = self._base
+        self._own["_call_impl"] = self._call_function()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Wrapping:
+        """The wrapping of ``module``; made if there is none."""
+        found = vars(module).get(_NAME)
+        if found is None:
+            found = vars(module)[_NAME] = cls(module)
+        wrapping: Wrapping = found
+        return wrapping
+
+    @property
+    def running(self) -> bool:
+        """Whether the module's forward runs, within its layers."""
+        return self._running is not None
+
+    def add(self, layer: Layer, nests: bool = False) -> None:
+        """Put ``layer`` around the module's ``forward`` and the layers that it has.
+
+        Args:
+            nests: the layer may be around itself, where a new forward calls the one before.
+        """
+        self._nests = self._nests and nests
+        self._layers.append(layer)
+        self._wrap()
+
+    def leave_calls(self) -> None:
+        """Do not look at each call: the block around the module does (:attr:`inside`)."""
+        self._own.pop("_call_impl", None)
+
+    def _wrap(self) -> None:
+        """Put all layers around ``_base``."""
+        base = self._base
+        if self._nests:
+            forward = self.prepare(base)
+            for layer in self._layers:
+                forward = layer(forward)
+        else:
+            forward = self._in_layers(base)
+        self._made[forward] = self._of_class
+        self.forward = self._own["forward"] = forward
+
+    def _in_layers(self, base: Forward) -> Forward:
+        prepared = self.prepare(base)
+
+        @wraps(base)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            outside, self._running = self._running, forward
+            try:
+                return prepared(*args, **kwargs)
+            finally:
+                self._running = outside
+
+        layered: Forward = inside
+        for layer in self._layers:
+            layered = layer(layered)
+
+        @wraps(base)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            running = self._running
+            if running is not None and running is not forward:
+                return base(*args, **kwargs)  # what has replaced it calls it, within the layers
+            if self.block and not self._called and graph_task() == NO_TASK:
+                raise StructureError(
+                    f"the forward of block {self.block} was called directly (block.forward(x)): "
+                    "no hook ran, so that its weights were not gathered. Call the block itself, "
+                    "block(x)"
+                )
+            return layered(*args, **kwargs)
+
+        return forward
+
+    def _call_function(self) -> Forward:
+        """In place of the module's ``_call_impl``, which reads ``forward`` before any hook runs."""
+        module, own = self._module, self._own
+        run = type(module)._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if own.get("forward") is not self.forward or (
+                self._of_class is not None and self._of_class is not type(module).forward
+            ):
+                self.renew()
+            if not self.block:
+                return run(module, *args, **kwargs)
+            for wrapping in self.inside:
+                wrapping.renew()
+            outside, self._called = self._called, True
+            try:
+                return run(module, *args, **kwargs)
+            finally:
+                self._called = outside
+
+        return call
+
+    def renew(self) -> None:
+        """Wrap the module's ``forward``, or its class's, if it is not the one that was wrapped."""
+        found = self._own.get("forward")
+        if found is not None and found in self._made:  # the same, or an earlier one was put back
+            self.forward, self._of_class = found, self._made[found]
+            if self._of_class is None or self._of_class is type(self._module).forward:
+                return
+            found = None
+        if found is None:
+            self._own.pop("forward", None)
+        self._of_class = type(self._module).forward if found is None else None
+        self._base = self._module.forward
+        self._wrap()
