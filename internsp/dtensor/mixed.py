@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import resolve_name
 
 from internsp.errors import GradientError, InternspError, StructureError
@@ -76,10 +76,15 @@ raw_grad: Any = raw_property("grad")
 class ParameterTensor(DTensor):
     """A parameter, or a value computed from parameters."""
 
+    _member: Any
+    """The parameter's :class:`internsp.dtensor.parameter.Member`, or that of the first parameter
+    from which the value was computed."""
+
     @property
     def parameter_name(self) -> str:
         """The name of the parameter, or of the first one from which the value was computed."""
-        raise NotImplementedError
+        name: str = self._member.name
+        return name
 
     grad = raw_grad
     requires_grad = raw_property("requires_grad")
@@ -88,8 +93,46 @@ class ParameterTensor(DTensor):
     dtype = property(lambda self: self._spec.tensor_meta.dtype, doc="The dtype of its elements.")
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
-        """As ``DTensor.redistribute``; the result keeps the name of the parameter."""
-        return _as_parameter_value(super().redistribute(*args, **options), self.parameter_name)
+        """As ``DTensor.redistribute``; the result keeps the name of the parameter.
+
+        Raises:
+            StructureError: in a forward, where its gradient would not be summed over ranks.
+        """
+        self._require_no_gradient("redistribute()")
+        return self._redistribute(*args, **options)
+
+    def to_local(self, **options: Any) -> Tensor:
+        """As ``DTensor.to_local``.
+
+        Raises:
+            StructureError: as :meth:`redistribute`.
+        """
+        self._require_no_gradient("to_local()")
+        local: Tensor = super().to_local(**options)
+        return local
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """As ``DTensor.full_tensor``.
+
+        Raises:
+            StructureError: as :meth:`redistribute`.
+        """
+        self._require_no_gradient("full_tensor()")
+        return self._full_tensor(grad_placements)
+
+    def _redistribute(self, *args: Any, **options: Any) -> DTensor:
+        return _as_parameter_value(super().redistribute(*args, **options), self._member)
+
+    def _full_tensor(self, grad_placements: Any = None) -> Tensor:
+        there: Any = self._redistribute(placements=[Replicate()] * self.device_mesh.ndim)
+        whole: Tensor = DTensor.to_local(there, grad_placements=grad_placements)
+        return whole.view_as(whole)  # never the parameter's own local tensor
+
+    def _require_no_gradient(self, what: str) -> None:
+        """Refuse a call in a forward that would not sum its gradient."""
+        if torch.is_grad_enabled() and self.requires_grad and self._member.reads is not None:
+            of = "a value made of " if isinstance(self, ParameterValue) else ""
+            self._member.reads.refuse(self._member, f"{what} of {of}{self.parameter_name}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A copy belongs to no communicator: an ordinary ``DTensor`` (parameter)."""
@@ -148,19 +191,12 @@ class ParameterValue(ParameterTensor):
     Gradients and new memory (``zeros_like``) do not become a ``ParameterValue``.
     """
 
-    _parameter_name: str
 
-    @property
-    def parameter_name(self) -> str:
-        """See :attr:`ParameterTensor.parameter_name`."""
-        return self._parameter_name
-
-
-def _as_parameter_value(found: Any, name: str) -> Any:
+def _as_parameter_value(found: Any, member: Any) -> Any:
     if type(found) is DTensor:
         made: Any = found
         made.__class__ = ParameterValue
-        made._parameter_name = name
+        made._member = member
     return found
 
 
@@ -198,7 +234,7 @@ def _result(func: Any, args: Any, options: Any, found: Any) -> Any:
     if getattr(func, "__name__", "") in _NEW_MEMORY:
         return found
     values = found if isinstance(found, (tuple, list)) else (found,)
-    name = ""
+    member = None
     for value in values:
         if type(value) is not DTensor:
             continue
@@ -206,8 +242,8 @@ def _result(func: Any, args: Any, options: Any, found: Any) -> Any:
             other.requires_grad for other in _plain_tensors(args, options)
         ):
             raise _mixed_gradient_error(func, args, options)
-        name = name or _first_parameter(args, options).parameter_name
-        _as_parameter_value(value, name)
+        member = member or _first_parameter(args, options)._member
+        _as_parameter_value(value, member)
     return found
 
 
@@ -237,7 +273,7 @@ def _require_not_random(func: Any, args: Any, options: Any) -> None:
             f"{_describe_call(func, args, options)}: each rank would draw other numbers, so that "
             "elements that several ranks hold would differ. Draw full tensors, the same on all "
             "ranks (a generator of one seed), and write them by p.data = values or within "
-            "internsp.full_params(model); or fill the model by internsp.initialize"
+            "internsp.full_params(model, write='shards'); or fill the model by internsp.initialize"
         )
 
 

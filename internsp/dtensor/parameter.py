@@ -25,6 +25,16 @@ from internsp.errors import StructureError
 Aliases = dict[int, "weakref.ref[Any]"]
 
 
+class Reads(Protocol):
+    """Reads parameters in a forward (:class:`internsp.modules.reads.ForwardReads`)."""
+
+    def full_tensor(self, member: Any) -> Tensor | None:
+        """The unsharded parameter with a gradient that ranks sum; ``None`` outside of a forward."""
+
+    def refuse(self, member: Any, what: str) -> None:
+        """Raise in a forward, where the gradient of ``what`` would not be summed."""
+
+
 class Member(Protocol):
     """What a ``ShardParameter`` belongs to: a sharded weight or a replicated parameter."""
 
@@ -33,6 +43,9 @@ class Member(Protocol):
     parameter: nn.Parameter
     meet: Callable[[str], None] | None
     """Called before a collective on the parameter: raises unless all ranks of its mesh reach it."""
+
+    reads: Reads | None
+    """Reads it in a forward; ``None`` before :func:`internsp.parallelize` has ended."""
 
     def load(self, values: Tensor) -> None:
         """Copy ``values``, unsharded or a ``DTensor`` of the same placements, into the shard."""
@@ -52,11 +65,6 @@ class ShardParameter(ParameterTensor):
     """A model's parameter."""
 
     _member: Member
-
-    @property
-    def parameter_name(self) -> str:
-        """The parameter's name."""
-        return self._member.name
 
     def detach(self) -> ShardParameter:
         """A ``ShardParameter`` with the same memory and version counter, as in ``state_dict``.
@@ -95,8 +103,30 @@ class ShardParameter(ParameterTensor):
         member.load(values)
         member.invalidate()
 
-    def redistribute(self, *args: Any, **options: Any) -> DTensor:
-        """As ``DTensor.redistribute``, and so ``full_tensor``: collective, blocks.
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The unsharded parameter. Collective, blocks.
+
+        In a forward its gradient is summed over all ranks, as each has its own; elsewhere it is
+        taken for equal on all ranks, as torch does.
+
+        Args:
+            grad_placements: how the gradient of the result will be placed, as in
+                ``DTensor.full_tensor``; ``[Partial()] * device_mesh.ndim`` sums it everywhere.
+
+        Raises:
+            CollectiveError: some rank of its group does not call it.
+            StructureError: in a forward, where the sum is not known.
+        """
+        reads = self._member.reads
+        if grad_placements is None and reads is not None:
+            if torch.is_grad_enabled() and self.requires_grad:
+                found = reads.full_tensor(self._member)
+                if found is not None:
+                    return found
+        return self._full_tensor(grad_placements)
+
+    def _redistribute(self, *args: Any, **options: Any) -> DTensor:
+        """As ``DTensor.redistribute``: collective, blocks.
 
         A whole result has memory of its own, also where this rank holds the whole parameter: a
         state dict that is kept must not change with the next step.
@@ -109,7 +139,7 @@ class ShardParameter(ParameterTensor):
         kind = self.device_mesh.device_type
         if self._local_tensor.device.type != kind:  # offloaded: collectives need the device
             there: Any = self.to(kind)
-            return there.redistribute(*args, **options)  # type: ignore[no-any-return]
+            return there._redistribute(*args, **options)  # type: ignore[no-any-return]
         found: Any = super().redistribute(*args, **options)
         if not all(placement.is_replicate() for placement in found.placements):
             return found  # type: ignore[no-any-return]

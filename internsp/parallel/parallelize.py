@@ -23,6 +23,7 @@ from internsp.modules.casts import find_casts, register_casts
 from internsp.modules.hooks import BlockHooks, register_hooks
 from internsp.modules.offload import ActivationOffload
 from internsp.modules.parameters import Scope, attach, put
+from internsp.modules.reads import ForwardReads
 from internsp.modules.recompute import ContextFn
 from internsp.modules.supported import copies_of, require_supported
 from internsp.modules.tiles import tile_all
@@ -551,7 +552,11 @@ class _Builder:
         return state
 
     def _assign_communicators(self, communicator: ISPCommunicator, plan: ChunkLayout) -> None:
-        """Give each sharded weight the communicator that gathers it."""
+        """Give each sharded weight the communicator that gathers it, and all what reads them."""
+        scopes = [*self.scopes.values(), *self.enclosing_scopes]
+        reads = ForwardReads(communicator, scopes, self.split)
+        for member in self.replicated.all_parameters():
+            member.reads = reads
         state = communicator.state
         of_all: WPCommunicator = ChunkWeights(state)
         if self.user_communicator is not None:

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -129,24 +130,29 @@ def register_read_checks(
 ) -> None:
     """Make ``full_tensor()`` of a weight on some ranks only raise there, and abort no group.
 
-    Sets ``weight.meet``, which ``full_tensor()`` calls before its all-gather.
+    Sets ``weight.meet``, which ``full_tensor()`` calls before its all-gather, and
+    ``weight.meet_all``, which its backward calls before the sum over all ranks.
 
     Args:
         name: unique to the model, the same on all ranks.
         seconds, guard: see :class:`StoreGroup`.
     """
-    store_groups: dict[object, StoreGroup] = {}
+    store_groups: dict[tuple[object, str], StoreGroup] = {}
     for weight in weights:
         axis = weight.axis
         grid = axis.param_mesh.mesh
-        ranks = grid[axis.replica_rank].flatten().tolist()
-        if len(ranks) == 1:
-            continue
-        if axis not in store_groups:
-            rank = dist.get_rank()
-            prefix = f"internsp/{name}/{axis.name}/{axis.replica_rank}"
-            store_groups[axis] = StoreGroup(prefix, rank, ranks, seconds, guard)
-        weight.meet = partial(store_groups[axis].require_same, "reads")
+
+        def meeting(of: str, ranks: list[int], axis: Any = axis) -> Callable[[str], None] | None:
+            if len(ranks) == 1:
+                return None
+            if (axis, of) not in store_groups:
+                rank, prefix = dist.get_rank(), f"internsp/{name}/{axis.name}/{of}"
+                store_groups[axis, of] = StoreGroup(prefix, rank, ranks, seconds, guard)
+            return partial(store_groups[axis, of].require_same, "reads")
+
+        replica = axis.replica_rank
+        weight.meet = meeting(str(replica), grid[replica].flatten().tolist())
+        weight.meet_all = meeting("all", grid.flatten().tolist())
 
 
 class FrozenParameterCheck:

@@ -14,7 +14,7 @@ from internsp.base.bits import same_bits
 from internsp.base.host import GRADIENTS, WEIGHTS, HostLink, HostSum
 from internsp.base.trace import Work
 from internsp.dtensor.mixed import read_each, without_torch_function
-from internsp.dtensor.parameter import Aliases, detach_aliases, make_shard_parameter
+from internsp.dtensor.parameter import Aliases, Reads, detach_aliases, make_shard_parameter
 from internsp.dtensor.placed import dtensor_like, local_values, strides
 from internsp.dtensor.tensor_parallel import TensorPart, own_part
 from internsp.errors import LayoutError, StaleWeightError, StructureError
@@ -57,6 +57,9 @@ class ModelParameter:
         meet: called before ``full_tensor()`` with what is to be gathered; raises unless all ranks
             call it (:func:`internsp.parallel.store_group.register_read_checks`). ``None``: no
             check.
+        meet_all: as ``meet``, of all ranks that hold a part or a replica of it: called before a
+            sum over them.
+        reads: reads it in a forward (:class:`internsp.modules.reads.ForwardReads`).
         aliases: tensors that ``p.data`` and ``p.detach()`` returned
             (:mod:`internsp.dtensor.parameter`).
     """
@@ -76,6 +79,8 @@ class ModelParameter:
         self.tensor = TensorPart.of(parameter)
         self.ready: Publication | None = None
         self.meet: Callable[[str], None] | None = None
+        self.meet_all: Callable[[str], None] | None = None
+        self.reads: Reads | None = None
         self.aliases: Aliases = {}
         self._unseen_writes = 0
 

@@ -1,0 +1,147 @@
+"""Parameters that a forward reads past their modules: ``full_tensor()`` and its kin (WP-9).
+
+In a forward ``module.weight`` is an unsharded view. A reference to the parameter itself, as
+``model.named_parameters()`` gives, is a ``DTensor`` even there. torch takes the gradient of its
+``full_tensor()`` for equal on all ranks, and keeps this rank's rows of it. In a forward each rank
+has its own, since it has its own data; the parameter's gradient is their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from internsp.base.autograd import in_backward, no_second_derivatives
+from internsp.dtensor.placed import dtensor_like, grad_dtype
+from internsp.errors import StructureError
+from internsp.modules.parameters import ParameterHandle, Scope, view
+from internsp.modules.wrapping import Wrapping
+from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
+
+
+class ForwardReads:
+    """Reads parameters of one chunk in its forwards.
+
+    Args:
+        communicator: the chunk's (:class:`internsp.wp.communicator.ISPCommunicator`).
+        scopes: all scopes of the chunk.
+        split: a pipeline's schedule splits the chunk's backward.
+    """
+
+    def __init__(self, communicator: Any, scopes: Sequence[Scope], split: bool) -> None:
+        self._communicator, self._scopes, self._split = communicator, scopes, split
+
+    def full_tensor(self, member: Member) -> Tensor | None:
+        """The unsharded parameter, whose gradient is summed over ranks; ``None`` past a forward.
+
+        Collective over the weight group. The backward of a sharded parameter's is a reduce-scatter
+        over all ranks that hold a part of it; all of them must reach it.
+
+        Raises:
+            StructureError: the sum is not known (see :meth:`_require_sum`).
+        """
+        if not self._runs(member):
+            return None
+        self._require_sum(member)
+        if isinstance(member, ReplicatedParameter):
+            return view(_ReplicaHandle(member))
+        factor = self._communicator.mesh.shape.stage_size if self._communicator.mean else 1
+        whole: Tensor = _Whole.apply(member.parameter, member, factor)  # type: ignore[no-untyped-call]
+        return whole
+
+    def refuse(self, member: Member, what: str) -> None:
+        """Refuse other reads in a forward, whose gradient no rank would sum.
+
+        Args:
+            what: the call, in words.
+
+        Raises:
+            StructureError: in a forward, on more than one rank.
+        """
+        if self._runs(member):
+            raise StructureError(
+                f"{what} in a forward, on rank {self._communicator.mesh.rank}: its gradient would "
+                "be this rank's alone, where that of all ranks is needed. Read the weight from its "
+                "module (self.weight is the unsharded tensor there), or compute from "
+                "full_tensor() of the parameter; detach() it where no gradient is needed"
+            )
+
+    def _runs(self, member: Member) -> bool:
+        """Whether a forward of the chunk runs, or a recompute, and there are ranks to sum over."""
+        if member.parameter.device_mesh.size() == 1:  # type: ignore[attr-defined]
+            return False
+        return self._communicator.state.inside or in_backward() or any(map(_open, self._scopes))
+
+    def _require_sum(self, member: Member) -> None:
+        """Check that the sum over the parameter's mesh is its gradient.
+
+        Raises:
+            StructureError: it is not, or cannot be had where backward comes to it.
+        """
+        why = ""
+        if member.tensor is not None:
+            why = "its layer is tensor parallel, and tensor ranks may have equal or own gradients"
+        elif self._split:
+            why = "the pipeline's schedule splits backward, where no rank may wait for others"
+        elif member.tied:
+            why = "other stages of the pipeline hold it, too"
+        if why:
+            raise StructureError(
+                f"full_tensor() of {member.name} in a forward, on rank "
+                f"{self._communicator.mesh.rank}: {why}, so that its gradient cannot be summed. "
+                "Read the weight from its module (self.weight is the unsharded tensor there), or "
+                "detach() it where no gradient is needed"
+            )
+
+
+def _open(scope: Scope) -> bool:
+    return (
+        scope.unsharded is not None
+        or Wrapping.of(scope.module).running
+        or any(weights.unsharded is not None for weights in scope.members)
+    )
+
+
+class _ReplicaHandle(ParameterHandle):
+    """A replicated parameter in its own dtype, and a copy: its gradient is as that of any use."""
+
+    def unshard(self) -> Sequence[Tensor]:
+        super().unshard()
+        local: Tensor = self.weights[0].parameter._local_tensor  # type: ignore[attr-defined]
+        return (local.detach().clone(),)
+
+
+class _Whole(torch.autograd.Function):
+    """An all-gather of a parameter; its backward is the reduce-scatter of all ranks' gradients."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, parameter: Any, member: ShardedParameter, factor: int
+    ) -> Tensor:
+        ctx.member, ctx.factor = member, factor
+        member.wait_until_ready()
+        whole: Tensor = parameter.detach().full_tensor()
+        local = parameter._local_tensor
+        return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            no_second_derivatives()
+        member: ShardedParameter = ctx.member
+        parameter: Any = member.parameter
+        if member.meet_all is not None:
+            member.meet_all(f"the gradient of full_tensor() of {member.name}")
+        mesh = parameter.device_mesh
+        own = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous()
+        # Tensor ranks compute the same with a parameter of a layer that is not tensor parallel.
+        each = [Replicate() if n == "tensor" else Partial() for n in mesh.mesh_dim_names or ()]
+        parts = DTensor.from_local(own, mesh, each, run_check=False)
+        total = parts.redistribute(placements=parameter.placements).to_local()
+        like = parameter._local_tensor
+        total = (total / ctx.factor).to(device=like.device, dtype=grad_dtype(parameter))
+        return dtensor_like(parameter, total), None, None
