@@ -64,7 +64,9 @@ def under_transform(name: str) -> StructureError:
     return StructureError(
         f"{name} was used under torch.vmap or another transform of torch.func, which cannot keep "
         "its weights for their backward: call the module on the batch itself, use the transform "
-        "within a block's forward, or hand whole plain tensors to torch.func.functional_call"
+        "within a block's forward, or use it on torch.func.functional_call of a copy of the model "
+        "from before parallelize(), with whole tensors, p.full_tensor(grad_placements=[Partial()] "
+        "* p.device_mesh.ndim) of each parameter"
     )
 
 

@@ -97,7 +97,8 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise StructureError(
             f"{name} has a gradient hook, which parallelize() would lose, since it makes new "
-            "parameters: register it afterwards"
+            "parameters: remove it and read .grad when backward() has returned, or hook the "
+            "modules' outputs"
         )
 
 

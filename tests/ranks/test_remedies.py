@@ -1,14 +1,15 @@
-"""Every remedy that an error of ``internsp/optim`` and ``internsp/values`` names is run.
+"""Every remedy that an error text names is run: the table below, and a scan that it is complete.
 
-Each row of the table makes the mistake, reads the text, and does what the text says. The texts are
-read from the source too: one that says what to do and is in no row fails the test.
+A row has a piece of an error's text, and for each remedy in it the words that name it and what was
+done: a function that runs the remedy on two ranks and compares with one process, or the test of
+another file that does so.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
-import re
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,724 +18,871 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import internsp
-from internsp.config import WeightParallelConfig
-from internsp.optim import LossScaler, ZeroOptimizer
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.optim import ZeroOptimizer
 from internsp.parallel.parallelize import initialize, parallelize
-from tests.ranks.test_zero_state import Averaging
+from tests.support import hf, reads
+from tests.support.compare import check, close, gradients
 from tests.support.meshes import mesh_of
-from tests.support.models import Tiny, Twin
+from tests.support.models import ALL, Block, Reordered, Tiny, Twin
 from tests.support.ranks import ranks
-from tests.unit.test_scaler import Lamb
 
 ROOT = Path(__file__).parents[2]
-AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
-Act = Callable[[], Any]
-Pair = tuple[Act, list[Act]]
+ROOMS = ("modules", "dtensor", "wp", "base/autograd.py")
+FULL = ActivationCheckpointConfig(mode="full")
+
+Remedy = Callable[[], None] | str
+NONE: dict[str, Remedy] = {}
+
+
+def right(
+    make: Callable[..., nn.Module] = Tiny,
+    checkpoint: Any = None,
+    before: Callable[[Any], Any] = lambda model: None,
+    after: Callable[[Any], Any] = lambda model: None,
+    **config: Any,
+) -> Twin:
+    """Two backwards of a model in which the remedy was done, on two ranks and on one process.
+
+    Args:
+        before: done to the model before ``parallelize``.
+        after: done to both models afterwards.
+    """
+
+    def made() -> nn.Module:
+        model = make(layers=2)
+        before(model)
+        return model
+
+    twin = Twin(made, mesh_of(2), checkpoint, **config)
+    for model in (twin.plain, twin.ours):
+        after(model)
+    for number in range(2):
+        twin.backward()
+        twin.check_gradients(f"backward {number}")
+    twin.zero_grad()
+    return twin
+
+
+def stepped(optimizer: Callable[[Any], Any]) -> None:
+    """Steps of an optimizer of each model."""
+    twin = right()
+    made = [optimizer(model.parameters()) for model in (twin.plain, twin.ours)]
+    for step in range(2):
+        twin.backward()
+        twin.check_step(made, f"step {step}")
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    found: Tensor = model(*batch)
+    return found
+
+
+# torch's transforms, compilers and tracers
+
+
+def finite_differences() -> None:
+    twin = Twin(partial(Tiny, layers=2), mesh_of(2))
+    everybody, mine = twin.batch()
+    others, our_others = twin.batch()
+    for model, pairs in ((twin.plain, [(everybody, others)]), (twin.ours, [(mine, our_others)])):
+        for one, other in pairs:
+            ((loss_of(model, one) - loss_of(model, other)) / 0.1).backward()
+    twin.check_gradients("a difference of two forwards")
+
+
+def a_copy_under_a_transform() -> None:
+    twin = Twin(partial(Tiny, layers=2), mesh_of(2))
+    everybody, mine = twin.batch()
+    before = copy.deepcopy(twin.plain)  # a copy of before parallelize()
+    whole = {
+        name: p.full_tensor(grad_placements=[Partial()] * p.device_mesh.ndim)  # type: ignore
+        for name, p in twin.ours.named_parameters()
+    }
+
+    def row(weights: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        given = ids.unsqueeze(0), labels.unsqueeze(0)
+        found: Tensor = torch.func.functional_call(before, weights, given)
+        return found
+
+    torch.vmap(row, in_dims=(None, 0, 0))(whole, *mine).sum().backward()
+    loss_of(twin.plain, everybody).backward()
+    twin.check_gradients("a copy under torch.vmap")
+    values = {name: w.detach() for name, w in whole.items()}
+    plain = {name: p.detach() for name, p in twin.plain.named_parameters()}
+    for transformed in (
+        lambda w: torch.func.grad(row)(w, everybody[0][0], everybody[1][0])["embed.weight"],
+        lambda w: torch.func.jvp(lambda t: row(t, everybody[0][0], everybody[1][0]), (w,), (w,))[1],
+    ):
+        close(transformed(values), transformed(plain), "a copy under torch.func")
+
+
+class Helped(Block):
+    """Compiles a function of plain tensors."""
+
+    helper = staticmethod(torch.compile(lambda x: torch.tanh(x) * 1.5, backend="eager"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.helper(x))
+
+
+def traced(exported: bool) -> None:
+    twin = Twin(partial(Tiny, layers=2), mesh_of(2))
+    model, (_, mine) = copy.deepcopy(twin.plain), twin.batch()
+    if exported:
+        with internsp.full_params(twin.ours):
+            values = {name: p.clone() for name, p in twin.ours.named_parameters()}
+        model.load_state_dict(values)
+    traced = torch.jit.trace(model, mine[:1], check_trace=False)
+    close(traced(mine[0]), twin.plain(mine[0]), "a traced model")
+
+
+# parameters outside of a forward
+
+
+def written(write: Callable[[Any], Any]) -> None:
+    """Values drawn of one seed, written into both models in the same way."""
+
+    def draw(model: nn.Module) -> None:
+        write(model)
+
+    right(after=draw)
+
+
+def drawn(shape: Any) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def by_data(model: Any) -> None:
+    model.head.weight.data = drawn(model.head.weight.shape)
+
+
+def within_full_params(model: Any) -> None:
+    if isinstance(model.head.weight, DTensor):
+        with internsp.full_params(model, write="shards"), torch.no_grad():
+            model.head.weight.copy_(drawn(model.head.weight.shape))
+    else:
+        by_data(model)
+
+
+def initialized() -> None:
+    twin = Twin(partial(Tiny, layers=2), mesh_of(2))
+
+    def fill(name: str, values: Tensor, generator: torch.Generator) -> None:
+        values.normal_(0, 0.2, generator=generator)
+
+    initialize(twin.communicator, fill, 7)
+    for name, p in twin.plain.named_parameters():
+        p.data = twin.ours.get_parameter(name).full_tensor().detach()  # type: ignore[operator]
+    twin.backward()
+    twin.check_gradients("filled by initialize")
+
+
+def by_a_dtensor_placed_alike(model: Any) -> None:
+    weight = model.head.weight
+    values = drawn(weight.shape)
+    if isinstance(weight, DTensor):
+        whole = [Replicate()] * weight.device_mesh.ndim
+        there = distribute_tensor(values, weight.device_mesh, whole)
+        weight.data = there.redistribute(placements=weight.placements)
+    else:
+        weight.data = values
+
+
+def averaged(model: Any) -> None:
+    average = model.head.weight.detach().clone()
+    average.lerp_(model.head.weight.detach() * 3, 0.25)
+    model.head.weight.data = average
+
+
+def loaded(model: Any) -> None:
+    state = dict(model.state_dict())
+    state["head.weight"] = drawn(model.head.weight.shape)
+    model.load_state_dict(state)
+
+
+def clamped(model: Any) -> None:
+    with torch.no_grad():
+        model.head.weight.clamp_(-0.1, 0.1)
+
+
+def a_backward_of_its_own() -> None:
+    twin = Twin(partial(Tiny, layers=2), mesh_of(2))
+    everybody, mine = twin.batch()
+    for model, batch in ((twin.plain, everybody), (twin.ours, mine)):
+        loss_of(model, batch).backward()
+        sum(p.pow(2).sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    twin.check_gradients("a penalty with a backward of its own")
+
+
+def decayed(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.05, weight_decay=0.3)
+
+
+class TermWithin(Tiny):
+    """A term of a parameter, in the forward."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        return super().forward(ids, labels) + self.head.weight.pow(2).sum() * ids.sum()
+
+
+def cast(before: bool) -> None:
+    """Values in 16 bits are taken where the model was cast, or computed in where it was not."""
+    if before:
+        twin = Twin(partial(Tiny, layers=2), mesh_of(2), dtype=torch.bfloat16)
+        by = drawn(twin.plain.head.weight.shape).bfloat16()  # type: ignore[union-attr, arg-type]
+        for model in (twin.plain, twin.ours):
+            model.head.weight.data = by  # type: ignore[union-attr]
+        close(twin.ours.head.weight.full_tensor(), by, "16-bit values")  # type: ignore
+        return
+    twin = Twin(partial(Tiny, layers=2), mesh_of(2), compute_dtype="bfloat16")
+    twin.ours.to(torch.float64)  # its own dtype
+    _, mine = twin.batch()
+    assert twin.ours(mine[0]).dtype == torch.bfloat16
+
+
+def partial_weights_redistributed() -> None:
+    mesh = mesh_of(1, tensor=2)
+    model = Tiny(layers=2).double()
+    plain = copy.deepcopy(model)
+    tensor = mesh.tensor_mesh
+    halves = DTensor.from_local(model.head.weight.detach() / 2, tensor, [Partial()])
+    model.head.weight = nn.Parameter(halves.redistribute(placements=[Replicate()]))
+    parallelize(model, mesh, WeightParallelConfig(min_shard_elements=20))
+    close(model.head.weight.full_tensor(), plain.head.weight, "a weight that was Partial")
+
+
+# sums that wait
+
+
+def sums_that_wait(drop: Callable[[Any], Any]) -> None:
+    twin = Twin(partial(Tiny, layers=2), mesh_of(2))
+    with twin.communicator.no_sync():
+        twin.backward()
+    drop(twin)
+    twin.backward()
+    twin.check_gradients("sums that waited")
+
+
+def drop_each(twin: Twin) -> None:
+    for model in (twin.plain, twin.ours):
+        for p in model.parameters():
+            p.grad = None
+
+
+# what blocks return, and what they read past their modules
 
 
 @dataclass
-class Row:
-    """A mistake and what the error's text says to do.
+class Result:
+    x: Tensor
 
-    Attributes:
-        text: a part of the text as it stands in the source (a place that is filled in: ``*``).
-        make: returns the mistake, and the remedies in the order of the text.
-        world: number of ranks.
-    """
 
-    text: str
-    make: Callable[[Path], Pair]
-    world: int = 1
+def taking(put: Callable[[Tensor], Any], take: Callable[[Any], Tensor]) -> Callable[..., Tiny]:
+    """A model whose blocks, and a module within each, return ``put`` of their result."""
 
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6) / 3)
 
-ROWS: dict[str, Row] = {}
+        def forward(self, x: Tensor) -> Any:
+            return put(x @ self.weight)
 
+    class Container(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
 
-def row(text: str, world: int = 1) -> Callable[[Callable[[Path], Pair]], Callable[[Path], Pair]]:
-    """Decorator: a row named like the function."""
+        def forward(self, x: Tensor) -> Any:
+            return put(super().forward(take(self.inner(x))))
 
-    def add(make: Callable[[Path], Pair]) -> Callable[[Path], Pair]:
-        ROWS[make.__name__] = Row(text, make, world)
-        return make
+    class Model(Tiny):
+        def blocks(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = take(layer(x))
+            return x
 
-    return add
+    return partial(Model, Container)
 
 
-def two_layers() -> nn.Module:
-    return Tiny(layers=2)
+def containers() -> None:
+    for put, take in (
+        (lambda x: x, lambda y: y),
+        (lambda x: (x, 1), lambda y: y[0]),
+        (lambda x: [x], lambda y: y[0]),
+        (lambda x: {"x": x}, lambda y: y["x"]),
+        (Result, lambda y: y.x),
+    ):
+        right(taking(put, take))
 
 
-def tiny(make: Callable[[], nn.Module] = two_layers, **options: Any) -> Twin:
-    return Twin(make, mesh_of(2 if dist.get_world_size() > 1 else 1), **options)
+class Handed(Block):
+    """Returns a tensor that it made with a weight of its child, which the model uses."""
 
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), F.linear(x, self.w1.weight).square().tanh()
 
-def train(twin: Twin, optimizer: Any, **options: Any) -> None:
-    twin.ours(*twin.batch()[1], **options).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
+class UsesHanded(Tiny):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(Handed, **options)
 
-def trains(twin: Twin, *args: Any, **options: Any) -> Act:
-    """Make a ``ZeroOptimizer`` and train with it."""
-    return lambda: train(twin, ZeroOptimizer(twin.communicator, *(args or (SGD,)), **options))
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x, total = self.embed(ids), torch.zeros((), dtype=torch.float64)
+        for layer in self.layers:
+            x, more = layer(x)
+            total = total + more.sum()
+        return super().forward(ids, labels) if labels is None else self.loss(x, labels) + total
 
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
-# the optimizer
 
+class Twice(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
 
-@row("give it what parallelize() returned, and the optimizer's class")
-def communicator_first(_: Path) -> Pair:
-    twin = tiny()
-    wrong: Any = ZeroOptimizer
-    return lambda: wrong(twin.ours.parameters(), SGD), [trains(twin, lr=0.1)]
 
+class ForAWhile(Block):
+    """Registers a parametrization in its forward, and removes it there."""
 
-@row("give one optimizer all parameters and use param_groups")
-def one_optimizer(_: Path) -> Pair:
-    twin, other = tiny(), tiny()
-    ZeroOptimizer(twin.communicator, SGD, lr=0.1)
-    first, *rest = other.ours.parameters()
-    groups = [{"params": [first], "lr": 0.2}, {"params": rest}]
-    return trains(twin, lr=0.1), [trains(other, lr=0.1, param_groups=groups)]
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.q, "weight", Twice())
+        try:
+            return super().forward(x)
+        finally:
+            parametrize.remove_parametrizations(self.q, "weight", leave_parametrized=False)
 
 
-@row("give a positive number, or None")
-def positive_norm(_: Path) -> Pair:
-    twin, other = tiny(), tiny()
-    return trains(twin, lr=0.1, max_grad_norm=0.0), [
-        trains(twin, lr=0.1, max_grad_norm=1.0), trains(other, lr=0.1, max_grad_norm=None)
-    ]  # fmt: skip
+def parametrized(model: Any) -> None:
+    for layer in model.layers:
+        parametrize.register_parametrization(layer.q, "weight", Twice())
 
 
-@row("Declare whole_matrix = true (of ZeroOptimizer, of its group in param_groups, or")
-def whole_matrix(_: Path) -> Pair:
-    twin, other = tiny(), tiny()
-    parameters = list(other.ours.parameters())
-    group = {"params": parameters, "optimizer": Lamb, "lr": 0.1, "whole_matrix": True}
-    return trains(twin, Lamb, lr=0.1), [
-        trains(twin, Lamb, lr=0.1, whole_matrix=True), trains(other, SGD, param_groups=[group])
-    ]  # fmt: skip
+class WritesCopy(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clone().mul_(1.5))
 
 
-@row("it is elementwise, leave whole_matrix out")
-def elementwise(_: Path) -> Pair:
-    twin = tiny()
-    return trains(twin, AdamW, whole_matrix=True), [trains(twin, AdamW)]
+def only(blocks: list[int]) -> ActivationCheckpointConfig:
+    return ActivationCheckpointConfig(mode="full", blocks=blocks)
 
 
-@row("Take it without a ZeroOptimizer: *(model.parameters(), ...) in a plain loop")
-def combines_parameters(_: Path) -> Pair:
-    twin = tiny()
-    return trains(twin, Averaging, lr=0.1), [
-        lambda: train(twin, Averaging(twin.ours.parameters(), lr=0.1))
-    ]
+# models as parallelize takes them
 
 
-class Text(SGD):
-    """Adds a text to its group in its first step."""
+class Own(nn.Module):
+    """Holds its parameters as torch knows them, and lists them itself."""
 
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["word"] = "stepped"
-        return super().step(closure)
-
-
-class TextAtFirst(Text):
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.defaults["word"] = ""
-        for group in self.param_groups:
-            group.setdefault("word", "")
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.listed = nn.ParameterList([nn.Parameter(torch.randn(width, width) / 3)])
+        self.named = nn.ParameterDict({"mix": nn.Parameter(torch.randn(width, width) / 3)})
+        self.one = nn.Parameter(torch.randn(width, width) / 3)
+        self.all = [self.one]
 
-
-@row("could not be saved: give it one among the class's defaults")
-def added_to_the_group(_: Path) -> Pair:
-    twin = tiny()
-    return trains(twin, Text, lr=0.1), [trains(twin, TextAtFirst, lr=0.1)]
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ self.listed[0] @ self.named["mix"] @ self.all[0])
+        return x @ self.one
 
 
-@row("unfreeze some (requires_grad_(True)), or give those that will be trained later in")
-def nothing_trained(_: Path) -> Pair:
-    twin, other = tiny(), tiny()
-    for each in (twin, other):
-        each.ours.requires_grad_(False)
-
-    def later() -> None:
-        zero = ZeroOptimizer(other.communicator, SGD, param_groups=other.ours.parameters(), lr=0.1)
-        other.ours.head.requires_grad_(True)
-        train(other, zero)
-
-    return trains(twin, lr=0.1), [
-        lambda: (twin.ours.requires_grad_(True), trains(twin, lr=0.1)()), later
-    ]  # fmt: skip
-
-
-@row("param_groups holds dictionaries and parameters: give one of the two")
-def one_of_the_two(_: Path) -> Pair:
-    twin, other = tiny(), tiny()
-    first, *rest = twin.ours.parameters()
-    return trains(twin, lr=0.1, param_groups=[{"params": rest}, first]), [
-        trains(twin, lr=0.1, param_groups=[{"params": rest}, {"params": first}]),
-        trains(other, lr=0.1, param_groups=list(other.ours.parameters())),
-    ]
-
-
-@row("take the parameters from the model after parallelize()")
-def after_parallelize(_: Path) -> Pair:
-    model = Tiny(layers=2)
-    before = list(model.parameters())
-    communicator = parallelize(model, mesh_of(1), WeightParallelConfig(min_shard_elements=20))
-    make = partial(ZeroOptimizer, communicator, SGD, lr=0.1)
-    return lambda: make(param_groups=before), [lambda: make(param_groups=model.parameters())]
-
-
-@row("add them (to param_groups, or later by add_param_group), or freeze them")
-def in_no_group(_: Path) -> Pair:
-    twins = [tiny() for _ in range(3)]
-    first, *rest = twins[0].ours.parameters()
-
-    def later() -> None:
-        own, *others = twins[1].ours.parameters()
-        own.requires_grad_(False)
-        zero = ZeroOptimizer(twins[1].communicator, SGD, param_groups=others, lr=0.1)
-        train(twins[1], zero)
-        own.requires_grad_(True)
-        zero.add_param_group({"params": own})
-        train(twins[1], zero)
-
-    def frozen() -> None:
-        own, *others = twins[2].ours.parameters()
-        own.requires_grad_(False)
-        trains(twins[2], lr=0.1, param_groups=others)()
-
-    return trains(twins[0], lr=0.1, param_groups=rest), [
-        trains(twins[0], lr=0.1, param_groups=[first, *rest]), later, frozen
-    ]  # fmt: skip
-
-
-@row("takes gradients from backward only; change the loss instead")
-def set_gradient(_: Path) -> Pair:
-    twin = tiny()
-    zero = ZeroOptimizer(twin.communicator, SGD, lr=0.1)
-    weight: Any = twin.ours.head.weight
-
-    def change_loss() -> None:
-        (0.5 * twin.ours(*twin.batch()[1])).backward()
-        zero.step()
-
-    return lambda: setattr(weight, "grad", torch.zeros_like(weight)), [change_loss]
-
-
-@row("Use optimizer.gather_gradients() to look at gradients, max_grad_norm to clip, zero_grad()")
-def read_gradient(_: Path) -> Pair:
-    twin = tiny()
-    zero = ZeroOptimizer(twin.communicator, SGD, lr=0.1)
-    weight: Any = twin.ours.head.weight
-    twin.ours(*twin.batch()[1]).backward()
-
-    def clip() -> None:
-        zero.max_grad_norm = 0.5
-        zero.step()
-
-    def look() -> None:
-        assert zero.gather_gradients()["head.weight"].any()
-
-    return lambda: weight.grad.sum(), [look, clip, zero.zero_grad]
-
-
-class Complex(Tiny):
-    def __init__(self, real: bool) -> None:
-        super().__init__(layers=2)
-        turn = torch.tensor([0.5 + 1j, 1.0])
-        self.turn = nn.Parameter(torch.view_as_real(turn).clone() if real else turn)
-
-    def blocks(self, x: Tensor) -> Tensor:
-        return super().blocks(x + self.turn.abs().sum())
-
-
-@row("hold its torch.view_as_real in the module, or take a torch optimizer in a plain loop")
-def complex_parameter(_: Path) -> Pair:
-    def made(real: bool) -> tuple[nn.Module, Any]:
-        model = Complex(real)
-        return model, parallelize(model, mesh_of(1), WeightParallelConfig(min_shard_elements=20))
-
-    def step(model: nn.Module, optimizer: Any) -> None:
-        model(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long)).backward()
-        optimizer.step()
-
-    model, communicator = made(False)
-    real, of_real = made(True)
-    return lambda: ZeroOptimizer(communicator, SGD, lr=0.1), [
-        lambda: step(real, ZeroOptimizer(of_real, SGD, lr=0.1)),
-        lambda: step(model, SGD(model.parameters(), lr=0.1)),
-    ]
-
-
-@row("Or give it to an elementwise optimizer: in a group of param_groups with")
-def no_matrix(_: Path) -> Pair:
-    twin = tiny()
-    matrices = [p for p in twin.ours.parameters() if p.ndim == 2]
-    rest = {"params": [p for p in twin.ours.parameters() if p.ndim != 2], "optimizer": AdamW}
-    return trains(twin, torch.optim.Muon, lr=0.1), [
-        trains(twin, torch.optim.Muon, lr=0.1, param_groups=[{"params": matrices}, rest])
-    ]
-
-
-@row("from where matrices cannot be sent yet: do not offload it")
-def offloaded_matrix(_: Path) -> Pair:
-    twin, other = tiny(offload=("optimizer",)), tiny()
-
-    def muon(twin: Twin) -> Act:
-        matrices = [p for p in twin.ours.parameters() if p.ndim == 2]
-        rest = {"params": [p for p in twin.ours.parameters() if p.ndim != 2], "optimizer": AdamW}
-        return trains(twin, torch.optim.Muon, lr=0.1, param_groups=[{"params": matrices}, rest])
-
-    return muon(twin), [muon(other)]
-
-
-class Stack(Tiny):
+class Owning(Block):
     def __init__(self) -> None:
-        super().__init__(layers=2)
-        self.stack = nn.Parameter(torch.ones(2, 6, 6))
+        super().__init__()
+        self.own = Own()
 
-    def blocks(self, x: Tensor) -> Tensor:
-        return super().blocks(x @ self.stack.sum(0))
-
-
-@row("it on dimension 0 (a rule with shard_dim = 0, docs/plan.md)", world=2)
-def stack_on_another_dimension(_: Path) -> Pair:
-    def made(dim: int) -> Act:
-        twin = tiny(Stack, plan=[{"match": "stack", "shard_dim": dim}])
-        rest = [p for p in twin.ours.parameters() if p.ndim != 3]
-        groups = [
-            {"params": [twin.ours.get_parameter("stack")]}, {"params": rest, "optimizer": AdamW}
-        ]  # fmt: skip
-        return trains(twin, torch.optim.Muon, lr=0.1, param_groups=groups)
-
-    return made(1), [made(0)]
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.own(x)
 
 
-@row("take their parts, or ZeroOptimizer.state_dict(), which gathers them")
-def slices(_: Path) -> Pair:
-    twin = tiny()
-    zero = ZeroOptimizer(twin.communicator, AdamW)
-    train(twin, zero)
-    own = zero.local_state_dict()["state"]["head.weight"]["exp_avg"]
-    index = next(
-        i for i, p in enumerate(zero.param_groups[0]["params"]) if p is twin.ours.head.weight
+class Lazy(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.LazyLinear(6)  # type: ignore[assignment]
+
+
+def run_once(model: nn.Module) -> None:
+    model.double()(torch.zeros(1, 3, dtype=torch.int64))
+
+
+def hooked_output(model: Any) -> None:
+    model.layers[0].q.register_forward_hook(
+        lambda _, __, output: output.register_hook(lambda g: g * 2) and None
     )
-    return lambda: own + 1, [
-        lambda: [part + 1 for part in own.parts.values()],
-        lambda: zero.state_dict()["state"][index]["exp_avg"] + 1,
-    ]
 
 
-def _swapped(*args: Any, **options: Any) -> Callable[[Path], Pair]:
-    def make(folder: Path) -> Pair:
-        twin = tiny()
-        zero = ZeroOptimizer(twin.communicator, *args, **options)
-        train(twin, zero)
-        state = zero.local_state_dict()
-        mine: list[Any] = [None, None]
-        parts = {
-            name: {kind: v.parts for kind, v in entry.items() if hasattr(v, "parts")}
-            for name, entry in state["state"].items()
-        }
-        dist.all_gather_object(mine, parts)
-        for name, entry in state["state"].items():
-            for kind, value in entry.items():
-                shifted = {tuple(o + 1 for o in at): v for at, v in value.parts.items()} if (
-                    hasattr(value, "parts")
-                ) else {}  # fmt: skip
-                if shifted:
-                    value.parts = mine[1 - dist.get_rank()].get(name, {}).get(kind) or shifted
-
-        def through_dcp() -> None:
-            dcp.save({"o": zero.local_state_dict()}, checkpoint_id=folder)
-            loaded = {"o": zero.local_state_dict()}
-            dcp.load(loaded, checkpoint_id=folder)
-            zero.load_local_state_dict(loaded["o"])
-
-        return lambda: zero.load_local_state_dict(state), [through_dcp]
-
-    return make
+def scripted() -> None:
+    torch.jit.script(nn.Linear(6, 6))
+    right()
 
 
-ROWS["slices of another rank"] = Row(
-    "this rank has *: save and load it through torch.distributed.checkpoint",
-    _swapped(AdamW), 2,
-)  # fmt: skip
-ROWS["a matrix of another rank"] = Row(
-    "not where this rank's matrix begins: save and load it through",
-    _swapped(torch.optim.Adafactor), 2,
-)  # fmt: skip
+def a_copy_of_its_state() -> None:
+    twin = right()
+    again = copy.deepcopy(twin.plain)
+    again.load_state_dict({n: v.full_tensor() for n, v in twin.ours.state_dict().items()})
+    file = io.BytesIO()
+    torch.save(twin.ours.state_dict(), file)
+    for name, p in again.named_parameters():
+        close(p, twin.plain.get_parameter(name), name)
+    assert file.tell() > 0
 
 
-@row("unfreeze them (requires_grad_(True)) before local_state_dict(), load, and freeze them again")
-def state_of_frozen(folder: Path) -> Pair:
-    def made() -> tuple[Any, ZeroOptimizer]:
-        twin = tiny()
-        head: Any = twin.ours.head.requires_grad_(False)
-        zero = ZeroOptimizer(
-            twin.communicator, AdamW, param_groups=list(twin.ours.parameters())
-        )
-        return (twin, head), zero
-
-    (twin, head), zero = made()
-    head.requires_grad_(True)
-    train(twin, zero)
-    dcp.save({"o": zero.local_state_dict()}, checkpoint_id=folder)
-    (_, fresh), other = made()
-
-    def load() -> None:
-        state = {"o": other.local_state_dict()}
-        dcp.load(state, checkpoint_id=folder)
-        other.load_local_state_dict(state["o"])
-
-    def remedy() -> None:
-        fresh.requires_grad_(True)
-        load()
-        fresh.requires_grad_(False)
-        assert other.state[fresh.weight]["exp_avg"].any()
-
-    return load, [remedy]
+# passes and what lies between
 
 
-class Switched(SGD):
-    """Whole matrices, with a ``train()`` that changes its group."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.defaults["mode"] = False
-        for group in self.param_groups:
-            group.setdefault("mode", False)
-
-    def train(self) -> None:
-        for group in self.param_groups:
-            group["mode"] = True
+def left() -> None:
+    twin = Twin(partial(Tiny, layers=2), mesh_of(2))
+    with internsp.full_params(twin.ours):
+        pass
+    twin.backward()
+    twin.check_gradients("after full_params was left")
 
 
-@row("its owner during a step only; take the class's elementwise form")
-def switched_matrices(_: Path) -> Pair:
-    twin, other = tiny(), tiny()
-    made = [
-        ZeroOptimizer(each.communicator, Switched, lr=0.1, whole_matrix=whole)
-        for each, whole in ((twin, True), (other, False))
-    ]
-    return made[0].train, [lambda: (made[1].train(), train(other, made[1]))]
+def promised(write: Callable[[Any], Any]) -> None:
+    """Writes where nothing is promised, then forwards that reuse what slots hold."""
+    twin = right()
+    for _ in range(2):
+        write(twin.plain)
+        write(twin.ours)
+        with twin.communicator.unchanged():
+            for _ in range(2):
+                twin.backward()
+        twin.check_gradients("within unchanged()")
+        twin.zero_grad()
 
 
-@row("must be above 1, backoff_factor=*")
-def growth(_: Path) -> Pair:
-    return partial(LossScaler, growth_factor=1.0), [partial(LossScaler, growth_factor=1.5)]
+def prefetched(call: Callable[[Any], Any]) -> None:
+    twin = right()
+    for model in (twin.plain, twin.ours):
+        clamped(model)
+    call(twin)
+    twin.backward()
+    twin.check_gradients("prefetched after the last write")
 
 
-# whole values
+def foreach_between_passes() -> None:
+    twin = right()
+    for _ in range(2):
+        twin.backward()
+        for model in (twin.plain, twin.ours):
+            with torch.no_grad():
+                torch._foreach_mul_([p.detach() for p in model.parameters()], 0.9)
+        twin.check_gradients("written after backward by foreach")
+        twin.zero_grad()
 
 
-def files(folder: Path, twin: Twin, name: str = "model") -> Path:
-    from safetensors.torch import save_file
+class Skipping(Tiny):
+    """Runs all its blocks but the second."""
 
-    folder.mkdir(exist_ok=True)
-    save_file(dict(twin.plain.state_dict()), folder / f"{name}.safetensors")
-    return folder
-
-
-@row("give a mapping to the first rank of a stage and None to the others, or a folder to all", 2)
-def mapping_on_all(folder: Path) -> Pair:
-    twin = tiny()
-    whole, first = dict(twin.plain.state_dict()), dist.get_rank() == 0
-    if first:
-        files(folder / "w", twin)
-    dist.barrier()
-    return lambda: internsp.load_weights(twin.ours, whole), [
-        lambda: internsp.load_weights(twin.ours, whole if first else None),
-        lambda: internsp.load_weights(twin.ours, folder / "w"),
-    ]
-
-
-@row("Map names with rename=, or set strict=False")
-def other_names(_: Path) -> Pair:
-    twin = tiny()
-    named = {f"m.{n}": v for n, v in twin.plain.state_dict().items()}
-    load = partial(internsp.load_weights, twin.ours, named)
-    return load, [partial(load, rename=lambda name: f"m.{name}"), partial(load, strict=False)]
-
-
-@row("has several indexes: give one folder for each")
-def several_indexes(folder: Path) -> Pair:
-    twin = tiny()
-    files(folder / "a", twin)
-    for name in ("one", "two"):
-        (folder / "a" / f"{name}.safetensors.index.json").write_text('{"weight_map": {}}')
-    one = files(folder / "b", twin)
-    load = partial(internsp.load_weights, twin.ours)
-    return lambda: load(folder / "a"), [lambda: load(one)]
-
-
-class Table(Tiny):
-    def __init__(self) -> None:
-        super().__init__(layers=2)
-        self.register_buffer("table", torch.ones(3), persistent=False)
-
-
-class Resetting(Table):
-    def reset_buffers(self) -> None:
-        self.table = torch.ones(3)
-
-
-def on_meta(make: Callable[[], nn.Module], real: bool = False) -> Any:
-    with torch.device("meta"):
-        model = make()
-    if real:
-        model.register_buffer("table", torch.ones(3), persistent=False)
-    return model, parallelize(model, mesh_of(1), WeightParallelConfig(min_shard_elements=20))
-
-
-@row("_init_weights of the model computes them: add one, or build these modules on a real")
-def unknown_buffers(_: Path) -> Pair:
-    return partial(on_meta, Table), [partial(on_meta, Resetting), partial(on_meta, Table, True)]
-
-
-@row("call internsp.initialize, internsp.load_weights or load_state_dict before the first forward")
-def no_values(_: Path) -> Pair:
-    ids = torch.ones(2, 3, dtype=torch.long)
-    make = partial(Tiny, layers=2)
-    values = make().state_dict()
-    (model, _), (one, communicator), (two, _), (three, _) = (on_meta(make) for _ in range(4))
-
-    def initialized() -> None:
-        initialize(communicator, lambda name, full, generator: full.fill_(0.1), 0)
-        one(ids)
-
-    return lambda: model(ids), [
-        initialized,
-        lambda: (internsp.load_weights(two, values), two(ids)),
-        lambda: (three.load_state_dict(values), three(ids)),
-    ]
-
-
-class Odd(SGD):
-    """Cannot be made from its groups' settings."""
-
-    def __init__(self, params: Any, needed: float, **options: Any) -> None:
-        super().__init__(params, lr=needed, **options)
-
-
-class Gated(Tiny):
-    def __init__(self) -> None:
-        super().__init__(layers=2)
-        self.gate = nn.Parameter(torch.tensor(0.7))
+    def __init__(self, **options: Any) -> None:
+        super().__init__(layers=3)
 
     def blocks(self, x: Tensor) -> Tensor:
-        return super().blocks(x) + self.gate
+        return self.layers[2](self.layers[0](x))  # type: ignore[no-any-return]
 
 
-@row("of them are like the parameter (*): load DTensor, as its state_dict() has them")
-def plain_moment(_: Path) -> Pair:
-    twin = tiny(Gated)
-    optimizer: Any = Odd(twin.ours.parameters(), 0.1, momentum=0.9)
-    train(twin, optimizer)
-    state = copy.deepcopy(optimizer.state_dict())
-    gate: Any = twin.ours.gate
-    optimizer.state[gate]["momentum_buffer"] = torch.tensor(0.5, dtype=torch.float64)
-    return lambda: train(twin, optimizer), [
-        lambda: (optimizer.load_state_dict(state), train(twin, optimizer))
-    ]
+class InOrder(Reordered):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(layers=4)
 
 
-@row("choose one of 'none', 'shards', 'rank0'")
-def write_words(_: Path) -> Pair:
-    twin = tiny()
-
-    def use(write: Any) -> None:
-        with internsp.full_params(twin.ours, write=write):
-            pass
-
-    return partial(use, "all"), [partial(use, word) for word in ("none", "shards", "rank0")]
+ORDER = [f"layers.{i}" for i in Reordered.order]
 
 
-def whole_of(model: nn.Module, **options: Any) -> dict[str, Tensor]:
-    with internsp.full_params(model, **options):
-        return dict(model.named_parameters())
+def unsharded(which: str, **config: Any) -> None:
+    twin = Twin(partial(Tiny, layers=4), mesh_of(2), **config)
+    twin.communicator.unshard(twin.ours.get_submodule(which))
+    twin.backward()
+    twin.check_gradients("unsharded ahead")
 
 
-@row("full already: call parallelize() first, or give the model that it was called with")
-def not_parallel(_: Path) -> Pair:
-    model = Tiny(layers=2)
-
-    def first() -> None:
-        parallelize(model, mesh_of(1), WeightParallelConfig(min_shard_elements=20))
-        whole_of(model)
-
-    twin = tiny()
-    return lambda: whole_of(model), [first, lambda: whole_of(twin.ours)]
+def zero_offloaded() -> None:
+    twin = Twin(partial(Tiny, layers=2), mesh_of(2), offload=("optimizer",))
+    own = ZeroOptimizer(twin.communicator, torch.optim.SGD, lr=0.05)
+    plain = torch.optim.SGD(twin.plain.parameters(), lr=0.05)
+    twin.backward()
+    for optimizer in (own, plain):
+        optimizer.step()
+    twin.check_parameters("a ZeroOptimizer with offloaded state")
 
 
-@row("was called on rank * *: call it between two steps")
-def within_a_step(_: Path) -> Pair:
-    twin = tiny()
-
-    def inside() -> None:
-        with twin.communicator.unchanged():
-            whole_of(twin.ours)
-
-    return inside, [lambda: whole_of(twin.ours)]
-
-
-@row("step, load or edit before or after it")
-def written_meanwhile(_: Path) -> Pair:
-    twin = tiny()
-
-    def edit() -> None:
-        with torch.no_grad():
-            twin.ours.head.weight.mul_(0.5)  # type: ignore[operator]
-
-    def meanwhile() -> None:
-        for _ in internsp.iterate_full_params(twin.ours):
-            edit()
-
-    def before_and_after() -> None:
-        edit()
-        list(internsp.iterate_full_params(twin.ours))
-        edit()
-
-    return meanwhile, [before_and_after]
+def without_a_cache() -> None:
+    mesh, models = mesh_of(2), [hf.tiny("llama"), hf.tiny("llama")]
+    for model in models:
+        model.config.use_cache = False
+    parallelize(models[1], mesh, activation_checkpoint=FULL)
+    sum(models[0](**hf.plain_batch(data)).loss for data in range(2)).backward()
+    models[1](**hf.plain_batch(mesh.data_rank)).loss.backward()
+    check(gradients(models[1]), gradients(models[0]), "without a cache", hf.SINGLE)
 
 
-@row("was frozen or thawed, which is to be done outside of the context")
-def frozen_inside(_: Path) -> Pair:
-    twin = tiny()
-
-    def inside() -> None:
-        with internsp.full_params(twin.ours, write="shards"):
-            twin.ours.head.weight.requires_grad_(False)  # type: ignore[operator]
-
-    return inside, [
-        lambda: (twin.ours.head.requires_grad_(False), whole_of(twin.ours, write="shards"))  # type: ignore[operator]
-    ]
+def adamw(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, lr=0.05)
 
 
-@row("write full values into it (copy_, .data =); nothing was written back")
-def another_shape(_: Path) -> Pair:
-    twin = tiny()
-    head: Any = twin.ours.head
-
-    def write(change: Act) -> Act:
-        def act() -> None:
-            with internsp.full_params(twin.ours, write="shards"), torch.no_grad():
-                change()
-
-        return act
-
-    def put(shape: tuple[int, ...]) -> None:
-        head.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
-
-    return write(partial(put, (2, 2))), [
-        write(lambda: head.weight.copy_(torch.zeros_like(head.weight))),
-        write(lambda: setattr(head.weight, "data", torch.ones_like(head.weight))),
-    ]
-
-
-@row("whose end would undo it: write into the full parameters that the model holds")
-def shard_inside(_: Path) -> Pair:
-    twin = tiny()
-    shard: Any = twin.ours.head.weight
-
-    def inside(which: Act) -> None:
-        with internsp.full_params(twin.ours, write="shards"), torch.no_grad():
-            which().mul_(0.5)
-
-    return lambda: inside(lambda: shard), [lambda: inside(lambda: twin.ours.head.weight)]
-
-
-@row("Nothing was written back: write the same on all ranks, or set write='rank0'", world=2)
-def written_differently(_: Path) -> Pair:
-    twin = tiny()
-
-    def write(value: float, how: Any = "shards") -> None:
-        with internsp.full_params(twin.ours, write=how), torch.no_grad():
-            twin.ours.head.weight.fill_(value)  # type: ignore[operator]
-
-    own = float(dist.get_rank())
-    return partial(write, own), [partial(write, 0.5), partial(write, own, "rank0")]
-
-
-def check_row(name: str, folder: Path) -> None:
-    mistake, remedies = ROWS[name].make(folder)
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - its text is compared
-        mistake()
-    pattern = ".*".join(map(re.escape, ROWS[name].text.split("*")))
-    assert re.search(pattern, str(caught.value), re.DOTALL), str(caught.value)
-    assert remedies
-    for remedy in remedies:
-        remedy()
-
-
-@pytest.mark.slow(15)
-@pytest.mark.parametrize("name", [name for name, each in ROWS.items() if each.world == 1])
-@ranks(1)
-def test_a_remedy_that_an_error_names_works(name: str, tmp_path: Path) -> None:
-    check_row(name, tmp_path)
-
-
-@pytest.mark.parametrize("name", [name for name, each in ROWS.items() if each.world == 2])
-@ranks(2)
-def test_a_remedy_for_several_ranks_works(name: str, tmp_path: Path) -> None:
-    check_row(name, tmp_path)
-
-
-def texts() -> Iterator[tuple[str, str]]:
-    """(place, text) of every error's text in the two rooms; a value that is filled in is ``*``."""
-    for room in ("optim", "values"):
-        for path in sorted((ROOT / "internsp" / room).glob("*.py")):
-            tree = ast.parse(path.read_text())
-            documented = {
-                id(node.body[0].value)
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-                and isinstance(node.body[0], ast.Expr)
-            }
-            nested = {
-                id(part)
-                for node in ast.walk(tree)
-                if isinstance(node, ast.JoinedStr)
-                for part in ast.walk(node)
-                if part is not node
-            }
-            for node in ast.walk(tree):
-                if id(node) in documented | nested:
-                    continue
-                if isinstance(node, ast.JoinedStr):
-                    parts = [p.value if isinstance(p, ast.Constant) else "*" for p in node.values]
-                    yield f"{path.name}:{node.lineno}", "".join(map(str, parts))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    yield f"{path.name}:{node.lineno}", node.value
-
-
-SAYS_WHAT_TO_DO = re.compile(
-    r"(?:^|[:;,.] |, or | and )(?:then )?"
-    r"(give|call|use|take|set|add|write|freeze|unfreeze|declare|save|load|map|choose|step|change|"
-    r"hold|shard|build|do not|do it|run|make|leave|pass|install|pip)\b",
-    re.IGNORECASE,
+TILES = "tests/ranks/test_tiles.py::test_a_module_that_cannot_be_tiled_says_so"
+TENSOR = "tests/ranks/test_tensor_parallel.py::"
+TENSOR_RIGHT = TENSOR + "test_gradients_norm_and_steps_of_layers_cut_twice_are_one_processs"
+MIXED = "tests/ranks/test_reads_mixed.py::"
+MIXED_RIGHT = MIXED + (
+    "test_parameters_mixed_with_plain_tensors_are_refused_and_the_remedies_are_right"
 )
-NOT_RUN = {
-    "pip install 'internsp[weights]'": "an installation",
-    "call it, name rank": "",
+VECTORS = MIXED + ("test_what_works_goes_on_working_and_vectors_of_parameters_are_right_or_refused")
+READS = "tests/ranks/test_reads.py::test_weights_read_past_their_modules_are_right"
+REFUSED = "tests/ranks/test_reads_refused.py::"
+FULL_TENSOR = (
+    "tests/ranks/test_full_tensor.py::"
+    "test_reads_whose_gradient_no_rank_would_sum_are_refused_by_name"
+)
+PENALTY: dict[str, Remedy] = {
+    "loss.backward(), then penalty.backward()": a_backward_of_its_own,
+    "the optimizer's weight_decay": partial(stepped, decayed),
 }
+WHOLE_CAST: dict[str, Remedy] = {
+    "cast the model before": partial(cast, True),
+    "weight_parallel.compute_dtype": partial(cast, False),
+}
+CONTAINERS: dict[str, Remedy] = {
+    "return tensors, or tuples, lists, mappings or dataclasses of them": containers
+}
+NOT_TILED: dict[str, Remedy] = {
+    "leave it out of activation_checkpoint.tiled":
+        "tests/ranks/test_tiles.py::test_loss_every_gradient_and_a_step_equal_one_process"
+}  # fmt: skip
+
+REMEDIES: dict[str, dict[str, Remedy]] = {
+    # base/autograd.py
+    "create_graph=True is not supported": {
+        "finite differences of two forwards": finite_differences,
+        "torch.autograd.grad for inputs without create_graph is right":
+            REFUSED + "test_a_gradient_penalty_is_refused_before_any_node_of_it_runs",
+    },
+    "was used under torch.vmap": {
+        "call the module on the batch itself": right,
+        "use the transform within a block's forward": partial(right, partial(Tiny, reads.Reading)),
+        "a copy of the model from before parallelize()": a_copy_under_a_transform,
+    },
+    "is compiled by torch.compile around": {
+        "weight_parallel.compile = true":
+            "tests/ranks/test_rules_compile.py::"
+            "test_compiled_blocks_equal_eager_with_the_same_messages",
+        "functions of plain tensors may be compiled": partial(right, partial(Tiny, Helped)),
+    },
+    "where no weight can be gathered from another rank": {
+        "with the plain model, before parallelize()": partial(traced, False),
+        "internsp.full_params": partial(traced, True),
+    },
+    # dtensor
+    "which torch cannot do with its placements": {
+        ".full_tensor() of the parameter or of the value computed from it": VECTORS,
+        "torch.cat([p.full_tensor().view(-1) for p in model.parameters()])": VECTORS,
+    },
+    "each rank would draw other numbers": {
+        "write them by p.data = values": partial(written, by_data),
+        "within internsp.full_params(model, write='shards')": partial(written, within_full_params),
+        "fill the model by internsp.initialize": initialized,
+    },
+    "with a plain tensor (of shape": {
+        "Do it in that forward": partial(right, TermWithin),
+        ".full_tensor() of the parameter or of the value computed from it": MIXED_RIGHT,
+        "full_tensor(grad_placements=[Partial()] * p.device_mesh.ndim)": MIXED_RIGHT,
+        "p.detach().clone()": partial(written, averaged),
+        "p.data = values": partial(written, by_data),
+    },
+    "with a plain tensor, whose gradient would then be": {
+        "Add .full_tensor() of a term": MIXED_RIGHT,
+        "must be computed in its forward": partial(right, TermWithin),
+        **PENALTY,
+    },
+    ".data was given": WHOLE_CAST,
+    "has shape {list(parameter.shape)}, the given values": NONE,
+    "the given values {values.placements}": {
+        "redistribute them first": partial(written, by_a_dtensor_placed_alike)
+    },
+    "but no parameter is a DTensor on them": {
+        "parallelize_module(model, mesh.tensor_mesh, plan)": TENSOR_RIGHT,
+        "make the mesh without tensor ranks": right,
+    },
+    "parallelize a model once, and not after FSDP": {
+        "parallelize a model once": right,
+        "ParallelMesh.create(tensor=...)": TENSOR_RIGHT,
+        "from_device_mesh(..., tensor=the name of its axis)": TENSOR_RIGHT,
+    },
+    "a rank cannot be a tensor rank and a weight or replica rank": {
+        "the tensor ranks of this mesh are": TENSOR_RIGHT
+    },
+    "but the tensor ranks of internsp's mesh are": {
+        "hand parallelize_module mesh.tensor_mesh": TENSOR_RIGHT
+    },
+    "is placed {placement} on its tensor ranks": {
+        "redistribute it first": partial_weights_redistributed
+    },
+    "a pass that failed has taken with it": {
+        "call zero_grad() on every rank and repeat":
+            "tests/ranks/test_pipeline_recovery.py::"
+            "test_a_failed_step_does_not_take_earlier_steps_gradients_along_in_silence",
+    },
+    "an unfinished gradient": NONE,
+    "it cannot be put back": NONE,
+    "its sums wait for the first backward outside": {
+        "Run the last micro-batch outside": partial(sums_that_wait, lambda twin: None),
+        "zero_grad()": partial(sums_that_wait, lambda twin: twin.zero_grad()),
+        ".grad = None": partial(sums_that_wait, drop_each),
+    },
+    "that failed has added a part of its gradient": {
+        "Drop it by zero_grad() or .grad = None on every rank":
+            "tests/ranks/test_pipeline_recovery.py::"
+            "test_what_a_failed_step_has_added_to_a_gradient_is_not_taken_for_one",
+    },
+    # modules
+    "are cast inside a block that": {
+        "cast in the module's own forward":
+            "tests/ranks/test_rule_dtypes.py::"
+            "test_inputs_are_not_cast_where_a_rule_says_so_and_compiled_blocks_are_refused",
+        "set compile = false":
+            "tests/ranks/test_rule_dtypes.py::"
+            "test_a_module_inside_a_block_is_cast_to_and_from_its_dtype",
+    },
+    "the model's output was added to a term of its parameters": PENALTY,
+    "so that its backward could not be prefetched": CONTAINERS,
+    "torch.autograd.grad over a sharded weight": {"call backward() and read .grad": right},
+    "so that its weights could not be kept for its backward": CONTAINERS,
+    "has registered a parametrization of": {
+        "register it before parallelize()": partial(right, before=parametrized),
+        "remove it before the block's forward ends": partial(right, partial(Tiny, ForAWhile)),
+    },
+    "was written into during a forward": {
+        "Write into the parameter between optimizer steps": partial(written, clamped)
+    },
+    "was read past the forward of the module that owns it": {
+        "return that tensor from the block": partial(right, UsesHanded)
+    },
+    "was replaced after parallelize(), so that": {
+        "write into it": partial(written, clamped),
+        "use load_state_dict": partial(written, loaded),
+        "torch.func.functional_call takes whole plain tensors":
+            REFUSED + "test_writes_transforms_and_replaced_weights_are_refused_by_name",
+    },
+    "no longer holds {weight.name} where it did": {
+        "change it before":
+            "tests/ranks/test_torch_modules.py::"
+            "test_modules_that_read_others_weights_train_as_on_one_process",
+        "write into the parameter": partial(written, clamped),
+    },
+    "was replaced around a block that recomputes": {
+        "leave the block out of activation_checkpoint":
+            REFUSED + "test_writes_transforms_and_replaced_weights_are_refused_by_name",
+        "copy the values into the parameter": partial(right, checkpoint=FULL, after=by_data),
+    },
+    "its gradient would be this rank's alone": {
+        "Read the weight from its module": partial(right, TermWithin),
+        "compute from full_tensor() of the parameter": FULL_TENSOR,
+        "detach() it where no gradient is needed": FULL_TENSOR,
+    },
+    "so that its gradient cannot be summed": {
+        "Read the weight from its module": partial(right, TermWithin),
+        "detach() it where no gradient is needed": FULL_TENSOR,
+    },
+    "writes into one of its inputs": {
+        "write into a copy of it": partial(right, partial(Tiny, WritesCopy), FULL),
+        "leave the block out of activation_checkpoint":
+            partial(right, partial(reads.Entering, reads.InPlace), only([])),
+    },
+    "where reentrant checkpointing loses their gradients": {
+        "activation_checkpoint.reentrant = false": partial(right, reads.Handed, FULL)
+    },
+    "that recomputes its activations was given a": {
+        "use_cache=False":
+            "tests/ranks/test_hf.py::test_adapters_of_peft_on_parameters_of_experts_are_right",
+        "model.config.use_cache = False": without_a_cache,
+    },
+    "belongs to a parallel model": {"call it once, with the whole model": right},
+    "is a ScriptModule": {"use the module that it was scripted from": scripted},
+    "max_norm, sparse gradients and scale_grad_by_freq": {"build it without them": right},
+    "has no shape yet (a lazy module)": {
+        "run a forward before parallelize()": partial(right, partial(Tiny, Lazy), before=run_once)
+    },
+    "has a gradient hook, which parallelize() would lose": {
+        "read .grad when backward() has returned": right,
+        "hook the modules' outputs": partial(right, before=hooked_output),
+    },
+    "which would be lost, since shards and slots are plain": {
+        "give both functions to a rule of weight_parallel.plan":
+            "tests/ranks/test_own_gather.py::"
+            "test_every_gradient_and_step_is_that_of_what_the_functions_make_of_the_weights",
+    },
+    "past torch's registration": {
+        "nn.ParameterList or nn.ParameterDict, a list of the module's own parameters":
+            partial(right, partial(Tiny, Owning)),
+        "read the attribute where it is needed": partial(right, partial(Tiny, reads.Reading)),
+    },
+    "from a global": {"Make it an attribute of the module": partial(right, partial(Tiny, Owning))},
+    "the prefetch trigger {wrong[0]} of": {
+        "choose another weight_parallel.trigger":
+            "tests/ranks/test_tiles.py::test_loss_every_gradient_and_a_step_equal_one_process",
+        "leave the module out of activation_checkpoint.tiled":
+            "tests/ranks/test_tiles.py::test_loss_every_gradient_and_a_step_equal_one_process",
+    },
+    "keeps a parameter twice": NOT_TILED,
+    "and its first argument is no tensor": NOT_TILED,
+    "and takes a second tensor": NOT_TILED,
+    "where a tensor with the same positions is needed": NOT_TILED,
+    "and reads a trained tensor that is none of its own": NOT_TILED,
+    "has a gradient hook, which autograd would call": {
+        "read .grad when backward() has returned": right,
+        "hook the modules' outputs": partial(right, after=hooked_output),
+    },
+    "the optimizer that steps on rank": {"make the optimizer after it": partial(stepped, adamw)},
+    "torch.optim.LBFGS lays all parameters in one vector": {
+        "an optimizer that works parameter by parameter": partial(stepped, adamw)
+    },
+    "steps whole matrices, and parameters": {
+        "internsp.ZeroOptimizer(communicator, {name}, ...)":
+            "tests/ranks/test_whole_matrices.py::"
+            "test_experts_in_one_parameter_are_stepped_matrix_by_matrix",
+    },
+    "was to be moved or cast": {
+        "move or cast the model before": partial(cast, True),
+        "weight_parallel.compute_dtype": partial(cast, False),
+        "internsp.initialize fills one from the meta device":
+            "tests/ranks/test_from_meta.py::"
+            "test_buffers_from_meta_are_computed_by_their_modules_alike_on_every_mesh",
+    },
+    "was called directly (block.forward(x))": {"Call the block itself, block(x)": right},
+    # wp
+    "backward entered block": {
+        "return that tensor from the block": partial(right, UsesHanded, **ALL),
+        "coalesce_bytes = 0 and compile = false": partial(right, UsesHanded),
+    },
+    "shares its slot with blocks that run before it": {
+        "raise weight_parallel.prefetch_depth":
+            partial(unsharded, "layers.3", prefetch_depth=3),
+        "set keep_unsharded for it": partial(unsharded, "layers.3", keep_unsharded="all"),
+    },
+    "of this model was called on rank": {"leave the context first": left},
+    "blocks ran in this forward on rank": {
+        "weight_parallel.unexpected_order = 'learn'":
+            partial(right, Skipping, unexpected_order="learn"),
+        "'gather' for others": partial(right, Skipping, unexpected_order="gather"),
+    },
+    "(): no sharded weight of this model lies in": NONE,
+    "() belongs between two passes": {
+        "belongs between two passes":
+            "tests/ranks/test_prefetch_all.py::"
+            "test_one_part_is_unsharded_and_mistakes_are_told_and_leave_order_behind",
+    },
+    "(): a communicator of your own gathers by itself": NONE,
+    "the prefetch order would be wrong": {
+        "Declare the blocks in the order in which they run": partial(right, InOrder, blocks=ORDER),
+        "weight_parallel.unexpected_order = 'learn'":
+            partial(right, InOrder, unexpected_order="learn"),
+        "'gather' for one that does": partial(right, InOrder, unexpected_order="gather"),
+    },
+    "where weights in slots are used again": {
+        "step, load or edit outside of it": partial(promised, clamped),
+        "call unshard() or prefetch_all() after the last write":
+            partial(prefetched, lambda twin: twin.communicator.prefetch_all()),
+    },
+    "by a way that no version counter shows": {
+        "write weights between a backward and the next forward": foreach_between_passes
+    },
+    "between its use in forward and its backward: its gradient": {
+        "Take the optimizer step, load_state_dict or edit after backward": partial(stepped, adamw)
+    },
+    "a parallel model cannot be copied or pickled": {
+        "Copy it before parallelize()": a_copy_under_a_transform,
+        "copy or save its state_dict()": a_copy_of_its_state,
+    },
+    "was given {given}: it takes whole values": NONE,
+    "after parallelize(): cast the model before": WHOLE_CAST,
+    "the queue returned an action of the unknown kind": NONE,
+    "needs a ZeroOptimizer, and there is none": {
+        "needs a ZeroOptimizer": zero_offloaded,
+        'offload = "weights"':
+            "tests/ranks/test_offload.py::"
+            "test_a_plain_loop_accumulates_clips_and_steps_as_one_process",
+    },
+}  # fmt: skip
 
 
-def test_every_text_that_says_what_to_do_is_in_the_table() -> None:
-    known = [*(each.text for each in ROWS.values()), *NOT_RUN]
-    missing = [
-        f"{place}: {text}"
-        for place, text in texts()
-        if len(text) > 40 and SAYS_WHAT_TO_DO.search(text)
-        and not any(part.replace("*", "") in text.replace("*", "") for part in known)
-    ]  # fmt: skip
-    assert not missing, "\n".join(missing)
+WHOLE_TEXTS = {"an unfinished gradient"}  # not only a piece of one
+
+
+def texts() -> Iterator[tuple[str, str, str]]:
+    """Each error text of the rooms: where it is made, its source without the quotes, and all
+    strings of its file, of which a text may be made."""
+    paths = [
+        path
+        for room in ROOMS
+        for path in sorted((ROOT / "internsp" / room).glob("*.py")) or [ROOT / "internsp" / room]
+    ]
+    for path in paths:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        strings = [n.value for n in nodes if isinstance(n, ast.Constant)]
+        beside = "\n".join(value for value in strings if isinstance(value, str))
+        for node in nodes:
+            made = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            if made and node.func.id.endswith("Error") and node.args:  # type: ignore[union-attr]
+                yield f"{path.name}:{node.lineno}", _text(node.args[0]), beside  # type: ignore
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("_message"):
+                returned = next(n for n in ast.walk(node) if isinstance(n, ast.Return))
+                assert returned.value is not None
+                yield f"{path.name}:{node.lineno}", _text(returned.value), beside
+
+
+def _text(node: ast.expr) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(value) for value in node.values)
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    return "{" + ast.unparse(node.value if isinstance(node, ast.FormattedValue) else node) + "}"
+
+
+def test_every_error_text_is_in_the_table_and_names_the_remedies_of_its_row() -> None:
+    rows = set(REMEDIES)
+    for where, text, beside in texts():
+        if text.startswith("{self._message"):  # the texts of `_message` are read themselves
+            continue
+        found = [p for p in REMEDIES if p in text and (p == text or p not in WHOLE_TEXTS)]
+        assert len(found) == 1, f"{where}: {text!r} is in {len(found)} rows: {found}"
+        rows.discard(found[0])
+        for words in REMEDIES[found[0]]:
+            said = words in text or ("{remedy}" in text and words in beside)
+            assert said, f"{where} no longer names {words!r}: {text}"
+    assert not rows, f"no error has these texts any more: {sorted(rows)}"
+
+
+def test_the_tests_that_run_remedies_elsewhere_exist() -> None:
+    elsewhere = {r for row in REMEDIES.values() for r in row.values() if isinstance(r, str)}
+    for named in sorted(elsewhere):
+        path, _, name = named.partition("::")
+        tree = ast.parse((ROOT / path).read_text())
+        tests = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+        assert name in tests, f"{named} is not there"
+
+
+RUN = {
+    f"{piece} > {words}": remedy
+    for piece, row in REMEDIES.items()
+    for words, remedy in row.items()
+    if not isinstance(remedy, str)
+}
+PARTS = 6
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@ranks(2)
+def test_every_remedy_that_an_error_text_names_works(part: int) -> None:
+    for name in sorted(RUN)[part::PARTS]:
+        try:
+            RUN[name]()
+        except Exception as error:
+            raise AssertionError(f"the remedy of: {name}") from error
