@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import CollectiveError, GradientError, StructureError
@@ -180,6 +181,51 @@ def test_reads_whose_gradient_no_rank_would_sum_are_refused_by_name(
         twin = Twin(partial(WithoutGradient, layers=2), mesh_of(weight), **config)
         twin.backward()
         twin.check_gradients(f"as the refusal proposes, {config}")
+
+
+class Explicit(Apart):
+    """Says itself how the gradient is placed, which is taken as it is."""
+
+    def read(self, weight: Any) -> Tensor:
+        if not isinstance(weight, DTensor):
+            return weight.pow(2).sum() * 2
+        each = [Partial()] * weight.device_mesh.ndim
+        return weight.full_tensor(grad_placements=each).pow(2).sum()
+
+
+class Checkpointed(Apart):
+    """Reads a parameter in a part of its forward that torch's own checkpoint recomputes."""
+
+    def read(self, weight: Any) -> Tensor:
+        start = torch.ones((), dtype=torch.float64, requires_grad=True)
+        term = checkpoint(lambda one: whole(weight).pow(2).sum() * one, start, use_reentrant=True)
+        return term if isinstance(weight, DTensor) else term * 2  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [Explicit, Checkpointed])
+@ranks(2)
+def test_full_tensor_is_right_in_the_other_ways_that_a_forward_may_call_it(
+    make: type[Apart],
+) -> None:
+    for weight, config in ((2, {}), (1, {}), (2, SMALL)):
+        twin = Twin(partial(make, layers=2), mesh_of(weight), **config)
+        twin.backward()
+        twin.check_gradients(f"{make.__name__}, {config}")
+
+
+@pytest.mark.parametrize("config", [{}, ALL], ids=str)
+@ranks(2)
+def test_full_tensor_is_right_in_blocks_that_a_program_calls_itself(config: dict[str, Any]) -> None:
+    for weight in (2, 1):
+        twin = Twin(partial(PastModel, Past, layers=2), mesh_of(weight), **config)
+        everybody, mine = twin.batch()
+        for model, (ids, labels) in ((twin.plain, everybody), (twin.ours, mine)):
+            x = model.embed(ids)  # type: ignore[operator]
+            for layer in model.layers:  # type: ignore[union-attr]
+                x = layer(x)
+            logits = model.head(model.norm(x))  # type: ignore[operator]
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+        twin.check_gradients(f"blocks called by a program, {config}")
 
 
 class Some(Apart):

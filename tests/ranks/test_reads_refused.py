@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import GradientError, StaleWeightError, StructureError
@@ -166,6 +167,46 @@ def test_writes_transforms_and_replaced_weights_are_refused_by_name() -> None:
     twin = Twin(partial(Smuggled, Smuggling, layers=2), mesh_of(2))
     _, mine = twin.batch()
     raises(StaleWeightError, twin.ours(*mine).backward, "layers.1.w1.weight", "return that tensor")
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+class Parametrized(Block):
+    """Registers a parametrization in its forward: one that writes, or one that it leaves there."""
+
+    kind: type[nn.Module] = Doubled
+
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.q, "weight", self.kind())
+        x = super().forward(x)
+        if self.kind is Doubled:
+            parametrize.remove_parametrizations(self.q, "weight", leave_parametrized=False)
+        return x
+
+
+class Left(Parametrized):
+    kind = nn.Identity
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(Parametrized, "right_inverse"), (Left, "not removed it")],
+    ids=["one that writes", "one that is left"],
+)
+@ranks(2)
+def test_parametrizations_of_a_forward_that_write_or_stay_are_refused_by_name(
+    kind: type[Block], words: str
+) -> None:
+    for mesh, config in sizes():
+        twin = Twin(partial(Tiny, kind, layers=2), mesh, **config)
+        _, mine = twin.batch()
+        raises(StructureError, partial(twin.ours, *mine), "layers.0.q.weight", words)
 
 
 def compile_later(twin: Twin, mine: Any) -> None:

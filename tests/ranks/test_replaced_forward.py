@@ -27,7 +27,7 @@ class OwnBlock(Block):
     """A class of this file's own, whose forward may be replaced."""
 
 
-class OwnHead(nn.Linear):
+class OwnLinear(nn.Linear):
     """A class of this file's own, whose forward may be replaced."""
 
 
@@ -36,7 +36,8 @@ class Model(Tiny):
 
     def __init__(self) -> None:
         super().__init__(OwnBlock, layers=2)
-        self.head = OwnHead(6, 11, bias=False)
+        self.layers[0].q = OwnLinear(6, 6)
+        self.head = OwnLinear(6, 11, bias=False)
 
 
 def fused(self: Any, ids: Tensor, labels: Tensor) -> Tensor:
@@ -57,7 +58,17 @@ def scaled(self: Any, x: Tensor) -> Tensor:
     return F.linear(x, self.weight * 1.3)
 
 
-NEW: dict[str, Callable[..., Tensor]] = {"": fused, "layers.1": mixing, "head": scaled}
+def returning(self: Any, x: Tensor) -> Tensor:
+    """A linear layer that returns rows of its weight, which lie in a slot here."""
+    return self.weight[: x.shape[-2]]  # type: ignore[no-any-return]
+
+
+NEW: dict[str, Callable[..., Tensor]] = {
+    "": fused,
+    "layers.1": mixing,
+    "layers.0.q": returning,
+    "head": scaled,
+}
 
 
 def around(module: nn.Module) -> None:
