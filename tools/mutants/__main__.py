@@ -2,17 +2,17 @@
 
     python -m tools.mutants record     # once: which tests pass without a fault, and what they reach
     python -m tools.mutants run        # faults, drawn by the seed
-    python -m tools.mutants again --tests tests/unit/test_cli.py  # survivors, against new tests
+    python -m tools.mutants again --tests tests/unit/test_x.py    # survivors, against new tests
     python -m tools.mutants report --document docs/dev/mutants.md
 
 Works in copies of this checkout at nice 19; each command goes on where it was stopped. ``record``
-runs the tests in a copy whose blocks note that they ran, file by file; what survived before runs
-against the tests that were recorded since. A fault then runs against
+runs the tests in a copy whose blocks note that they ran, file by file. A fault then runs against
 the tests that reach its block, until one fails: the first case of each test before other cases,
-tests that name the function before others, fast ones first. The test that fails must pass without
-the fault, and must fail twice if it failed by time. A run that takes over three times its normal
-time is caught by time. A survivor that changes nothing is judged by a line in the results, by hand:
-``{"key": KEY, "fate": "equivalent", "why": "..."}``.
+tests that name the function before others, the fastest of each file before its other tests. The
+test that fails must pass without the fault, and must fail twice if it failed by time. A run that
+takes over three times its normal time is caught by time. What survived runs again when more is
+recorded or ``--seconds`` is larger. A survivor that changes nothing is judged by a line in the
+results, by hand: ``{"key": KEY, "fate": "equivalent", "why": "..."}``.
 """
 
 from __future__ import annotations
@@ -102,11 +102,14 @@ def judge(options: Options) -> None:
     # The plain copy stays as it is, beside the record of the same sources.
     work = Campaign(copied(folder) if again or not folder.exists() else folder)
     known = latest(options.results)
-    for mutant in drawn(work.folder, options):
-        before = known.get(mutant.key(), {"end": "", "seen": 0, "ran": 0})
+    # What no test of the record reaches comes last, against the tests of its file.
+    for mutant in sorted(drawn(work.folder, options), key=lambda one: not record.notes(one)):
+        before = known.get(mutant.key(), {"end": "", "seen": 0, "ran": 0, "reach": 0})
         if before["end"] in ("caught", "time") or (again and not before["end"]):
             continue
         given = dict.fromkeys(options.tests, options.seconds / max(1, len(options.tests)))
+        if before["ran"] < before["reach"] and options.seconds > before["most"]:
+            before |= {"seen": 0, "ran": 0}
         tests = given if again else record.reaching(mutant, before["seen"])
         if before["end"] and not tests:
             continue  # no test that reaches it was recorded since
@@ -116,7 +119,8 @@ def judge(options: Options) -> None:
             line["end"] = "survived" if line["ran"] else "unreached"
         fault = {"key": mutant.key(), **{name: getattr(mutant, name) for name in FAULT[1:]}}
         if not again:
-            add(options.results, {**fault, **line, "seen": len(read(record.path))})
+            line |= {"seen": len(read(record.path)), "most": options.seconds}
+            add(options.results, {**fault, **line})
         elif line["end"] in ("caught", "time"):
             add(options.results, {**fault, **line, "new": True})
         what = f"{mutant.before!r} -> {mutant.after!r}"

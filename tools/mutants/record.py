@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,21 @@ class Record:
             failed = sum(bool(test["failed"]) for test in got["tests"])
             say(f"{file}: {len(got['tests'])} tests, {failed} failed, {got['seconds']:.0f} s")
 
+    def _passed(self) -> list[dict[str, Any]]:
+        return [line for line in read(self.path) if "test" in line and not line["failed"]]
+
+    def _numbers(self, mutant: Mutant) -> set[int]:
+        blocks = json.loads(self.table.read_text())
+        return {
+            i for i, (file, line) in enumerate(blocks)
+            if file == mutant.file and mutant.block in (0, line)
+        }  # fmt: skip
+
+    def notes(self, mutant: Mutant) -> bool:
+        """Whether a test that passed reaches the fault's block."""
+        wanted = self._numbers(mutant)
+        return any(not wanted.isdisjoint(line["hits"]) for line in self._passed())
+
     def reaching(self, mutant: Mutant, since: int = 0) -> dict[str, float]:
         """Seconds of the tests that passed and reach the fault's block, in the order to run.
 
@@ -82,13 +98,10 @@ class Record:
         Args:
             since: leave out the first lines of the record.
         """
-        blocks = json.loads(self.table.read_text())
-        lines = {i: line for i, (file, line) in enumerate(blocks) if file == mutant.file}
-        passed = [line for line in read(self.path) if "test" in line and not line["failed"]]
-        wanted = {i for i, line in lines.items() if line == mutant.block}
+        passed, wanted = self._passed(), self._numbers(mutant)
         # A block that notes nothing may run in a process without this table: all of the file, then.
-        if not any(wanted & set(line["hits"]) for line in passed):
-            wanted = {*lines}
+        if not self.notes(mutant):
+            wanted = self._numbers(replace(mutant, block=0))
         names = [name for name in mutant.scope.split(".") if not name.startswith("__")]
         new = {line["test"] for line in read(self.path)[since:] if "test" in line}
         found = {
@@ -99,9 +112,9 @@ class Record:
         seen: Counter[str] = Counter()
         order = []
         for test, seconds in sorted(found.items(), key=lambda item: item[1]):
-            body = test.split("[")[0]
-            text = (self.folder / test.split("::")[0]).read_text()
+            body, file = test.split("[")[0], test.split("::")[0]
+            text = (self.folder / file).read_text()
             named = any(re.search(rf"\b{name}\b", text) for name in names)
-            order.append((seen[body], not named, seconds, test))
-            seen[body] += 1
+            order.append((seen[body], not named, seen[file], seconds, test))
+            seen.update((body, file))
         return {test: seconds for *_, seconds, test in sorted(order)}
