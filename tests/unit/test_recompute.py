@@ -106,6 +106,15 @@ def test_the_reentrant_form_loses_no_gradient_in_silence() -> None:
     raises(StructureError, partial(block, x, inside), "a Nesting returns tensors inside of a tuple")
 
 
+def test_a_dictionary_is_no_cache_though_it_too_has_update() -> None:
+    block: Any = Nesting()
+    checkpoint_block(block, reentrant=False)
+    x = torch.randn(2, 3, requires_grad=True)
+    more = {0: torch.ones(3, requires_grad=True)}
+    block(x, more)[1][0].sum().backward()
+    torch.testing.assert_close(more[0].grad, block(x)[:].detach().sum(0))
+
+
 class Counting(nn.Module):
     """A router that counts the tokens of its experts, in place and by a new tensor; statistics."""
 
