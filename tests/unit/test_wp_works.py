@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from internsp.base.trace import CompletionThread
-from internsp.wp.collectives import WorkHandles
+from internsp.wp.collectives import Collectives, WorkHandles
 
 
 class Gate:
@@ -74,3 +77,19 @@ def test_a_failure_reaches_who_waits_and_those_behind_it_go_on(kind: type[Except
     with pytest.raises(kind, match="peer is gone"):
         WorkHandles(works).wait()
     works[1].wait()
+
+
+@pytest.mark.parametrize(("blocking", "messages"), [(False, ["both"]), (True, ["1", "2"])])
+def test_gathers_of_one_launch_are_one_message_unless_gloo_would_read_device_memory(
+    blocking: bool, messages: list[str]
+) -> None:
+    sent: list[str] = []
+    collectives: Any = object.__new__(Collectives)
+    collectives._blocking_waits, collectives._gather_options = blocking, None
+    collectives.group = SimpleNamespace(
+        allgather_into_tensor_coalesced=lambda outputs, shards, options: sent.append("both")
+    )
+    collectives._send_all_gather = lambda output, shard: sent.append(str(len(shard)))
+    shards = [torch.zeros(1), torch.zeros(2)]
+    collectives._send_all_gathers([torch.zeros(2), torch.zeros(4)], shards)
+    assert sent == messages
