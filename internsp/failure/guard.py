@@ -104,6 +104,12 @@ class FailureGuard:
         self.epoch += 1
         self._set_own_report(None)
 
+    def close(self) -> None:
+        """Stop the thread, and refer to the groups no more: the mesh was closed."""
+        if self._stop is not None:
+            self._stop()
+        self._groups = {}
+
     @contextlib.contextmanager
     def waits_in_store(
         self, what: str, ranks: Sequence[int], call: str, number: int

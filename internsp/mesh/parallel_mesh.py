@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,7 @@ from internsp.config.sections import MAX_TIMEOUT_SECONDS
 from internsp.errors import MachineError, MeshError
 from internsp.mesh import fresh_store
 from internsp.mesh.axes import Axes, degrees_of
+from internsp.mesh.owned import OwnedGroups, collect_garbage
 from internsp.mesh.shape import AxisShape, MeshShape
 
 _AXIS_GROUPS = ("weight", "gradient", "replica", "zero", "zero_replica")
@@ -144,10 +148,25 @@ _GROUPS = (
 )  # fmt: skip
 
 
+class MeshUser(Protocol):
+    """A model on a mesh, as :meth:`ParallelMesh.close` sees it."""
+
+    def before_close(self) -> None:
+        """Wait for what is in flight, without launching anything.
+
+        Raises:
+            MeshError: a pass runs, or has failed.
+        """
+
+    def closed(self) -> None:
+        """The groups are going to end: refer to them no more."""
+
+
 class ParallelMesh:
     """One rank's coordinates and process groups on every parallel axis.
 
-    Make it with :meth:`create` or :meth:`from_device_mesh`, on all ranks together.
+    Make it with :meth:`create` or :meth:`from_device_mesh`, on all ranks together. It is a context
+    manager, which closes it (:meth:`close`); a mesh that is dropped ends as garbage.
 
     Attributes:
         shape: the degrees, a :class:`MeshShape`.
@@ -173,6 +192,8 @@ class ParallelMesh:
         timeout_seconds: timeout of a collective in these groups.
         param_mesh: of the dense axis.
         device: the device on which this rank computes.
+        is_closed: whether :meth:`close` has ended the process groups. Then they, and the axes that
+            hold them, cannot be read any more.
     """
 
     def __init__(
@@ -188,6 +209,9 @@ class ParallelMesh:
         self.device = device
         self.timeout_seconds = timeout_seconds
         self._models = 0
+        self._users: weakref.WeakSet[MeshUser] = weakref.WeakSet()
+        self._owned: OwnedGroups | None = None
+        self.is_closed = False
         self._near_groups: dict[tuple[str, int], dist.ProcessGroup] = {}
         self.world_size = shape.world_size
         self.weight, self.sequence, self.pipeline = shape.weight, shape.sequence, shape.pipeline
@@ -355,8 +379,78 @@ class ParallelMesh:
         if shape is None:
             assert isinstance(requested, MeshError), "without a shape there is an error"
             raise requested
+        collect_garbage()
         groups = _make_groups(shape, timedelta(seconds=timeout_seconds))
-        return cls(shape, rank, device, groups, timeout_seconds)
+        mesh = cls(shape, rank, device, groups, timeout_seconds)
+        mesh._own(groups.values())
+        return mesh
+
+    def _own(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Take over groups that were made for this mesh: they end with it."""
+        self._owned = OwnedGroups(groups)
+        for axis in self.axes:  # DTensors find the groups by their names
+            self._owned.keep_for(axis.param_mesh)
+
+    def close(self) -> None:
+        """End the mesh's process groups, and with them their threads and connections.
+
+        Not collective: each rank closes its mesh when it needs it no more, which is once its calls
+        on this mesh have returned. Waits for what is in flight. Groups that the program gave
+        (``device_mesh``, its own groups) are not touched. Parameters keep their shards; forwards,
+        steps and ``full_tensor()`` on this mesh are refused. A second call does nothing.
+
+        The threads of a group end once nothing refers to it: drop models of this mesh, too.
+
+        Raises:
+            MeshError: a pass of a model on this mesh runs, or has failed on this rank.
+        """
+        if self.is_closed:
+            return
+        users = list(self._users)
+        for user in users:
+            user.before_close()
+        if accelerator.has_streams(self.device):
+            torch.accelerator.synchronize(self.device)
+        self.is_closed = True
+        for user in users:
+            user.closed()
+        self._near_groups.clear()
+        for name in [*vars(self)]:
+            if isinstance(vars(self)[name], (dist.ProcessGroup, WeightAxis, DeviceMesh)):
+                delattr(self, name)
+        if self._owned is not None:
+            self._owned.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:  # fmt: skip
+        """:meth:`close`; not after an exception, which other ranks learn by these groups."""
+        if kind is None:
+            self.close()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for attributes that do not exist, as after :meth:`close`."""
+            if self.__dict__.get("is_closed") and not name.startswith("__"):
+                raise self.refusal(f"its {name}")
+            raise AttributeError(f"a ParallelMesh has no {name!r}")
+
+    def refusal(self, what: str) -> MeshError:
+        """The error for a use after :meth:`close`."""
+        return MeshError(
+            f"this ParallelMesh ({self.describe()}) was closed on rank {self.rank}, so that {what} "
+            "cannot be used any more: close it after its last use, or make a new mesh and call "
+            "parallelize() on a model for it"
+        )
+
+    def register(self, user: MeshUser) -> None:
+        """Tell ``user`` when the mesh is closed; it is held weakly."""
+        self._users.add(user)
 
     def renew_pipeline_group(self) -> None:
         """Replace ``pipeline_group`` after a failed step, whose messages may still arrive.
@@ -368,7 +462,11 @@ class ParallelMesh:
         old, timeout = self.pipeline_group, timedelta(seconds=self.timeout_seconds)
         ranks = self.shape.ranks("pipeline")
         self.pipeline_group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
-        dist.destroy_process_group(old)
+        if self._owned is not None:
+            self._owned.add(self.pipeline_group)
+            self._owned.end_one(old)
+        else:
+            dist.destroy_process_group(old)
 
     def next_model(self) -> int:
         """Number of the next model on this mesh, the same on all ranks of a stage."""
@@ -387,6 +485,8 @@ class ParallelMesh:
             self._near_groups[axis.name, ranks] = dist.new_group(
                 everyone[first : first + ranks], timeout=timeout, use_local_synchronization=True
             )
+            if self._owned is not None:
+                self._owned.add(self._near_groups[axis.name, ranks])
         return self._near_groups[axis.name, ranks]
 
     @property

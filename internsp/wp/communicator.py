@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp.base.autograd import NO_TASK, graph_task
-from internsp.errors import OrderError, StaleWeightError, StructureError
+from internsp.errors import MeshError, OrderError, StaleWeightError, StructureError
 from internsp.failure.detection import PostBackwardCallback
 from internsp.failure.recovery import Recovery
 from internsp.mesh import ParallelMesh
@@ -371,6 +371,7 @@ class ISPCommunicator(ChunkWeights):
         self.recovery = Recovery(mesh, state.collectives.comm_context)
         self._autocast = Autocast(replicated.sharded, blocks, mesh.device.type)
         self.contents = Contents(self)
+        mesh.register(self)
         state.began = replicated.began = self._ensure_callback
         state.before_head = self._before_head
         self._has_replicas = any(axis.replicas > 1 for axis in mesh.axes)
@@ -449,8 +450,11 @@ class ISPCommunicator(ChunkWeights):
         """Check before a pass or a step that parameters are sharded.
 
         Raises:
+            MeshError: the mesh was closed.
             OrderError: a context such as ``full_params`` holds them unsharded.
         """
+        if self.mesh.is_closed:
+            raise self.mesh.refusal("this model")
         if self.full_params_in:
             raise OrderError(
                 f"a forward, a step or zero_grad() of this model was called on rank "
@@ -810,6 +814,45 @@ class ISPCommunicator(ChunkWeights):
             self.state.link.synchronize()
         for callback in self.after_reset:
             callback(earlier)
+
+    # the end of the mesh (:class:`internsp.mesh.parallel_mesh.MeshUser`)
+
+    def before_close(self) -> None:
+        """Wait for gathers, reductions, exchanges and new values in flight. Launches nothing.
+
+        After a lost group nothing is in flight any more.
+
+        Raises:
+            MeshError: a pass runs, or has failed and the ranks have not recovered.
+        """
+        comm_context, rank = self.state.collectives.comm_context, self.mesh.rank
+        if self.busy:
+            raise MeshError(
+                f"ParallelMesh.close() was called on rank {rank} {self.busy} of a model on this "
+                "mesh: call it between two passes"
+            )
+        if comm_context.failure or self.recovery.guard.fatal_cause:
+            return
+        if self._forward_open or self.replicated.backward >= 0:
+            raise MeshError(
+                f"ParallelMesh.close() was called on rank {rank} after a pass that failed, while "
+                "other ranks may wait for this one: run the next pass, in which the ranks recover, "
+                "or end the process"
+            )
+        self.wait_until_ready()
+        self.wait_for_gathers()
+        self.state.finish_reductions()
+        self.state.replicas.discard()
+
+    def closed(self) -> None:
+        """See :class:`internsp.mesh.parallel_mesh.MeshUser`."""
+        self.recovery.guard.close()
+
+        def refuse(what: str) -> None:
+            raise self.mesh.refusal(what)
+
+        for weight in self.replicated.sharded:
+            weight.meet = refuse
 
     # inside
 

@@ -1,0 +1,110 @@
+"""The process groups that a mesh has made: they end with :meth:`OwnedGroups.end`, or as garbage.
+
+torch keeps every process group until it is destroyed, and each gloo group has three threads. So a
+mesh that nothing refers to any more would leave its threads behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+MANY_GROUPS = 50
+"""With more groups than this in the process, garbage is collected before a mesh makes others."""
+
+
+class OwnedGroups:
+    """Process groups that end together.
+
+    The mesh refers to this object, and it lives as long as the ``DeviceMesh`` objects by which
+    parameters find the groups by name. Once all of these are garbage, Python's next full collection
+    ends each gloo group that nothing else refers to. (A group that a program has kept stays, and so
+    do groups of other backends, whose end may be collective.)
+    """
+
+    def __init__(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        self._groups = list(dict.fromkeys(groups))
+        self._garbage = weakref.finalize(self, _end_after_collection, self._groups)
+        self._garbage.atexit = False  # the process ends its threads itself
+
+    def keep_for(self, user: object) -> None:
+        """Live as long as ``user``, which is neither changed nor kept alive."""
+        weakref.finalize(user, _nothing, self).atexit = False
+
+    def add(self, group: dist.ProcessGroup) -> None:
+        """Take over one more group."""
+        self._groups.append(group)
+
+    def end_one(self, group: dist.ProcessGroup) -> None:
+        """Destroy one group now."""
+        self._groups.remove(group)
+        _destroy(group)
+
+    def end(self) -> None:
+        """Destroy all groups now, each rank by itself. Nothing may be in flight in them."""
+        self._garbage.detach()
+        for group in self._groups:
+            _destroy(group)
+        self._groups.clear()
+
+
+def collect_garbage() -> None:
+    """Collect garbage if this process has many groups: dropped meshes may be among them."""
+    if len(distributed_c10d._world.pg_map) > MANY_GROUPS:
+        gc.collect()
+
+
+def _nothing(owned: OwnedGroups) -> None:
+    """Called when the user of these groups is freed."""
+
+
+def _end_after_collection(groups: list[dist.ProcessGroup]) -> None:
+    """Called when nobody needs the groups any more, perhaps within a collection, in which other
+    garbage still refers to them: wait for the end of a full one."""
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        if phase != "stop" or info["generation"] < 2 or sys.is_finalizing():
+            return
+        for group, references in zip(groups[:], _references(groups), strict=True):
+            if not references:
+                groups.remove(group)
+                _destroy(group)
+        if not groups:
+            gc.callbacks.remove(collected)
+
+    groups[:] = [group for group in groups if _is_gloo(group)]
+    gc.callbacks.append(collected)
+
+
+def _references(groups: list[dist.ProcessGroup]) -> list[int]:
+    """How many references each group has, beside those of the list and of torch's registry."""
+    world = distributed_c10d._world
+    found = [getattr(world, name, None) for name in dir(world) if not name.startswith("__")]
+    registry = {id(v): v for v in found if isinstance(v, dict)}.values()
+    lists = [v for table in registry for v in table.values() if isinstance(v, list)]
+    nobody = [object()]  # an object that only a list refers to
+    (alone,) = [sys.getrefcount(each) for each in nobody]
+    counts = [sys.getrefcount(each) - alone for each in groups]
+    for i, group in enumerate(groups):
+        counts[i] -= sum(group in table for table in registry)
+        counts[i] -= sum(each is group for entries in lists for each in entries)
+    return counts
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return _is_registered(group) and dist.get_backend(group) == "gloo"
+
+
+def _is_registered(group: Any) -> bool:
+    return group in distributed_c10d._world.pg_map
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    if _is_registered(group):  # not after an abort, or once the default group has ended
+        dist.destroy_process_group(group)
