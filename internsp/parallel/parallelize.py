@@ -166,12 +166,14 @@ class Examined:
 
     Attributes:
         recomputed: indices of the blocks that recompute.
+        split: whether a pipeline's schedule splits backward.
     """
 
     structure: Structure
     recomputed: set[int]
     shardings: list[ParameterSharding]
     plan: ChunkLayout
+    split: bool
 
 
 def examine(
@@ -219,7 +221,7 @@ def examine(
     plan = chunk_layout(
         shardings, structure, config, shape, recomputed, split, device, own_communicator
     )
-    return Examined(structure, recomputed, shardings, plan)
+    return Examined(structure, recomputed, shardings, plan, split)
 
 
 def _require_own_serves(shardings: Sequence[ParameterSharding]) -> None:
@@ -293,7 +295,7 @@ class _Builder:
         self.model, self.mesh, self.config = model, mesh, config
         self.structure = structure = examined.structure
         self.recomputed = recomputed = examined.recomputed
-        self.shardings, self.plan = examined.shardings, examined.plan
+        self.shardings, self.plan, self.split = examined.shardings, examined.plan, examined.split
         self.dtype = None  # dtype to which the model's inputs are cast
         if config.compute_dtype is not None and config.cast_inputs:
             self.dtype = DTYPES[config.compute_dtype]
