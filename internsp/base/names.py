@@ -19,6 +19,10 @@ from functools import lru_cache
 
 MOST_NUMBERS = 10_000
 """Largest number of values of one ``{a-b}``."""
+ANY_TEXT = r"^[^\x00]*$"
+"""Regular expression of a text without a NUL character."""
+FOLDER_NAME = r"^[^/\\\x00-\x1f]*[^/\\.\x00-\x1f][^/\\\x00-\x1f]*$"
+"""Regular expression of one part of a path: not only dots, without control characters."""
 _TOKEN = re.compile(r"\*|\?|\{\*\}|\{([0-9]{1,9})-([0-9]{1,9})\}|[^*?{}]")
 
 

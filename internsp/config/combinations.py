@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from internsp.config.sections import ActivationCheckpointConfig, WeightParallelConfig
-from internsp.config.words import listed
 from internsp.errors import ConfigError
 
 Mistake = tuple[tuple[str, ...], str]
@@ -38,6 +37,8 @@ def require_combinations(
     found = combinations(weights, again or ActivationCheckpointConfig())
     mistakes = [f"{keys[0]}: {text}" for keys, text in found]
     if mistakes:
+        from internsp.config.words import listed
+
         raise ConfigError(listed("the configuration", mistakes))
 
 

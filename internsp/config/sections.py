@@ -30,12 +30,11 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from internsp.base.names import ANY_TEXT, nearest
 from internsp.base.names import checked as checked_pattern
-from internsp.base.names import nearest
 from internsp.config.functions import checked as checked_function
 from internsp.config.functions import import_path
 from internsp.config.kept import MOST_BLOCKS, checked
-from internsp.config.words import ANY_TEXT, listed, mistakes, one_line, section_name
 from internsp.errors import ConfigError
 
 # Every number has both bounds. The upper bounds are well above what anyone trains with, and below
@@ -96,6 +95,8 @@ class Section(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
+            from internsp.config.words import listed, mistakes, one_line, section_name
+
             cls = type(self)
             prefix = f"{section_name(cls)}." if section_name(cls) else ""
             found = [

@@ -12,15 +12,12 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from internsp.base.names import nearest
+from internsp.base.names import ANY_TEXT, FOLDER_NAME, nearest
 from internsp.base.sizes import meant_size
 
 Schema = Mapping[str, Any]
 """The JSON schema of a key, from pydantic: type, choices, default, description."""
 
-ANY_TEXT = r"^[^\x00]*$"
-# One part of a path, not only dots, without control characters.
-FOLDER_NAME = r"^[^/\\\x00-\x1f]*[^/\\.\x00-\x1f][^/\\\x00-\x1f]*$"
 _FITS = {
     ANY_TEXT: "a text without a NUL character",
     FOLDER_NAME: "usable as the name of a folder",

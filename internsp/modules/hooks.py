@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ from internsp.base.autograd import (
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import GradientError, StructureError
 from internsp.modules.entry import compile_block, unshard_at_block_entry
-from internsp.modules.offload import ActivationOffload
 from internsp.modules.parameters import Scope, weights_of, wrap_forward, wrap_scope
 from internsp.modules.recompute import ContextFn, checkpoint_block
 from internsp.modules.scalars import convert_state_before_steps
@@ -55,6 +54,9 @@ from internsp.schedule.enclosing import Enclosing
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import ShardedParameter, not_to_be_copied
 from internsp.wp.slots import Unit
+
+if TYPE_CHECKING:
+    from internsp.modules.offload import ActivationOffload
 
 Entered = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 """Called with the positional and keyword arguments of a forward."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from internsp.base.autograd import in_backward, tensors
 from internsp.errors import StructureError
-from internsp.modules.offload import OffloadGroup
 from internsp.modules.wrapping import Forward, Wrapping
+
+if TYPE_CHECKING:
+    from internsp.modules.offload import OffloadGroup
 
 ContextFn = Callable[..., tuple[Any, Any]]
 """Called with a function that saves a tensor (:meth:`OffloadGroup.save`), or without arguments."""

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,10 @@ from internsp.failure.comm_context import CommContext, Counters
 from internsp.mesh import MeshShape, ParallelMesh
 from internsp.modules.casts import find_casts, register_casts
 from internsp.modules.hooks import BlockHooks, register_hooks
-from internsp.modules.offload import ActivationOffload
 from internsp.modules.parameters import Scope, attach, put
 from internsp.modules.reads import ForwardReads
 from internsp.modules.recompute import ContextFn
 from internsp.modules.supported import copies_of, require_supported
-from internsp.modules.tiles import tile_all
 from internsp.modules.watch import keep_parameters_in_place
 from internsp.parallel.additions import AddedParameterCheck
 from internsp.parallel.compare import require_same_model, token_count_check
@@ -47,7 +45,6 @@ from internsp.structure.assign import (
 )
 from internsp.structure.blocks import Structure, read_structure
 from internsp.structure.dtypes import DTYPES
-from internsp.structure.tiles import find_tiled
 from internsp.structure.units import chunk_layout
 from internsp.values.meta import MissingValueCheck, materialize_buffers
 from internsp.wp.collectives import Collectives, ReplicaCollectives
@@ -59,14 +56,15 @@ from internsp.wp.communicator import (
     UsersCommunicator,
     WPCommunicator,
 )
-from internsp.wp.near import NearSlices
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.plain_loop import PlainLoop
-from internsp.wp.quantize import Quantizer
 from internsp.wp.reduce import Buffers, GradientReducer
 from internsp.wp.replicated import ReplicatedParameters
 from internsp.wp.slots import MemoryPool, Unit
+
+if TYPE_CHECKING:
+    from internsp.modules.offload import ActivationOffload
 
 CollectivesFactory = Callable[..., Collectives]
 InitFunction = Callable[[str, Tensor, torch.Generator], None]
@@ -213,7 +211,10 @@ def examine(
         )
     require_patterns_matched((name for name, _ in model.named_parameters()), config)
     find_casts(model, structure, config)  # raises its errors before anything is changed
-    find_tiled(structure, checkpoint)
+    if checkpoint is not None and checkpoint.tiles != 1:
+        from internsp.structure.tiles import find_tiled
+
+        find_tiled(structure, checkpoint)
     recomputed = recomputed_blocks(checkpoint, structure.layers)
     shardings = plan_sharding(model, structure, config, shape.expert)
     if own_communicator:
@@ -414,13 +415,19 @@ class _Builder:
     ) -> ActivationOffload | None:
         if checkpoint is None or checkpoint.offload in (None, 0):
             return None
+        from internsp.modules.offload import ActivationOffload
+
         link = HostLink(self.mesh.device)
         return ActivationOffload(link, checkpoint.offload, len(self.recomputed))
 
     def _tile_blocks(self, checkpoint: ActivationCheckpointConfig | None) -> None:
-        if checkpoint is not None and isinstance(checkpoint.tiles, int):
+        if checkpoint is not None and checkpoint.tiles != 1:
+            from internsp.modules.tiles import tile_all
+            from internsp.structure.tiles import find_tiled
+
+            tiled = find_tiled(self.structure, checkpoint)  # refuses "auto"
             triggers = [b.trigger_module for b in self.structure.blocks if b.trigger_module]
-            tile_all(find_tiled(self.structure, checkpoint), checkpoint.tiles, triggers)
+            tile_all(tiled, int(checkpoint.tiles), triggers)
 
     def _make_member(self, sharding: ParameterSharding) -> list[tuple[ParameterOwner, Member]]:
         name, parameter, dtypes = sharding.name, sharding.parameter, sharding.dtypes
@@ -533,6 +540,8 @@ class _Builder:
         state.link = self.host_link
         slices = {w.name: w.slices for unit in plan.units for w in unit.weights if w.slices}
         if slices and self.user_communicator is None:
+            from internsp.wp.near import NearSlices
+
             for name, near in slices.items():
                 by_name[name].slices = near
             sliced = [by_name[name] for name in slices]
@@ -548,6 +557,8 @@ class _Builder:
             state.near = NearSlices(sliced, near_gathers, pool)
         names = {w.name for unit in plan.units for w in unit.weights if w.quantized}
         if names:
+            from internsp.wp.quantize import Quantizer
+
             options = {by_name[name]: self.options[name] for name in names}
             kinds = {weight: o.custom_gather or o.quantize for weight, o in options.items()}
             state.quantizer = Quantizer(kinds, self.mesh.device, self.config.memory_pool)

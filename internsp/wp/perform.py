@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -32,11 +32,13 @@ from internsp.schedule.terms import (
     runs_of,
 )
 from internsp.wp.collectives import Collectives, Handle, ReplicaCollectives
-from internsp.wp.near import NearSlices
 from internsp.wp.parameter import ShardedParameter
-from internsp.wp.quantize import Quantizer
 from internsp.wp.reduce import GradientReducer
 from internsp.wp.slots import MemoryPool
+
+if TYPE_CHECKING:  # loaded where a model uses them
+    from internsp.wp.near import NearSlices
+    from internsp.wp.quantize import Quantizer
 
 
 @dataclass

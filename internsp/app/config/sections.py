@@ -12,7 +12,7 @@ from pydantic import (
 )
 
 from internsp.app.config.optimizers import checked_optimizer, checked_option
-from internsp.base.names import below
+from internsp.base.names import FOLDER_NAME, below
 from internsp.config.sections import (
     MAX_TIMEOUT_SECONDS,
     Count,
@@ -28,7 +28,6 @@ from internsp.config.sections import (
     Texts,
     Tiny,
 )
-from internsp.config.words import FOLDER_NAME
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(ge=0, le=1000)]
