@@ -140,7 +140,7 @@ class ShardParameter(ParameterTensor):
         if self._local_tensor.device.type != kind:  # offloaded: collectives need the device
             there: Any = self.to(kind)
             return there._redistribute(*args, **options)  # type: ignore[no-any-return]
-        found: Any = super().redistribute(*args, **options)
+        found: Any = super()._redistribute(*args, **options)
         if not all(placement.is_replicate() for placement in found.placements):
             return found  # type: ignore[no-any-return]
         memory = found._local_tensor.untyped_storage().data_ptr()
