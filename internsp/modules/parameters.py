@@ -408,12 +408,12 @@ def wrap_forward(module: nn.Module) -> None:
 
     ``forward`` is wrapped and not ``__call__``, for checkpoints around it and direct calls of it.
     """
-    Wrapping.of(module).add(partial(_unsharding, module), nests=True)
-
-
-def _unsharding(module: nn.Module, inner: Forward) -> Forward:
     held = module._parameters
     assert isinstance(held, Weights), "attach() came before"
+    Wrapping.of(module).add(partial(_unsharding, module, held), nests=True)
+
+
+def _unsharding(module: nn.Module, held: Weights, inner: Forward) -> Forward:
     saves, known = _PLAIN.get(type(module), (False, None))
     simple = getattr(inner, "__func__", None) is known is not None
     simple = simple and set(held) <= {"weight", "bias"}

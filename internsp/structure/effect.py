@@ -29,11 +29,13 @@ from internsp.structure.rules import (
 )
 
 OF_SHARDED = (
-    "memory_pool", "prefetch_depth", "trigger", "granularity", "prefetch_triggers",
-    "reshard_after_forward", "keep_unsharded", "pending_blocks", "embedding_cut", "reduce_dtype",
-    "quantize", "offload",
+    "memory_pool", "prefetch_depth", "granularity", "prefetch_triggers", "reshard_after_forward",
+    "keep_unsharded", "pending_blocks", "embedding_cut", "reduce_dtype", "quantize", "offload",
 )  # fmt: skip
-"""Options of ``weight_parallel`` that act on sharded parameters only."""
+"""Options of ``weight_parallel`` that act on sharded parameters only.
+
+Not ``trigger``: without the right one a model is refused for which no trigger is found.
+"""
 OF_ORDER = (
     "memory_pool", "prefetch_depth", "trigger", "granularity", "prefetch_triggers",
     "reshard_after_forward", "keep_unsharded", "pending_blocks", "unexpected_order",

@@ -262,7 +262,7 @@ def test_without_recompute_there_is_nothing_to_offload() -> None:
     raises(
         ConfigError,
         lambda: parallelize(Tiny(), mesh, WeightParallelConfig(), activation_checkpoint=config),
-        "none recomputes", "full",
+        "no block recomputes", "full",
     )  # fmt: skip
     assert parallel.HostLink is HostLink
     twin = Twin(Tiny, mesh, ActivationCheckpointConfig(mode="full", offload=0))

@@ -121,7 +121,6 @@ def test_a_checkpoint_without_what_the_optimizer_keeps_in_its_groups_is_refused(
     tmp_path: Path,
 ) -> None:
     """As an internsp before this one has written it."""
-    pytest.importorskip("schedulefree", reason="the extra test has it")
     session = Session.create(config({}, optimizer={"name": "schedulefree:SGDScheduleFree"}))
     path = save(session, tmp_path, 1, "first")
     content = manifest.read(path).model_dump(mode="json")
@@ -151,8 +150,6 @@ def test_every_mesh_saves_the_same_bytes_of_what_another_has_saved(
     def settings(mesh: Mesh) -> Config:
         return config(mesh, **{k: dict(v) for k, v in changes.items()})
 
-    if "schedulefree" in str(changes):
-        pytest.importorskip("schedulefree", reason="the extra test has it")
     (world, mesh), *rest = meshes
     run_ranks(first, world, str(tmp_path), settings(mesh))
     number = 3

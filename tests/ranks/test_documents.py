@@ -6,6 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import internsp
+from tests.support.models import Tiny
 from tests.support.ranks import ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -25,8 +29,22 @@ def test_the_examples_of_whole_parameters_run(tmp_path: Path) -> None:
 
 
 @ranks(4)
-def test_the_mesh_of_a_loop_of_ones_own_is_made_of_a_device_mesh() -> None:
+def test_the_programs_of_a_loop_of_ones_own_make_its_mesh_and_unfreeze_a_head() -> None:
     variables: dict[str, Any] = {}
-    for number, block in enumerate(blocks("own_loop.md")):
-        exec(compile(block, f"own_loop.md, block {number}", "exec"), variables)
-    assert (variables["mesh"].weight, variables["mesh"].replicas) == (2, 2)
+    of_mesh, of_head = blocks("own_loop.md")
+    exec(compile(of_mesh, "own_loop.md, the mesh", "exec"), variables)
+    mesh = variables["mesh"]
+    assert (mesh.weight, mesh.replicas) == (2, 2)
+    variables["model"] = model = Tiny(layers=2)
+    model.head.requires_grad_(False)
+    communicator = internsp.parallelize(model, mesh)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": trained}]
+    optimizer = internsp.ZeroOptimizer(communicator, torch.optim.AdamW, param_groups=groups)
+    variables["optimizer"] = optimizer
+    exec(compile(of_head, "own_loop.md, unfreezing", "exec"), variables)
+    before = model.head.weight.full_tensor()
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    model(ids, ids).backward()
+    optimizer.step()
+    assert not torch.equal(model.head.weight.full_tensor(), before)

@@ -119,7 +119,7 @@ def test_a_mesh_without_such_rings_is_refused_on_every_rank(rank: int) -> None:
         parallelize(model, mesh_of(1, 2), WeightParallelConfig(**DOUBLE))
     for weights, text in (
         ({"ring_form": "double", "inner_ring": 3}, "do not divide a ring of 2"),
-        ({"inner_ring": 2}, "of the form 'double', not of 'auto'"),
+        ({"inner_ring": 2}, r'inner_ring: 2 is of no effect with "auto"; set ring_form = "double"'),
     ):
         model = model_zoo.build(Case().model_config(), dtype=torch.float64)
         with pytest.raises(ConfigError, match=text):

@@ -34,7 +34,9 @@ def changes(*more: Changes) -> Changes:
 
 
 OFFLOADED = {"offload": ["weights", "optimizer", "gradients"]}
-QUANTIZED = {"accumulation": "full", "quantize": "int8", "quantize_min_elements": 64}
+QUANTIZED = {
+    "accumulation": "full", "quantize": "int8", "quantize_min_elements": 64, "coalesce_bytes": 0,
+}  # fmt: skip
 RUNS: dict[int, list[Changes]] = {
     2: [
         {**pipelined("1F1B"), "optimizer": {"groups": [{"match": ["embed"], "lr": 1e-2}]}},

@@ -27,6 +27,7 @@ import internsp
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.optim import ZeroOptimizer
 from internsp.parallel.parallelize import initialize, parallelize
+from tests.ranks.test_state_dict_helpers import Scaled
 from tests.support import hf, reads
 from tests.support.compare import check, close, gradients
 from tests.support.meshes import mesh_of
@@ -77,6 +78,29 @@ def stepped(optimizer: Callable[[Any], Any]) -> None:
     for step in range(2):
         twin.backward()
         twin.check_step(made, f"step {step}")
+
+
+class Positional(torch.optim.SGD):
+    """Takes its rate by position, so that its groups' settings alone make no second one."""
+
+    def __init__(self, parameters: Any, rate: float, **options: Any) -> None:
+        super().__init__(parameters, lr=rate, **options)
+
+
+def loads_what_was_saved() -> None:
+    twin = right(lambda layers: Scaled())
+
+    def pair() -> list[Any]:
+        models = (twin.plain, twin.ours)
+        return [Positional(model.parameters(), 0.1, momentum=0.9) for model in models]
+
+    before, after = pair(), pair()
+    twin.backward()
+    twin.check_step(before, "before the save")
+    for saved, loaded in zip(before, after, strict=True):
+        loaded.load_state_dict(saved.state_dict())
+    twin.backward()
+    twin.check_step(after, "after the load")
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -370,10 +394,6 @@ def parametrized(model: Any) -> None:
 class WritesCopy(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.clone().mul_(1.5))
-
-
-def only(blocks: list[int]) -> ActivationCheckpointConfig:
-    return ActivationCheckpointConfig(mode="full", blocks=blocks)
 
 
 # models as parallelize takes them
@@ -694,7 +714,7 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
     "writes into one of its inputs": {
         "write into a copy of it": partial(right, partial(Tiny, WritesCopy), FULL),
         "leave the block out of activation_checkpoint":
-            partial(right, partial(reads.Entering, reads.InPlace), only([])),
+            partial(right, partial(reads.Entering, reads.InPlace)),
     },
     "where reentrant checkpointing loses their gradients": {
         "activation_checkpoint.reentrant = false": partial(right, reads.Handed, FULL)
@@ -757,6 +777,9 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
             "test_buffers_from_meta_are_computed_by_their_modules_alike_on_every_mesh",
     },
     "was called directly (block.forward(x))": {"Call the block itself, block(x)": right},
+    "no second one could be made to see which": {
+        "load DTensor, as its state_dict() has them": loads_what_was_saved,
+    },
     # wp
     "backward entered block": {
         "return that tensor from the block": partial(right, UsesHanded, **ALL),

@@ -57,9 +57,10 @@ def test_compiled_blocks_equal_eager_with_the_same_messages(
 
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=50)
     raises(ConfigError, lambda: Twin(Tiny, mesh, compile=True), "trigger", "qkv")
+    modules = {"trigger": "qkv", "granularity": "module"}
+    raises(ConfigError, lambda: Twin(Tiny, mesh, compile=True, **modules), "granularity", '"block"')
     cases: list[tuple[Any, dict[str, Any], Any]] = [
-        (Block, {}, None), (Own, {}, FULL), (Own, {"granularity": "module"}, None),
-        (Block, {"trigger": "rolling"}, FULL),
+        (Block, {}, None), (Own, {}, FULL), (Block, {"trigger": "rolling"}, FULL),
     ]  # fmt: skip
     # Compiling C++ is slow: one case, with one recomputed block and one other.
     layers = 3 if backend == "aot_eager" else 2

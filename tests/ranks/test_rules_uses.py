@@ -44,10 +44,9 @@ def test_few_blocks_no_cut_weights_and_blocks_without_a_graph() -> None:
     steps(Twin(partial(Tiny, layers=1), mesh), "one block")
     steps(Twin(partial(Tiny, layers=1), mesh, granularity="module"), "one block, by module")
     steps(Twin(partial(Tiny, layers=2), mesh, prefetch_depth=3), "more depth than blocks")
-    for granularity in ("block", "module"):
-        nothing = Twin(Tiny, mesh, min_shard_elements=10**6, granularity=granularity)
-        steps(nothing, "nothing is cut")
-        assert not nothing.lines("AG", "RS")
+    nothing = Twin(Tiny, mesh, min_shard_elements=10**6)
+    steps(nothing, "nothing is cut")
+    assert not nothing.lines("AG", "RS")
     steps(Twin(partial(Tiny, layers=1), mesh, trigger="rolling"), "one block, rolling")
     for config in ({}, ROLLING):
         steps(Twin(HalfFrozen, mesh, **config), "half without a graph")  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 from collections.abc import Callable
 from functools import partial
@@ -204,7 +205,7 @@ class Averaging(torch.optim.SGD):
 
 
 def schedule_free(name: str) -> Any:
-    return getattr(pytest.importorskip("schedulefree", reason="the extra test has it"), name)
+    return getattr(importlib.import_module("schedulefree"), name)
 
 
 IN_GROUPS: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {

@@ -69,12 +69,12 @@ WEIGHTS: Entries = {
     "overlap": Acts("off: gathers, reductions and exchanges are waited for where they start"),
     "memory_pool": of_order("memory_pool", False),
     "prefetch_depth": of_order("prefetch_depth", 2),
-    "trigger": of_order(
-        "trigger", "mlp",
+    "trigger": [
+        Refused({"trigger": "mlp"}, OF_OWN, own=True),
         Refused({"trigger": "mlp", "prefetch_triggers": ["w2"]},
                 'weight_parallel.trigger: "mlp" is unused with prefetch_triggers',
                 {"trigger": "attention", "prefetch_triggers": ["wo"]}),
-    ),
+    ],
     "granularity": of_order("granularity", "module"),
     "prefetch_triggers": of_order(
         "prefetch_triggers", ["w2"],
