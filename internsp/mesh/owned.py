@@ -9,11 +9,12 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 MANY_GROUPS = 50
 """With more groups than this in the process, garbage is collected before a mesh makes others."""
@@ -46,18 +47,30 @@ class OwnedGroups:
         self._groups.remove(group)
         _destroy(group)
 
-    def end(self) -> None:
-        """Destroy all groups now, each rank by itself. Nothing may be in flight in them."""
-        self._garbage.detach()
-        for group in self._groups:
-            _destroy(group)
-        self._groups.clear()
+    def end(self, but: Collection[dist.ProcessGroup]) -> None:
+        """Destroy all groups now except ``but``, each rank by itself; these end as garbage.
+
+        Nothing may be in flight in them.
+        """
+        for group in [group for group in self._groups if group not in but]:
+            self.end_one(group)
+        _forget_meshes()
 
 
 def collect_garbage() -> None:
     """Collect garbage if this process has many groups: dropped meshes may be among them."""
     if len(distributed_c10d._world.pg_map) > MANY_GROUPS:
+        _forget_meshes()
         gc.collect()
+
+
+def _forget_meshes() -> None:
+    """Clear torch's table of the layouts of results, which keeps a ``DeviceMesh``.
+
+    It gives results on a mesh the ``DeviceMesh`` of an earlier one that equals it, so that groups
+    by which DTensors are found may not end with the mesh for which they were made.
+    """
+    _clear_sharding_prop_cache()
 
 
 def _nothing(owned: OwnedGroups) -> None:
@@ -71,7 +84,8 @@ def _end_after_collection(groups: list[dist.ProcessGroup]) -> None:
     def collected(phase: str, info: dict[str, int]) -> None:
         if phase != "stop" or info["generation"] < 2 or sys.is_finalizing():
             return
-        for group, references in zip(groups[:], _references(groups), strict=True):
+        counts = _references(groups)  # before another list refers to them
+        for group, references in zip(groups[:], counts, strict=True):
             if not references:
                 groups.remove(group)
                 _destroy(group)
@@ -107,4 +121,20 @@ def _is_registered(group: Any) -> bool:
 
 def _destroy(group: dist.ProcessGroup) -> None:
     if _is_registered(group):  # not after an abort, or once the default group has ended
+        names: dict[Any, Any] = distributed_c10d._world.pg_names
+        name = names[group]
         dist.destroy_process_group(group)
+        names[_Ended()] = name
+
+
+class _Ended:
+    """In the place of an ended group in torch's table of names, from whose length it makes names.
+
+    Else a rank on which fewer groups have ended would give a new group another name than the other
+    ranks, and wait for them without end; or a name would be used twice.
+    """
+
+    def shutdown(self) -> None:
+        """As a group's: torch calls it at the end of the default group."""
+
+    abort = shutdown

@@ -396,10 +396,9 @@ class ParallelMesh:
 
         Not collective: each rank closes its mesh when it needs it no more, which is once its calls
         on this mesh have returned. Waits for what is in flight. Groups that the program gave
-        (``device_mesh``, its own groups) are not touched. Parameters keep their shards; forwards,
+        (``device_mesh``, its own groups) are not touched; those by which DTensors are found on
+        ``param_mesh`` end once no DTensor on it is left. Parameters keep their shards; forwards,
         steps and ``full_tensor()`` on this mesh are refused. A second call does nothing.
-
-        The threads of a group end once nothing refers to it: drop models of this mesh, too.
 
         Raises:
             MeshError: a pass of a model on this mesh runs, or has failed on this rank.
@@ -415,11 +414,13 @@ class ParallelMesh:
         for user in users:
             user.closed()
         self._near_groups.clear()
+        found = {group for axis in self.axes for group in axis.param_mesh.get_all_groups()}
         for name in [*vars(self)]:
             if isinstance(vars(self)[name], (dist.ProcessGroup, WeightAxis, DeviceMesh)):
                 delattr(self, name)
         if self._owned is not None:
-            self._owned.end()
+            self._owned.end(but=found)
+            self._owned = None
 
     def __enter__(self) -> Self:
         return self
