@@ -21,6 +21,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from internsp.dtensor.mixed import ParameterTensor
 from internsp.dtensor.placed import strides
 from internsp.errors import StructureError
 from internsp.mesh import ParallelMesh
@@ -111,7 +112,7 @@ def require_on_tensor_ranks(model: nn.Module, mesh: ParallelMesh) -> None:
     """
     found = False
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and not isinstance(parameter, ParameterTensor):
             _require(name, parameter, mesh)
             found = True
     if mesh.tensor > 1 and not found:

@@ -1,4 +1,4 @@
-"""The process groups that a mesh has made: they end with :meth:`OwnedGroups.end`, or as garbage.
+"""What ends with a mesh: the process groups that it has made, and the work of models on it.
 
 torch keeps every process group until it is destroyed, and each gloo group has three threads. So a
 mesh that nothing refers to any more would leave its threads behind.
@@ -10,14 +10,59 @@ import gc
 import sys
 import weakref
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from internsp.errors import MeshError
+
 MANY_GROUPS = 50
 """With more groups than this in the process, garbage is collected before a mesh makes others."""
+
+
+class MeshUser(Protocol):
+    """A model on a mesh, as :meth:`ParallelMesh.close` sees it."""
+
+    def before_close(self) -> None:
+        """Wait for what is in flight, without launching anything.
+
+        Raises:
+            MeshError: a pass runs, or has failed.
+        """
+
+    def closed(self) -> None:
+        """The groups are going to end: refer to them no more."""
+
+
+class MeshUsers:
+    """The models on a mesh, held weakly: they are told of its end."""
+
+    def __init__(self) -> None:
+        self._users: weakref.WeakSet[MeshUser] = weakref.WeakSet()
+        self._closed = ""
+
+    def add(self, user: MeshUser) -> None:
+        """Tell ``user`` when the mesh is closed."""
+        self._users.add(user)
+
+    def all(self) -> list[MeshUser]:
+        """Those that are still used."""
+        return list(self._users)
+
+    def end(self, closed: str) -> None:
+        """Tell all of them. ``closed`` says of which mesh, for :meth:`refusal`."""
+        self._closed = closed
+        for user in self.all():
+            user.closed()
+
+    def refusal(self, what: str) -> MeshError:
+        """The error for a use of ``what`` after the end."""
+        return MeshError(
+            f"{self._closed}, so that {what} cannot be used any more: close it after its last use, "
+            "or make a new mesh and call parallelize() on a model for it"
+        )
 
 
 class OwnedGroups:

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from internsp.config.sections import MAX_TIMEOUT_SECONDS
 from internsp.errors import MachineError, MeshError
 from internsp.mesh import fresh_store
 from internsp.mesh.axes import Axes, degrees_of
-from internsp.mesh.owned import OwnedGroups, collect_garbage
+from internsp.mesh.owned import MeshUsers, OwnedGroups, collect_garbage
 from internsp.mesh.shape import AxisShape, MeshShape
 
 _AXIS_GROUPS = ("weight", "gradient", "replica", "zero", "zero_replica")
@@ -148,20 +147,6 @@ _GROUPS = (
 )  # fmt: skip
 
 
-class MeshUser(Protocol):
-    """A model on a mesh, as :meth:`ParallelMesh.close` sees it."""
-
-    def before_close(self) -> None:
-        """Wait for what is in flight, without launching anything.
-
-        Raises:
-            MeshError: a pass runs, or has failed.
-        """
-
-    def closed(self) -> None:
-        """The groups are going to end: refer to them no more."""
-
-
 class ParallelMesh:
     """One rank's coordinates and process groups on every parallel axis.
 
@@ -209,7 +194,7 @@ class ParallelMesh:
         self.device = device
         self.timeout_seconds = timeout_seconds
         self._models = 0
-        self._users: weakref.WeakSet[MeshUser] = weakref.WeakSet()
+        self.users = MeshUsers()
         self._owned: OwnedGroups | None = None
         self.is_closed = False
         self._near_groups: dict[tuple[str, int], dist.ProcessGroup] = {}
@@ -405,14 +390,13 @@ class ParallelMesh:
         """
         if self.is_closed:
             return
-        users = list(self._users)
+        users = self.users.all()
         for user in users:
             user.before_close()
         if accelerator.has_streams(self.device):
             torch.accelerator.synchronize(self.device)
         self.is_closed = True
-        for user in users:
-            user.closed()
+        self.users.end(f"this ParallelMesh ({self.describe()}) was closed on rank {self.rank}")
         self._near_groups.clear()
         found = {group for axis in self.axes for group in axis.param_mesh.get_all_groups()}
         for name in [*vars(self)]:
@@ -438,20 +422,8 @@ class ParallelMesh:
         def __getattr__(self, name: str) -> Any:
             """Called for attributes that do not exist, as after :meth:`close`."""
             if self.__dict__.get("is_closed") and not name.startswith("__"):
-                raise self.refusal(f"its {name}")
+                raise self.users.refusal(f"its {name}")
             raise AttributeError(f"a ParallelMesh has no {name!r}")
-
-    def refusal(self, what: str) -> MeshError:
-        """The error for a use after :meth:`close`."""
-        return MeshError(
-            f"this ParallelMesh ({self.describe()}) was closed on rank {self.rank}, so that {what} "
-            "cannot be used any more: close it after its last use, or make a new mesh and call "
-            "parallelize() on a model for it"
-        )
-
-    def register(self, user: MeshUser) -> None:
-        """Tell ``user`` when the mesh is closed; it is held weakly."""
-        self._users.add(user)
 
     def renew_pipeline_group(self) -> None:
         """Replace ``pipeline_group`` after a failed step, whose messages may still arrive.

@@ -371,7 +371,7 @@ class ISPCommunicator(ChunkWeights):
         self.recovery = Recovery(mesh, state.collectives.comm_context)
         self._autocast = Autocast(replicated.sharded, blocks, mesh.device.type)
         self.contents = Contents(self)
-        mesh.register(self)
+        mesh.users.add(self)
         state.began = replicated.began = self._ensure_callback
         state.before_head = self._before_head
         self._has_replicas = any(axis.replicas > 1 for axis in mesh.axes)
@@ -454,7 +454,7 @@ class ISPCommunicator(ChunkWeights):
             OrderError: a context such as ``full_params`` holds them unsharded.
         """
         if self.mesh.is_closed:
-            raise self.mesh.refusal("this model")
+            raise self.mesh.users.refusal("this model")
         if self.full_params_in:
             raise OrderError(
                 f"a forward, a step or zero_grad() of this model was called on rank "
@@ -815,7 +815,7 @@ class ISPCommunicator(ChunkWeights):
         for callback in self.after_reset:
             callback(earlier)
 
-    # the end of the mesh (:class:`internsp.mesh.parallel_mesh.MeshUser`)
+    # the end of the mesh (:class:`internsp.mesh.owned.MeshUser`)
 
     def before_close(self) -> None:
         """Wait for gathers, reductions, exchanges and new values in flight. Launches nothing.
@@ -845,11 +845,11 @@ class ISPCommunicator(ChunkWeights):
         self.state.replicas.discard()
 
     def closed(self) -> None:
-        """See :class:`internsp.mesh.parallel_mesh.MeshUser`."""
+        """See :class:`internsp.mesh.owned.MeshUser`."""
         self.recovery.guard.close()
 
         def refuse(what: str) -> None:
-            raise self.mesh.refusal(what)
+            raise self.mesh.users.refusal(what)
 
         for weight in self.replicated.sharded:
             weight.meet = refuse

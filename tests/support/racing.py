@@ -120,7 +120,7 @@ class Racing:
 
         def backward(communicator: Any, weights: Iterable[Any]) -> None:
             for weight in weights:
-                if not weight.unit.recomputed and weight not in communicator.queue.reduced:
+                if not weight.unit.recomputed and weight not in communicator.queue.backward.turns.reduced:
                     view(communicator.state.pool, weight)
 
         around(ChunkWeights, "pre_backward", after=lambda c, weight: backward(c, [weight]))

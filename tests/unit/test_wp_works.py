@@ -79,16 +79,21 @@ def test_a_failure_reaches_who_waits_and_those_behind_it_go_on(kind: type[Except
     works[1].wait()
 
 
-@pytest.mark.parametrize(("blocking", "messages"), [(False, ["both"]), (True, ["1", "2"])])
+@pytest.mark.parametrize(
+    ("gloo", "blocking", "messages"),
+    [(False, False, ["coalesced"]), (True, False, ["flat 3"]), (True, True, ["1", "2"])],
+)
 def test_gathers_of_one_launch_are_one_message_unless_gloo_would_read_device_memory(
-    blocking: bool, messages: list[str]
+    gloo: bool, blocking: bool, messages: list[str]
 ) -> None:
     sent: list[str] = []
     collectives: Any = object.__new__(Collectives)
-    collectives._blocking_waits, collectives._gather_options = blocking, None
+    collectives._gloo, collectives._blocking_waits = gloo, blocking
+    collectives.size, collectives._gather_options = 2, None
     collectives.group = SimpleNamespace(
-        allgather_into_tensor_coalesced=lambda outputs, shards, options: sent.append("both")
+        allgather_into_tensor_coalesced=lambda outputs, shards, options: sent.append("coalesced")
     )
+    collectives._gather = lambda output, shard, options: sent.append(f"flat {len(shard)}")
     collectives._send_all_gather = lambda output, shard: sent.append(str(len(shard)))
     shards = [torch.zeros(1), torch.zeros(2)]
     collectives._send_all_gathers([torch.zeros(2), torch.zeros(4)], shards)

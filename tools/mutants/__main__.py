@@ -2,7 +2,7 @@
 
     python -m tools.mutants record     # once: which tests pass without a fault, and what they reach
     python -m tools.mutants run        # faults, drawn by the seed
-    python -m tools.mutants again --tests tests/unit/test_x.py    # survivors, against new tests
+    python -m tools.mutants again --tests tests/unit/test_wp_works.py # survivors, against new tests
     python -m tools.mutants report --document docs/dev/mutants.md
 
 Works in copies of this checkout at nice 19; each command goes on where it was stopped. ``record``
