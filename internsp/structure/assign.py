@@ -357,16 +357,21 @@ def _owner_candidates(names: Iterable[str]) -> list[str]:
 
 def block_of(module_name: str, structure: Structure) -> int:
     """Index of the unit that contains a module; -1: none does."""
-    for i, block in enumerate(structure.blocks):
-        for name, _ in block.modules:
-            if module_name == name or module_name.startswith(name + "."):
-                return i
-    return -1
+    return _first_around(module_name, structure.unit_of)
 
 
 def enclosing_block_of(module_name: str, structure: Structure) -> int:
     """Index of the enclosing block that contains a module; -1: none does."""
-    for number, around in enumerate(structure.enclosing):
-        if module_name == around.name or module_name.startswith(around.name + "."):
-            return number
-    return -1
+    return _first_around(module_name, structure.enclosing_of)
+
+
+def _first_around(module_name: str, number_of: Mapping[str, int]) -> int:
+    """The lowest number of the module or of one around it; -1: none has one.
+
+    Each name is looked up, since models have thousands of blocks.
+    """
+    found = []
+    while module_name:
+        found.append(number_of.get(module_name, -1))
+        module_name = module_name.rpartition(".")[0]
+    return min((number for number in found if number >= 0), default=-1)

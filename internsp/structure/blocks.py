@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -90,6 +91,17 @@ class Structure:
     (:mod:`internsp.structure.prefetch`)."""
     enclosing: tuple[EnclosingBlock, ...] = ()
     layers: int = 0
+
+    @cached_property
+    def unit_of(self) -> Mapping[str, int]:
+        """Index of the unit that a module forms, or forms with others, by the module's name."""
+        numbered = [(name, i) for i, block in enumerate(self.blocks) for name, _ in block.modules]
+        return dict(reversed(numbered))
+
+    @cached_property
+    def enclosing_of(self) -> Mapping[str, int]:
+        """Index of each enclosing block by its name."""
+        return {around.name: number for number, around in enumerate(self.enclosing)}
 
     @property
     def divided_block(self) -> str:

@@ -25,7 +25,7 @@ CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "a launch of several weights": (2, None, SOME),
     "all of a block in one launch": (2, HALF, ALL),
     "rolling": (2, FULL, SOME | ROLLING),
-    "by module": (2, HALF, SOME | MODULE),
+    "by module": (2, HALF, MODULE),
     "waits at once": (2, None, SOME | {"overlap": False}),
     "a cast in a group of one": (1, None, SOME | BF16),
     "memory of each weight": (2, None, SOME | {"memory_pool": False}),

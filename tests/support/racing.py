@@ -119,8 +119,9 @@ class Racing:
         around(slots.Slot, "acquire", after=acquired)
 
         def backward(communicator: Any, weights: Iterable[Any]) -> None:
+            reduced = communicator.queue.backward.turns.reduced
             for weight in weights:
-                if not weight.unit.recomputed and weight not in communicator.queue.backward.turns.reduced:
+                if not weight.unit.recomputed and weight not in reduced:
                     view(communicator.state.pool, weight)
 
         around(ChunkWeights, "pre_backward", after=lambda c, weight: backward(c, [weight]))
