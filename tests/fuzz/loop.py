@@ -169,7 +169,7 @@ class Side:
         if kind == "weights_in_loss":
             chosen = self.trainable[:: max(len(self.trainable) // 3, 1)]
             of = [p for p in chosen if p.requires_grad]
-            loss = loss + self.total([0.01 * _squares(of) for _ in self.ranks])
+            loss = loss + 0.01 * _squares(of)  # equal on all ranks, and so is its gradient
         if kind == "middle":
             loss = middle
         if kind == "some_inputs":

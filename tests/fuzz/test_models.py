@@ -33,7 +33,7 @@ def test_drawn_models_train_as_on_one_process(world: int) -> None:
     assert not failed, "\n".join(texts)
     kinds = [result.kind for result in results]
     assert kinds.count(MEANINGLESS) <= len(kinds) / 7, "too few of the drawn cases say anything"
-    assert kinds.count(RIGHT) > len(kinds) / 2, "most of what is drawn is supported"
+    assert kinds.count(RIGHT) >= len(kinds) / 2, "half of what is drawn is supported, or more"
 
 
 @pytest.mark.ranks
