@@ -396,6 +396,28 @@ class WritesCopy(Block):
         return super().forward(x.clone().mul_(1.5))
 
 
+class Codes(nn.Parameter):
+    """A quantized weight: frozen codes, whose values the program computes."""
+
+    def dequantize(self) -> Tensor:
+        return self.data * 0.5
+
+
+class Coded(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.coded = Codes(torch.randn(6, 6), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = self.coded.dequantize() if isinstance(self.coded, Codes) else self.coded
+        return super().forward(x @ values)
+
+
+def dequantized(model: Any) -> None:
+    for layer in model.layers:
+        layer.coded = nn.Parameter(layer.coded.dequantize())
+
+
 # models as parallelize takes them
 
 
@@ -558,6 +580,7 @@ MIXED_RIGHT = MIXED + (
 VECTORS = MIXED + ("test_what_works_goes_on_working_and_vectors_of_parameters_are_right_or_refused")
 READS = "tests/ranks/test_reads.py::test_weights_read_past_their_modules_are_right"
 REFUSED = "tests/ranks/test_reads_refused.py::"
+CLOSED = "tests/ranks/test_mesh_close.py::test_a_pass_that_runs_or_has_failed_is_not_cut_off"
 FULL_TENSOR = (
     "tests/ranks/test_full_tensor.py::"
     "test_reads_whose_gradient_no_rank_would_sum_are_refused_by_name"
@@ -776,7 +799,19 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
             "tests/ranks/test_from_meta.py::"
             "test_buffers_from_meta_are_computed_by_their_modules_alike_on_every_mesh",
     },
+    "of a model on this mesh: call it": {"call it between two passes": CLOSED},
+    "after a pass that failed, while other ranks": {"run the next pass": CLOSED},
     "was called directly (block.forward(x))": {"Call the block itself, block(x)": right},
+    "not a plain parameter: parallelize() would lose": {
+        "module.weight = nn.Parameter(module.weight.dequantize())":
+            partial(right, partial(Tiny, Coded), before=dequantized),
+        'weight_parallel.quantize = "int8" sends plain weights as int8':
+            "tests/ranks/test_quantize.py::"
+            "test_loss_and_every_gradient_are_those_of_rounded_weights",
+        "a rule of weight_parallel.plan with ignore = true": partial(
+            right, partial(Tiny, Coded), plan=[{"match": "layers.*.coded", "ignore": True}]
+        ),
+    },
     "no second one could be made to see which": {
         "load DTensor, as its state_dict() has them": loads_what_was_saved,
     },
@@ -794,7 +829,8 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
     "blocks ran in this forward on rank": {
         "weight_parallel.unexpected_order = 'learn'":
             partial(right, Skipping, unexpected_order="learn"),
-        "'gather' for others": partial(right, Skipping, unexpected_order="gather"),
+        "'gather' for those that skip others from step to step":
+            partial(right, Skipping, unexpected_order="gather"),
     },
     "(): no sharded weight of this model lies in": NONE,
     "() belongs between two passes": {
@@ -807,7 +843,8 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
         "Declare the blocks in the order in which they run": partial(right, InOrder, blocks=ORDER),
         "weight_parallel.unexpected_order = 'learn'":
             partial(right, InOrder, unexpected_order="learn"),
-        "'gather' for one that does": partial(right, InOrder, unexpected_order="gather"),
+        "'gather' for one that changes on all ranks alike":
+            partial(right, InOrder, unexpected_order="gather"),
     },
     "where weights in slots are used again": {
         "step, load or edit outside of it": partial(promised, clamped),
