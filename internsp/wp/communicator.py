@@ -116,8 +116,7 @@ class UsersCommunicator(WPCommunicator):
 
     def unshard(self, weight: ShardedParameter) -> Tensor:
         """See :meth:`WPCommunicator.unshard`."""
-        if weight.autocasts:
-            follow(weight)
+        follow(weight)
         weight.used_version = weight.current_version()
         return self.own.unshard(weight)
 

@@ -6,6 +6,7 @@ import copy
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from internsp import ParallelMesh, WeightParallelConfig, WPCommunicator, ZeroOptimizer, parallelize
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError
+from internsp.wp.communicator import UsersCommunicator
 from tests.support.compare import check, close, gradients, parameters
 from tests.support.models import CUT, VOCABULARY, Tiny
 from tests.support.ranks import RankError, run_ranks
@@ -130,6 +132,19 @@ def test_tied_frozen_and_small_weights_are_right_with_it(options: dict[str, Any]
 
 def test_replicas_are_summed_with_it() -> None:
     run_ranks(train, 4, 2, True, None, {})
+
+
+def test_it_unshards_in_the_dtype_of_the_autocast_around_the_use() -> None:
+    weight: Any = SimpleNamespace(
+        autocasts=True, device=torch.device("cpu"), base_compute_dtype=torch.float32,
+        compute_dtype=torch.float32, current_version=lambda: 7,
+    )  # fmt: skip
+    weight.use_dtype = partial(setattr, weight, "compute_dtype")
+    own: Any = SimpleNamespace(unshard=lambda weight: (weight.compute_dtype, weight.used_version))
+    wrapped = UsersCommunicator(None, own)  # type: ignore[arg-type]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert wrapped.unshard(weight) == (torch.bfloat16, 7)
+    assert wrapped.unshard(weight) == (torch.float32, 7)
 
 
 def test_one_that_reduces_nothing_is_seen() -> None:

@@ -40,6 +40,21 @@ def steps(runner: StepRunner, saver: Saver, numbers: range) -> list[Path]:
     return found
 
 
+def test_the_end_of_a_save_is_polled_with_pauses_that_grow_to_a_tenth_of_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("internsp.app.checkpoint.saver.time.sleep", pauses.append)
+    monkeypatch.setattr("internsp.app.checkpoint.saver.on_every_rank", lambda work: [work()])
+    session: Any = None
+    saver, answers = Saver(session, tmp_path, "run"), iter([*[None] * 9, tmp_path / "saved"])
+    monkeypatch.setattr(saver, "_save", "one that is being written")
+    monkeypatch.setattr(saver, "_progress_or_error", lambda: 0.0)
+    monkeypatch.setattr(saver, "advance", lambda done: next(answers))
+    assert saver.finish() == tmp_path / "saved"
+    assert pauses == [*(0.001 * 2**i for i in range(7)), 0.1, 0.1]
+
+
 def gone(pid: int) -> bool:
     """Whether the process has ended; also true for a zombie."""
     try:

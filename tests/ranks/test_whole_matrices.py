@@ -105,6 +105,7 @@ def declared(rank: int, world: int) -> list[tuple[float, int]]:
         communicator = parallelize(model, mesh, WeightParallelConfig(min_shard_elements=20))
         ours = ZeroOptimizer(communicator, Lamb, lr=0.02, whole_matrix=True)
         theirs = Lamb(reference.parameters(), lr=0.02)
+        unused = ours.state_dict()
         for step in range(STEPS):
             ids, labels = batch(step, world)
             model(share(ids, rank), share(labels, rank)).backward()
@@ -119,6 +120,8 @@ def declared(rank: int, world: int) -> list[tuple[float, int]]:
         ours.load_state_dict(ours.state_dict())
         again = ours.state_dict()["state"]
         assert all(again[i]["step"] == entry["step"] for i, entry in taken.items())
+        ours.load_state_dict(unused)
+        assert all(entry["step"] == 0 for entry in ours.state_dict()["state"].values())
     return found
 
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from internsp.errors import LayoutError
+from internsp.errors import CollectiveError, LayoutError
 from internsp.mesh import ParallelMesh
 from internsp.optim import LossScaler, ZeroOptimizer
 from internsp.optim.slices import Slices
@@ -429,6 +429,34 @@ def written(rank: int, world: int, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_written_between_steps_are_kept(dtype: torch.dtype) -> None:
     assert max(run_ranks(written, 4, dtype)) == 0.0
+
+
+@ranks(2)
+def test_a_state_dict_has_what_was_written_to_16_bit_parameters_since_the_step(rank: int) -> None:
+    case = Case(weight=2, dtype=torch.bfloat16, steps=1)
+    s = setup(case)
+    train(s, case, rank, 2)
+    with torch.no_grad():
+        for parameter in s.model.parameters():
+            parameter.mul_(1.5)
+    wanted, state = whole(s.model), s.optimizer.state_dict()["state"]
+    name_of = {id(p): name for name, p in s.model.named_parameters()}
+    stepped = [p for group in s.optimizer.param_groups for p in group["params"]]
+    for index, own in state.items():
+        name, master = name_of[id(stepped[index])], own["master"].full_tensor()
+        assert master.dtype == torch.float32
+        assert torch.equal(master.bfloat16(), wanted[name]), name
+    assert len(state) == len(wanted)
+
+
+@ranks(2)
+def test_a_state_dict_of_one_rank_alone_is_refused_on_both_before_it_gathers(rank: int) -> None:
+    s = setup(Case(weight=2))
+    other = partial(s.optimizer.add_param_group, {"params": []})
+    words = "rank {} reached ZeroOptimizer.", "all ranks must make the same calls"
+    alone = s.optimizer.state_dict if rank == 0 else other
+    raises(CollectiveError, alone, words[0].format(rank), words[1])
+    assert s.optimizer.state_dict()["state"].keys() == set(range(len(list(s.model.parameters()))))
 
 
 @ranks(2)

@@ -104,6 +104,19 @@ def test_a_sender_that_ends_in_between_leaves_nothing(launcher: subprocess.Popen
     assert held(here) == {digest_of(b"whole"), digest_of(LARGE)}
 
 
+def test_a_connection_that_is_closed_ends_at_once_though_somebody_still_holds_it() -> None:
+    name = f"internsp-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        connection = KeeperConnection({"name": name})
+        other, _ = listener.accept()
+        with other:
+            other.settimeout(5)
+            connection.close()
+            assert other.recv(1) == b""
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)
 def test_it_ends_with_the_launcher_alone(
     launcher: subprocess.Popen[bytes], number: signal.Signals
