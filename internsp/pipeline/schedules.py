@@ -183,8 +183,6 @@ class _StageOutline:
         self.num_stages = ranks * chunks
         self.group_size = ranks
         self.group_rank = 0
-        self.is_first = stage == 0
-        self.is_last = stage == ranks * chunks - 1
         self.stage_index_to_group_rank: dict[int, int] = {}
 
 

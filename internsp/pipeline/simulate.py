@@ -83,7 +83,7 @@ class _ChunkSimulator(Simulator):
 
 
 def simulate_actions(
-    actions: Sequence[ComputeAction], plans: Sequence[ChunkLayout], overlap: bool = True
+    actions: Sequence[ComputeAction], plans: Sequence[ChunkLayout], overlap: bool
 ) -> Schedule:
     """Gathers and reductions of one rank in one step; slots are empty at its beginning.
 
@@ -95,7 +95,7 @@ def simulate_actions(
 
 
 def simulate_with_launches(
-    actions: Sequence[ComputeAction], plans: Sequence[ChunkLayout], overlap: bool = True
+    actions: Sequence[ComputeAction], plans: Sequence[ChunkLayout], overlap: bool
 ) -> tuple[Schedule, list[tuple[int, int]]]:
     """Like :func:`simulate_actions`; also the numbers of gathers and reductions of each action."""
     out = Schedule()

@@ -194,7 +194,7 @@ def gathers(name: str, blocks: int, keep: bool = False) -> int:
     order, chunks = order_of(name)
     stages = SCHEDULES[name].stages_of(0, 2, chunks)
     places = compute_actions(computations(order, 0), stages, dict.fromkeys(stages, True))
-    return simulate_actions(places, [chunk(blocks, keep) for _ in stages]).count("AG")
+    return simulate_actions(places, [chunk(blocks, keep) for _ in stages], True).count("AG")
 
 
 def test_gathers_of_a_step_are_those_counted_by_hand() -> None:
@@ -225,7 +225,7 @@ def lines(
         for i in range(blocks)
     )
     plan = ChunkLayout(rule, units, None, None, 2)
-    return simulate_actions(places, [plan] * len(stages)).lines(kinds)
+    return simulate_actions(places, [plan] * len(stages), True).lines(kinds)
 
 
 def test_a_pass_gathers_for_the_next_one_before_its_own_last_use() -> None:
@@ -262,7 +262,7 @@ def test_weight_parts_gather_nothing_and_reduce_everything() -> None:
     order, chunks = order_of("ZBVZeroBubble")
     stages = SCHEDULES["ZBVZeroBubble"].stages_of(1, 2, chunks)
     places = compute_actions(computations(order, 1), stages, dict.fromkeys(stages, True))
-    _, launched = simulate_with_launches([replace(p) for p in places], [chunk(3), chunk(3)])
+    _, launched = simulate_with_launches([replace(p) for p in places], [chunk(3)] * 2, True)
     weight = [n for p, n in zip(places, launched, strict=True) if p.part == "weight"]
     inputs = [n for p, n in zip(places, launched, strict=True) if p.part == "input"]
     assert weight

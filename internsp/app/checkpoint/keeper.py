@@ -144,16 +144,12 @@ class _Handler(socketserver.StreamRequestHandler):
 
 
 class _LocalServer(socketserver.ThreadingUnixStreamServer):
-    daemon_threads = True
-
     def __init__(self, name: str) -> None:
         self.copies = Copies()
         super().__init__(f"\0{name}", _Handler)
 
 
 class _NetworkServer(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
         super().__init__(("", 0), _Handler)
