@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any, Protocol
@@ -18,6 +19,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from internsp.errors import MeshError
 
+_TABLES = (
+    "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg",
+    "pg_coalesce_state",
+)  # fmt: skip
 MANY_GROUPS = 50
 """With more groups than this in the process, garbage is collected before a mesh makes others."""
 
@@ -129,6 +134,9 @@ def _end_after_collection(groups: list[dist.ProcessGroup]) -> None:
     def collected(phase: str, info: dict[str, int]) -> None:
         if phase != "stop" or info["generation"] < 2 or sys.is_finalizing():
             return
+        if threading.current_thread() is not threading.main_thread():
+            return  # the main thread may be reading torch's tables of groups
+        groups[:] = filter(_is_registered, groups)  # none after the default group's end
         counts = _references(groups)  # before another list refers to them
         for group, references in zip(groups[:], counts, strict=True):
             if not references:
@@ -143,9 +151,7 @@ def _end_after_collection(groups: list[dist.ProcessGroup]) -> None:
 
 def _references(groups: list[dist.ProcessGroup]) -> list[int]:
     """How many references each group has, beside those of the list and of torch's registry."""
-    world = distributed_c10d._world
-    found = [getattr(world, name, None) for name in dir(world) if not name.startswith("__")]
-    registry = {id(v): v for v in found if isinstance(v, dict)}.values()
+    registry = [getattr(distributed_c10d._world, name) for name in _TABLES]
     lists = [v for table in registry for v in table.values() if isinstance(v, list)]
     nobody = [object()]  # an object that only a list refers to
     (alone,) = [sys.getrefcount(each) for each in nobody]

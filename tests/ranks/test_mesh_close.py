@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import internsp
 from internsp.errors import MeshError
 from internsp.mesh import ParallelMesh
-from internsp.mesh.owned import MANY_GROUPS
+from internsp.mesh.owned import MANY_GROUPS, _forget_meshes
 from internsp.optim import ZeroOptimizer
 from tests.support.compare import check, parameters
 from tests.support.models import Tiny, Twin, raises
@@ -168,6 +169,20 @@ def test_an_exception_leaves_a_mesh_open_by_which_other_ranks_learn_of_it() -> N
     assert not mesh.is_closed
     trained(mesh)
     mesh.close()
+
+
+@ranks(2)
+def test_a_mesh_that_is_dropped_with_the_default_group_leaves_nothing_behind() -> None:
+    unraisable: list[Any] = []
+    sys.unraisablehook = unraisable.append
+    callbacks = len(gc.callbacks)
+    trained(create())
+    dist.destroy_process_group()
+    _forget_meshes()
+    for _ in range(2):
+        gc.collect()
+    assert unraisable == []
+    assert len(gc.callbacks) == callbacks
 
 
 @ranks(4)
