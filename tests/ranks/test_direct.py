@@ -106,6 +106,6 @@ def test_a_group_of_one_copies_every_shard_of_a_launch() -> None:
     alone = Collectives(dist.group.WORLD, True, Trace(), Counters())
     shards = [torch.arange(3.0), torch.arange(4.0) + 5]
     outputs = [torch.full_like(shard, torch.nan) for shard in shards]
-    assert alone.all_gather(outputs, shards, "block", ["a", "b"], "forward").done
+    assert alone.all_gather(outputs, shards, "block", ["a", "b"], "forward").work is None
     for output, shard in zip(outputs, shards, strict=True):
         assert torch.equal(output, shard)
