@@ -145,8 +145,7 @@ class ZeroReducer:
     def backward_ended(self) -> None:
         """Count this backward, unless others are known to follow before the step (``no_sync`` and
         kin). The next step is expected to have as many."""
-        communicator = self._communicator
-        if communicator.queue.reductions.accumulating or communicator.more_to_come:
+        if self._communicator.accumulation.goes_on:
             self._saw_accumulation = True
         else:
             self._backwards += 1

@@ -114,9 +114,7 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
     def reset_step(self) -> None:
         """Drop what a failed step would have done next."""
         for communicator in self._communicators.values():
-            communicator.state.at_next_pass = _no_next_action
-            communicator.queue.reductions.accumulating = False
-            communicator.more_to_come = None
+            communicator.accumulation.end_action()
 
     def before_forward(self, action: ComputeAction) -> None:
         """Make this action prefetch for the next one once it has launched its own gathers."""
@@ -146,11 +144,11 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
             raise OrderError(f"the schedule runs {action} where the plan has {planned}")
         coming = next_gathering_action(self._actions, self._index)
         communicator = self._communicators[action.stage]
-        communicator.state.at_next_pass = partial(self._prefetch, coming)
-        communicator.more_to_come = self._index not in self._last_backwards
-        queue = communicator.queue
-        whole = queue.passes.order.policy.accumulate_whole
-        queue.reductions.accumulating = whole and communicator.more_to_come
+        communicator.accumulation.begin_action(
+            communicator.queue.passes.order.policy.accumulate_whole,
+            self._index not in self._last_backwards,
+            partial(self._prefetch, coming),
+        )
 
     def _end_action(self, action: ComputeAction) -> None:
         communicator = self._communicators[action.stage]
@@ -162,10 +160,8 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
             start=self._action_start,
             end=trace.now(),
         )
-        communicator.state.at_next_pass()
-        communicator.state.at_next_pass = _no_next_action
-        communicator.queue.reductions.accumulating = False
-        communicator.more_to_come = None
+        communicator.accumulation.at_next_pass()
+        communicator.accumulation.end_action()
         self._index += 1
         self._last_end = trace.now()
 
@@ -184,9 +180,6 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         if action.part != FULL:
             communicator.end_backward_part()
         if action.part != INPUT:
-            communicator.state.finish_reductions(last=communicator.more_to_come is False)
+            last = communicator.accumulation.more_to_come is False
+            communicator.state.finish_reductions(last)
         self._end_action(action)
-
-
-def _no_next_action() -> None:
-    """Does nothing: no next action is known."""

@@ -12,8 +12,8 @@ in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -312,9 +312,8 @@ class ISPCommunicator(ChunkWeights):
         plain: completes ``.grad`` at the end of backward
             (:class:`internsp.wp.plain_loop.PlainLoop`); ``None``: a ``ZeroOptimizer`` does so
             later (WP-9).
-        more_to_come: replicas exchange sums after a later backward, not after this one; ``None``:
-            the program has not said which.
-        expects_exchange: called at the begin of a backward where ``more_to_come`` is ``None``:
+        accumulation: which backwards only sum gradients (``no_sync`` and kin, pipelines).
+        expects_exchange: called at the begin of a backward of which the program has not said so:
             whether this backward is expected to be the last before replicas exchange their sums.
         sums_wait: called between two steps of a pipeline: whether sums of earlier backwards wait
             for an exchange or an optimizer's step.
@@ -359,7 +358,7 @@ class ISPCommunicator(ChunkWeights):
         self.plan: ChunkLayout | None = None
         self.parameters_of: dict[tuple[nn.Module, str], Member] = {}
         self.plain: Any = None
-        self.more_to_come: bool | None = None
+        self.accumulation = state.accumulation
         self.expects_exchange: Callable[[], bool] = lambda: True
         self.sums_wait: Callable[[], bool] = lambda: False  # a pipeline's step completes .grad
         self._completed = False  # .grad was completed since a pipeline's step began
@@ -598,8 +597,8 @@ class ISPCommunicator(ChunkWeights):
             self.state.reduce_accumulated()  # sums that this backward has not reduced
         self.queue.backward.end_pass()
         if self.plain is not None:
-            more = self.queue.reductions.accumulating or self.more_to_come
-            self.plain.backward_ended(bool(more))
+            more = self.accumulation.goes_on
+            self.plain.backward_ended(more)
             self._completed |= not more
         self.replicated.backward, self._graphs = -1, 0
         if self.state.link is not None:
@@ -607,8 +606,7 @@ class ISPCommunicator(ChunkWeights):
         for callback in self.after_backward:
             callback()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Full accumulation: backwards inside sum unsharded gradients on this rank, send nothing.
 
         The first backward outside takes the sums along, so that a loop over micro-batches reduces
@@ -617,15 +615,9 @@ class ISPCommunicator(ChunkWeights):
         reading it raises, and `zero_grad()` and `.grad = None` drop the sums. Costs the memory of
         every unsharded gradient in fp32 or wider.
         """
-        queue = self.queue
-        before, queue.reductions.accumulating = queue.reductions.accumulating, True
-        try:
-            yield
-        finally:
-            queue.reductions.accumulating = before
+        return self.accumulation.no_sync()
 
-    @contextmanager
-    def no_replica_sync(self) -> Iterator[None]:
+    def no_replica_sync(self) -> AbstractContextManager[None]:
         """Sharded accumulation: backwards inside reduce within the weight group only.
 
         Sums stay on this rank and have the size of a shard. The first backward outside takes them
@@ -633,22 +625,16 @@ class ISPCommunicator(ChunkWeights):
         ranks; until then ``.grad`` is as in :meth:`no_sync` (WP-9). A ZeroOptimizer does so by
         itself.
         """
-        with self.replica_sync(False):
-            yield
+        return self.replica_sync(False)
 
-    @contextmanager
-    def replica_sync(self, now: bool) -> Iterator[None]:
+    def replica_sync(self, now: bool) -> AbstractContextManager[None]:
         """Say of each backward inside whether replicas exchange after it, for certain.
 
         Args:
             now: it is the last before the exchange (with a ZeroOptimizer, before its step), and
                 goes through the graph of one forward: the exchange starts while it runs.
         """
-        before, self.more_to_come = self.more_to_come, not now
-        try:
-            yield
-        finally:
-            self.more_to_come = before
+        return self.accumulation.replica_sync(now)
 
     def unchanged(self) -> AbstractContextManager[None]:
         """Context in which nothing writes weights, so that forwards reuse the contents of slots.
@@ -885,7 +871,7 @@ class ISPCommunicator(ChunkWeights):
         It must be the last backward before the exchange, the queue must know which reduction of
         each weight is the last, and all ranks must have the same queue.
         """
-        if self.queue.reductions.accumulating or self.more_to_come or not self.queue.slots.strict:
+        if self.accumulation.goes_on or not self.queue.slots.strict:
             return False
         if not self._has_replicas:
             return False
@@ -893,7 +879,7 @@ class ISPCommunicator(ChunkWeights):
             return False
         if not all(weight.trained for _, weight in self.state.reducer.unsharded_sums):
             return False  # sums of frozen weights are reduced at the end of backward
-        if self.more_to_come is None:  # a loss may be a sum over several forwards
+        if self.accumulation.more_to_come is None:  # a loss may be a sum over several forwards
             return self._graphs == 1 and self.expects_exchange()
         return True
 

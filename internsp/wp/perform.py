@@ -31,6 +31,7 @@ from internsp.schedule.terms import (
     Action,
     runs_of,
 )
+from internsp.wp.accumulation import Accumulation
 from internsp.wp.collectives import Collectives, Handle, ReplicaCollectives
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.reduce import GradientReducer
@@ -65,7 +66,7 @@ class Chunk:
         streams: whether the device has streams, so that each ``USE`` is reported to
             :class:`internsp.wp.slots.SlotStreams`.
         before_head: called as a forward uses the head; with whether it is gathered, or on its way.
-        at_next_pass: called when a pass gathers nothing more, so that a pipeline can prefetch.
+        accumulation: where the pass that runs stands among the micro-batches of a step.
         inside: whether the model's forward runs; where a block or weight is used while it does not,
             the program calls a part of the model itself.
     """
@@ -84,14 +85,15 @@ class Chunk:
     activations: Any = None
     near: NearSlices | None = None
     streams: bool = field(init=False)
+    accumulation: Accumulation = field(init=False)
     handles: dict[ShardedParameter, Handle] = field(default_factory=dict)
     began: Callable[[], None] = lambda: None
     before_head: Callable[[bool], None] = lambda gathered: None
-    at_next_pass: Callable[[], None] = lambda: None
     inside: bool = False
 
     def __post_init__(self) -> None:
         self.streams = any(slot.streams.active for slot in self.pool.slots)
+        self.accumulation = Accumulation(self.queue.reductions)
 
     def perform(self, actions: Iterable[Action[ShardedParameter]]) -> None:
         """Perform ``actions`` in order."""
@@ -115,7 +117,7 @@ class Chunk:
                 if self.trace.enabled:
                     self._record(action)
             elif kind == NEXT_PASS:
-                self.at_next_pass()
+                self.accumulation.at_next_pass()
             else:
                 self._reduce(action)
 
