@@ -200,7 +200,7 @@ class UnfinishedGradients(Generic[M]):
             GradientError: the gradient of one of them is unfinished.
         """
         waiting = {id(made): member for member, made in self._placeholders.items()}
-        for parameter in parameters:
+        for parameter in parameters if waiting else ():
             member = waiting.get(id(parameter.grad))
             if member is not None:
                 raise self._placeholders[member]._read_error()

@@ -38,7 +38,7 @@ def _before_step(
     alive: Alive, known: dict[type, set[str]], optimizer: torch.optim.Optimizer, *_: Any
 ) -> None:
     communicator = alive()
-    if communicator is None or communicator.plain is None:
+    if communicator is None or communicator.state.consumer.is_optimizer:
         return
     scalars = {id(m.parameter): m for m in communicator.replicated.members if not m.shape}
     for group in optimizer.param_groups:

@@ -77,9 +77,8 @@ def before_step(
             )
     members = communicator.replicated.all_parameters()
     refuse_optimizer(optimizer, (member.parameter for member in members))
-    if communicator.plain is not None:
-        params = (p for g in optimizer.param_groups for p in g["params"])
-        communicator.plain.unfinished.require_finished(params)
+    params = (p for g in optimizer.param_groups for p in g["params"])
+    communicator.placeholders.require_finished(params)
     if communicator.state.handles or communicator.full_params_in:
         # Only an optimizer of our parameters writes shards that gathers in flight read.
         ours = {id(member.parameter) for member in members}

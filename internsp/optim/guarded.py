@@ -35,8 +35,9 @@ def drop_raw_gradient(parameter: Tensor) -> None:
 class GradientOwner(Protocol):
     """What holds the gradients of guarded parameters: a ``ZeroOptimizer``."""
 
-    unfinished: bool
-    """Whether there are gradients that no step has used."""
+    @property
+    def unfinished(self) -> bool:
+        """Whether there are gradients that no step has used."""
 
     def _drop_gradient(self, member: Member, used: bool) -> None:
         """Drop this rank's part of ``member``'s gradient; ``used``: it is zero now, not absent."""

@@ -12,17 +12,19 @@ parameter that some rank used.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from internsp.dtensor.unfinished import gradients_lost
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
 from internsp.optim.finite import not_finite
 from internsp.optim.guarded import drop_raw_gradient, raw_gradient
+from internsp.optim.tied import ZeroGradients
 from internsp.schedule.terms import Parcel
 from internsp.wp.collectives import Handle
 from internsp.wp.communicator import ISPCommunicator
@@ -45,27 +47,33 @@ class _Exchange:
 
 
 class ZeroReducer:
-    """Reduces one communicator's gradients into its buckets' slices.
+    """Reduces one communicator's gradients into its buckets' slices: a
+    :class:`internsp.wp.consumer.GradientConsumer`.
 
     Args:
+        before_pass: called before a forward, which may train parameters that have no bucket yet.
         reduce_dtype: the dtype in which gradients are exchanged; ``None``: the dtype of the sums.
 
     Attributes:
+        bucket_of: the bucket of each parameter.
+        used: the parameters of whose gradients slices hold something since the last step.
+        unfinished: whether there are gradients that no step has used.
         local_not_finite: whether this rank's own gradients of replicated parameters, before their
             all-reduce, were not finite; a tensor.
     """
 
+    is_optimizer = True
+
     def __init__(
         self,
         communicator: ISPCommunicator,
-        buckets: list[Bucket],
+        before_pass: Callable[[], None],
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self._communicator = communicator
         self._state = communicator.state
         self._mesh: ParallelMesh = communicator.mesh
-        self._buckets = buckets
-        self._dtype = reduce_dtype
+        self._before_pass, self._dtype = before_pass, reduce_dtype
         self.local_not_finite = torch.zeros((), dtype=torch.bool, device=self._mesh.device)
         self._in_flight: deque[_Exchange] = deque()
         self._replica_sums: list[_Exchange] = []  # their slices are being all-reduced
@@ -73,24 +81,27 @@ class ZeroReducer:
         self._backwards = 0
         self._expected_backwards = 0  # as many as the last step had
         self._saw_accumulation = False  # there was one since the last step that was not counted
-        self._bucket_of: dict[Parcel[ShardedParameter], Bucket] = {}
-        self.declare(buckets)
-        self._state.replicas = self
-        communicator.expects_exchange = self.expects_exchange
+        self._buckets: Sequence[Bucket] = ()
+        self.bucket_of: dict[Member, Bucket] = {}
+        self.parcels: Sequence[Parcel[ShardedParameter]] = ()
+        self.limit = 0
+        self.unfinished = False
+        self.used: set[Member] = set()
+        self._lost: set[Member] = set()  # parameters whose gradients were lost in a failed pass
+        self.tied = ZeroGradients(self.bucket_of, self.finalize_gradients, self.used)
 
-    def declare(self, buckets: list[Bucket]) -> None:
+    def declare(self, buckets: Sequence[Bucket]) -> None:
         """Set the buckets, in the order in which forward needs them. No exchange may be in
         flight."""
-        self._state.finish_reductions()  # those in flight precede the parcels declared below
         self._buckets = buckets
-        self._bucket_of.clear()
-        # In the order in which a backward completes the gradients.
-        for bucket in reversed(buckets):
-            weights = [m for m in bucket.offsets if isinstance(m, ShardedParameter)]
-            if weights:
-                self._bucket_of[Parcel(bucket.name, weights, bucket.nbytes)] = bucket
-        sizes = sorted(parcel.nbytes for parcel in self._bucket_of)
-        self._state.queue.reductions.exchanges.declare([*self._bucket_of], sum(sizes[-IN_FLIGHT:]))
+        self.bucket_of.update((m, bucket) for bucket in buckets for m in bucket.offsets)
+        sharded = [
+            (bucket, [m for m in bucket.offsets if isinstance(m, ShardedParameter)])
+            for bucket in reversed(buckets)
+        ]
+        self.parcels = [Parcel(b.name, weights, b.nbytes) for b, weights in sharded if weights]
+        self.limit = sum(sorted(parcel.nbytes for parcel in self.parcels)[-IN_FLIGHT:])
+        self._state.declare_exchanges()
 
     def finalize_gradients(self) -> set[Member]:
         """Add every gradient that is ready on any rank to the slices, for all parameters.
@@ -103,7 +114,13 @@ class ZeroReducer:
 
         Returns:
             The parameters that some rank used.
+
+        Raises:
+            GradientError: gradients were lost in a failed pass, and the user has not dropped them.
         """
+        self._communicator.recover()
+        if self._lost:
+            raise gradients_lost(len(self._lost), self._mesh.rank)
         replicated = self._communicator.replicated
         self._state.reduce_accumulated()
         autograd_gradients = {}
@@ -140,12 +157,22 @@ class ZeroReducer:
         if self._backwards:
             self._expected_backwards = self._backwards
         self._backwards, self._saw_accumulation = 0, False
+        self.used |= used
         return used
 
-    def backward_ended(self) -> None:
+    def pass_begins(self) -> None:
+        """See :class:`GradientConsumer`."""
+        self._before_pass()
+
+    def step_begins(self) -> bool:
+        """See :class:`GradientConsumer`."""
+        return self.unfinished
+
+    def backward_ended(self, more: bool) -> None:
         """Count this backward, unless others are known to follow before the step (``no_sync`` and
         kin). The next step is expected to have as many."""
-        if self._communicator.accumulation.goes_on:
+        self.unfinished = True
+        if more:
             self._saw_accumulation = True
         else:
             self._backwards += 1
@@ -159,8 +186,38 @@ class ZeroReducer:
         """
         return self._backwards + 1 == (self._expected_backwards or int(self._saw_accumulation))
 
-    def drop_sums(self, member: Member, used: bool) -> None:
-        """Drop the sums of one parameter on this rank. Launches nothing."""
+    def reset(self, earlier: bool, step: bool) -> None:
+        """See :class:`GradientConsumer`."""
+        lost = self.unfinished and earlier
+        self.clear()
+        if lost:  # until the user has dropped all (zero_grad), a step would lack these gradients
+            self._lost = {member for member in self.bucket_of if member.requires_grad}
+            self.unfinished = True
+
+    def clear(self) -> None:
+        """Drop the slices' gradients, and what is recorded of them since the last step."""
+        self._lost.clear()
+        self.used.clear()
+        for bucket in self._buckets:
+            bucket.gradient = None
+        self.local_not_finite.zero_()
+        self.unfinished = False
+
+    def drop_gradient(self, member: Member, used: bool) -> None:
+        """Drop this rank's part of one gradient. No communication; waits for what is in flight.
+
+        After a failed step all ranks must call this, as they must ``zero_grad()``.
+
+        Args:
+            used: whether it was set to zero, not to ``None``: the next step then uses zeros.
+        """
+        self._communicator.recover()
+        self._lost.discard(member)
+        if not used:
+            self.used.discard(member)
+        bucket = self.bucket_of[member]
+        if bucket.gradient is not None:
+            bucket.zero_gradient(member)
         discard_sums(self._state, self._communicator.replicated, member, used)
         for exchange in (*self._in_flight, *self._replica_sums):
             if member in exchange.bucket.offsets:
@@ -179,11 +236,11 @@ class ZeroReducer:
         for weight in self._communicator.replicated.sharded:
             weight.drop_reduced_grad()
 
-    # between replicas (internsp.schedule.reductions.ReplicaExchange)
+    # between replicas
 
     def start(self, parcel: Parcel[ShardedParameter]) -> None:
         """Launch the exchange of a bucket's reduced gradients over its ZeRO group."""
-        bucket = self._bucket_of[parcel]
+        bucket = self.bucket_of[parcel.weights[0]]
         zero, buffers = bucket.axis.zero, self._state.reducer.buffers
         dtype = self._dtype or bucket.master.dtype
         packed = buffers.acquire(bucket.flat.numel(), dtype)

@@ -18,19 +18,19 @@ from internsp.wp.parameter import Member
 
 class ZeroGradients:
     """This rank's slices of tied weights' gradients
-    (:class:`internsp.pipeline.tied.StepGradients`).
+    (:class:`internsp.wp.tied.StepGradients`).
 
     Args:
         bucket_of: the bucket of each parameter, kept up to date.
         finish: finishes the reductions, and returns the parameters that some rank used.
-        used: returns the set of parameters that the optimizer will step.
+        used: the parameters that the optimizer will step, kept up to date.
     """
 
     def __init__(
         self,
         bucket_of: Mapping[Member, Bucket],
         finish: Callable[[], set[Member]],
-        used: Callable[[], set[Member]],
+        used: set[Member],
     ) -> None:
         self._bucket = bucket_of
         self._finish, self._used = finish, used
@@ -68,7 +68,7 @@ class ZeroGradients:
             bucket.gradient.zero_()
         else:
             bucket.gradient.copy_(total)
-            self._used().add(member)
+            self._used.add(member)
         if before is not None:
             bucket.gradient.add_(before)
 

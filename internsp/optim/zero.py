@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from internsp.base.host import OPTIMIZER
-from internsp.dtensor.unfinished import gradients_lost
 from internsp.failure.recovery import reporting_refusals
 from internsp.optim import checkpoint, gathered_state, group_state, streamed
 from internsp.optim.bucket import Bucket, ParameterAllGather, make_buckets
@@ -33,7 +32,6 @@ from internsp.optim.norm import clip_factor, squared_norm
 from internsp.optim.reduction import ZeroReducer
 from internsp.optim.scaler import LossScaler
 from internsp.optim.state_names import StateNames
-from internsp.optim.tied import ZeroGradients
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member
 
@@ -88,7 +86,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         skipped_in_a_row: how many of the last steps in a row had ``not_finite``: a loop may want to
             stop.
         loss_scaler: as given.
-        unfinished: whether there are gradients that no step has used.
 
     Raises:
         TypeError: the class is not elementwise and not declared, or declared and elementwise; or it
@@ -116,11 +113,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"ZeroOptimizer was given a {type(communicator).__name__} in the place of the "
                 "communicator: give it what parallelize() returned, and the optimizer's class"
             )
-        if communicator.plain is None:
-            raise ValueError(
-                "this communicator has a ZeroOptimizer already: give one optimizer all parameters "
-                "and use param_groups"
-            )
         if lr is not None:
             defaults["lr"] = lr
         groups, group_index = optimizer_groups(communicator, param_groups)
@@ -130,7 +122,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             require_steppable(member, methods[index])
         self._class = (optimizer_class, whole_matrix, defaults)  # of groups without their own
         self._buckets: list[Bucket] = []
-        self._bucket_of: dict[Member, Bucket] = {}
         super().__init__(groups, {})
         # Learning-rate schedules read these (OneCycleLR a momentum); every group has all settings.
         self.defaults = dict(self.param_groups[0])
@@ -149,21 +140,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.skipped = False
         self.not_finite: NotFinite | None = None
         self.skipped_steps = self.skipped_in_a_row = 0
-        self.unfinished = communicator.plain.unfinished.restore_grad()
-        self._used: set[Member] = set()
-        self._lost: set[Member] = set()  # parameters whose gradients were lost in a failed step
         self._state_names: dict[tuple[int, torch.dtype], StateNames] = {}  # by group and dtype
         self._matrices = MatrixSteps(communicator)
+        self._reducer = ZeroReducer(communicator, self._before_pass, reduce_dtype)
+        self._reducer.unfinished = communicator.attach(self._reducer)
         self._add_buckets(trainable_members(communicator))
-        self._reducer = ZeroReducer(communicator, self._buckets, reduce_dtype)
-        communicator.plain = None
-        communicator.step_gradients = ZeroGradients(
-            self._bucket_of, self._finalize_gradients, lambda: self._used
-        )
-        communicator.before_pass.append(self._before_pass)
-        communicator.after_backward.append(self._backward_ended)
-        communicator.after_reset.append(self._after_reset)
-        communicator.sums_wait = lambda: self.unfinished
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there are gradients that no step has used."""
+        return self._reducer.unfinished
 
     # the user's loop
 
@@ -199,27 +185,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._communicator.recover()
         self._reducer.drop_all_sums()
-        self._clear_gradients()
+        self._reducer.clear()
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
     def _drop_gradient(self, member: Member, used: bool) -> None:
-        """Drop this rank's part of one gradient. No communication; waits for what is in flight.
-
-        After a failed step all ranks must call this, as they must :meth:`zero_grad`.
-
-        Args:
-            used: whether it was set to zero, not to ``None``: the next step then uses zeros.
-        """
-        self._communicator.recover()
-        self._lost.discard(member)
-        self._reducer.drop_sums(member, used)
-        if not used:
-            self._used.discard(member)
-        for bucket in self._buckets:
-            if bucket.gradient is not None and member in bucket.offsets:
-                bucket.zero_gradient(member)
+        """See :class:`internsp.optim.guarded.GradientOwner`."""
+        self._reducer.drop_gradient(member, used)
 
     @torch.no_grad()
     def finish_reductions(self) -> None:
@@ -229,15 +202,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Called after each micro-batch it keeps slices instead of gradients of the shards' size
         between micro-batches, at the price of one exchange for each.
         """
-        self._finalize_gradients()
-
-    def _finalize_gradients(self) -> set[Member]:
-        self._communicator.recover()
-        if self._lost:
-            raise gradients_lost(len(self._lost), self._communicator.mesh.rank)
-        used = self._reducer.finalize_gradients()
-        self._used |= used
-        return used
+        self._reducer.finalize_gradients()
 
     @torch.no_grad()
     def gather_gradients(self) -> dict[str, Tensor]:
@@ -252,7 +217,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for bucket in self._buckets:
             assert bucket.gradient is not None, "finish_reductions gives every bucket a gradient"
             for member, part in bucket.all_gather_slices(bucket.gradient).items():
-                if member in self._used:
+                if member in self._reducer.used:
                     found[member.name] = member.wrap(part).full_tensor() * self._gradient_factor()
         return found
 
@@ -480,9 +445,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _frozen(self) -> list[Member]:
         """Parameters in groups that were never trained: they have no bucket and no state yet."""
-        if len(self._bucket_of) == len(self._group_index):
+        bucket_of = self._reducer.bucket_of
+        if len(bucket_of) == len(self._group_index):
             return []
-        return [member for member in self._group_index if member not in self._bucket_of]
+        return [member for member in self._group_index if member not in bucket_of]
 
     def _before_pass(self) -> None:
         """A forward begins, with the same frozen parameters on all ranks: make the state of those
@@ -506,7 +472,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         versions = {member: member.version() for member in members}
         self._add_buckets(members)
         communicator.contents.moved(versions)
-        self._reducer.declare(self._buckets)
 
     @torch.no_grad()
     def _add_buckets(self, members: Sequence[Member]) -> None:
@@ -515,7 +480,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         made = make_buckets(communicator, members, self._group_index, self._methods)
         for bucket in made:
             bucket.make_inner(settings)
-            self._bucket_of.update(dict.fromkeys(bucket.offsets, bucket))
         self._matrices.add(made, settings)
         self._buckets.extend(made)
         self._buckets.sort(key=lambda bucket: bucket.order)
@@ -523,6 +487,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             communicator.state.link.empty_host_cache()  # the shards have left their old memory
         for member in members:
             guard_parameter(member, self, communicator.mesh.rank)
+        self._reducer.declare(self._buckets)
 
     def _update(self, factor: float) -> None:
         settings, whole = self._settings(), [b for b in self._buckets if b.method.whole_matrix]
@@ -531,14 +496,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.scale_gradient(factor)
         # Matrices are sent while slices are stepped.
         slices = partial(self._update_slices, settings, factor)
-        self._matrices.step(self._used, settings, slices, self._all_gather_parameters)
+        self._matrices.step(self._reducer.used, settings, slices, self._all_gather_parameters)
         self._step_groups(settings)
         if self._communicator.state.link is not None:
             self._communicator.state.link.synchronize()  # the host may read the new shards now
 
     def _step_groups(self, settings: list[dict[str, Any]]) -> None:
         """Find what the optimizers keep in their groups after this step, the same on all ranks."""
-        used = {self._group_index[m] for m in self._used if m in self._group_index}
+        used = {self._group_index[m] for m in self._reducer.used if m in self._group_index}
         device = self._communicator.mesh.device
         for index, method in enumerate(self._methods):
             if method.kept:
@@ -585,7 +550,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.param_groups[index].update(values)
 
     def _update_slices(self, settings: list[dict[str, Any]], factor: float) -> None:
-        trace = self._communicator.state.trace
+        trace, used = self._communicator.state.trace, self._reducer.used
         for bucket in self._buckets:
             if bucket.method.whole_matrix:
                 continue
@@ -593,9 +558,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.merge_external_writes(masters=bucket.link is None)
             if bucket.link is None:
                 bucket.set_settings(settings)
-                bucket.step(self._used, factor)
+                bucket.step(used, factor)
             else:
-                streamed.step(bucket, bucket.link, self._used, settings, factor)
+                streamed.step(bucket, bucket.link, used, settings, factor)
             trace.record("STEP", bucket.name, start=start, end=trace.now())
             self._all_gather_parameters(bucket)
 
@@ -626,31 +591,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         communicator = self._communicator
         mean = 1.0 / communicator.mesh.shape.stage_size if communicator.mean else 1.0
         return mean if self.loss_scaler is None else mean / self.loss_scaler.scale
-
-    def _backward_ended(self) -> None:
-        self.unfinished = True
-        self._reducer.backward_ended()
-
-    def _after_reset(self, earlier: bool) -> None:
-        """The communicator was reset after a failed pass: no gradient sum is left.
-
-        Args:
-            earlier: whether sums of earlier backwards were lost with it.
-        """
-        lost = self.unfinished and earlier
-        self._clear_gradients()
-        if lost:  # until the user has dropped all (zero_grad), a step would lack these gradients
-            self._lost = {m for m in self._bucket_of if m.requires_grad}
-            self.unfinished = True
-
-    def _clear_gradients(self) -> None:
-        """Drop the slices' gradients, and what is recorded of them since the last step."""
-        self._lost.clear()
-        for bucket in self._buckets:
-            bucket.gradient = None
-        self._used = set()
-        self._reducer.local_not_finite.zero_()
-        self.unfinished = False
 
     def _record_step(self, norm: float, skipped: bool, why: NotFinite | None) -> None:
         """Record a step's result in the public attributes."""
@@ -701,4 +641,4 @@ def _step_together(optimizers: Sequence[ZeroOptimizer], log: bool) -> None:
     if scaler is not None:
         scaler.update(skipped)
     for optimizer in optimizers:
-        optimizer._clear_gradients()
+        optimizer._reducer.clear()

@@ -187,7 +187,6 @@ class OrderLearner:
         self._last_with_grad: list[Unit] = []  # the order of the last forward with gradients
         self._order: list[Unit] = []  # the order of the forward whose backward ended first
         self._versions: list[int] = []  # of all parameters, when that backward ended
-        communicator.after_backward.append(self._backward_ended)
 
     def root_pre_forward(self) -> None:
         """Called before the model's forward: use the learned order if a step has been made.
@@ -229,7 +228,8 @@ class OrderLearner:
         elif torch.is_grad_enabled():
             self._last_with_grad = self._forward
 
-    def _backward_ended(self) -> None:
+    def backward_ended(self) -> None:
+        """Called after each backward."""
         if not self._order and self._last_with_grad:
             self._order, self._versions = self._last_with_grad, self._current_versions()
 
@@ -256,7 +256,6 @@ class OrderLearner:
         communicator.contents.renew()
         communicator.plan = plan
         communicator.learning = None
-        communicator.after_backward.remove(self._backward_ended)
 
 
 def completion_order(parcels: Sequence[Any], order: Sequence[Unit]) -> list[Any]:

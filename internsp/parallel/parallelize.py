@@ -47,6 +47,7 @@ from internsp.structure.blocks import Structure, read_structure
 from internsp.structure.dtypes import DTYPES
 from internsp.structure.units import chunk_layout
 from internsp.values.meta import MissingValueCheck, materialize_buffers
+from internsp.wp.checks import RootCheck
 from internsp.wp.collectives import Collectives, ReplicaCollectives
 from internsp.wp.communicator import (
     ChunkWeights,
@@ -58,7 +59,6 @@ from internsp.wp.communicator import (
 )
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
 from internsp.wp.perform import Chunk
-from internsp.wp.plain_loop import PlainLoop
 from internsp.wp.reduce import Buffers, GradientReducer
 from internsp.wp.replicated import ReplicatedParameters
 from internsp.wp.slots import MemoryPool, Unit
@@ -338,9 +338,9 @@ class _Builder:
             blocks,
             self.replicated,
             mean=self.config.reduction == "mean",
+            batch_check=self._batch_check(),
         )
         communicator.plan = plan
-        communicator.plain = PlainLoop(communicator)
         learns = self.config.unexpected_order == "learn"
         if learns and self.user_communicator is None:
             from internsp.parallel.order import OrderLearner  # few models need it
@@ -586,6 +586,13 @@ class _Builder:
                 for weight in root.unit.weights:
                     weight.communicator = root
 
+    def _batch_check(self) -> RootCheck | None:
+        if self.mesh.sequence == 1:
+            return None
+        from internsp.sp.same_batch import SameBatch
+
+        return SameBatch(self.mesh)
+
     def _forward_checks(self, communicator: ISPCommunicator) -> Callable[[Any, Any], None]:
         """The checks of each root forward, for unsupported changes since the last one."""
         mesh = self.mesh
@@ -606,13 +613,7 @@ class _Builder:
         additions = AddedParameterCheck(self.model, {*communicator.parameters_of, *held})
         unfilled = MissingValueCheck(self.model, self.unfilled, mesh.rank)
         counts = token_count_check(mesh) if communicator.mean else None
-        batch = None
-        if mesh.sequence > 1:
-            from internsp.sp.same_batch import SameBatch
-
-            batch = SameBatch(mesh)
-            communicator.confirm = batch.wait
-            communicator.after_reset.append(batch.reset)
+        batch = communicator.batch_check
 
         def check(args: Any, kwargs: Any) -> None:
             additions.check()

@@ -168,7 +168,7 @@ class PipelineFailureGuard:
         try:
             for communicator, earlier in zip(self._communicators, self._earlier_sums, strict=True):
                 communicator.recovery.reset()
-                communicator.step_failed(earlier)
+                communicator.rest(earlier, step=True)
             # Before buffers are reused: a late message must not arrive in one of them.
             close_connections(mesh.pipeline_group)
             mesh.renew_pipeline_group()

@@ -401,8 +401,7 @@ class Pipeline:
         if training and not torch.is_grad_enabled():
             raise ValueError("a step needs gradients, but they are disabled here: use evaluate()")
         for communicator in self.communicators if training else ():
-            if communicator.plain is not None:  # raises if a failed step has lost gradients
-                communicator.plain.unfinished.restore_grad()
+            communicator.placeholders.restore_grad()  # raises if a failed step has lost gradients
         if not len(batches) or len(batches) % self.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches, but {self.micro_batches} were agreed")
         agreed = self._ids_shape

@@ -17,19 +17,20 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp.base.bits import bits_of, same_bits
-from internsp.dtensor.placed import dtensor_like, grad_dtype
 from internsp.errors import OrderError, StructureError
 from internsp.mesh import ParallelMesh
 from internsp.pipeline.chunks import Chunk
 from internsp.pipeline.stage import ISPPipelineStage
+from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ShardedParameter
+from internsp.wp.tied import StepGradients
 
 TrackOps = Callable[[list[dist.P2POp]], list[dist.P2POp]]
 CopyNames = Mapping[int, str]
@@ -116,8 +117,7 @@ def make_tied_weights(
     gathered: list[Any] = [None] * mesh.pipeline_group.size()
     dist.all_gather_object(gathered, mine, group=mesh.pipeline_group)
     _compare(gathered, weights, mesh)
-    early = [c for weight in weights for c, _ in weight.own_copies if c.plain is None]
-    if early:
+    if any(c.state.consumer.is_optimizer for weight in weights for c, _ in weight.own_copies):
         raise OrderError(
             f"rank {mesh.rank} has a ZeroOptimizer for a chunk with tied weights already: make the "
             "Pipeline first, which finds tied weights, then the optimizers"
@@ -167,89 +167,6 @@ def _compare(gathered: Sequence[Any], weights: Sequence[TiedWeight], mesh: Paral
             )
 
 
-class StepGradients(Protocol):
-    """This rank's part of the gradients that one step of a pipeline adds to tied weights.
-
-    They are in ``.grad``, or in the slices of a ``ZeroOptimizer``.
-    """
-
-    def trains(self, member: Member) -> bool:
-        """Whether ``member`` gets gradients."""
-
-    def begin_step(self, member: Member) -> None:
-        """Begin a step: set the gradients of earlier steps aside."""
-
-    def finish(self) -> None:
-        """Finish all reductions, after the chunk's last micro-batch. Collective over the stage."""
-
-    def local_sum(self, member: Member) -> tuple[Tensor, bool]:
-        """The gradient of this step, and whether any rank of the stage has used the weight.
-
-        The gradient is flat, on the device, in fp32 or wider, and has one length on all stages.
-        """
-
-    def set_total(self, member: Member, total: Tensor | None) -> None:
-        """Set this step's gradient to ``total``, the sum over all stages, and add earlier ones."""
-
-    def discard_step(self) -> None:
-        """Drop the gradients of a failed step."""
-
-    def values(self, member: Member) -> list[Tensor]:
-        """Tensors that hold this rank's part of the weight (values, master), to read and write."""
-
-
-class PlainGradients:
-    """Gradients in ``.grad``, for a training loop without ``ZeroOptimizer``."""
-
-    def __init__(self) -> None:
-        self._before: dict[Member, Any] = {}
-
-    def trains(self, member: Member) -> bool:
-        """See :class:`StepGradients`."""
-        return member.requires_grad
-
-    def begin_step(self, member: Member) -> None:
-        """See :class:`StepGradients`."""
-        self._before[member] = member.parameter.grad
-        member.parameter.grad = None
-
-    def finish(self) -> None:
-        """See :class:`StepGradients`; does nothing: each backward finishes its reductions."""
-
-    def local_sum(self, member: Member) -> tuple[Tensor, bool]:
-        """See :class:`StepGradients`."""
-        gradient: Any = member.parameter.grad
-        wide, device = torch.promote_types(member.dtype, torch.float32), member.device
-        if gradient is None:
-            local = member.parameter._local_tensor  # type: ignore[attr-defined]
-            return torch.zeros(local.numel(), dtype=wide, device=device), False
-        return gradient._local_tensor.to(device, wide).reshape(-1), True
-
-    def set_total(self, member: Member, total: Tensor | None) -> None:
-        """See :class:`StepGradients`."""
-        before, parameter = self._before.pop(member), member.parameter
-        if total is None:
-            parameter.grad = before
-            return
-        local = parameter._local_tensor  # type: ignore[attr-defined]
-        made = total.view(local.shape).to(local.device, grad_dtype(parameter), copy=True)
-        if before is None:
-            parameter.grad = dtensor_like(parameter, made)
-        else:
-            before._local_tensor.add_(made)
-            parameter.grad = before
-
-    def discard_step(self) -> None:
-        """See :class:`StepGradients`."""
-        for member, before in self._before.items():
-            member.parameter.grad = before
-        self._before.clear()
-
-    def values(self, member: Member) -> list[Tensor]:
-        """See :class:`StepGradients`."""
-        return [member.parameter._local_tensor]  # type: ignore[attr-defined]
-
-
 class TiedCopy(NamedTuple):
     """A copy of a tied weight: its stage, its pipeline rank, and its name in its chunk."""
 
@@ -273,7 +190,7 @@ class TiedWeight:
 
     name: str
     copies: tuple[TiedCopy, ...]
-    own_copies: list[tuple[Any, Member]] = field(default_factory=list)
+    own_copies: list[tuple[ISPCommunicator, Member]] = field(default_factory=list)
 
     @property
     def ranks(self) -> list[int]:
@@ -281,9 +198,14 @@ class TiedWeight:
         return sorted({each.rank for each in self.copies})
 
     @property
+    def own_gradients(self) -> list[tuple[StepGradients, Member]]:
+        """This rank's copies, each with what holds its gradient."""
+        return [(c.state.consumer.tied, member) for c, member in self.own_copies]
+
+    @property
     def trained(self) -> bool:
         """Whether this rank's copies are trained."""
-        return any(c.step_gradients.trains(member) for c, member in self.own_copies)
+        return any(store.trains(member) for store, member in self.own_gradients)
 
     def __str__(self) -> str:
         return " and ".join(map(str, self.copies))
@@ -303,9 +225,7 @@ class TiedWeights:
         self._mesh, self.weights, self._track = mesh, list(weights), track
         for weight in self.weights:
             mine = [each for each in weight.copies if each.rank == mesh.pipeline_rank]
-            for each, (communicator, member) in zip(mine, weight.own_copies, strict=True):
-                if communicator.step_gradients is None:  # no ZeroOptimizer yet
-                    communicator.step_gradients = PlainGradients()
+            for each, (_, member) in zip(mine, weight.own_copies, strict=True):
                 member.tied, member.counted = weight.name, each is weight.copies[0]
 
     def __len__(self) -> int:
@@ -320,8 +240,8 @@ class TiedWeights:
         Blocks at the end. If the step raises, the copies' gradients are those from before it.
         """
         trained = [weight for weight in self.weights if weight.trained]
-        copies = [(c.step_gradients, m) for weight in trained for c, m in weight.own_copies]
-        stores: list[StepGradients] = list(dict.fromkeys(store for store, _ in copies))
+        copies = [pair for weight in trained for pair in weight.own_gradients]
+        stores = list(dict.fromkeys(store for store, _ in copies))
         try:
             for store, member in copies:
                 store.begin_step(member)
@@ -341,7 +261,7 @@ class TiedWeights:
 
         The message is the rank's own sum, and one element, 1 if it has a gradient.
         """
-        sums = [c.step_gradients.local_sum(member) for c, member in weight.own_copies]
+        sums = [store.local_sum(member) for store, member in weight.own_gradients]
         used = any(has_sum for _, has_sum in sums)
         packed = torch.cat([sums[0][0], sums[0][0].new_full((1,), used)])
         for values, _ in sums[1:]:
@@ -352,8 +272,8 @@ class TiedWeights:
         for rank in weight.ranks[1:]:
             total = total + found[rank]
         used = used or bool(total[-1] > 0)
-        for communicator, member in weight.own_copies:
-            communicator.step_gradients.set_total(member, total[:-1] if used else None)
+        for store, member in weight.own_gradients:
+            store.set_total(member, total[:-1] if used else None)
 
     def _exchange_sums(self, weight: TiedWeight, packed: Tensor) -> dict[int, Tensor]:
         peers = [rank for rank in weight.ranks if rank != self._mesh.pipeline_rank]
@@ -380,8 +300,8 @@ class TiedWeights:
         """
         found = torch.full((len(self), 4), _LOWEST, device=self._mesh.device)
         for row, weight in zip(found, self.weights, strict=True):
-            for communicator, member in weight.own_copies:
-                trained = int(communicator.step_gradients.trains(member))
+            for store, member in weight.own_gradients:
+                trained = int(store.trains(member))
                 bits = _digest(member).to(row.device)
                 mine = torch.stack([bits, -bits, *row.new_tensor([trained, -trained]).unbind()])
                 torch.maximum(row, mine, out=row)
@@ -408,7 +328,7 @@ class TiedWeights:
         group, rank = self._mesh.pipeline_group, self._mesh.pipeline_rank
         for weight in (weight for weight in self.weights if weight.own_copies):
             first, device = weight.copies[0].rank, weight.own_copies[0][1].device
-            held = [(m, c.step_gradients.values(m)) for c, m in weight.own_copies]
+            held = [(m, store.values(m)) for store, m in weight.own_gradients]
             for number, mine in enumerate(held[0][1]):
                 values = mine.to(device).contiguous()
                 if rank == first:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Generic, Protocol
+from typing import Generic
 
 from internsp.schedule.terms import (
     ACCUMULATE,
@@ -123,22 +123,6 @@ class Reductions(Generic[W]):
             while self._flying and self._flying[0][0] is not before:
                 self._finish_oldest(out)
             self.exchanges.advance(out)
-
-
-class ReplicaExchange(Protocol[W]):
-    """Carries out the actions of :class:`Exchanges`, for a plain loop or a ``ZeroOptimizer``."""
-
-    def start(self, parcel: Parcel[W]) -> None:
-        """Launch the exchange of a parcel, whose reduced gradients are complete.
-
-        Does not block, unless ``overlap`` is off.
-        """
-
-    def finish_oldest(self) -> None:
-        """Wait for the exchange that was launched first."""
-
-    def discard(self) -> None:
-        """Wait for exchanges in flight, and drop their results. No message."""
 
 
 class Exchanges(Generic[W]):

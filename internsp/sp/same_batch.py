@@ -24,8 +24,8 @@ class SameBatch:
     Each check is one all-gather of 16 bytes a rank. The first forwards wait for its result at once:
     data drawn by the process's rank, or positions distributed in another way, are wrong from the
     first batch on. Later forwards overlap it, and its result is read at the end of the backward,
-    before the optimizer steps (:meth:`wait`), or at the next forward if there is no backward. With
-    a device the host would have to wait for the result, so that only the first forwards are
+    before the optimizer steps (:meth:`confirm`), or at the next forward if there is no backward.
+    With a device the host would have to wait for the result, so that only the first forwards are
     compared.
     """
 
@@ -45,7 +45,7 @@ class SameBatch:
         """
         if self._single_rank or not (self._blocking_left or self._device.type == "cpu"):
             return
-        self.wait()
+        self.confirm()
         layout = next(_layouts(args, kwargs), None)
         if layout is None:
             return
@@ -55,9 +55,9 @@ class SameBatch:
         self._pending = BatchComparison(inputs, described, self._group, self._device)
         if self._blocking_left:
             self._blocking_left -= 1
-            self.wait()
+            self.confirm()
 
-    def wait(self) -> None:
+    def confirm(self) -> None:
         """Wait for the result of the last check, if it was not read yet. Blocks.
 
         Raises:
@@ -67,7 +67,7 @@ class SameBatch:
         if pending is not None:
             pending.require_same()
 
-    def reset(self, earlier: bool) -> None:
+    def reset(self) -> None:
         """Drop the pending result after a failed pass."""
         self._pending = None
 

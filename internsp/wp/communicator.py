@@ -12,7 +12,7 @@ in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +30,12 @@ from internsp.schedule.chunk import ChunkLayout
 from internsp.schedule.enclosing import Enclosing
 from internsp.schedule.terms import BACKWARD, FORWARD, RECOMPUTE
 from internsp.wp.autocast import Autocast, follow
+from internsp.wp.checks import RootCheck
+from internsp.wp.consumer import GradientConsumer
 from internsp.wp.contents import Contents
 from internsp.wp.parameter import Member, ShardedParameter, trained
 from internsp.wp.perform import Chunk
+from internsp.wp.plain_loop import PlainLoop
 from internsp.wp.replicated import ReplicatedParameters
 from internsp.wp.slots import Unit
 
@@ -309,16 +312,9 @@ class ISPCommunicator(ChunkWeights):
         contents: decides whether a pass may reuse the contents of slots (WP-11).
         plan: the layout of the chunk, in the learned order once there is one.
         parameters_of: the parameter that each module holds under each name.
-        plain: completes ``.grad`` at the end of backward
-            (:class:`internsp.wp.plain_loop.PlainLoop`); ``None``: a ``ZeroOptimizer`` does so
-            later (WP-9).
+        placeholders: in ``.grad`` while the plain loop's sums wait for a later backward (WP-9).
         accumulation: which backwards only sum gradients (``no_sync`` and kin, pipelines).
-        expects_exchange: called at the begin of a backward of which the program has not said so:
-            whether this backward is expected to be the last before replicas exchange their sums.
-        sums_wait: called between two steps of a pipeline: whether sums of earlier backwards wait
-            for an exchange or an optimizer's step.
-        confirm: called as the outermost backward returns, before any gradient is complete; raises
-            if the ranks' batches differ.
+        batch_check: compares the batches of ranks that share one; ``None`` if none do.
         agreement: compares the blocks that ranks of a weight group run where these are not the
             expected ones (:class:`internsp.parallel.order.OrderAgreement`); ``None`` if the order
             never changes, or no weight group has several ranks.
@@ -326,12 +322,7 @@ class ISPCommunicator(ChunkWeights):
             ``None`` if no order is learned, or once one is (``learned``).
         store_group: lets the ranks of the stage agree on collectives between two passes
             (:class:`internsp.parallel.store_group.StoreGroup`).
-        after_backward: functions called after each backward.
-        after_reset: functions called after a reset, so that other holders of sums drop theirs; the
-            argument says whether sums of earlier backwards are lost by it.
         forwards: number of forwards that have begun; the hooks on outputs note it.
-        step_gradients: what a pipeline's step adds to gradients of weights that other stages hold,
-            too (:class:`internsp.pipeline.tied.StepGradients`); ``None`` if there are none.
         full_params_in: name of the context that holds parameters unsharded outside of training
             (:mod:`internsp.values.whole`), during which no pass may begin; empty if none does.
     """
@@ -343,10 +334,11 @@ class ISPCommunicator(ChunkWeights):
         blocks: list[Unit],
         replicated: ReplicatedParameters,
         mean: bool = False,
+        batch_check: RootCheck | None = None,
     ) -> None:
         super().__init__(state)
         self.mesh, self.blocks, self.replicated = mesh, blocks, replicated
-        self.mean = mean
+        self.mean, self.batch_check = mean, batch_check
         self.agreement: Any = None
         self.learning: Any = None
         self.learned: LearnedPasses[ShardedParameter] | None = None
@@ -354,18 +346,9 @@ class ISPCommunicator(ChunkWeights):
         self.embedding: EmbeddingWeightParallelCommunicator | None = None
         self.store_group: Any = None
         self.full_params_in = ""
-        self.step_gradients: Any = None
         self.plan: ChunkLayout | None = None
         self.parameters_of: dict[tuple[nn.Module, str], Member] = {}
-        self.plain: Any = None
         self.accumulation = state.accumulation
-        self.expects_exchange: Callable[[], bool] = lambda: True
-        self.sums_wait: Callable[[], bool] = lambda: False  # a pipeline's step completes .grad
-        self._completed = False  # .grad was completed since a pipeline's step began
-        self.confirm: Callable[[], None] = lambda: None
-        self.before_pass: list[Callable[[], None]] = []
-        self.after_backward: list[Callable[[], None]] = []
-        self.after_reset: list[Callable[[bool], None]] = []
         self.recovery = Recovery(mesh, state.collectives.comm_context)
         self._autocast = Autocast(replicated.sharded, blocks, mesh.device.type)
         self.contents = Contents(self)
@@ -379,6 +362,32 @@ class ISPCommunicator(ChunkWeights):
         self._forward: int | None = None  # the forward whose graph the backward is in, if known
         self._forward_open = False  # a forward has begun and not reached its end
         self._nested = False  # the graph task of the backward that runs may be an inner one
+        root = self.root_units()
+        head = [unit for unit in self.units() if unit.block < 0 and unit not in root]
+        plain = PlainLoop(state, mesh, replicated, mean, (*head, *reversed(blocks), *root))
+        self.placeholders = plain.placeholders
+        state.attach(plain)
+
+    def attach(self, optimizer: GradientConsumer) -> bool:
+        """Let ``optimizer`` consume the reduce-scatter handles, in the place of the plain loop.
+
+        Called between two passes. What is summed stays where it is, for the optimizer's step.
+
+        Returns:
+            Whether anything is: then ``.grad`` had placeholders.
+
+        Raises:
+            ValueError: there is an optimizer already.
+            GradientError: the sums were lost in a failed pass.
+        """
+        if self.state.consumer.is_optimizer:
+            raise ValueError(
+                "this communicator has a ZeroOptimizer already: give one optimizer all parameters "
+                "and use param_groups"
+            )
+        sums_wait = self.placeholders.restore_grad()
+        self.state.attach(optimizer)
+        return sums_wait
 
     def root_units(self) -> list[schedule.Unit[ShardedParameter]]:
         """Units outside of the blocks, without the head; and the rests of enclosing blocks."""
@@ -422,7 +431,7 @@ class ISPCommunicator(ChunkWeights):
     def root_pre_forward(self) -> None:
         """The model's pre-forward: recover from a failed pass, launch the first gathers."""
         self.recover()
-        self._pass_begins()
+        self.state.consumer.pass_begins()
         self.recovery.guard.begin_pass()
         if self.learning is not None:
             self.learning.root_pre_forward()
@@ -576,7 +585,8 @@ class ISPCommunicator(ChunkWeights):
 
     def root_post_backward(self) -> None:
         """The end of the outermost backward: launch the last reductions, finish them (WP-9)."""
-        self.confirm()
+        if self.batch_check is not None:
+            self.batch_check.confirm()
         self._agree_in_backward(None)
         backward = self.queue.backward
         self.state.perform(
@@ -596,15 +606,12 @@ class ISPCommunicator(ChunkWeights):
         if not self.queue.reductions.accumulating:
             self.state.reduce_accumulated()  # sums that this backward has not reduced
         self.queue.backward.end_pass()
-        if self.plain is not None:
-            more = self.accumulation.goes_on
-            self.plain.backward_ended(more)
-            self._completed |= not more
+        self.state.consumer.backward_ended(self.accumulation.goes_on)
         self.replicated.backward, self._graphs = -1, 0
         if self.state.link is not None:
             self.state.link.synchronize()
-        for callback in self.after_backward:
-            callback()
+        if self.learning is not None:
+            self.learning.backward_ended()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Full accumulation: backwards inside sum unsharded gradients on this rank, send nothing.
@@ -707,21 +714,8 @@ class ISPCommunicator(ChunkWeights):
         Returns:
             Whether sums of earlier steps wait for the optimizer.
         """
-        self._completed = False
-        self._pass_begins()
-        return self.sums_wait()
-
-    def step_failed(self, earlier: bool) -> None:
-        """Reset after a step that failed on all ranks.
-
-        Args:
-            earlier: what :meth:`begin_step` returned.
-        """
-        if self._completed:  # what the step has added to .grad cannot be taken out again
-            members = self.replicated.all_parameters()
-            added = [member for member in members if member.parameter.grad is not None]
-            self.plain.unfinished.set_placeholders(added, failed=True)
-        self.rest(earlier or self._completed)
+        self.state.consumer.pass_begins()
+        return self.state.consumer.step_begins()
 
     def prefetch_pass(self, phase: str) -> None:
         """Start the first gathers of the forward or backward that a pipeline runs next."""
@@ -771,34 +765,31 @@ class ISPCommunicator(ChunkWeights):
         self.queue.slots.invalidate_contents()
         self.queue.backward.end_pass()
 
-    def rest(self, earlier: bool = True) -> None:
+    def rest(self, earlier: bool = True, step: bool = False) -> None:
         """Reset: wait for everything in flight, then drop it, with all held bytes and gradients.
 
         Args:
             earlier: sums of backwards before the failed one are lost, too, and repeating the failed
-                one does not bring them back.
+                one does not bring them back; after a pipeline's step, what :meth:`begin_step` gave.
+            step: a pipeline's step has failed, on all ranks.
         """
         self.wait_for_gathers()
         self.queue.reset()
         self.state.reducer.discard()
         if self.state.near is not None:
             self.state.near.reset()
-        self.state.replicas.discard()
+        self.state.consumer.discard()
         self._set_weight_part(False)
         for weight in self.replicated.sharded:
             weight.drop_reduced_grad()
         self.replicated.reset()
-        if self.plain is not None:
-            if earlier:
-                self.plain.unfinished.mark_lost()
-            else:
-                self.plain.unfinished.restore_grad()
         self._forward_open, self.replicated.backward, self._nested = False, -1, False
         self._next = self._graphs = 0
         if self.state.link is not None:
             self.state.link.synchronize()
-        for callback in self.after_reset:
-            callback(earlier)
+        if self.batch_check is not None:
+            self.batch_check.reset()
+        self.state.consumer.reset(earlier, step)
 
     # the end of the mesh (:class:`internsp.mesh.owned.MeshUser`)
 
@@ -827,7 +818,7 @@ class ISPCommunicator(ChunkWeights):
         self.wait_until_ready()
         self.wait_for_gathers()
         self.state.finish_reductions()
-        self.state.replicas.discard()
+        self.state.consumer.discard()
 
     def closed(self) -> None:
         """See :class:`internsp.mesh.owned.MeshUser`."""
@@ -850,10 +841,6 @@ class ISPCommunicator(ChunkWeights):
                 backward.begin_earlier_graph(self._all_ranks_take_part(), self._last_trained())
             )
         self._forward = forward
-
-    def _pass_begins(self) -> None:
-        for callback in self.before_pass:
-            callback()
 
     def _count_forward(self) -> None:
         """A forward begins: note which weights are trained in it."""
@@ -880,7 +867,7 @@ class ISPCommunicator(ChunkWeights):
         if not all(weight.trained for _, weight in self.state.reducer.unsharded_sums):
             return False  # sums of frozen weights are reduced at the end of backward
         if self.accumulation.more_to_come is None:  # a loss may be a sum over several forwards
-            return self._graphs == 1 and self.expects_exchange()
+            return self._graphs == 1 and self.state.consumer.expects_exchange()
         return True
 
     def _all_ranks_take_part(self) -> bool:
@@ -936,7 +923,7 @@ class ISPCommunicator(ChunkWeights):
             self.recover()
             self._next %= len(order)
             if unit not in order[self._next :] or not self._next:  # a new forward begins
-                self._pass_begins()
+                self.state.consumer.pass_begins()
                 self.recovery.guard.begin_pass()
                 self._count_forward()
                 self.queue.begin_blocks(self.contents.begin_pass())
@@ -998,8 +985,7 @@ class ISPCommunicator(ChunkWeights):
         replicated.frozen = {member for member, now in small if not now}
         large = zip(sharded, trained(sharded), strict=True)
         self.state.reducer.frozen = {weight for weight, now in large if not now}
-        if self.plain is not None:
-            self.plain.unfinished.drop_removed()
+        self.placeholders.drop_removed()
 
     def _queue_post_backward_callback(self) -> None:
         end = PostBackwardCallback(self.root_post_backward, self.recovery.report_backward_failure)

@@ -15,7 +15,6 @@ from internsp.failure.comm_context import Counters
 from internsp.mesh import WeightAxis
 from internsp.schedule import terms
 from internsp.schedule.queue import GatherQueue
-from internsp.schedule.reductions import ReplicaExchange
 from internsp.schedule.terms import (
     ACCUMULATE,
     ALL_GATHER,
@@ -33,6 +32,7 @@ from internsp.schedule.terms import (
 )
 from internsp.wp.accumulation import Accumulation
 from internsp.wp.collectives import Collectives, Handle, ReplicaCollectives
+from internsp.wp.consumer import GradientConsumer
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.reduce import GradientReducer
 from internsp.wp.slots import MemoryPool
@@ -54,7 +54,7 @@ class Chunk:
         pool: the slots.
         reducer: carries out reductions.
         queue: decides which actions follow from an event.
-        replicas: exchanges reduced gradients between replicas.
+        consumer: takes reduced gradients: a plain loop, or an optimizer.
         link: copies offloaded tensors to and from the host; ``None`` if none are offloaded.
         activations: offloaded activations of blocks that are recomputed
             (:class:`internsp.modules.offload.ActivationOffload`); ``None`` if there are none.
@@ -79,7 +79,7 @@ class Chunk:
     queue: GatherQueue[ShardedParameter]
     counters: Counters
     trace: Trace
-    replicas: ReplicaExchange[ShardedParameter] = field(init=False)
+    consumer: GradientConsumer = field(init=False)
     quantizer: Quantizer | None = None
     link: HostLink | None = None
     activations: Any = None
@@ -94,6 +94,16 @@ class Chunk:
     def __post_init__(self) -> None:
         self.streams = any(slot.streams.active for slot in self.pool.slots)
         self.accumulation = Accumulation(self.queue.reductions)
+
+    def attach(self, consumer: GradientConsumer) -> None:
+        """Let ``consumer`` take what is reduced from now on."""
+        self.consumer = consumer
+        self.declare_exchanges()
+
+    def declare_exchanges(self) -> None:
+        """Declare the exchanges of the consumer's parcels, in the place of those before."""
+        self.finish_reductions()  # those in flight precede the parcels declared below
+        self.queue.reductions.exchanges.declare(self.consumer.parcels, self.consumer.limit)
 
     def perform(self, actions: Iterable[Action[ShardedParameter]]) -> None:
         """Perform ``actions`` in order."""
@@ -158,9 +168,9 @@ class Chunk:
         elif kind == ACCUMULATE:
             self.reducer.accumulate(weights[0].unit, weights)
         elif kind == EXCHANGE and action.parcel is not None:
-            self.replicas.start(action.parcel)
+            self.consumer.start(action.parcel)
         elif kind == FINISH_EXCHANGE:
-            self.replicas.finish_oldest()
+            self.consumer.finish_oldest()
         else:
             raise AssertionError(f"the queue returned an action of the unknown kind {kind}")
 

@@ -6,9 +6,9 @@ A plain loop is one without a ``ZeroOptimizer``, which has :mod:`internsp.optim.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,59 +17,103 @@ from internsp.base.host import OPTIMIZER
 from internsp.dtensor.placed import grad_dtype
 from internsp.dtensor.unfinished import UnfinishedGradients
 from internsp.errors import ConfigError
-from internsp.schedule.terms import Parcel
+from internsp.mesh import ParallelMesh
+from internsp.schedule.terms import Parcel, Unit
 from internsp.wp.collectives import Handle
-from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, trained
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import SMALL, ReplicatedParameters
 
+if TYPE_CHECKING:
+    from internsp.wp.tied import StepGradients
+
 
 class PlainLoop:
     """All-reduces a chunk's reduced gradients over replicas, weight by weight, and completes
-    ``.grad``. Its ``start``, ``finish_oldest`` and ``discard`` are the
-    :class:`internsp.schedule.reductions.ReplicaExchange`.
+    ``.grad``: a :class:`internsp.wp.consumer.GradientConsumer`.
+
+    Args:
+        mean: gradients are averaged over the ranks of the stage, not summed.
+        units: in the order in which a backward completes their gradients.
 
     Attributes:
         sums: results of finished all-reduces that are not in ``.grad`` yet.
-        unfinished: the placeholders in ``.grad`` while sums wait for a later backward.
+        placeholders: those in ``.grad`` while sums wait for a later backward.
     """
 
-    def __init__(self, communicator: ISPCommunicator) -> None:
-        self._communicator, self._state = communicator, communicator.state
+    is_optimizer = False
+
+    def __init__(
+        self,
+        state: Chunk,
+        mesh: ParallelMesh,
+        replicated: ReplicatedParameters,
+        mean: bool,
+        units: Iterable[Unit[ShardedParameter]],
+    ) -> None:
+        self._state, self._mesh = state, mesh
+        self._replicated, self._mean = replicated, mean
+        self._completed = False  # .grad was completed since a pipeline's step began
         self._in_flight: deque[tuple[ShardedParameter, Tensor, Handle] | None] = deque()
         self.sums: dict[ShardedParameter, Tensor] = {}
-        discard = partial(discard_sums, communicator.state, communicator.replicated)
-        self.unfinished = UnfinishedGradients(discard, communicator.mesh.rank)
-        root = communicator.root_units()
-        head = [u for u in communicator.units() if u.block < 0 and u not in root]
+        discard = partial(discard_sums, state, replicated)
+        self.placeholders: UnfinishedGradients[Member] = UnfinishedGradients(discard, mesh.rank)
         per_unit = [
             [
                 Parcel(w.name, (w,), w.storage.numel() * _sum_dtype(w).itemsize)
                 for w in reversed(unit.weights)
                 if w.axis.replicas > 1
             ]
-            for unit in (*head, *reversed(communicator.blocks), *root)
-        ]  # in the order in which a backward completes their gradients
+            for unit in units
+        ]
         parcels = {parcel.name: parcel for unit in per_unit for parcel in unit}
+        self.parcels: Sequence[Parcel[ShardedParameter]] = [*parcels.values()]
         sizes = sorted(sum(parcel.nbytes for parcel in unit) for unit in per_unit)
-        self._state.queue.reductions.exchanges.declare([*parcels.values()], sum(sizes[-2:]))
-        self._state.replicas = self
+        self.limit = sum(sizes[-2:])
+
+    @cached_property
+    def tied(self) -> StepGradients:
+        """See :class:`GradientConsumer`."""
+        from internsp.wp.tied import PlainGradients  # few models need it
+
+        return PlainGradients()
+
+    def pass_begins(self) -> None:
+        """Does nothing."""
+
+    def step_begins(self) -> bool:
+        """See :class:`GradientConsumer`: a step completes ``.grad``, so that no sums wait."""
+        self._completed = False
+        return False
+
+    def expects_exchange(self) -> bool:
+        """A backward of which the program has said nothing completes ``.grad``."""
+        return True
 
     def backward_ended(self, more: bool) -> None:
         """Complete ``.grad``; if ``more`` backwards come before that, put placeholders there."""
         if more:
-            sums = [
-                *self._communicator.replicated.with_gradient(),
-                *self._state.reducer.had_gradient,
-            ]
-            self.unfinished.set_placeholders(sums)
+            self.placeholders.set_placeholders(self._replicated.with_gradient())
+            self.placeholders.set_placeholders(self._state.reducer.had_gradient)
         else:
-            self.unfinished.restore_grad()
+            self.placeholders.restore_grad()
             self._finalize_gradients()
+            self._completed = True
+
+    def reset(self, earlier: bool, step: bool) -> None:
+        """See :class:`GradientConsumer`."""
+        lost = step and self._completed  # what is in .grad cannot be taken out again
+        if lost:
+            members = self._replicated.all_parameters()
+            added = [member for member in members if member.parameter.grad is not None]
+            self.placeholders.set_placeholders(added, failed=True)
+        if earlier or lost:
+            self.placeholders.mark_lost()
+        else:
+            self.placeholders.restore_grad()
 
     def start(self, parcel: Parcel[ShardedParameter]) -> None:
-        """See :class:`internsp.schedule.reductions.ReplicaExchange`.
+        """See :class:`GradientConsumer`.
 
         A weight without a gradient on this rank is exchanged, too: another replica's data may have
         gone through a block that this rank's data left out. This rank contributes zeros then.
@@ -87,7 +131,7 @@ class PlainLoop:
         self._in_flight.append((weight, mine, handle))
 
     def finish_oldest(self) -> None:
-        """See :class:`internsp.schedule.reductions.ReplicaExchange`."""
+        """See :class:`GradientConsumer`."""
         exchange = self._in_flight.popleft()
         if exchange is None:
             return
@@ -98,7 +142,7 @@ class PlainLoop:
         self.sums[weight] = total if before is None else before.add_(total)
 
     def discard(self) -> None:
-        """See :class:`internsp.schedule.reductions.ReplicaExchange`."""
+        """See :class:`GradientConsumer`."""
         while self._in_flight:
             self.finish_oldest()
         self.sums.clear()
@@ -110,8 +154,7 @@ class PlainLoop:
             ConfigError: optimizer state is to be offloaded to host memory, which needs a
                 ``ZeroOptimizer``.
         """
-        communicator, state = self._communicator, self._state
-        replicated, mesh, mean = communicator.replicated, communicator.mesh, communicator.mean
+        state, replicated, mesh, mean = self._state, self._replicated, self._mesh, self._mean
         if state.link is not None:
             for weight in replicated.sharded:
                 if OPTIMIZER in weight.offload and weight.requires_grad:

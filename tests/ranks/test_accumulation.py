@@ -6,6 +6,7 @@ Exactly.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.dtensor.unfinished import UnfinishedGradient
 from internsp.errors import GradientError
 from internsp.mesh import ParallelMesh
+from internsp.optim import ZeroOptimizer
 from internsp.pipeline import ComputeAction, SchedulerHook
 from internsp.schedule.simulate import simulate
 from tests.support.compare import TOLERANCE
@@ -152,6 +154,27 @@ def test_an_optimizer_reduces_the_sums_that_no_backward_has_reduced() -> None:
         assert apart < 1e-12
         assert gap < 1e-12
         assert left == 0
+
+
+@pytest.mark.parametrize("weight", [1, 2])
+@ranks(2)
+def test_an_optimizer_takes_over_what_a_plain_loop_has_summed(weight: int) -> None:
+    mesh = ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
+    for kind in ("no_sync", "no_replica_sync"):
+        twin = Twin(Tiny, mesh)
+        with getattr(twin.communicator, kind)():
+            twin.backward()
+        ours = ZeroOptimizer(twin.communicator, torch.optim.SGD, lr=0.05)
+        theirs = torch.optim.SGD(twin.plain.parameters(), lr=0.05)
+        assert ours.unfinished
+        again = partial(ZeroOptimizer, twin.communicator, torch.optim.SGD, lr=0.05)
+        raises(ValueError, again, "has a ZeroOptimizer already")
+        for step in range(2):
+            twin.backward()
+            for optimizer in (theirs, ours):
+                optimizer.step()
+                optimizer.zero_grad()
+            twin.check_parameters(f"{kind}, step {step}")
 
 
 class _Most(SchedulerHook):

@@ -282,7 +282,7 @@ def bits(rank: int, world: int, zero: bool) -> None:
             config = {"overlap": overlap, "degrees": degrees, "weight": weight, **ALL}
             loop = Loop(zero, dtype=torch.float32, **config)
             if late:
-                loop.communicator.expects_exchange = lambda: False
+                loop.communicator.state.consumer.expects_exchange = lambda: False
             early = 0
             for _ in range(3):
                 loop.twin.ours(*loop.twin.batch()[1]).backward()
@@ -308,9 +308,9 @@ def test_bits_are_the_same_early_late_and_without_overlap(zero: bool) -> None:
 def bounded(rank: int, world: int, zero: bool) -> None:
     loop = Loop(zero)
     exchanges = loop.communicator.queue.reductions.exchanges
-    replicas = loop.communicator.state.replicas
+    consumer = loop.communicator.state.consumer
     limit, flying, most = exchanges._limit, [], 0
-    start, finish = replicas.start, replicas.finish_oldest
+    start, finish = consumer.start, consumer.finish_oldest
 
     def started(parcel: Any) -> None:
         nonlocal most
@@ -322,7 +322,7 @@ def bounded(rank: int, world: int, zero: bool) -> None:
         flying.pop(0)
         finish()
 
-    replicas.start, replicas.finish_oldest = started, finished  # type: ignore[method-assign]
+    consumer.start, consumer.finish_oldest = started, finished  # type: ignore[method-assign]
     for step in range(3):
         loop.twin.backward()
         loop.step(f"{step}")

@@ -318,6 +318,27 @@ def process_groups(source: str) -> list[str]:
     return found
 
 
+def test_optimizers_and_pipelines_set_no_attribute_of_a_communicator() -> None:
+    rooms = ("internsp.optim", "internsp.pipeline")
+    known = {n: text for n, text in sources().items() if any(below(n, r) for r in rooms)}
+    assert len(known) > 25
+    assert {n: found for n, text in known.items() if (found := set_from_outside(text))} == {}
+    source = "communicator.plain = 1\nself._state.a, b = x\nc.state.consumer.y += 1\nself.state = z"
+    found = ["c.state.consumer.y", "communicator.plain", "self._state.a"]
+    assert sorted(set_from_outside(source)) == found
+
+
+def set_from_outside(source: str) -> list[str]:
+    """Attributes that ``source`` sets on a communicator, or on parts that its chunk shares."""
+    shared = ("communicator", "_communicator", "state", "_state", "consumer", "accumulation")
+    return [
+        ast.unparse(node)
+        for node in ast.walk(tree_of(source))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value).rpartition(".")[2] in shared
+    ]  # fmt: skip
+
+
 def test_tools_and_tests_do_not_import_each_other_in_a_circle(tmp_path: Path) -> None:
     def files(root: Path) -> dict[str, Iterator[Path]]:
         return {name: (root / name).rglob("*.py") for name in ("tools", "tests", "examples")}
