@@ -5,7 +5,7 @@ Outside of a forward a parameter is a ``DTensor``, and so is every result of an 
 torch computes such an operation with plain tensors only if it can assume that they are equal on all
 ranks, which it does for single elements alone; for everything else it raises an error of its own,
 at times as late as in backward. Here the operation itself is refused, with the name of the
-parameter, whatever the size of the tensors.
+parameter; single elements are computed with, unless they need a gradient.
 
 Only calls from Python are checked (``__torch_function__``): what an optimizer or autograd computes
 keeps ``DTensor``'s fast C++ path, and gradients are ordinary ``DTensor``.

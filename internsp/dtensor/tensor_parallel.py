@@ -2,8 +2,9 @@
 
 A layer's weight is a ``DTensor`` on a mesh of tensor ranks. The local tensor of each tensor rank is
 a weight like any other: sharded over the weight group of that tensor rank, unsharded in its slot
-while a block uses it. The layer gets a ``DTensor`` on the tensor mesh again, as its inputs and
-outputs are ``DTensor`` on that mesh, too::
+while a block uses it; each tensor rank has a stage of its own, so that weight groups, replicas,
+sequences and sums over ranks do not depend on it. The layer gets a ``DTensor`` on the tensor mesh
+again, as its inputs and outputs are ``DTensor`` on that mesh, too::
 
     sharded      [Replicate, tensor placement, Shard(0)]   on ("replica", "tensor", "weight")
     unsharded    [tensor placement]                         on the user's tensor mesh

@@ -45,6 +45,13 @@ class WeightAxis:
         param_mesh: the mesh of the parameters' ``DTensor``: dimensions ``("replica", "weight")``,
             or ``("replica", "expert", "weight")`` where ``expert`` is above 1, or ``("replica",
             "tensor", "weight")`` where layers are tensor parallel.
+
+    A weight carries its axis. All that depends on it: its layout, rank and ``DTensor``
+    (``ShardedParameter``); gathers, of which small weights share one within an axis and dtype
+    (``Chunk``); reductions (``GradientReducer``, which has one queue for all axes, so that there is
+    one order); sums over replicas (``PlainLoop``, ``Bucket.axis``); the norm and checkpoints
+    (``squared_norm``, ``optim/checkpoint.py``); bytes and simulated launches (``chunk_layout``,
+    ``Simulator``).
     """
 
     name: str

@@ -9,7 +9,8 @@ FSDP2's ``reshard_after_forward = n``; LayerZeRO's low-precision slice)::
     weight group      0   1   2   3        shards  [a] [b] [c] [d]
     near groups of 2  0   1 | 2   3        slices  [ab] [cd] | [ab] [cd]
 
-The gather queue decides which all-gathers use slices, by what every rank has gathered.
+The gather queue decides which all-gathers use slices, by what every rank has gathered. A forward
+reuses no slices of the step before, as it reuses no contents of slots.
 """
 
 from __future__ import annotations
