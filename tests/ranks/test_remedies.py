@@ -816,6 +816,10 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
         "load DTensor, as its state_dict() has them": loads_what_was_saved,
     },
     # wp
+    "this communicator has a ZeroOptimizer already": {
+        "give one optimizer all parameters and use param_groups":
+            "tests/ranks/test_optim_remedies.py::test_a_remedy_that_an_error_names_works",
+    },
     "backward entered block": {
         "return that tensor from the block": partial(right, UsesHanded, **ALL),
         "coalesce_bytes = 0 and compile = false": partial(right, UsesHanded),
