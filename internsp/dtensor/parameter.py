@@ -118,11 +118,11 @@ class ShardParameter(ParameterTensor):
             StructureError: in a forward, where the sum is not known.
         """
         reads = self._member.reads
-        if grad_placements is None and reads is not None:
-            if torch.is_grad_enabled() and self.requires_grad:
-                found = reads.full_tensor(self._member)
-                if found is not None:
-                    return found
+        has_gradient = torch.is_grad_enabled() and self.requires_grad
+        if grad_placements is None and reads is not None and has_gradient:
+            found = reads.full_tensor(self._member)
+            if found is not None:
+                return found
         return self._full_tensor(grad_placements)
 
     def _redistribute(self, *args: Any, **options: Any) -> DTensor:

@@ -76,6 +76,11 @@ class ParameterAllGather:
         """Whether each stream that reads the values waits for itself, as on a device."""
         return self._handle.arrival is not None
 
+    @property
+    def done(self) -> bool:
+        """Whether nobody has to wait any more."""
+        return self._handle.done and not self.by_stream
+
     def wait(self) -> None:
         """Wait on the current stream (CPU: block) until all new values have arrived."""
         self._collectives.wait(self._handle, self._unit, "", "publish")
@@ -349,8 +354,9 @@ class Bucket:
     def set_pending_all_gather(self, all_gather: ParameterAllGather) -> None:
         """Note that the members' new values are being all-gathered: later unshards wait for that,
         and copies of the weights in slots are stale (WP-3, WP-11)."""
+        ready = None if all_gather.done else all_gather
         for member in self.offsets:
-            member.ready = all_gather
+            member.ready = ready
             member.invalidate()
 
     def state_nbytes(self) -> int:

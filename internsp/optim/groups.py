@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import compress
 from typing import Any
 
 from torch import nn
 
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.parameter import Member
+from internsp.wp.parameter import Member, trained
 
 ParamGroups = Iterable[dict[str, Any] | nn.Parameter | tuple[str, nn.Parameter]]
 
 
 def trainable_members(communicator: ISPCommunicator) -> list[Member]:
     """The trainable parameters: replicated ones, then sharded weights in the order of the model."""
-    return [member for member in all_members(communicator) if member.requires_grad]
+    members = all_members(communicator)
+    return list(compress(members, trained(members)))
 
 
 def all_members(communicator: ISPCommunicator) -> list[Member]:

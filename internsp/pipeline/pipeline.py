@@ -482,9 +482,10 @@ def require_patterns_match(
     rules = NO_RULES
     if isinstance(model, nn.Module):
         triggers = config.prefetch_triggers
-        pairs = zip(layers[::-1], model.layers[::-1], strict=True)
-        first = {id(layer): name for name, layer in pairs}  # of a shared block, the first name
-        blocks = tuple(first[id(layer)] for layer in dict.fromkeys(model.layers))
+        first: dict[int, str] = {}  # of a block that stages share, the first name
+        for name, layer in zip(layers, model.layers, strict=True):
+            first.setdefault(id(layer), name)
+        blocks = tuple(first.values())
         structure = read_structure(model, config.trigger, blocks, triggers, config.plan)
         shardings = plan_sharding(model, structure, config, shape.expert)
         require_effect(shardings, structure, config, shape)

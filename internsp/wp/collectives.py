@@ -112,6 +112,11 @@ class Handle:
     arrival: Arrival | None = None
     """There also: the streams that stand behind it (WP-4)."""
 
+    @property
+    def done(self) -> bool:
+        """Whether it has been waited for."""
+        return self.work is None
+
 
 class Collectives:
     """Launches one group's collectives and waits for them, counting launches, bytes and waits.

@@ -192,6 +192,19 @@ def late(rank: int, world: int, weight: int) -> tuple[float, list[str], list[flo
     return furthest(theirs, mine), list(dict.fromkeys(order)), readers
 
 
+@pytest.mark.parametrize(("weight", "waits"), [(2, False), (1, True)])
+@ranks(2)
+def test_only_values_that_replicas_send_each_other_are_waited_for(weight: int, waits: bool) -> None:
+    model = Tiny(layers=2)
+    communicator = parallelize(model, mesh_of(weight), WeightParallelConfig(min_shard_elements=1))
+    optimizer = ZeroOptimizer(communicator, torch.optim.SGD, lr=0.1)
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    model(ids, ids).backward()
+    optimizer.step()
+    members = communicator.replicated.sharded
+    assert {member.ready is not None for member in members} == {waits}
+
+
 @pytest.mark.parametrize("weight", [1, 2])
 def test_a_late_publication_is_waited_for_by_whoever_reads_block_by_block(weight: int) -> None:
     world = 2 * weight
