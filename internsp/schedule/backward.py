@@ -21,8 +21,8 @@ from internsp.schedule.passes import Passes
 from internsp.schedule.progress import Phase, Progress
 from internsp.schedule.reductions import Reductions
 from internsp.schedule.slots import SlotContents
-from internsp.schedule.terms import BACKWARD, FORWARD, RECOMPUTE, Action, Unit, W
-from internsp.schedule.turns import Turns
+from internsp.schedule.terms import BACKWARD, FORWARD, RECOMPUTE, USE, Action, Unit, W
+from internsp.schedule.turns import Turn, Turns
 from internsp.schedule.uses import Uses
 
 
@@ -194,20 +194,28 @@ class Backward(Generic[W]):
         self.pre_backward_of_unit(unit, all_ranks, run, out)
         return out
 
-    def needs(self, unit: Unit[W], weight: W) -> bool:
-        """Whether the backward of what was computed with a weight must wait for its gather here.
+    def use(self, unit: Unit[W], weight: W, record: bool = True) -> list[Action[W]]:
+        """The backward of what was computed with a weight is about to run: wait for its gather.
 
         A block with activation checkpointing waits in its recompute, not here: the same gather
         serves recompute and backward. torch's non-reentrant checkpointing fires the hook of the
         block's last layer before it recomputes, and waiting here would make the first layer of the
         recompute wait for the whole block.
+
+        Args:
+            record: as in :meth:`internsp.schedule.queue.GatherQueue.use`.
         """
+        out: list[Action[W]] = []
         opened = unit is self.open.unit
         if opened and weight in self.turns.reduced:
-            return False  # this output of the module was computed without its weights
-        if not unit.recomputed:
-            return True
-        return self.open.again and opened and not self.slots.is_gathered(weight)
+            return out  # this output of the module was computed without its weights
+        if unit.recomputed:
+            if not self.open.again or not opened or self.slots.is_gathered(weight):
+                return out
+        self.slots.use(unit, weight, BACKWARD, out)
+        if record:
+            out.append(Action(USE, BACKWARD, unit, (weight,)))
+        return out
 
     def grad_ready(self, unit: Unit[W], weight: W, last: bool = False) -> list[Action[W]]:
         """A gradient of a weight is ready, and was added to the weight's earlier ones.
@@ -263,7 +271,8 @@ class Backward(Generic[W]):
         unit = self.open.unit
         if unit is None:
             return
-        self._prefetch_if_due(out)
+        if self.open.reaching:
+            self._prefetch_late(unit, out)
         self.open.unit = None
         if not self.progress.split:
             self._reduce_rest(out)
@@ -296,8 +305,7 @@ class Backward(Generic[W]):
         slots.take_unit(unit, RECOMPUTE, out)
         if following is not None and self.passes.order.policy.depth:
             for group in following.groups:
-                if slots.held.keys().isdisjoint(slots.overlapping(following, group)):
-                    slots.gather_group(following, group, RECOMPUTE, out)
+                slots.gather_group(following, group, RECOMPUTE, out, if_free=True)
         return out
 
     def leave_recompute(self, unit: Unit[W]) -> None:
@@ -354,12 +362,10 @@ class Backward(Generic[W]):
                     self.reductions.launch(alone, late, out, last=True)
         self._late.clear()
 
-    def _prefetch_if_due(self, out: list[Action[W]]) -> None:
-        """Prefetch before the block's first reduction if its trigger did not fire (WP-2)."""
-        opened = self.open
-        if opened.reaching and opened.unit is not None:
-            opened.reaching = False
-            self.passes.prefetch(opened.unit, BACKWARD, out)
+    def _prefetch_late(self, unit: Unit[W], out: list[Action[W]]) -> None:
+        """Prefetch before the open block's first reduction: its trigger did not fire (WP-2)."""
+        self.open.reaching = False
+        self.passes.prefetch(unit, BACKWARD, out)
 
     def _gradients_ready(self, weights: Sequence[W], last: bool, out: list[Action[W]]) -> None:
         """Count one more gradient of each of ``weights``; launch the reductions that may go."""
@@ -368,24 +374,25 @@ class Backward(Generic[W]):
             # The block also launches collectives of other groups, whose position among the
             # reductions must be the same on every rank: reduce when the block is left.
             return
-        while self.turns.next_is_ready():
-            self._reduce_next(out)
+        for turn in self.turns.take():
+            self._reduce(turn, out)
 
     def _reduce_rest(self, out: list[Action[W]]) -> None:
         """Reduce all weights that are still due."""
-        while self.turns.due:
-            self._reduce_next(out)
+        for turn in self.turns.take(unready=True):
+            self._reduce(turn, out)
 
-    def _reduce_next(self, out: list[Action[W]]) -> None:
+    def _reduce(self, turn: Turn[W], out: list[Action[W]]) -> None:
         """Reduce the group whose turn it is, and release its bytes."""
-        unit, group, weights = self.turns.take()
+        unit, group, weights = turn
         split = self.progress.split
-        if not split:
-            self._prefetch_if_due(out)
+        if self.open.reaching and self.open.unit is not None and not split:
+            self._prefetch_late(self.open.unit, out)
         self.reductions.launch(unit, weights, out, last=True)
         if split:
             return
         self.turns.reduced.update(group.weights)
         if not self.passes.order.policy.one_order and len(weights) == len(group.weights):
             self.slots.held.pop(group, None)
-            self.passes.launch_due(out)
+            if self.passes.waiting:
+                self.passes.launch_due(out)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from internsp.schedule.passes import Order, Passes
 from internsp.schedule.slots import SlotContents
-from internsp.schedule.terms import FORWARD, Action, Group, Unit, W
+from internsp.schedule.terms import FORWARD, Action, Unit, W
 from internsp.schedule.uses import Uses
 
 
@@ -26,7 +26,6 @@ class LearnedPasses(Passes[W]):
         self.out_of_order = False
         self._uses = uses
         self._entered = 0  # number of the last run that was entered, where blocks recur
-        self._running: Unit[W] | None = None  # the recurring block whose run has begun
 
     def leave_order(self) -> None:
         """Prefetch nothing in the rest of this forward, which runs blocks in another order."""
@@ -37,7 +36,7 @@ class LearnedPasses(Passes[W]):
     def begin(self, phase: str) -> None:
         """See :meth:`Passes.begin`."""
         super().begin(phase)
-        self._entered, self._running, self.out_of_order = 0, None, False
+        self._entered, self.out_of_order = 0, False
         self.one_by_one = self.order.policy.one_by_one(FORWARD)
 
     def enter(self, unit: Unit[W], out: list[Action[W]]) -> None:
@@ -79,9 +78,3 @@ class LearnedPasses(Passes[W]):
     def run_of(self, unit: Unit[W]) -> int | None:
         """See :meth:`Passes.run_of`."""
         return self.number.get(unit) if self.order.recurs else None
-
-    def _must_wait(self, unit: Unit[W], group: Group[W]) -> bool:
-        if super()._must_wait(unit, group):
-            return True
-        # The group is the next run's, and would be released with this run.
-        return unit is self._running and self._at >= self._pass.ends[self.number[unit]]

@@ -126,6 +126,7 @@ class Passes(Generic[W]):
     Attributes:
         number: for each block, the number of its present run in the order.
         one_by_one: forward gathers each group of a block at the use of the group before it.
+        waiting: the limit allows the next gather, which waits for its bytes.
     """
 
     def __init__(self, order: Order[W], slots: SlotContents[W]) -> None:
@@ -135,12 +136,15 @@ class Passes(Generic[W]):
         self._pass = order.forward
         self._at = self._limit = 0  # position of the next gather in the pass, and its limit
         self._passed = 0  # position behind the last unit that was left
+        self._running: Unit[W] | None = None  # a recurring block whose run has begun
+        self.waiting = False
 
     def begin(self, phase: str) -> None:
         """A pass begins: release what is held; it was prefetched for blocks that did not run."""
         self.slots.held.clear()
         self._pass = self._places(phase)
         self._at = self._limit = self._passed = 0
+        self.waiting, self._running = False, None
 
     # forward
 
@@ -224,13 +228,17 @@ class Passes(Generic[W]):
 
     def launch_due(self, out: list[Action[W]]) -> None:
         """Launch the next gathers while the limit allows it and their bytes are free."""
-        places = self._pass.places
+        places, slots, phase = self._pass.places, self.slots, self._pass.phase
+        self.waiting = False
         while self._at < min(self._limit, len(places)):
             unit, group = places[self._at]
-            if self._must_wait(unit, group):
+            if unit is self._running and self._at >= self._pass.ends[self.number[unit]]:
+                self.waiting = True  # its next run's group would be released with this run
+                return
+            if not slots.gather_group(unit, group, phase, out, if_free=True):
+                self.waiting = True
                 return
             self._at += 1
-            self.slots.gather_group(unit, group, self._pass.phase, out)
 
     # backward
 
@@ -293,10 +301,6 @@ class Passes(Generic[W]):
     def _position(self, unit: Unit[W], group: Group[W]) -> int:
         """The position of a group in the forward, within the present run of its block."""
         return self.order.forward.starts[self.number[unit]] + self.order.index[group]
-
-    def _must_wait(self, unit: Unit[W], group: Group[W]) -> bool:
-        """Whether the gather of ``group``, the next one, must wait: its bytes are held."""
-        return not self.slots.held.keys().isdisjoint(self.slots.overlapping(unit, group))
 
     def _raise_limit(self, limit: int, out: list[Action[W]]) -> None:
         if limit > self._limit:

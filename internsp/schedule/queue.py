@@ -206,12 +206,6 @@ class GatherQueue(Generic[W]):
         self.slots.use_all(unit, phase, record, out)
         return out
 
-    def use_in_backward(self, unit: Unit[W], weight: W, record: bool = True) -> list[Action[W]]:
-        """:meth:`use` before the backward of what was computed with a weight, where needed."""
-        if not self.backward.needs(unit, weight):
-            return []
-        return self.use(unit, weight, BACKWARD, record)
-
     def release(self, unit: Unit[W], weight: W, record: bool = True) -> list[Action[W]]:
         """Release a weight after the forward of the layer that used it.
 
@@ -226,7 +220,8 @@ class GatherQueue(Generic[W]):
         group = self.slots.group_of[weight]
         if group in self.slots.held and self.uses.are_over(group):
             del self.slots.held[group]
-            self.passes.launch_due(out)
+            if self.passes.waiting:
+                self.passes.launch_due(out)
         return out
 
     # between two passes

@@ -64,7 +64,8 @@ class Reductions(Generic[W]):
         if self.accumulating and not sums:
             out.append(Action(ACCUMULATE, BACKWARD, unit, weights))
         else:
-            self._next_unit(unit, out)
+            if unit is not self._unit:
+                self._next_unit(unit, out)
             nbytes = sum([weight.gradient_bytes for weight in weights])
             while self._flying and self._flying_bytes + nbytes > self._limit:
                 self._finish_oldest(out)
@@ -116,8 +117,6 @@ class Reductions(Generic[W]):
         Reductions launched before the previous unit's had that unit's backward to arrive in. On all
         ranks this is the same point of the order, between the same two reductions (WP-2).
         """
-        if unit is self._unit:
-            return
         before, self._unit = self._unit, unit
         if self.exchanges.early:
             while self._flying and self._flying[0][0] is not before:

@@ -225,7 +225,7 @@ class Simulator:
             uses = data.used(weight)
             for _ in range(min(uses, 1) if unit.unshard_at_entry else uses):
                 if not unit.unshard_at_entry:
-                    self.record(self.queue.use_in_backward(unit, weight))
+                    self.record(self.queue.backward.use(unit, weight))
                 self._grad_ready(unit, weight, unit.unshard_at_entry, weight_gradients)
             if position in data.exchanges:
                 self.add("A2A", BACKWARD, weight)

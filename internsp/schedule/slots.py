@@ -76,7 +76,7 @@ class SlotContents(Generic[W]):
         """A weight is about to be used: gather it if it is not there, and wait for that alone."""
         if weight.needs_gather:
             if self.contents.get(weight, _ABSENT) != weight.compute_dtype:
-                self._gather(unit, self.group_of[weight], (weight,), phase, out)
+                self._gather_alone(unit, self.group_of[weight], weight, phase, out)
             if weight in self.flying:
                 self._wait(weight, unit, phase, out)
 
@@ -86,7 +86,7 @@ class SlotContents(Generic[W]):
         for group in reversed(unit.groups) if last_first else unit.groups:
             for weight in reversed(group.weights) if last_first else group.weights:
                 if weight.needs_gather and contents.get(weight, _ABSENT) != weight.compute_dtype:
-                    self._gather(unit, group, (weight,), phase, out)
+                    self._gather_alone(unit, group, weight, phase, out)
                 if weight in flying:
                     self._wait(weight, unit, phase, out)
                 if record:
@@ -114,9 +114,24 @@ class SlotContents(Generic[W]):
         return out
 
     def gather_group(
-        self, unit: Unit[W], group: Group[W], phase: str, out: list[Action[W]]
-    ) -> None:
-        """Gather those weights of ``group`` that are not in the slot; hold its bytes."""
+        self,
+        unit: Unit[W],
+        group: Group[W],
+        phase: str,
+        out: list[Action[W]],
+        if_free: bool = False,
+    ) -> bool:
+        """Gather those weights of ``group`` that are not in the slot; hold its bytes.
+
+        Args:
+            if_free: do nothing while some of the bytes are held by other groups.
+
+        Returns:
+            Whether it was done.
+        """
+        under = self.overlapping(unit, group)
+        if if_free and not self.held.keys().isdisjoint(under):
+            return False
         missing = [
             w
             for w in group.weights
@@ -125,9 +140,10 @@ class SlotContents(Generic[W]):
         if missing:
             if phase == BACKWARD and not unit.recomputed:
                 missing.reverse()
-            self._gather(unit, group, missing, phase, out)
+            self._launch(unit, missing, self._hold(unit, group, under, phase), phase, out)
         elif any(w.needs_gather for w in group.weights):
-            self._hold(unit, group, phase)
+            self._hold(unit, group, under, phase)
+        return True
 
     def overlapping(self, unit: Unit[W], group: Group[W]) -> list[Group[W]]:
         """Other groups that lie in bytes that ``group`` needs."""
@@ -192,15 +208,22 @@ class SlotContents(Generic[W]):
 
     # inside
 
-    def _gather(
+    def _gather_alone(
+        self, unit: Unit[W], group: Group[W], weight: W, phase: str, out: list[Action[W]]
+    ) -> None:
+        """Gather one weight of ``group``, at its use."""
+        evicted = self._hold(unit, group, self.overlapping(unit, group), phase)
+        self._launch(unit, (weight,), evicted, phase, out)
+
+    def _launch(
         self,
         unit: Unit[W],
-        group: Group[W],
         weights: Sequence[W],
+        evicted: Sequence[W],
         phase: str,
         out: list[Action[W]],
     ) -> None:
-        evicted = self._hold(unit, group, phase)
+        """Launch a gather into held bytes, which ``evicted`` have left."""
         for weight in (*evicted, *weights) if self.flying else ():
             if weight in self.flying:  # an earlier gather still writes these bytes
                 self._wait(weight, unit, "settle", out)
@@ -208,29 +231,29 @@ class SlotContents(Generic[W]):
             self.contents.pop(weight, None)
         for weight in weights:
             self.contents[weight] = weight.compute_dtype
-        if not weights[0].slices:
-            self._send(ALL_GATHER, unit, weights, evicted, phase, out)
-            return
-        near = [w for w in weights if self.sliced.get(w, _ABSENT) == w.compute_dtype]
-        far = [w for w in weights if w not in near]
-        self.sliced.update((w, w.compute_dtype) for w in far)
-        for kind, part in (NEAR_GATHER, near), (ALL_GATHER, far):
-            if part:
-                self._send(kind, unit, part, evicted, phase, out)
-                evicted = []
+        messages: list[tuple[str, Sequence[W]]] = [(ALL_GATHER, weights)]
+        if weights[0].slices:
+            near = [w for w in weights if self.sliced.get(w, _ABSENT) == w.compute_dtype]
+            far = [w for w in weights if w not in near]
+            self.sliced.update((w, w.compute_dtype) for w in far)
+            messages = [(NEAR_GATHER, near), (ALL_GATHER, far)]
+        for kind, part in messages:
+            if not part:
+                continue
+            out.append(Action(kind, phase, unit, part, evicted))
+            evicted = ()
+            if part[0].needs_wait:
+                self.flying.update(dict.fromkeys(part, part))
+                if not self.overlap:
+                    self._wait(part[0], unit, phase, out)
 
-    def _send(
-        self, kind: str, unit: Unit[W], weights: Sequence[W], evicted: Sequence[W], phase: str,
-        out: list[Action[W]],
-    ) -> None:  # fmt: skip
-        out.append(Action(kind, phase, unit, weights, evicted))
-        if weights[0].needs_wait:
-            self.flying.update(dict.fromkeys(weights, weights))
-            if not self.overlap:
-                self._wait(weights[0], unit, phase, out)
-
-    def _hold(self, unit: Unit[W], group: Group[W], purpose: str) -> list[W]:
+    def _hold(
+        self, unit: Unit[W], group: Group[W], under: Sequence[Group[W]], purpose: str
+    ) -> list[W]:
         """Hold the bytes of a group (WP-4).
+
+        Args:
+            under: the groups that lie there (:meth:`overlapping`).
 
         Returns:
             The weights whose contents are overwritten.
@@ -238,7 +261,7 @@ class SlotContents(Generic[W]):
         Raises:
             PoolError: some of the bytes are held by another group; names both.
         """
-        lying, under = self._lying.setdefault(unit.slot, {}), self.overlapping(unit, group)
+        lying = self._lying.setdefault(unit.slot, {})
         for found in under:
             if found in self.held:
                 holder, why = self.held[found]

@@ -15,6 +15,9 @@ from typing import Generic
 from internsp.schedule.terms import Group, Unit, W
 from internsp.schedule.uses import Uses
 
+Turn = tuple[Unit[W], Group[W], list[W]]
+"""One reduction: the unit, the group, and which of its weights are trained."""
+
 
 class Turns(Generic[W]):
     """Turns of the open block, or of all units in the weight backward of a split backward.
@@ -28,8 +31,7 @@ class Turns(Generic[W]):
         self.due: set[W] = set()
         self.reduced: set[W] = set()
         self._uses = uses
-        # In order; of each group the trained weights.
-        self._turns: deque[tuple[Unit[W], Group[W], list[W]]] = deque()
+        self._turns: deque[Turn[W]] = deque()  # in order
         self._ready: dict[W, int] = {}  # number of ready gradients of each weight that is due
 
     def declare(self, order: Iterable[tuple[Unit[W], Group[W]]]) -> None:
@@ -45,19 +47,26 @@ class Turns(Generic[W]):
         for weight in weights:
             ready[weight] = ready.get(weight, 0) + (most.get(weight, 1) if last else 1)
 
-    def next_is_ready(self) -> bool:
-        """Whether all gradients of the next turn are ready."""
-        ready, most = self._ready, self._uses.most
-        for weight in self._turns[0][2] if self._turns else ():
-            if ready.get(weight, 0) < most.get(weight, 1):
-                return False
-        return bool(self._turns)
+    def take(self, unready: bool = False) -> list[Turn[W]]:
+        """Take the next turns, as long as all their gradients are ready.
 
-    def take(self) -> tuple[Unit[W], Group[W], list[W]]:
-        """The next turn: the unit, the group, and which of its weights are reduced."""
-        turn = self._turns.popleft()
-        self.due.difference_update(turn[2])
-        return turn
+        Args:
+            unready: take the others, too.
+        """
+        ready, most = self._ready, self._uses.most
+        taken: list[Turn[W]] = []
+        for turn in self._turns:
+            for weight in turn[2]:
+                if ready.get(weight, 0) < most.get(weight, 1) and not unready:
+                    break
+            else:
+                taken.append(turn)
+                continue
+            break
+        for turn in taken:
+            self._turns.popleft()
+            self.due.difference_update(turn[2])
+        return taken
 
     def reset(self) -> None:
         """No backward runs."""

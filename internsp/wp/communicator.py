@@ -195,7 +195,7 @@ class ChunkWeights(WPCommunicator):
         """See :meth:`WPCommunicator.pre_backward`."""
         state = self.state
         record = state.trace.enabled or state.streams
-        actions = self.queue.use_in_backward(weight.unit, weight, record)
+        actions = self.queue.backward.use(weight.unit, weight, record)
         if actions:
             state.perform(actions)
 

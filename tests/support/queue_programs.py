@@ -361,7 +361,7 @@ class Program:
             most = self.used[number, weight] if self.orderly else 2
             for _ in range(min(most, draw.choice([1, 1, 1, 0, 2]))):
                 if not unit.unshard_at_entry or not self.orderly:
-                    events.append(("use_in_backward", unit, weight))
+                    events.append(("backward.use", unit, weight))
                 events.append(("backward.grad_ready", unit, weight, self.maybe(0.1)))
 
 

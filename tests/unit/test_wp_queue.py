@@ -29,7 +29,8 @@ from tests.support.queue_programs import (
 
 SEEDS = st.integers(0, 10**9)
 REFUSALS = (PoolError, ValueError, KeyError)  # an order that is not the chunk's
-ORACLE_PATHS = {"uses.set": "set_uses"}  # else the last part of the path
+# else the last part of the path
+ORACLE_PATHS = {"uses.set": "set_uses", "backward.use": "use_in_backward"}
 
 
 def outcome(queue: Any, event: Event, path: str) -> Any:
