@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 
 from tests.fuzz.compare import ERROR, MEANINGLESS, REFUSED, RIGHT, WRONG, Outcome
-from tests.fuzz.draw import Case
+from tests.fuzz.draw import DEFAULTS, Case
+from tests.fuzz.shapes import Drawn
 
 # Feature -> classes of errors that may refuse it. A case with one of them may also succeed.
 MAY_BE_REFUSED: dict[str, tuple[str, ...]] = {
@@ -42,6 +43,10 @@ def verdict(case: Case, outcomes: Sequence[Outcome]) -> tuple[str, str]:
     if kinds != {REFUSED}:
         return ERROR, f"not all ranks refuse: {_by_rank(outcomes)}"
     allowed = {name for f in case.features() for name in MAY_BE_REFUSED.get(f, ())}
+    least = (DEFAULTS | case.options)["min_shard_elements"]
+    model = Drawn(case.width, case.vocabulary, case.blocks, case.beside, case.output)
+    if all(parameter.numel() < least for parameter in model.parameters()):
+        allowed.add("ConfigError")  # no weight is sharded: no option has an effect
     if all(outcome.error in allowed for outcome in outcomes):
         return REFUSED, outcomes[0].text
     return ERROR, f"refused, though it is supported: {_by_rank(outcomes)}"
