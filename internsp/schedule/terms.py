@@ -208,8 +208,10 @@ class Policy:
         one_order: the passes also exchange sequences or tokens, and the launches of all process
             groups together must have one order on all ranks, whatever data leave unused: on a
             device, whose process groups share its queues, and where each launch is waited for at
-            once. Then no gather and no reduction depends on the use of a weight: forward gathers
-            a block at its pre-forward, backward reduces it at its post-backward.
+            once. Or ranks ask each other which block comes next (``unexpected_order``), between
+            launches that each is waited for. Then no gather and no reduction depends on the use of
+            a weight: forward gathers a block at its pre-forward, backward reduces it at its
+            post-backward.
     """
 
     blocks: int

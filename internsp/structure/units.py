@@ -131,7 +131,9 @@ def chunk_layout(
     rules_keep = [block.rule_options.get("keep_unsharded") for block in structure.blocks]
     decided = {i: bool(keep) for i, keep in enumerate(rules_keep) if keep is not None}
     exchanges = shape.sequence > 1 or shape.expert > 1 or shape.tensor > 1
-    one_order = exchanges and (device != "cpu" or not config.overlap)
+    # Ranks ask each other for the order between launches that each waits for at once.
+    asks = config.unexpected_order != "error" and not config.overlap
+    one_order = asks or (exchanges and (device != "cpu" or not config.overlap))
     kept = choose_kept_blocks(config, sizes, policy.depth, decided)
     if isinstance(config.keep_unsharded, str) and any(sizes) and shape.pipeline == 1:
         if not any(block not in decided for block in kept):

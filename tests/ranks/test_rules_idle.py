@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
+from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, SOME, VOCABULARY, Tiny, Twin
 from tests.support.ranks import ranks, run_ranks
 
@@ -282,6 +283,49 @@ def test_a_backward_that_comes_to_no_block_reduces_the_head_in_any_order_of_bloc
             for step in range(2):
                 twin.backward()
                 twin.check_gradients(f"{config}, tied {tied}, backward {step}")
+
+
+class Optional(nn.Module):
+    """A block with a weight that not all rows need."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.always, self.wo = nn.Linear(width, width), nn.Linear(width, width)
+        self.sometimes = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, needed: bool) -> Tensor:
+        y = torch.tanh(self.always(x))
+        return x + self.wo(self.sometimes(y) if needed else y)
+
+
+class Upwards(Tiny):
+    """Blocks in reverse order; the rows of rank 0 use all their weights."""
+
+    def __init__(self) -> None:
+        super().__init__(Optional, layers=3)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for row in ids:
+            x = self.embed(row)
+            for layer in reversed(self.layers):
+                x = layer(x, bool(row[0] == 0))
+            total = total + self.head(self.norm(x)).square().sum()
+        return total
+
+
+@pytest.mark.parametrize("config", [{"overlap": False}, {"overlap": False} | MODULE, {}])
+@ranks(2)
+def test_ranks_that_use_other_weights_ask_for_the_next_block_without_a_standstill(
+    rank: int, config: dict[str, Any]
+) -> None:
+    """A reduction that one rank waits for at once, and the question which block comes next."""
+    twin = Twin(Upwards, mesh_of(2), unexpected_order="gather", **config)
+    ids = torch.tensor([[0, 1, 2], [1, 2, 0]])
+    for step in range(2):
+        twin.plain(ids).backward()
+        twin.ours(ids[rank : rank + 1]).backward()
+        twin.check_gradients(f"backward {step}")
 
 
 class Beside(Tiny):
