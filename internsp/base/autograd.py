@@ -29,16 +29,19 @@ def in_backward() -> bool:
 
 def tensors(value: Any) -> list[Tensor]:
     """The tensors in a module's output, through tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        return [value]
-    items: Iterable[Any] = ()
-    if isinstance(value, (tuple, list)):
-        items = value
-    elif isinstance(value, (dict, Mapping)):  # dict first: it is the faster check
-        items = value.values()
-    elif hasattr(value, "__dataclass_fields__"):
-        items = [getattr(value, name) for name in value.__dataclass_fields__]
-    return [tensor for item in items for tensor in tensors(item)]
+    found: list[Tensor] = []
+    rest = [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
+            rest.extend(reversed(item))
+        elif isinstance(item, (dict, Mapping)):  # dict first: it is the faster check
+            rest.extend(reversed([*item.values()]))
+        elif hasattr(item, "__dataclass_fields__"):
+            rest.extend(getattr(item, name) for name in reversed(item.__dataclass_fields__))
+    return found
 
 
 # Whether torch.vmap, torch.func.grad or the like runs (torch has no public name for it).
@@ -146,7 +149,8 @@ def new_tensors(output: Any, before: InputTensors) -> list[Tensor]:
         made = [] if id(output) in before else [output]
     else:
         made = [tensor for tensor in tensors(output) if id(tensor) not in before]
-    made += [tensor for tensor, node in before.values() if tensor.grad_fn is not node]
+    if before:
+        made += [tensor for tensor, node in before.values() if tensor.grad_fn is not node]
     return made
 
 

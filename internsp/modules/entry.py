@@ -196,9 +196,6 @@ def compile_block(block: nn.Module, **options: Any) -> None:
     """
     wrapping = Wrapping.of(block)
     wrapping.prepare = lambda forward: _uncollected(torch.compile(forward, **options))
-    wrapping.inside = [Wrapping.of(m) for m in block.modules() if m is not block and weights_of(m)]
-    for each in wrapping.inside:  # the compiler would trace what looks at their forward
-        each.leave_calls()
     unshard_at_block_entry(block)
 
 

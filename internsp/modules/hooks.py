@@ -164,7 +164,10 @@ def register_hooks(
     # ... of blocks, where weights may be read outside of the module that owns them, ...
     for each in blocks:
         for module in each.modules:
-            Wrapping.of(module).block = each.block.name
+            wrapping = Wrapping.of(module)
+            wrapping.block = each.block.name
+            own = (m for m in module.modules() if weights_of(m) and id(m) not in scopes)
+            wrapping.look_inside(own)
             if isinstance(each.block, Enclosing) or not (compiles or each.block.unshard_at_entry):
                 wrap_scope(module, each.scope)
             elif compiles:

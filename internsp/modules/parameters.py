@@ -40,70 +40,75 @@ from internsp.wp.parameter import Member, ShardedParameter, not_to_be_copied
 
 
 class ParameterHandle:
-    """One use of one weight, from the read in forward to its gradient.
+    """One use of one weight, or of all weights of a module, from the read to the gradient.
 
     Args:
-        scoped: the weight is read outside of the forward of the module that owns it. Only the
-            pre-backward hooks on the block's outputs unshard it again.
+        weights: read together, in the order of use.
+        scoped: they are read outside of the forward of the module that owns them. Only the
+            pre-backward hooks on the block's outputs unshard them again.
 
     Attributes:
         entered: whether a pre-backward hook has come since the last gradient.
-        used_version: the version of the values that the view was made from (WP-14).
+        used_versions: the versions of the values that the views were made from (WP-14).
     """
 
-    __slots__ = ("entered", "scoped", "used_version", "weights")
+    __slots__ = ("entered", "scoped", "used_versions", "weights")
 
-    used_version: Any
+    used_versions: list[Any]
 
-    def __init__(self, weight: Member, scoped: bool = False) -> None:
-        self.weights: Sequence[Member] = (weight,)
-        self.scoped, self.entered = scoped, False
+    def __init__(self, weights: Sequence[Member], scoped: bool = False) -> None:
+        self.weights, self.scoped, self.entered = weights, scoped, False
 
     def unshard(self) -> Sequence[Tensor]:
-        """The tensor to compute with."""
-        weight = self.weights[0]
-        tensor = weight.communicator.unshard(weight)
-        self.used_version = weight.used_version
-        return (tensor,)
+        """The tensors to compute with."""
+        tensors: list[Tensor] = []
+        self.used_versions = versions = []
+        for weight in self.weights:
+            tensors.append(weight.communicator.unshard(weight))
+            versions.append(weight.used_version)
+        return tensors
 
     def pre_backward(self, saved: bool) -> None:
-        """Unshard the weight for the backward of a node that used the view: the same values.
+        """Unshard the weights for the backward of a node that used the views: the same values.
 
         Args:
-            saved: autograd saved the view for the node, so that a recompute runs before the node
-                reads it.
+            saved: autograd saved the views for the node, so that a recompute runs before the node
+                reads them.
         """
-        weight = self.weights[0]
-        communicator = weight.communicator
         self.entered = True
-        if communicator.weight_part:
-            return  # the weight backward needs no unsharded weight
-        weight.require_version(self.used_version)
-        if saved:
-            communicator.pre_backward(weight)
-        else:
-            communicator.pre_backward_of_function(weight)
+        for index in range(len(self.weights) - 1, -1, -1):  # the last used first
+            weight = self.weights[index]
+            communicator = weight.communicator
+            if communicator.weight_part or not weight.shares_slot:
+                continue  # the weight backward needs no unsharded weight
+            weight.require_version(self.used_versions[index])
+            if saved:
+                communicator.pre_backward(weight)
+            else:
+                communicator.pre_backward_of_function(weight)
 
     def on_grad_ready(self, gradients: Sequence[Tensor | None]) -> None:
-        """Hand over the gradient of the unsharded weight (``None`` if there is none).
+        """Hand over the gradients of the unsharded weights (``None`` where there is none).
 
         Raises:
             StaleWeightError: backward did not enter the block through one of its outputs.
         """
-        gradient, weight = gradients[0], self.weights[0]
-        if gradient is None:
-            return
-        communicator = weight.communicator
-        if self.scoped and weight.shares_slot and not self.entered and not communicator.weight_part:
-            raise StaleWeightError(
-                f"{weight.name} was read past the forward of the module that owns it, and backward "
-                "entered its block through a tensor that left it by another way than its output, "
-                "so that the weight may not have been unsharded: return that tensor from the block"
-            )
+        for index in range(len(self.weights) - 1, -1, -1):
+            gradient, weight = gradients[index], self.weights[index]
+            if gradient is None:
+                continue
+            communicator, shared = weight.communicator, weight.shares_slot
+            if self.scoped and shared and not self.entered and not communicator.weight_part:
+                raise StaleWeightError(
+                    f"{weight.name} was read past the forward of the module that owns it, and "
+                    "backward entered its block through a tensor that left it by another way than "
+                    "its output, so that the weight may not have been unsharded: return that "
+                    "tensor from the block"
+                )
+            if communicator.weight_part or not shared:
+                weight.require_version(self.used_versions[index])
+            communicator.on_grad_ready(weight, gradient)
         self.entered = False
-        if communicator.weight_part or not weight.shares_slot:
-            weight.require_version(self.used_version)
-        communicator.on_grad_ready(weight, gradient)
 
 
 class Views(torch.autograd.Function):
@@ -175,7 +180,7 @@ of ``torch.func``: for calls where no such transform runs."""
 
 
 def view(handle: ParameterHandle) -> Tensor:
-    """The unsharded tensor of one weight, to compute with."""
+    """The unsharded tensor of a handle of one weight, to compute with."""
     if transforming():  # below torch.vmap and the like: one tensor, which all instances share
         with temporarily_clear_interpreter_stack():
             return Views.apply(handle, handle.weights[0].parameter)[0]  # type: ignore[no-any-return]
@@ -276,7 +281,7 @@ class Weights(dict[str, Any]):
             if in_backward() and parameter is weight.parameter:
                 # In a backward outside of our scopes: a recompute that the user wrote.
                 if weight.communicator.may_unshard_in_backward(weight):
-                    return view(ParameterHandle(weight))
+                    return view(ParameterHandle((weight,)))
             return parameter
         if parameter is not weight.parameter:
             return self.replacement(name)
@@ -287,10 +292,22 @@ class Weights(dict[str, Any]):
             recorded = tensor.requires_grad or not torch.is_grad_enabled()
             if recorded or not parameter.requires_grad:
                 return tensor
-        handle = ParameterHandle(weight, unsharded is not self.unsharded and self.scope.block)
+        handle = ParameterHandle((weight,), unsharded is not self.unsharded and self.scope.block)
         tensor = view(handle)
         unsharded[weight] = tensor, handle
         return tensor
+
+    def read_all(self) -> Unsharded:
+        """Views of all weights, of one node: for a forward that reads each of them once."""
+        found: list[Member] = []
+        parameters: list[nn.Parameter] = []
+        for name, weight in self.weights.items():
+            if self.get(name) is weight.parameter:  # else a user has put a tensor in its place
+                found.append(weight)
+                parameters.append(weight.parameter)
+        handle = ParameterHandle(found)
+        tensors = views(handle, *parameters) if found else ()
+        return {weight: (tensor, handle) for weight, tensor in zip(found, tensors, strict=True)}
 
     def __setitem__(self, name: str, value: Any) -> None:
         weight = self.weights.get(name)
@@ -431,7 +448,7 @@ def _unsharding(module: nn.Module, held: Weights, inner: Forward) -> Forward:
         if copied is not None:
             copied.require_copies(module)
         before = {} if simple else input_tensors((args, kwargs))
-        outside, held.unsharded = held.unsharded, {}
+        outside, held.unsharded = held.unsharded, held.read_all() if simple else {}
         try:
             if copied is not None:
                 copied.fill_copies(module, held)
@@ -448,7 +465,10 @@ def _unsharding(module: nn.Module, held: Weights, inner: Forward) -> Forward:
         if simple:
             kept = _release(unsharded)
             if saves and kept:
-                register_pre_backward_hook(output, partial(_pre_backward, kept, True), before)
+                base = output._base  # for batches of sequences: see base_node()
+                made = output if base is None or base.grad_fn is None else base
+                if made.grad_fn is not None:
+                    made.grad_fn.register_prehook(partial(_pre_backward, kept, True))
             return output
         _require_tensors(held.owner, unsharded, output, before)
         return end_forward(unsharded, output, before)
@@ -585,11 +605,12 @@ def end_forward(
 
 def _release(unsharded: Unsharded) -> list[ParameterHandle]:
     """Release weights after a forward; return the handles that backward unshards again."""
-    kept = []
+    kept: list[ParameterHandle] = []
     for weight, (_, handle) in unsharded.items():
         if weight.shares_slot:
             weight.communicator.release(weight)
-            kept.append(handle)
+            if not kept or kept[-1] is not handle:
+                kept.append(handle)
     return kept
 
 

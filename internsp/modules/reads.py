@@ -48,7 +48,7 @@ class ForwardReads:
             return None
         self._require_sum(member)
         if isinstance(member, ReplicatedParameter):
-            return view(_ReplicaHandle(member))
+            return view(_ReplicaHandle((member,)))
         factor = self._communicator.mesh.shape.stage_size if self._communicator.mean else 1
         whole: Tensor = _Whole.apply(member.parameter, member, factor)  # type: ignore[no-untyped-call]
         return whole

@@ -10,7 +10,7 @@ already, and it runs without them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,8 +35,8 @@ class Wrapping:
         block: the block whose ``forward`` this is, for the error of a call past its hooks; empty
             for other modules, which have no hooks that such a call would leave out.
         prepare: applied to what the layers are around, such as ``torch.compile``.
-        inside: other modules' wrappings that a call looks at, too: nothing may look at them in
-            compiled code.
+        inside: wrappings of modules in this block, which a call of the block looks at, too. A
+            ``forward`` that is replaced while the block's runs reads weights by the block's scope.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -79,9 +79,13 @@ class Wrapping:
         self._layers.append(layer)
         self._wrap()
 
-    def leave_calls(self) -> None:
-        """Do not look at each call: the block around the module does (:attr:`inside`)."""
-        self._own.pop("_call_impl", None)
+    def look_inside(self, modules: Iterable[nn.Module]) -> None:
+        """Look at the ``forward`` of ``modules`` at each call of this one, not at calls of theirs.
+
+        One look a block takes less time, and compiled code cannot look."""
+        self.inside = [Wrapping.of(module) for module in modules]
+        for wrapping in self.inside:
+            wrapping._own.pop("_call_impl", None)
 
     def _wrap(self) -> None:
         """Put all layers around ``_base``."""
@@ -127,18 +131,18 @@ class Wrapping:
 
     def _call_function(self) -> Forward:
         """In place of the module's ``_call_impl``, which reads ``forward`` before any hook runs."""
-        module, own = self._module, self._own
+        module = self._module
         run = type(module)._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if own.get("forward") is not self.forward or (
-                self._of_class is not None and self._of_class is not type(module).forward
-            ):
-                self.renew()
+            for wrapping in (self, *self.inside):
+                found, made = wrapping._own.get("forward"), wrapping._of_class
+                if found is not wrapping.forward or (
+                    made is not None and made is not type(wrapping._module).forward
+                ):
+                    wrapping.renew()
             if not self.block:
                 return run(module, *args, **kwargs)
-            for wrapping in self.inside:
-                wrapping.renew()
             outside, self._called = self._called, True
             try:
                 return run(module, *args, **kwargs)

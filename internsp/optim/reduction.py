@@ -348,8 +348,7 @@ class ZeroReducer:
             local = local * self._mesh.shape.stage_size
         if isinstance(member, ReplicatedParameter):
             first = dist.get_rank(self._mesh.stage_group) == 0
-            index = self._communicator.replicated.members.index(member)
-            self._communicator.replicated.add(index, local if first else torch.zeros_like(local))
+            member.add_gradient(local if first else torch.zeros_like(local))
             return None
         self._state.reducer.had_gradient[member] = True
         padded = member.zeros(local.dtype)

@@ -503,9 +503,11 @@ def send_pairs(
             step wait until the timeout instead of taking one weight for another (WP-2).
     """
     rank, size = group.rank(), group.size()
-    others = [(rank + i) % size for i in range(1, size)]
-    works: list[Work] = [group.recv([places[p]], p, tag) for p in reversed(others)]
-    works += [group.send([input[p]], p, tag) for p in others]
+    works: list[Work] = []
+    for peer in range(rank - 1, rank - size, -1):  # from the ranks before this one first
+        works.append(group.recv([places[peer % size]], peer % size, tag))
+    for peer in range(rank + 1, rank + size):
+        works.append(group.send([input[peer % size]], peer % size, tag))
     return WorkHandles(works, group)
 
 

@@ -160,7 +160,10 @@ class ChunkWeights(WPCommunicator):
         """See :meth:`WPCommunicator.unshard`."""
         unit, state = weight.unit, self.state
         phase = RECOMPUTE if graph_task() != NO_TASK else FORWARD
-        if weight.autocasts:
+        if weight.autocasts and (
+            weight.compute_dtype is not weight.base_compute_dtype
+            or torch.is_autocast_enabled(weight.device.type)
+        ):
             follow(weight)
         if unit.block < 0 and not state.inside and phase == FORWARD:
             # No pre-forward of the model has done so.
@@ -168,7 +171,7 @@ class ChunkWeights(WPCommunicator):
         actions = self.queue.use(unit, weight, phase, state.trace.enabled or state.streams)
         if actions:
             state.perform(actions)
-        return state.pool.view(weight)
+        return weight.read()
 
     def unshard_all(self, weights: Sequence[ShardedParameter]) -> list[Tensor]:
         """See :meth:`WPCommunicator.unshard_all`."""
@@ -177,7 +180,7 @@ class ChunkWeights(WPCommunicator):
         follow(*weights)
         self.state.perform(self.queue.use_all(unit, phase, self.state.trace.enabled))
         self._read_slot(*unit.weights)
-        return [self.state.pool.view(weight) for weight in weights]
+        return [weight.read() for weight in weights]
 
     def release(self, weight: ShardedParameter) -> None:
         """See :meth:`WPCommunicator.release`."""

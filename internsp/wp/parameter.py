@@ -236,6 +236,7 @@ class ShardedParameter(ModelParameter):
         unit: the unit in which it is gathered: its block, or one outside of the blocks.
         slices: number of near ranks that keep slices of it after a step's first gather, or 0.
         used_version: version and dtype of its contents in the slot; ``None`` if there are none.
+        unsharded: a view of its bytes in the slot, in the dtype of its last gather.
     """
 
     slices = 0
@@ -273,6 +274,7 @@ class ShardedParameter(ModelParameter):
         self.reduced_grad: Tensor | None = None
         self.borrowed = False
         self.used_version: VersionAndDtype | None = None
+        self.unsharded: Tensor | None = None
         if self.hosted and link is not None:
             storage = link.zeros(WEIGHTS, layout.shard_shape, self.dtype)
         else:
@@ -343,6 +345,16 @@ class ShardedParameter(ModelParameter):
         count = self.layout.shard_numel
         own, shard = gathered.narrow(0, self.rank * count, count), self.fresh()
         return same_bits(own, shard if shard.dtype == own.dtype else shard.to(own.dtype))
+
+    def read(self) -> Tensor:
+        """The unsharded weight, with a version counter of its own: an alias of its bytes in the
+        slot, or of its shard if that needs no gather."""
+        if self.needs_gather:
+            assert self.unsharded is not None, "it was gathered"
+            return self.unsharded.data
+        self.used_version = self.current_version()  # else its gather has set it
+        # ``.data`` also makes it no view of another tensor for autograd.
+        return self.layout.unsharded_view(self.to_send()).data
 
     def to_send(self) -> Tensor:
         """Input of an all-gather: the padded shard, flat, in the compute dtype, fresh (WP-3).
@@ -483,10 +495,19 @@ class ReplicatedParameter(ModelParameter):
 
     def on_grad_ready(self, weight: ReplicatedParameter, gradient: Tensor) -> None:
         """Add this rank's gradient to the flat gradient."""
-        if self.sums.backward < 0:
-            self.sums.began()
-        if self not in self.sums.frozen:
-            self.sums.add(self.index, gradient)
+        sums = self.sums
+        if sums.backward < 0:
+            sums.began()
+        if self not in sums.frozen:
+            self.add_gradient(gradient)
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Add a gradient of this rank to the flat gradient. No message."""
+        sums = self.sums
+        if not sums.views:
+            sums.gradient()  # allocates it
+        sums.views[self.index].add_(gradient)
+        sums.given.add(self.index)
 
 
 Member = ReplicatedParameter | ShardedParameter

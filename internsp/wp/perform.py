@@ -178,7 +178,7 @@ class Chunk:
         kind, phase, _, weights, evicted, _ = action
         unit = weights[0].unit
         slot = self.pool.slots[unit.slot]
-        slot.acquire(unit, weights, evicted, self.pool.poison)
+        places = slot.acquire(unit, weights, evicted, self.pool.poison)
         runs = runs_of(weights, attrgetter("compute_dtype")) if len(weights) > 1 else [weights]
         for run in runs:
             collectives, copied, near = self.gathers[run[0].axis], None, None
@@ -188,7 +188,7 @@ class Chunk:
             shards: list[Tensor] = []
             names: list[str] = []
             for weight in run:
-                output = slot.flat(unit, weight)
+                output = places[weight]
                 if near is not None:
                     shard = near.slice_of(weight)
                 else:
@@ -212,7 +212,11 @@ class Chunk:
                 handle.work = copied  # only the copy is to be waited for
             if handle.arrival is not None:
                 slot.streams.filled_by(handle.arrival, run)
-            self._launched(run, handle)
+            if handle.work is None:
+                self._arrived(run)
+            else:
+                handle.carries = run
+                self.handles.update(dict.fromkeys(run, handle))
 
     def _from_host(
         self, link: HostLink, weight: ShardedParameter, output: Tensor
@@ -232,14 +236,6 @@ class Chunk:
         if size > 1:
             copied.wait()
         return part, copied
-
-    def _launched(self, weights: Sequence[ShardedParameter], handle: Handle) -> None:
-        if handle.work is None:
-            self._arrived(weights)
-            return
-        handle.carries = weights
-        for weight in weights:
-            self.handles[weight] = handle
 
     def _wait(self, action: Action[ShardedParameter]) -> None:
         name = action.unit.name if action.unit is not None else ""

@@ -26,7 +26,9 @@ class ReplicatedParameters:
         members: the replicated parameters.
         sharded: the chunk's sharded parameters, which have flags only.
         flat: the flat gradient; ``None`` until it is first needed.
-        numel: number of its elements before the flags.
+        views: of the flat gradient, one a parameter, in its shape; empty until it is needed.
+        given: indices of the parameters of which this rank has a gradient.
+        numel: number of the flat gradient's elements before the flags.
         backward: the graph task of the backward that is known to run, or -1.
         frozen: replicated parameters with ``requires_grad = False`` when that backward began.
         began: called at a ready gradient if no backward is known to run.
@@ -41,8 +43,8 @@ class ReplicatedParameters:
         self.sharded = sharded
         self.flat: Tensor | None = None
         self.numel = 0
-        self._values: Sequence[Tensor] = ()  # views of the flat gradient, one a parameter
-        self._with_gradient: set[int] = set()
+        self.views: Sequence[Tensor] = ()
+        self.given: set[int] = set()
         self._mine: list[bool] = []  # this rank's flags in the last reduction
 
     def all_parameters(self) -> list[Member]:
@@ -67,17 +69,12 @@ class ReplicatedParameters:
                 dtype = torch.promote_types(dtype, weight.dtype)
             length = self.numel + len(self.members) + len(self.sharded)
             self.flat = torch.zeros(length, dtype=dtype, device=self._mesh.device)
-            self._values = self._shaped(self.flat)
+            self.views = self._shaped(self.flat)
         return self.flat
-
-    def add(self, index: int, gradient: Tensor) -> None:
-        """Add a ready gradient to the flat gradient (no message)."""
-        self.value(index).add_(gradient)
-        self._with_gradient.add(index)
 
     def with_gradient(self) -> list[ReplicatedParameter]:
         """The parameters of which this rank has a gradient."""
-        return [self.members[index] for index in self._with_gradient]
+        return [self.members[index] for index in self.given]
 
     def discard(self, member: ReplicatedParameter, used: bool) -> None:
         """Set one parameter's gradient on this rank to zero.
@@ -86,14 +83,14 @@ class ReplicatedParameters:
             used: it still counts as used by this rank.
         """
         index = member.index
-        if index in self._with_gradient:
+        if index in self.given:
             self.value(index).zero_()
             if not used:
-                self._with_gradient.remove(index)
+                self.given.remove(index)
 
     def _flag(self, had_gradient: dict[ShardedParameter, bool]) -> None:
         """Write this rank's flags: which parameters had a gradient (sharded: ``had_gradient``)."""
-        flags = [i in self._with_gradient for i in range(len(self.members))]
+        flags = [i in self.given for i in range(len(self.members))]
         flags += [had_gradient.get(weight, False) for weight in self.sharded]
         self._mine = flags
         region = self.gradient()[self.numel :]
@@ -123,7 +120,7 @@ class ReplicatedParameters:
     def value(self, index: int) -> Tensor:
         """The gradient of parameter ``index``, in its shape: a view of the flat gradient."""
         self.gradient()
-        return self._values[index]
+        return self.views[index]
 
     def values(self) -> Sequence[Tensor]:
         """A copy of the gradient of every parameter, in its shape."""
@@ -154,6 +151,6 @@ class ReplicatedParameters:
 
     def reset(self) -> None:
         """Set the flat gradient to zero: no parameter has a gradient."""
-        self._with_gradient.clear()
+        self.given.clear()
         if self.flat is not None:
             self.flat.zero_()

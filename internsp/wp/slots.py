@@ -127,11 +127,14 @@ class Slot:
     def acquire(
         self, unit: Unit, weights: Iterable[ShardedParameter], evicted: Sequence[ShardedParameter],
         poison: bool,
-    ) -> None:  # fmt: skip
+    ) -> dict[ShardedParameter, Tensor]:  # fmt: skip
         """Prepare the bytes of ``weights`` for their gather, which overwrites ``evicted``.
 
         Args:
             poison: see :class:`MemoryPool`.
+
+        Returns:
+            Where each weight is gathered, as :meth:`flat`. Also sets its ``unsharded``.
         """
         for weight in evicted:
             weight.used_version = None
@@ -142,6 +145,10 @@ class Slot:
             self._allocate(weight)
         for weight in weights if evicted and poison else ():
             self._bytes(unit, weight).fill_(0xFF)  # NaN in every float type
+        places: dict[ShardedParameter, Tensor] = {}
+        for weight in weights:
+            places[weight], weight.unsharded = self._view(unit, weight)
+        return places
 
     def free(self, unit: schedule.Unit[ShardedParameter]) -> None:
         """Free the memory of ``unit``'s weights where each has its own (``reuse=False``).
@@ -164,10 +171,6 @@ class Slot:
         autograd like a change of saved tensors (design.md 4.1; WP-14 compares versions instead).
         """
         return self._view(unit, weight)[0]
-
-    def unsharded(self, unit: Unit, weight: ShardedParameter) -> Tensor:
-        """The unsharded ``weight``: a view of its bytes, with a version counter of its own."""
-        return self._view(unit, weight)[1].data
 
     def _view(self, unit: Unit, weight: ShardedParameter) -> tuple[Tensor, Tensor]:
         """Flat and unsharded views; made once, since a buffer keeps its storage."""
@@ -233,17 +236,6 @@ class MemoryPool:
     def slot_nbytes(self) -> int:
         """Bytes of all slots: exact, and known before training starts (WP-1)."""
         return sum(s.nbytes for s in self.slots)
-
-    def view(self, weight: ShardedParameter) -> Tensor:
-        """The unsharded weight: an alias of its slot, or of its shard if that needs no gather.
-
-        In the second case also sets ``used_version``, which else the gather sets.
-        """
-        if weight.needs_gather:
-            return self.slots[weight.unit.slot].unsharded(weight.unit, weight)
-        weight.used_version = weight.current_version()
-        # ``.data``: a version counter of its own, and for autograd no view of another tensor.
-        return weight.layout.unsharded_view(weight.to_send()).data
 
     def live_nbytes(self) -> int:
         """Bytes that all slots occupy now."""

@@ -74,7 +74,7 @@ def test_weights_lie_aligned_in_a_slot_and_do_not_overlap() -> None:
     for value, weight in enumerate(one.weights):
         slot.flat(one, weight).fill_(value)
     for value, weight in enumerate(one.weights):
-        whole = slot.unsharded(one, weight)
+        whole = weight.unsharded.data
         assert whole.shape == weight.layout.shape
         assert bool((whole == value).all())
         assert whole.data_ptr() % ALIGNMENT == slot.flat(one, one.weights[0]).data_ptr() % ALIGNMENT
@@ -173,12 +173,12 @@ def test_a_slot_is_poisoned_when_other_weights_take_it() -> None:
     filled(pool, one)
     slot.flat(one, one.weights[0]).fill_(1)
     filled(pool, one)
-    assert bool((slot.unsharded(one, one.weights[0]) == 1).all()), "not by the same ones"
+    assert bool((one.weights[0].unsharded.data == 1).all()), "not by the same ones"
     for weight in one.weights:
         weight.used_version = weight.current_version()  # as a gather notes
     filled(pool, two, evicted=one)
     assert all(w.used_version is None for w in one.weights)
-    assert bool(slot.unsharded(two, two.weights[0]).isnan().all())
+    assert bool(two.weights[0].unsharded.data.isnan().all())
 
 
 @pytest.mark.parametrize("reuse", [True, False])
@@ -190,7 +190,7 @@ def test_stated_bytes_are_the_bytes_that_exist(reuse: bool) -> None:
     for one in units * 2:
         filled(pool, one, evicted=before.get(one.slot))
         before[one.slot] = one
-        saved.append(pool.slots[one.slot].unsharded(one, one.weights[0]))
+        saved.append(one.weights[0].unsharded.data)
         assert pool.live_nbytes() <= pool.slot_nbytes == 2 * size(units[0])
     assert pool.live_nbytes() == pool.slot_nbytes
     assert saved[0].untyped_storage()._cdata == saved[6].untyped_storage()._cdata, "views stay true"
