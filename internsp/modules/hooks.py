@@ -319,9 +319,9 @@ class Hooks:
             if tensor.requires_grad:
                 # The inner graph of a reentrant recompute must not queue the final callback.
                 forward = None if recompute else self.communicator.forwards
-                run = None
-                if isinstance(unit, Unit) and not recompute:
-                    run = self.communicator.queue.passes.run_of(unit)
+                passes, run = self.communicator.queue.passes, None
+                if passes.order.recurs and isinstance(unit, Unit) and not recompute:
+                    run = passes.number.get(unit)
                 register_gradient_hook(
                     tensor, partial(self._pre_backward, unit, forward, run), before
                 )

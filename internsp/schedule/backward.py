@@ -184,9 +184,8 @@ class Backward(Generic[W]):
         Args:
             all_ranks: every rank acts for every block, also for blocks that got no gradient on
                 this rank, since others may have got one there.
-            run: of a recurring block, the run whose output got the gradient
-                (:meth:`internsp.schedule.passes.Passes.run_of`); ``None``: the one whose backward
-                is open.
+            run: of a recurring block, the number of the run whose output got the gradient;
+                ``None``: the one whose backward is open.
         """
         out: list[Action[W]] = []
         if self.enclosing.blocks:

@@ -74,7 +74,3 @@ class LearnedPasses(Passes[W]):
         if self.order.recurs:
             self._running = self.order.blocks[number]
             self.number[self._running] = number
-
-    def run_of(self, unit: Unit[W]) -> int | None:
-        """See :meth:`Passes.run_of`."""
-        return self.number.get(unit) if self.order.recurs else None

@@ -77,6 +77,9 @@ class Order(Generic[W]):
         numbers: for each block, the number of its first run in the order.
         targets: for each phase and number, the numbers of the blocks that its trigger prefetches.
         index: of a block's group in the block.
+        recurs: some block runs several times in a pass.
+        shares: a gather may ask for bytes of the block that runs. Not so where a trigger prefetches
+            whole blocks, if those have other slots.
     """
 
     policy: Policy
@@ -89,6 +92,8 @@ class Order(Generic[W]):
     numbers: Mapping[Unit[W], int]
     targets: Mapping[tuple[str, int], Sequence[int]]
     index: Mapping[Group[W], int]
+    recurs: bool
+    shares: bool
 
     @classmethod
     def of(
@@ -101,6 +106,15 @@ class Order(Generic[W]):
         """The order of ``blocks``, with the units outside of them."""
         alone = head if head not in root else None
         every = range(len(blocks))
+        targets = {(p, n): policy.targets(n, p) for n in every for p in (FORWARD, BACKWARD)}
+        by_group = policy.rolling or policy.per_module or not policy.depth
+        recurs = len(set(blocks)) < len(blocks)
+        crowded = bool(policy.named) or any(
+            blocks[coming].slot == blocks[n].slot
+            for n in every
+            for coming in targets[FORWARD, n]
+            if coming < len(blocks)
+        )
         return cls(
             policy,
             blocks,
@@ -110,14 +124,11 @@ class Order(Generic[W]):
             forward=Places(FORWARD, blocks, root, [alone] if alone is not None else []),
             backward=Places(BACKWARD, blocks),
             numbers={blocks[number]: number for number in reversed(every)},
-            targets={(p, n): policy.targets(n, p) for n in every for p in (FORWARD, BACKWARD)},
+            targets=targets,
             index={group: i for unit in blocks for i, group in enumerate(unit.groups)},
+            recurs=recurs,
+            shares=by_group or recurs or crowded,
         )
-
-    @property
-    def recurs(self) -> bool:
-        """Whether some block runs several times in a pass."""
-        return len(self.numbers) < len(self.blocks)
 
 
 class Passes(Generic[W]):
@@ -222,9 +233,10 @@ class Passes(Generic[W]):
 
     def end_run(self, unit: Unit[W], phase: str, out: list[Action[W]]) -> None:
         """A block's forward or backward is over: release it, and launch what its bytes allow."""
-        self.slots.release(unit)
         self._passed = self._places(phase).ends[self.number[unit]]
-        self.launch_due(out)
+        self.slots.release(unit)
+        if self.waiting:
+            self.launch_due(out)
 
     def launch_due(self, out: list[Action[W]]) -> None:
         """Launch the next gathers while the limit allows it and their bytes are free."""
@@ -257,10 +269,6 @@ class Passes(Generic[W]):
     def is_next(self, unit: Unit[W]) -> bool:
         """Whether this backward has not gathered the unit yet, or is in the midst of it."""
         return self.order.backward.starts[self.number[unit]] >= self._at
-
-    def run_of(self, unit: Unit[W]) -> int | None:
-        """The number of a recurring block's present run in the order; else ``None``."""
-        return None
 
     # between two passes
 

@@ -183,16 +183,14 @@ class ChunkWeights(WPCommunicator):
         return [weight.read() for weight in weights]
 
     def release(self, weight: ShardedParameter) -> None:
-        """See :meth:`WPCommunicator.release`."""
+        """See :meth:`WPCommunicator.release`. In most orders nothing asks for the bytes before the
+        block's post-forward, which releases them all."""
+        if not self.queue.passes.order.shares and not self.state.trace.enabled:
+            return
         if graph_task() == NO_TASK:
             actions = self.queue.release(weight.unit, weight, self.state.trace.enabled)
             if actions:
                 self.state.perform(actions)
-
-    def release_all(self, weights: Sequence[ShardedParameter]) -> None:
-        """Only with rolling gathers: else the block's post-forward releases the bytes."""
-        if self.queue.passes.order.policy.rolling or self.state.trace.enabled:
-            super().release_all(weights)
 
     def pre_backward(self, weight: ShardedParameter) -> None:
         """See :meth:`WPCommunicator.pre_backward`."""

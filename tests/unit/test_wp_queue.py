@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import internsp.schedule
@@ -87,6 +87,24 @@ def same_as_the_oracle(seed: int) -> int:
 @example(seed=135)
 def test_the_parts_return_the_actions_that_one_object_returned(seed: int) -> None:
     same_as_the_oracle(seed)
+
+
+@settings(max_examples=300)
+@given(seed=SEEDS)
+@example(seed=2695)  # neighbors in one slot
+@example(seed=924)  # a block between two runs of another
+def test_releases_within_a_block_change_nothing_where_no_gather_asks_for_its_bytes(
+    seed: int,
+) -> None:
+    chunk, events = random_program(seed, orderly=True)
+    queue, unreleased = chunk.queue(), chunk.queue()
+    assume(not queue.passes.order.shares)
+    for event in events:
+        if change_weight(event) or event[0] == "prefetch_pass":  # asks in passing, in any block
+            continue
+        found = outcome(queue, event, event[0])
+        if event[0] != "release":
+            assert found == outcome(unreleased, event, event[0]), event
 
 
 @pytest.mark.thorough(seconds=60)
