@@ -121,8 +121,7 @@ class Contents:
                 and weight not in state.handles  # its gather is in flight
                 and weight.ready is None  # or an optimizer's all-gather of its new values is
             )
-            slot = state.pool.slots[weight.unit.slot]
-            if comparable and not weight.agrees_with(slot.flat(weight.unit, weight)):
+            if comparable and not weight.agrees():
                 raise StaleWeightError(
                     f"{weight.name} was written on rank {self._rank} between a forward and its "
                     "backward, or within unchanged(), by a way that no version counter shows "

@@ -236,11 +236,14 @@ class ShardedParameter(ModelParameter):
         unit: the unit in which it is gathered: its block, or one outside of the blocks.
         slices: number of near ranks that keep slices of it after a step's first gather, or 0.
         used_version: version and dtype of its contents in the slot; ``None`` if there are none.
-        unsharded: a view of its bytes in the slot, in the dtype of its last gather.
+        flat, unsharded: its bytes in the slot, padded and flat or in its shape, in the dtype of its
+            last gather (:meth:`internsp.wp.slots.Slot.acquire`).
     """
 
     slices = 0
     unit: Any
+    flat: Tensor
+    unsharded: Tensor
 
     def __init__(
         self,
@@ -274,7 +277,6 @@ class ShardedParameter(ModelParameter):
         self.reduced_grad: Tensor | None = None
         self.borrowed = False
         self.used_version: VersionAndDtype | None = None
-        self.unsharded: Tensor | None = None
         if self.hosted and link is not None:
             storage = link.zeros(WEIGHTS, layout.shard_shape, self.dtype)
         else:
@@ -335,22 +337,21 @@ class ShardedParameter(ModelParameter):
         if version != self.version():
             raise stale(self.name, dist.get_rank())
 
-    def agrees_with(self, gathered: Tensor) -> bool:
-        """Whether this rank's rows of ``gathered`` (flat, padded) still have the bits of the shard.
+    def agrees(self) -> bool:
+        """Whether this rank's rows of what was gathered still have the bits of the shard.
 
         Also true if the versions differ: :meth:`require_version` notices this.
         """
         if self.used_version != self.current_version():
             return True
         count = self.layout.shard_numel
-        own, shard = gathered.narrow(0, self.rank * count, count), self.fresh()
+        own, shard = self.flat.narrow(0, self.rank * count, count), self.fresh()
         return same_bits(own, shard if shard.dtype == own.dtype else shard.to(own.dtype))
 
     def read(self) -> Tensor:
         """The unsharded weight, with a version counter of its own: an alias of its bytes in the
         slot, or of its shard if that needs no gather."""
         if self.needs_gather:
-            assert self.unsharded is not None, "it was gathered"
             return self.unsharded.data
         self.used_version = self.current_version()  # else its gather has set it
         # ``.data`` also makes it no view of another tensor for autograd.

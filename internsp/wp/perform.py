@@ -178,7 +178,7 @@ class Chunk:
         kind, phase, _, weights, evicted, _ = action
         unit = weights[0].unit
         slot = self.pool.slots[unit.slot]
-        places = slot.acquire(unit, weights, evicted, self.pool.poison)
+        slot.acquire(unit, weights, evicted, self.pool.poison)
         runs = runs_of(weights, attrgetter("compute_dtype")) if len(weights) > 1 else [weights]
         for run in runs:
             collectives, copied, near = self.gathers[run[0].axis], None, None
@@ -188,7 +188,7 @@ class Chunk:
             shards: list[Tensor] = []
             names: list[str] = []
             for weight in run:
-                output = places[weight]
+                output = weight.flat
                 if near is not None:
                     shard = near.slice_of(weight)
                 else:

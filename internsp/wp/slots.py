@@ -127,14 +127,13 @@ class Slot:
     def acquire(
         self, unit: Unit, weights: Iterable[ShardedParameter], evicted: Sequence[ShardedParameter],
         poison: bool,
-    ) -> dict[ShardedParameter, Tensor]:  # fmt: skip
+    ) -> None:  # fmt: skip
         """Prepare the bytes of ``weights`` for their gather, which overwrites ``evicted``.
+
+        Sets ``flat`` and ``unsharded`` of each weight.
 
         Args:
             poison: see :class:`MemoryPool`.
-
-        Returns:
-            Where each weight is gathered, as :meth:`flat`. Also sets its ``unsharded``.
         """
         for weight in evicted:
             weight.used_version = None
@@ -145,10 +144,8 @@ class Slot:
             self._allocate(weight)
         for weight in weights if evicted and poison else ():
             self._bytes(unit, weight).fill_(0xFF)  # NaN in every float type
-        places: dict[ShardedParameter, Tensor] = {}
         for weight in weights:
-            places[weight], weight.unsharded = self._view(unit, weight)
-        return places
+            weight.flat, weight.unsharded = self._view(unit, weight)
 
     def free(self, unit: schedule.Unit[ShardedParameter]) -> None:
         """Free the memory of ``unit``'s weights where each has its own (``reuse=False``).
@@ -164,16 +161,12 @@ class Slot:
             self.streams.keep_until_here(self._buffers[weight])
             self._buffers[weight].untyped_storage().resize_(0)
 
-    def flat(self, unit: Unit, weight: ShardedParameter) -> Tensor:
-        """``weight``'s padded elements in the slot, flat, in its compute dtype.
-
-        An alias with a version counter of its own, so that filling the slot does not look to
-        autograd like a change of saved tensors (design.md 4.1; WP-14 compares versions instead).
-        """
-        return self._view(unit, weight)[0]
-
     def _view(self, unit: Unit, weight: ShardedParameter) -> tuple[Tensor, Tensor]:
-        """Flat and unsharded views; made once, since a buffer keeps its storage."""
+        """Flat and unsharded views; made once, since a buffer keeps its storage.
+
+        They are aliases with version counters of their own, so that filling the slot does not look
+        to autograd like a change of saved tensors (design.md 4.1; WP-14 compares versions instead).
+        """
         key = (weight, weight.compute_dtype)
         found = self._views.get(key)
         if found is None:

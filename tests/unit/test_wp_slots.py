@@ -69,17 +69,16 @@ def test_weights_lie_aligned_in_a_slot_and_do_not_overlap() -> None:
     one = unit("one", (3, 5), (70, 2), (1, 1))
     assert size(one) == ALIGNMENT * (1 + 3 + 1)  # 80, 560 and 8 bytes, padded to an even 4 rows
     pool = MemoryPool([size(one)], CPU)
-    slot = pool.slots[0]
     filled(pool, one)
     for value, weight in enumerate(one.weights):
-        slot.flat(one, weight).fill_(value)
+        weight.flat.fill_(value)
     for value, weight in enumerate(one.weights):
         whole = weight.unsharded.data
         assert whole.shape == weight.layout.shape
         assert bool((whole == value).all())
-        assert whole.data_ptr() % ALIGNMENT == slot.flat(one, one.weights[0]).data_ptr() % ALIGNMENT
+        assert whole.data_ptr() % ALIGNMENT == one.weights[0].flat.data_ptr() % ALIGNMENT
     version = whole._version
-    slot.flat(one, one.weights[2]).fill_(7)
+    one.weights[2].flat.fill_(7)
     assert bool((whole == 7).all())
     assert whole._version == version, "filling a slot is hidden from saved views"
 
@@ -169,9 +168,8 @@ def test_uses_are_counted_anew_where_blocks_run_by_themselves() -> None:
 def test_a_slot_is_poisoned_when_other_weights_take_it() -> None:
     one, two = unit("one", (4, 4)), unit("two", (4, 4))
     pool = MemoryPool([size(one)], CPU, poison=True)
-    slot = pool.slots[0]
     filled(pool, one)
-    slot.flat(one, one.weights[0]).fill_(1)
+    one.weights[0].flat.fill_(1)
     filled(pool, one)
     assert bool((one.weights[0].unsharded.data == 1).all()), "not by the same ones"
     for weight in one.weights:
