@@ -70,7 +70,9 @@ def raw_property(name: str) -> Any:
 
 
 raw_grad: Any = raw_property("grad")
-"""What autograd itself has put into ``.grad``."""
+"""What autograd itself has put into ``.grad``, without any check."""
+read_grad = _tensor_class.grad.__get__
+"""For :func:`read_each`: the same."""
 
 
 class ParameterTensor(DTensor):

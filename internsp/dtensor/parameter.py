@@ -35,6 +35,16 @@ class Reads(Protocol):
         """Raise in a forward, where the gradient of ``what`` would not be summed."""
 
 
+class StepCount:
+    """How many optimizer steps have written some parameters: what ``foreach`` and fused operations
+    write no version counter shows.
+
+    Parameters that share a counter are stepped together, so that one number is raised once a step.
+    """
+
+    steps = 0
+
+
 class Member(Protocol):
     """What a ``ShardParameter`` belongs to: a sharded weight or a replicated parameter."""
 
@@ -52,6 +62,9 @@ class Member(Protocol):
 
     def invalidate(self) -> None:
         """The values were written in a way that no version counter shows."""
+
+    stepped: StepCount
+    """Counts the steps that have written it."""
 
     aliases: Aliases
     """Results of ``detach`` that are still alive, by ``id``."""

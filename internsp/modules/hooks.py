@@ -193,7 +193,7 @@ def register_hooks(
     alive = weakref.ref(communicator)
     # Never removed: a finalizer could run while torch iterates over its hooks.
     register_optimizer_step_pre_hook(partial(before_step, alive))
-    register_optimizer_step_post_hook(partial(after_step, alive))
+    register_optimizer_step_post_hook(after_step)
     convert_state_before_steps(communicator)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 
 from internsp.base.autograd import compiled
 from internsp.dtensor.mixed import read_each
+from internsp.dtensor.parameter import ShardParameter
 from internsp.dtensor.placed import dtensor_like
 from internsp.errors import GradientError, StructureError
 from internsp.modules.parameters import weights_of
@@ -68,41 +69,34 @@ def before_step(
     communicator = communicator_ref()
     if communicator is None:
         return
-    for parameter in (p for g in optimizer.param_groups for p in g["params"]):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
         replaced = getattr(parameter, "replaced", None)
         if replaced is not None:
             raise StructureError(
                 f"the optimizer that steps on rank {dist.get_rank()} has {replaced} as it was "
                 "before parallelize(), which nothing trains any more: make the optimizer after it"
             )
-    members = communicator.replicated.all_parameters()
-    refuse_optimizer(optimizer, (member.parameter for member in members))
-    params = (p for g in optimizer.param_groups for p in g["params"])
-    communicator.placeholders.require_finished(params)
-    if communicator.state.handles or communicator.full_params_in:
-        # Only an optimizer of our parameters writes shards that gathers in flight read.
-        ours = {id(member.parameter) for member in members}
-        if any(id(p) in ours for g in optimizer.param_groups for p in g["params"]):
-            communicator.require_shards()
-            communicator.wait_for_gathers()
-
-
-def after_step(
-    communicator_ref: Callable[[], ISPCommunicator | None],
-    optimizer: torch.optim.Optimizer,
-    *_: Any,
-) -> None:
-    """Post-hook of every torch optimizer's step: invalidate the unsharded weights it made stale.
-
-    No version counter shows what ``foreach`` and fused operations write.
-    """
-    communicator = communicator_ref()
-    if communicator is None:
+    ids = {id(p) for p in parameters if isinstance(p, ShardParameter)}
+    if not ids:  # as of the slices that a ZeroOptimizer steps, bucket by bucket
         return
-    written = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    for member in communicator.replicated.all_parameters():
-        if id(member.parameter) in written:
-            member.invalidate()
+    members = communicator.replicated.all_parameters()
+    stepped = [member.parameter for member in members if id(member.parameter) in ids]
+    if not stepped:  # it writes no shard that a gather in flight reads
+        return
+    refuse_optimizer(optimizer, stepped)
+    communicator.placeholders.require_finished(stepped)
+    if communicator.state.handles or communicator.full_params_in:
+        communicator.require_shards()
+        communicator.wait_for_gathers()
+
+
+def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Post-hook of every torch optimizer's step: unsharded weights that it made stale are not used
+    again."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for counter in {p._member.stepped for p in parameters if isinstance(p, ShardParameter)}:
+        counter.steps += 1
 
 
 def before_load(
@@ -141,39 +135,23 @@ def after_load(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> Non
         member.invalidate()
 
 
-# All other optimizers are assumed to step a DTensor elementwise, as they would the full tensor.
-_NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Muon)
+def refuse_optimizer(optimizer: torch.optim.Optimizer, stepped: Sequence[nn.Parameter]) -> None:
+    """Refuse an optimizer that cannot step the sharded parameters ``stepped``, before its step.
 
-
-def refuse_optimizer(optimizer: torch.optim.Optimizer, ours: Iterable[nn.Parameter]) -> None:
-    """Refuse optimizers that cannot step sharded parameters, before their step.
+    All but these are assumed to step a DTensor elementwise, as they would the full tensor.
 
     Raises:
         StructureError: the optimizer concatenates all parameters, or needs unsharded matrices.
     """
-    if not isinstance(optimizer, _NOT_ELEMENTWISE) and not _is_adafactor(optimizer):
-        return
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not isinstance(optimizer, torch.optim.LBFGS):
-        _refuse_matrix_optimizer(optimizer, [p for p in ours if id(p) in stepped])
-        return
-    if any(id(parameter) in stepped for parameter in ours):
+    if isinstance(optimizer, torch.optim.LBFGS):
         raise StructureError(
             "torch.optim.LBFGS lays all parameters in one vector, which parameters sharded over "
             "ranks cannot be: use an optimizer that works parameter by parameter (AdamW, SGD, ...)"
         )
-
-
-def _refuse_matrix_optimizer(
-    optimizer: torch.optim.Optimizer, stepped: Iterable[nn.Parameter]
-) -> None:
-    """Refuse sharded parameters in Muon and Adafactor.
-
-    Muon would sum its products over ranks in bf16, with other results on each mesh and possibly
-    different results on replicas. Adafactor's statistics fail within ``DTensor``.
-    """
-    adafactor = _is_adafactor(optimizer)
-    for parameter in stepped:
+    # torch's Adafactor, or that of transformers. Its statistics fail within DTensor; Muon would sum
+    # its products over ranks in bf16, with other results on each mesh, perhaps also on replicas.
+    adafactor = "Adafactor" in [base.__name__ for base in type(optimizer).__mro__]
+    for parameter in stepped if adafactor or isinstance(optimizer, torch.optim.Muon) else ():
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
         sharded = any(
             isinstance(placement, Shard) and mesh.size(dim) > 1
@@ -187,11 +165,6 @@ def _refuse_matrix_optimizer(
                 "of one process. Give it to a ZeroOptimizer, which brings each matrix together on "
                 f"one rank: internsp.ZeroOptimizer(communicator, {name}, ...)"
             )
-
-
-def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is torch's Adafactor, or that of transformers."""
-    return any(base.__name__ == "Adafactor" for base in type(optimizer).__mro__)
 
 
 def keep_parameters_in_place(

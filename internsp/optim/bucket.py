@@ -31,6 +31,7 @@ from internsp.schedule.layout import laid_out
 from internsp.wp.collectives import Collectives, Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ShardedParameter
+from internsp.wp.perform import Chunk
 
 _Memory = tuple[frozenset[str], HostLink | None, torch.device]
 
@@ -41,7 +42,7 @@ class Segment:
 
     Attributes:
         tensor: 1-D view of the slice's master values, on which the inner optimizer works.
-        start: index of the segment's first element in the slice.
+        start, stop: its index range in the slice.
         offset: index of the same element in the parameter's own flat storage.
         group: index of the parameter's group in ``param_groups``.
     """
@@ -49,13 +50,9 @@ class Segment:
     member: Member
     tensor: Tensor
     start: int
+    stop: int
     offset: int
     group: int
-
-    @property
-    def stop(self) -> int:
-        """Index behind the segment's last element in the slice."""
-        return self.start + self.tensor.numel()
 
     @cached_property
     def region(self) -> Region:
@@ -64,27 +61,23 @@ class Segment:
 
 
 class ParameterAllGather:
-    """A bucket's parameter all-gather in flight. All its members wait for the same one (WP-3)."""
+    """A bucket's parameter all-gather in flight, ``ready`` of all its members (WP-3)."""
 
-    def __init__(self, collectives: Collectives, handle: Handle, unit: str) -> None:
-        self._collectives = collectives
-        self._handle = handle
-        self._unit = unit
-
-    @property
-    def by_stream(self) -> bool:
-        """Whether each stream that reads the values waits for itself, as on a device."""
-        return self._handle.arrival is not None
+    def __init__(self, collectives: Collectives, handle: Handle, bucket: Bucket) -> None:
+        self._collectives, self._handle, self._bucket = collectives, handle, bucket
 
     @property
     def done(self) -> bool:
-        """Whether nobody has to wait any more."""
-        return self._handle.done and not self.by_stream
+        """Whether nobody has to wait any more; on a device each stream that reads has to."""
+        return self._handle.work is None and self._handle.arrival is None
 
     def wait(self) -> None:
         """Wait on the current stream (CPU: block) until all new values have arrived."""
-        self._collectives.wait(self._handle, self._unit, "", "publish")
+        self._collectives.wait(self._handle, self._bucket.name, "", "publish")
         self._handle.keep = ()
+        if self.done:  # once is enough, and later reads cost nothing
+            for member in self._bucket.offsets:
+                member.ready = None
 
 
 @dataclass(eq=False)
@@ -165,7 +158,6 @@ class Bucket:
         for member, start in offsets.items():
             part = flat[start : start + member.storage.numel()]
             member.relocate(part.view(member.storage.shape))
-            member.invalidate()
         owned = flat[axis.zero_rank * length : (axis.zero_rank + 1) * length]
         wide = torch.promote_types(dtype, torch.float32)
         master = owned
@@ -187,7 +179,7 @@ class Bucket:
     @property
     def counted(self) -> bool:
         """Whether the gradient norm counts it: not a tied weight's copies on later stages."""
-        return all(member.counted for member in self.offsets)
+        return next(iter(self.offsets)).counted  # a tied weight has a bucket of its own
 
     @property
     def nbytes(self) -> int:
@@ -271,9 +263,12 @@ class Bucket:
         """``master``, but with ``owned`` where that differs from the rounded master."""
         return torch.where(master.to(owned.dtype) == owned, master, owned)
 
-    def add_gradient(self, total: Tensor) -> None:
-        """Add ``total`` to the gradient. ``total`` is like ``gradient``, on the device; the bucket
-        may keep its memory, so the caller must not use it again."""
+    def add_gradient(self, total: Tensor, dropped: Sequence[Member]) -> None:
+        """Add ``total``, with zeros for ``dropped``, to the gradient. ``total`` is like
+        ``gradient``, on the device; the bucket may keep its memory, so the caller must not use it
+        again."""
+        for member in dropped:
+            self.zero_range(total, member)
         if self.host_sum is not None:
             if self.gradient is None:
                 self.host_sum.clear()
@@ -351,13 +346,29 @@ class Bucket:
             if segment.member is member:
                 slice_[segment.start : segment.stop].zero_()
 
-    def set_pending_all_gather(self, all_gather: ParameterAllGather) -> None:
-        """Note that the members' new values are being all-gathered: later unshards wait for that,
-        and copies of the weights in slots are stale (WP-3, WP-11)."""
+    def publish(self, chunk: Chunk) -> None:
+        """Start the all-gather of the new slices; later unshards of the members wait for it
+        (WP-3)."""
+        # `.data`: the collective must not raise a version counter that saved tensors share.
+        flat, own = self.flat.data, self.owned.data
+        link = self.link if self.hosted and self.axis.zero > 1 else None
+        if link is not None:
+            link.finish_copies_to_host()  # among them this step's copy of the slice
+            flat = torch.empty_like(flat, device=link.device)
+            begin = self.axis.zero_rank * own.numel()
+            here = flat[begin : begin + own.numel()]
+            link.copy_to_device([(here, own)]).wait()
+            own = here
+        publication = chunk.between[self.axis].publication
+        handle = publication.all_gather_parameters(flat, own, self.name)
+        if link is not None:  # copied back to host memory at once: device memory is scarce
+            chunk.collectives.wait(handle, self.name, "", "publish")
+            handle.keep = ()
+            link.copy_to_host([(self.flat, flat)])
+        all_gather = ParameterAllGather(chunk.collectives, handle, self)
         ready = None if all_gather.done else all_gather
         for member in self.offsets:
             member.ready = ready
-            member.invalidate()
 
     def state_nbytes(self) -> int:
         """Bytes of the master values, and of state with one element for each of a weight's."""
@@ -387,7 +398,9 @@ def _segments(
         first, last = max(start, begin), min(start + valid, begin + length)
         if first < last:
             tensor, group = master[first - begin : last - begin], group_index[member]
-            segments.append(Segment(member, tensor, first - begin, first - start, group))
+            segments.append(
+                Segment(member, tensor, first - begin, last - begin, first - start, group)
+            )
     return segments
 
 

@@ -21,17 +21,6 @@ from internsp.errors import GradientError
 from internsp.wp.parameter import Member
 
 
-def raw_gradient(parameter: Tensor) -> Tensor | None:
-    """What autograd itself has put into ``.grad``, without any check."""
-    gradient: Tensor | None = raw_grad.fget(parameter)
-    return gradient
-
-
-def drop_raw_gradient(parameter: Tensor) -> None:
-    """Set ``.grad`` to ``None`` without any check."""
-    raw_grad.fset(parameter, None)
-
-
 class GradientOwner(Protocol):
     """What holds the gradients of guarded parameters: a ``ZeroOptimizer``."""
 
@@ -65,7 +54,7 @@ class GuardedParameter(ShardParameter):
         raises ``GradientError``, but which can be set to zero.
         """
         if not self._owner.unfinished:
-            return raw_gradient(self)
+            return raw_grad.fget(self)  # type: ignore[no-any-return]
         why = (
             f"{self._member.name}.grad was read on rank {self._rank} between backward and "
             "ZeroOptimizer.step(): it is in flight or cut into slices, and the optimizer alone "
@@ -88,12 +77,12 @@ class GuardedParameter(ShardParameter):
         self._drop()
 
     def _drop(self) -> None:
-        drop_raw_gradient(self)
+        raw_grad.fset(self, None)
         if self._owner.unfinished:
             self._owner._drop_gradient(self._member, used=False)
 
     def _zero(self) -> None:
-        raw = raw_gradient(self)
+        raw = raw_grad.fget(self)
         if raw is not None:
             raw.zero_()
         if self._owner.unfinished:

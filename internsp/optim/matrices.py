@@ -422,16 +422,15 @@ class MatrixSteps:
         used: set[Member],
         settings: Sequence[Mapping[str, Any]],
         during_first_gather: Callable[[], None],
-        on_updated: Callable[[Bucket], None],
     ) -> None:
-        """Step the matrices of the parameters in ``used``. The buckets' gradients must be scaled
+        """Step the matrices of the parameters in ``used``, and start the all-gather of each bucket
+        once this rank's slice of it has its new values. The buckets' gradients must be scaled
         already.
 
-        Collective; blocks.
+        Collective; blocks, but not for the all-gathers.
 
         Args:
             during_first_gather: called while the first round's gather is in flight.
-            on_updated: called with each bucket once this rank's slice of it has its new values.
         """
         pending = dict.fromkeys([matrix.bucket for matrix in self.matrices], 0)
         for matrix in self.matrices:
@@ -452,16 +451,16 @@ class MatrixSteps:
         during_first_gather()
         for bucket, count in pending.items():
             if not count:
-                on_updated(bucket)
+                bucket.publish(self._communicator.state)
         scattering: tuple[Round, list[Matrix], PendingExchange] | None = None
         for number, (round_, active) in enumerate(rounds):
             assert gathering is not None, "launched a round before"
             current, gathering = gathering, gather(number + 1)
             new_values = self._step_own(round_, active, current, settings)
             del current  # frees the received pieces' memory
-            self._finish_scatter(scattering, pending, settings, on_updated)
+            self._finish_scatter(scattering, pending, settings)
             scattering = round_, active, round_.scatter(new_values, active[0].send_spec[1], active)
-        self._finish_scatter(scattering, pending, settings, on_updated)
+        self._finish_scatter(scattering, pending, settings)
 
     def _step_own(
         self,
@@ -485,7 +484,6 @@ class MatrixSteps:
         scattering: tuple[Round, list[Matrix], PendingExchange] | None,
         pending: dict[Bucket, int],
         settings: Sequence[Mapping[str, Any]],
-        on_updated: Callable[[Bucket], None],
     ) -> None:
         """Wait for a round's new values and write this rank's pieces into its slices."""
         if scattering is None:
@@ -497,7 +495,7 @@ class MatrixSteps:
             pending[matrix.bucket] -= 1
             if not pending[matrix.bucket]:
                 matrix.bucket.copy_master_to_owned()
-                on_updated(matrix.bucket)
+                matrix.bucket.publish(self._communicator.state)
 
     # state
 

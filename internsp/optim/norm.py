@@ -24,12 +24,11 @@ def squared_norm(buckets: list[Bucket], mesh: ParallelMesh) -> Tensor:
     stages the first stage's copy counts. Collective (one number); blocks.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for bucket in buckets:
+    # An earlier stage counts a tied weight.
+    for bucket in [bucket for bucket in buckets if bucket.counted]:
         axis = bucket.axis
         if not bucket.tensor_sharded and mesh.tensor_rank:
             continue  # tensor ranks hold the same values
-        if not bucket.counted:
-            continue  # a copy of a tied weight: an earlier stage counts it
         counts = axis.replica_rank < axis.zero and (axis.rank == 0 or not bucket.replicated)
         if counts and bucket.gradient is not None:
             parts: Iterable[Tensor] = (bucket.gradient,)

@@ -12,18 +12,18 @@ parameter that some rank used.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from internsp.dtensor.mixed import raw_grad, read_each, read_grad
 from internsp.dtensor.unfinished import gradients_lost
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
 from internsp.optim.finite import not_finite
-from internsp.optim.guarded import drop_raw_gradient, raw_gradient
 from internsp.optim.tied import ZeroGradients
 from internsp.schedule.terms import Parcel
 from internsp.wp.collectives import Handle
@@ -39,8 +39,7 @@ class _Exchange:
     """The exchange of one bucket, and the sums that follow."""
 
     bucket: Bucket
-    output: Tensor
-    input: Tensor
+    buffers: Sequence[Tensor]  # its input and its output; where nothing is sent they are one
     handle: Handle
     total: Tensor | None = None  # this rank's slice, once the exchange is summed
     dropped: list[Member] = field(default_factory=list)  # their sums count as zeros
@@ -123,12 +122,7 @@ class ZeroReducer:
             raise gradients_lost(len(self._lost), self._mesh.rank)
         replicated = self._communicator.replicated
         self._state.reduce_accumulated()
-        autograd_gradients = {}
-        for bucket in self._buckets:
-            for member in bucket.offsets:
-                local = self._pop_autograd_gradient(member)
-                if local is not None:
-                    autograd_gradients[member] = local
+        autograd_gradients = self._take_autograd_gradients()
         # Before the all-reduce: only here is known on which rank values that are not finite arose.
         self.local_not_finite |= not_finite(
             [replicated.gradient()[: replicated.numel]], self._mesh.device
@@ -138,13 +132,17 @@ class ZeroReducer:
             replicated.reduce(self._state.reducer.had_gradient, collectives)
         )
         self._state.complete_gradients()
-        self._finish_replica_sums()
+        self._finish_sums(self._replica_sums)
+        self._replica_sums.clear()
+        if self._state.link is not None:
+            self._state.link.synchronize()
         collectives.wait(flat, "small", "", "finish")
         for bucket in self._buckets:
             if bucket.replicated:
                 self._add_replicated(bucket)
             else:
-                self._add_autograd_gradients(bucket, autograd_gradients)
+                for member in autograd_gradients.keys() & bucket.offsets.keys():
+                    self._add_autograd_gradient(bucket, member, autograd_gradients[member])
         # A parameter that no rank used is not stepped; frozen ones need no agreement.
         used_replicated, used_sharded = replicated.used(
             lambda m: None if m.requires_grad else False
@@ -241,25 +239,23 @@ class ZeroReducer:
     def start(self, parcel: Parcel[ShardedParameter]) -> None:
         """Launch the exchange of a bucket's reduced gradients over its ZeRO group."""
         bucket = self.bucket_of[parcel.weights[0]]
-        zero, buffers = bucket.axis.zero, self._state.reducer.buffers
+        collectives, buffers = self._state.between[bucket.axis].zero, self._state.reducer.buffers
         dtype = self._dtype or bucket.master.dtype
         packed = buffers.acquire(bucket.flat.numel(), dtype)
         for member, start in bucket.offsets.items():
             assert isinstance(member, ShardedParameter), "replicated parameters have no parcel"
             part = packed[start : start + member.storage.numel()]
-            total = member.reduced()
+            total = member.take_reduced()
             if total is None:  # unused on this rank, but perhaps used on others: zeros
                 part.zero_()
             else:
                 part.copy_(total.flatten())
-                member.drop_reduced_grad()
         for start, stop in bucket.gaps:
             packed[start:stop].zero_()
-        received = packed if zero == 1 else buffers.acquire(packed.numel(), dtype)
-        collectives = self._state.between[bucket.axis].zero
+        received = packed if collectives.size == 1 else buffers.acquire(packed.numel(), dtype)
         handle = collectives.exchange(received, packed, bucket.name)
-        exchange = _Exchange(bucket, received, packed, handle)
-        if zero == 1:
+        exchange = _Exchange(bucket, list(dict.fromkeys((packed, received))), handle)
+        if collectives.size == 1:
             self._sum_slice(exchange)
         self._in_flight.append(exchange)
 
@@ -270,7 +266,7 @@ class ZeroReducer:
         if exchange.total is None:
             self._sum_slice(exchange)
         if exchange.bucket.host_sum is not None:  # to host memory at once
-            self._add_slice(exchange)
+            self._finish_sums([exchange])
         else:
             self._replica_sums.append(exchange)
 
@@ -282,15 +278,11 @@ class ZeroReducer:
         for exchange in (*self._in_flight, *self._replica_sums):
             self._state.collectives.wait(exchange.handle, exchange.bucket.name, "", "finish")
             if exchange.total is None:
-                self._release_buffers(exchange)
+                for buffer in exchange.buffers:
+                    self._state.reducer.buffers.release(buffer)
         self._in_flight.clear()
         self._replica_sums.clear()
         self._backwards, self._expected_backwards, self._saw_accumulation = 0, 0, False
-
-    def _release_buffers(self, exchange: _Exchange) -> None:
-        self._state.reducer.buffers.release(exchange.input)
-        if exchange.output is not exchange.input:
-            self._state.reducer.buffers.release(exchange.output)
 
     def _sum_slice(self, exchange: _Exchange) -> None:
         bucket = exchange.bucket
@@ -298,73 +290,64 @@ class ZeroReducer:
         self._state.collectives.wait(exchange.handle, bucket.name, "", "finish")
         exchange.handle.keep = ()
         dtype = bucket.master.dtype
-        exchange.total = between.zero.sum_output(exchange.output, exchange.input, dtype)
-        self._release_buffers(exchange)
+        exchange.total = between.zero.sum_output(exchange.buffers[-1], exchange.buffers[0], dtype)
+        for buffer in exchange.buffers:
+            self._state.reducer.buffers.release(buffer)
         exchange.handle = between.zero_replica.all_reduce(exchange.total, bucket.name)
 
-    def _finish_replica_sums(self) -> None:
-        """Wait for the all-reduces of all slices, and add these to their buckets' gradients."""
-        for exchange in self._replica_sums:
-            self._add_slice(exchange)
-        self._replica_sums.clear()
-        if self._state.link is not None:
-            self._state.link.synchronize()
-
-    def _add_slice(self, exchange: _Exchange) -> None:
-        bucket, total = exchange.bucket, exchange.total
-        assert total is not None, "finish_oldest has summed it"
-        self._state.collectives.wait(exchange.handle, bucket.name, "", "finish")
-        for member in exchange.dropped:
-            bucket.zero_range(total, member)
-        bucket.add_gradient(total)
+    def _finish_sums(self, exchanges: Sequence[_Exchange]) -> None:
+        """Wait for the all-reduces of slices, and add these to their buckets' gradients."""
+        for exchange in exchanges:
+            self._state.collectives.wait(exchange.handle, exchange.bucket.name, "", "finish")
+        for exchange in exchanges:
+            assert exchange.total is not None, "finish_oldest has summed it"
+            exchange.bucket.add_gradient(exchange.total, exchange.dropped)
 
     def _add_replicated(self, bucket: Bucket) -> None:
-        replicated = self._communicator.replicated
         if bucket.gradient is None:
             bucket.gradient = torch.zeros_like(bucket.master)
-        index = {member: i for i, member in enumerate(replicated.members)}
+        values = self._communicator.replicated.views()
         for segment in bucket.segments:
             assert isinstance(segment.member, ReplicatedParameter), "bucket.replicated"
-            value = replicated.value(index[segment.member]).flatten()
-            part = value[segment.offset : segment.offset + segment.tensor.numel()]
-            bucket.gradient[segment.start : segment.stop] += part
+            part = values[segment.member.index].flatten()[segment.offset :]
+            bucket.gradient[segment.start : segment.stop] += part[: segment.tensor.numel()]
 
-    def _pop_autograd_gradient(self, member: Member) -> Tensor | None:
-        """Take a gradient that autograd left in ``.grad``: the loss used the ``DTensor`` itself.
+    def _take_autograd_gradients(self) -> dict[Member, Tensor]:
+        """Take the gradients that autograd left in ``.grad``: the loss used the ``DTensor`` itself.
 
         Such a term is the same on all ranks, so it counts once and not once for each rank.
 
         Returns:
-            This rank's part of it, like the parameter's storage; ``None`` if there is no such
-            gradient, or if the parameter is replicated: then it was added to the flat gradient.
+            This rank's part of those of sharded parameters, like their storage. Those of replicated
+            ones are added to the flat gradient.
         """
-        raw = raw_gradient(member.parameter)
-        if raw is None:
-            return None
-        drop_raw_gradient(member.parameter)
-        value = raw.redistribute(placements=member.parameter.placements)  # type: ignore[attr-defined]
-        local = value._local_tensor
-        if self._communicator.mean:  # all gradients are divided by the number of ranks later
-            local = local * self._mesh.shape.stage_size
-        if isinstance(member, ReplicatedParameter):
-            first = dist.get_rank(self._mesh.stage_group) == 0
-            member.add_gradient(local if first else torch.zeros_like(local))
-            return None
-        self._state.reducer.had_gradient[member] = True
-        padded = member.zeros(local.dtype)
-        member.local(padded).copy_(local)
-        return padded
+        members = [member for bucket in self._buckets for member in bucket.offsets]
+        gradients = read_each(read_grad, [member.parameter for member in members])
+        taken: dict[Member, Tensor] = {}
+        for member, raw in zip(members, gradients, strict=True):
+            if raw is None:
+                continue
+            raw_grad.fset(member.parameter, None)
+            placements = member.parameter.placements  # type: ignore[attr-defined]
+            local = raw.redistribute(placements=placements)._local_tensor
+            if self._communicator.mean:  # all gradients are divided by the number of ranks later
+                local = local * self._mesh.shape.stage_size
+            if isinstance(member, ReplicatedParameter):
+                first = dist.get_rank(self._mesh.stage_group) == 0
+                member.add_gradient(local if first else torch.zeros_like(local))
+            else:
+                self._state.reducer.had_gradient[member] = True
+                taken[member] = member.zeros(local.dtype)
+                member.local(taken[member]).copy_(local)
+        return taken
 
-    def _add_autograd_gradients(
-        self, bucket: Bucket, autograd_gradients: Mapping[Member, Tensor]
-    ) -> None:
-        """Add ``autograd_gradients`` to the bucket's slice, without an exchange: every rank has
-        them already."""
+    @staticmethod
+    def _add_autograd_gradient(bucket: Bucket, member: Member, gradient: Tensor) -> None:
+        """Add it to the bucket's slice, without an exchange: every rank has it already."""
         assert bucket.gradient is not None, "it has been exchanged"
         for segment in bucket.segments:
-            if segment.member in autograd_gradients:
-                begin, end = segment.offset, segment.offset + segment.tensor.numel()
-                part = autograd_gradients[segment.member].flatten()[begin:end]
+            if segment.member is member:
+                part = gradient.flatten()[segment.offset :][: segment.tensor.numel()]
                 target = bucket.gradient[segment.start : segment.stop]
                 target += part.to(target.device)
 

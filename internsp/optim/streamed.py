@@ -125,14 +125,3 @@ class _Piece:
                         state[name] = bucket.host_state_slice(s, name, value.dtype)
                         to_store.append((state[name], value))
         self.link.copy_to_host(to_store)
-
-
-def to_device(bucket: Bucket, link: HostLink) -> tuple[Tensor, Tensor]:
-    """A buffer on the device for a bucket's unsharded weights, and the view of it that is this
-    rank's slice, copied from host memory."""
-    own, rank = bucket.owned, bucket.axis.zero_rank
-    link.finish_copies_to_host()  # among them this step's copy of the slice
-    flat = torch.empty(bucket.flat.numel(), dtype=own.dtype, device=link.device)
-    own_slice = flat[rank * own.numel() : (rank + 1) * own.numel()]
-    link.copy_to_device([(own_slice, own)]).wait()
-    return flat, own_slice

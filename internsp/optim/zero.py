@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from internsp.base.host import OPTIMIZER
+from internsp.dtensor.parameter import StepCount
 from internsp.failure.recovery import reporting_refusals
 from internsp.optim import checkpoint, gathered_state, group_state, streamed
-from internsp.optim.bucket import Bucket, ParameterAllGather, make_buckets
+from internsp.optim.bucket import Bucket, make_buckets
 from internsp.optim.elementwise import OptimizerClass
 from internsp.optim.finite import NotFinite, not_finite_gradients
 from internsp.optim.gathered_state import StateView
@@ -141,6 +142,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.not_finite: NotFinite | None = None
         self.skipped_steps = self.skipped_in_a_row = 0
         self._state_names: dict[tuple[int, torch.dtype], StateNames] = {}  # by group and dtype
+        self._stepped = StepCount()
         self._matrices = MatrixSteps(communicator)
         self._reducer = ZeroReducer(communicator, self._before_pass, reduce_dtype)
         self._reducer.unfinished = communicator.attach(self._reducer)
@@ -486,17 +488,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if communicator.state.link is not None:
             communicator.state.link.empty_host_cache()  # the shards have left their old memory
         for member in members:
+            member.share(self._stepped)
             guard_parameter(member, self, communicator.mesh.rank)
         self._reducer.declare(self._buckets)
 
     def _update(self, factor: float) -> None:
+        self._stepped.steps += 1  # copies of the weights in slots are stale (WP-11)
         settings, whole = self._settings(), [b for b in self._buckets if b.method.whole_matrix]
         for bucket in whole:
             bucket.merge_external_writes()
             bucket.scale_gradient(factor)
         # Matrices are sent while slices are stepped.
         slices = partial(self._update_slices, settings, factor)
-        self._matrices.step(self._reducer.used, settings, slices, self._all_gather_parameters)
+        self._matrices.step(self._reducer.used, settings, slices)
         self._step_groups(settings)
         if self._communicator.state.link is not None:
             self._communicator.state.link.synchronize()  # the host may read the new shards now
@@ -532,6 +536,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         communicator.wait_for_gathers()
         if communicator.state.link is not None:
             communicator.state.link.synchronize()
+        self._stepped.steps += 1
         for bucket in self._buckets:
             if not changed.keys() & {bucket.group_of(member) for member in bucket.offsets}:
                 continue
@@ -545,7 +550,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if bucket.inner is not None:
                 getattr(bucket.inner, mode)()
             bucket.copy_master_to_owned()
-            self._all_gather_parameters(bucket)
+            bucket.publish(communicator.state)
         for index, values in changed.items():
             self.param_groups[index].update(values)
 
@@ -561,23 +566,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 bucket.step(used, factor)
             else:
                 streamed.step(bucket, bucket.link, used, settings, factor)
-            trace.record("STEP", bucket.name, start=start, end=trace.now())
-            self._all_gather_parameters(bucket)
-
-    def _all_gather_parameters(self, bucket: Bucket) -> None:
-        """Start the all-gather of a bucket's new slices; its parameters are ready when it ends."""
-        state, axis = self._communicator.state, bucket.axis
-        # `.data`: the collective must not raise a version counter that saved tensors share.
-        flat, owned = bucket.flat.data, bucket.owned.data
-        link = bucket.link if bucket.hosted and axis.zero > 1 else None
-        if link is not None:
-            flat, owned = streamed.to_device(bucket, link)
-        handle = state.between[axis].publication.all_gather_parameters(flat, owned, bucket.name)
-        if link is not None:  # copied back to host memory at once: device memory is scarce
-            state.collectives.wait(handle, bucket.name, "", "publish")
-            handle.keep = ()
-            link.copy_to_host([(bucket.flat, flat)])
-        bucket.set_pending_all_gather(ParameterAllGather(state.collectives, handle, bucket.name))
+            if trace.enabled:
+                trace.record("STEP", bucket.name, start=start, end=trace.now())
+            bucket.publish(self._communicator.state)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -100,6 +100,7 @@ class Handle:
     """A collective in flight. Waiting is idempotent; on a device it orders streams only."""
 
     work: Work | None
+    """``None`` once it has been waited for."""
     events: list[int] = field(default_factory=list)
     keep: tuple[Any, ...] = field(default=(), repr=False)
     """Tensors the collective reads or writes, and lists of them: kept until the wait (WP-6)."""
@@ -111,11 +112,6 @@ class Handle:
     """The stream it was launched from, on a device that has streams."""
     arrival: Arrival | None = None
     """There also: the streams that stand behind it (WP-4)."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has been waited for."""
-        return self.work is None
 
 
 class Collectives:

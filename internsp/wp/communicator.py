@@ -753,8 +753,10 @@ class ISPCommunicator(ChunkWeights):
 
     def wait_until_ready(self) -> None:
         """Wait until every shard holds the values of the last optimizer step (WP-3)."""
-        for member in self.replicated.all_parameters():
-            member.wait_until_ready()
+        in_flight = [member.ready for member in self.replicated.all_parameters()]
+        for new_values in dict.fromkeys(in_flight):  # an optimizer's all-gather has several members
+            if new_values is not None:
+                new_values.wait()
 
     def wait_for_gathers(self) -> None:
         """Wait for all gathers in flight: the shards that they read are about to be written."""

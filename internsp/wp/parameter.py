@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,13 @@ from internsp.base.bits import same_bits
 from internsp.base.host import GRADIENTS, WEIGHTS, HostLink, HostSum
 from internsp.base.trace import Work
 from internsp.dtensor.mixed import read_each, without_torch_function
-from internsp.dtensor.parameter import Aliases, Reads, detach_aliases, make_shard_parameter
+from internsp.dtensor.parameter import (
+    Aliases,
+    Reads,
+    StepCount,
+    detach_aliases,
+    make_shard_parameter,
+)
 from internsp.dtensor.placed import dtensor_like, local_values, strides
 from internsp.dtensor.tensor_parallel import TensorPart, own_part
 from internsp.errors import LayoutError, StaleWeightError, StructureError
@@ -24,14 +30,6 @@ from internsp.schedule.layout import ShardLayout
 VersionAndDtype = tuple[int, torch.dtype]
 
 _requires_grad: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-
-
-class Publication(Work, Protocol):
-    """An optimizer's all-gather of new values."""
-
-    @property
-    def by_stream(self) -> bool:
-        """Whether each stream that reads the values waits for itself."""
 
 
 class ModelParameter:
@@ -48,7 +46,8 @@ class ModelParameter:
         dtype: dtype in which it is stored.
         tensor: its placement on the tensor ranks; ``None`` if its layer is not tensor parallel.
         ready: the optimizer's all-gather of new values into ``storage`` (WP-3), until it was
-            waited for; on a device with streams until the next one.
+            waited for, which sets it to ``None``; on a device with streams until the next one.
+        stepped: counts the steps that have written it; a ``ZeroOptimizer``'s parameters share one.
         offload: what of it lies in host memory (``weight_parallel.offload``).
         shares_slot: whether other weights use its bytes between forward and backward.
         communicator: unshards it and reduces its gradient.
@@ -77,7 +76,8 @@ class ModelParameter:
     def __init__(self, name: str, parameter: nn.Parameter, axis: WeightAxis) -> None:
         self.name, self.dtype, self.axis = name, parameter.dtype, axis
         self.tensor = TensorPart.of(parameter)
-        self.ready: Publication | None = None
+        self.ready: Work | None = None
+        self.stepped = StepCount()
         self.meet: Callable[[str], None] | None = None
         self.meet_all: Callable[[str], None] | None = None
         self.reads: Reads | None = None
@@ -171,11 +171,8 @@ class ModelParameter:
 
     def wait_until_ready(self) -> None:
         """Wait on the current stream until ``storage`` holds the last step's values (WP-3)."""
-        ready = self.ready
-        if ready is not None:
-            if not ready.by_stream:  # once is enough, and later reads cost nothing
-                self.ready = None
-            ready.wait()
+        if self.ready is not None:
+            self.ready.wait()
 
     def load(self, values: Tensor) -> None:
         """Copy ``values``, unsharded or a ``DTensor`` with the same placement, into the storage.
@@ -194,15 +191,22 @@ class ModelParameter:
     def version(self) -> int:
         """A number that changes whenever the values may have changed.
 
-        The sum of the version counters of the ``DTensor`` and of its local tensor. After writes
-        that raise neither (``foreach`` and fused operations, numpy), call :meth:`invalidate`.
+        The sum of the version counters of the ``DTensor`` and of its local tensor, and of the
+        steps. After other writes that raise neither counter (``foreach``, numpy), call
+        :meth:`invalidate`.
         """
         local = self.parameter._local_tensor  # type: ignore[attr-defined]
-        return self._counter._version + local._version + self._unseen_writes
+        seen: int = self._counter._version + local._version
+        return seen + self.stepped.steps + self._unseen_writes
 
     def invalidate(self) -> None:
         """Raise the version: the values were written in a way that no version counter shows."""
         self._unseen_writes += 1
+
+    def share(self, stepped: StepCount) -> None:
+        """Count steps in ``stepped`` from now on. The version only rises."""
+        self._unseen_writes += self.stepped.steps + 1
+        self.stepped = stepped
 
 
 class ShardedParameter(ModelParameter):
@@ -422,6 +426,12 @@ class ShardedParameter(ModelParameter):
             self.reduced_grad, self.borrowed = self.reduced_grad.to(wide, copy=True), False
         return self.reduced_grad
 
+    def take_reduced(self) -> Tensor | None:
+        """:meth:`reduced`, and drop it: later gradients are a new sum."""
+        total = self.reduced_grad if self._sum is None else self.reduced()
+        self.drop_reduced_grad()
+        return total
+
     def drop_reduced_grad(self) -> None:
         """Drop the reduced gradient."""
         self.reduced_grad, self.borrowed = None, False
@@ -444,12 +454,14 @@ class ReplicatedParameter(ModelParameter):
         weight_part: as in :class:`internsp.wp.communicator.WPCommunicator`.
         sums: adds up the gradients of replicated parameters, this one's at ``index``
             (:class:`internsp.wp.replicated.ReplicatedParameters`).
+        total: its part of that sum, in its shape, once there is one.
     """
 
     shares_slot = False  # a write by the user is noticed when its gradient is ready
     weight_part = False
     sums: Any
     index: int
+    total: Any = None
 
     def __init__(
         self,
@@ -504,11 +516,10 @@ class ReplicatedParameter(ModelParameter):
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Add a gradient of this rank to the flat gradient. No message."""
-        sums = self.sums
-        if not sums.views:
-            sums.gradient()  # allocates it
-        sums.views[self.index].add_(gradient)
-        sums.given.add(self.index)
+        if self.total is None:
+            self.sums.gradient()  # allocates it
+        self.total.add_(gradient)
+        self.sums.given.add(self.index)
 
 
 Member = ReplicatedParameter | ShardedParameter

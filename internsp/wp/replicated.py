@@ -26,7 +26,6 @@ class ReplicatedParameters:
         members: the replicated parameters.
         sharded: the chunk's sharded parameters, which have flags only.
         flat: the flat gradient; ``None`` until it is first needed.
-        views: of the flat gradient, one a parameter, in its shape; empty until it is needed.
         given: indices of the parameters of which this rank has a gradient.
         numel: number of the flat gradient's elements before the flags.
         backward: the graph task of the backward that is known to run, or -1.
@@ -43,7 +42,7 @@ class ReplicatedParameters:
         self.sharded = sharded
         self.flat: Tensor | None = None
         self.numel = 0
-        self.views: Sequence[Tensor] = ()
+        self._views: Sequence[Tensor] = ()  # of the flat gradient, one a parameter
         self.given: set[int] = set()
         self._mine: list[bool] = []  # this rank's flags in the last reduction
 
@@ -69,7 +68,9 @@ class ReplicatedParameters:
                 dtype = torch.promote_types(dtype, weight.dtype)
             length = self.numel + len(self.members) + len(self.sharded)
             self.flat = torch.zeros(length, dtype=dtype, device=self._mesh.device)
-            self.views = self._shaped(self.flat)
+            self._views = self._shaped(self.flat)
+            for member, view in zip(self.members, self._views, strict=True):
+                member.total = view
         return self.flat
 
     def with_gradient(self) -> list[ReplicatedParameter]:
@@ -83,8 +84,8 @@ class ReplicatedParameters:
             used: it still counts as used by this rank.
         """
         index = member.index
-        if index in self.given:
-            self.value(index).zero_()
+        if index in self.given and member.total is not None:
+            member.total.zero_()
             if not used:
                 self.given.remove(index)
 
@@ -117,10 +118,11 @@ class ReplicatedParameters:
         except RuntimeError as error:  # another rank has closed the connection
             raise collectives.comm_context.record_failure(SMALL, error) from error
 
-    def value(self, index: int) -> Tensor:
-        """The gradient of parameter ``index``, in its shape: a view of the flat gradient."""
-        self.gradient()
-        return self.views[index]
+    def views(self) -> Sequence[Tensor]:
+        """The gradient of every parameter, in its shape: views of the flat gradient."""
+        if self.flat is None:
+            self.gradient()
+        return self._views
 
     def values(self) -> Sequence[Tensor]:
         """A copy of the gradient of every parameter, in its shape."""

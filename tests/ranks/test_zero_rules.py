@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from internsp.config import WeightParallelConfig
-from internsp.errors import GradientError
-from internsp.optim import ZeroOptimizer
+from internsp.errors import GradientError, StaleWeightError
+from internsp.optim import ZeroOptimizer, step_together
 from internsp.parallel.parallelize import parallelize
 from internsp.wp.collectives import Collectives
 from tests.support.late import publish_late
@@ -203,6 +203,41 @@ def test_only_values_that_replicas_send_each_other_are_waited_for(weight: int, w
     optimizer.step()
     members = communicator.replicated.sharded
     assert {member.ready is not None for member in members} == {waits}
+    communicator.wait_until_ready()
+    assert [member.ready for member in members] == [None] * len(members)
+
+
+@pytest.mark.parametrize("kind", ["zero", "together", "plain"])
+@ranks(2)
+def test_a_step_makes_stale_what_it_has_stepped_and_nothing_else(kind: str) -> None:
+    model = Tiny(layers=2)
+    communicator = parallelize(model, mesh_of(2), WeightParallelConfig(min_shard_elements=1))
+    members = communicator.replicated.all_parameters()
+    before = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    model(ids, ids).backward()
+    before.step()  # a later optimizer does not count these steps anew
+    before.zero_grad()
+    model.layers[0].requires_grad_(False)
+    model.embed.requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, lr=0.1, foreach=True)
+    if kind != "plain":
+        used = [member.version() for member in members]
+        optimizer = ZeroOptimizer(communicator, torch.optim.SGD, lr=0.1)
+        for member, version in zip(members, used, strict=True):
+            assert (member.version() > version) is member.requires_grad, member.name
+    model(ids, ids).backward()
+    graph = model(ids, ids)
+    versions = [member.version() for member in members]
+    if kind == "together":
+        assert isinstance(optimizer, ZeroOptimizer)
+        step_together([optimizer])
+    else:
+        optimizer.step()
+    for member, version in zip(members, versions, strict=True):
+        assert (member.version() > version) is member.requires_grad, member.name
+    raises(StaleWeightError, graph.backward, "changed on rank")
 
 
 @pytest.mark.parametrize("weight", [1, 2])

@@ -155,14 +155,14 @@ class Racing:
     def _watch_steps(self) -> None:
         published: dict[Any, Any] = {}
 
-        def publish(bucket: Any, all_gather: Any) -> None:
+        def publish(bucket: Any, _: Any) -> None:
             published.update(dict.fromkeys(bucket.offsets, bucket.name))
 
         def read(member: Any, *_: Any) -> None:
             if member in published:
                 self.require("PUBLISH", published[member], f"read ({member.name})")
 
-        around(Bucket, "set_pending_all_gather", after=publish)
+        around(Bucket, "publish", after=publish)
         around(parameter.ShardedParameter, "fresh", after=read)
         around(parameter.ReplicatedParameter, "unshard", after=read)
 
