@@ -86,6 +86,8 @@ def before_step(
         return
     refuse_optimizer(optimizer, stepped)
     communicator.placeholders.require_finished(stepped)
+    if any(group.get("fused") for group in optimizer.param_groups):
+        lay_out_alike(optimizer, stepped)
     if communicator.state.handles or communicator.full_params_in:
         communicator.require_shards()
         communicator.wait_for_gathers()
@@ -165,6 +167,23 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, stepped: Sequence[nn.Para
                 "of one process. Give it to a ZeroOptimizer, which brings each matrix together on "
                 f"one rank: internsp.ZeroOptimizer(communicator, {name}, ...)"
             )
+
+
+def lay_out_alike(optimizer: torch.optim.Optimizer, stepped: Sequence[nn.Parameter]) -> None:
+    """Give gradients and state the strides of their parameters' local tensors.
+
+    torch's fused kernels take elements at the same offset for the same element (seen with torch
+    2.13). A parameter that is sharded on another dimension than the first one lies in memory with
+    that dimension first; a gradient that autograd made from the parameter itself, or state that was
+    loaded, may not.
+    """
+    for parameter in stepped:
+        local = parameter._local_tensor  # type: ignore[attr-defined]
+        for value in (parameter.grad, *optimizer.state.get(parameter, {}).values()):
+            own = getattr(value, "_local_tensor", None)
+            if own is None or own.shape != local.shape or own.stride() == local.stride():
+                continue
+            value._local_tensor = torch.empty_like(local, dtype=own.dtype).copy_(own)
 
 
 def keep_parameters_in_place(

@@ -12,10 +12,9 @@ from internsp.optim import zero
 from internsp.schedule.terms import BACKWARD
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.contents import Contents
-from internsp.wp.parameter import ShardedParameter
+from internsp.wp.parameter import ReplicatedParameter, ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.reduce import GradientReducer, UnshardedSums
-from internsp.wp.replicated import ReplicatedParameters
 
 
 def put_in(name: str, rank: int) -> None:
@@ -91,13 +90,14 @@ def no_zero_replica_sum(rank: int) -> None:
 
 def small_once(rank: int) -> None:
     """A replicated parameter that is used twice keeps its last gradient only."""
-    add = ReplicatedParameters.add
+    add = ReplicatedParameter.add_gradient
 
-    def wrong(self: Any, index: int, gradient: Any) -> None:
-        self.views()[index].zero_()
-        add(self, index, gradient)
+    def wrong(self: Any, gradient: Any) -> None:
+        if self.total is not None:
+            self.total.zero_()
+        add(self, gradient)
 
-    ReplicatedParameters.add = wrong  # type: ignore[method-assign]
+    ReplicatedParameter.add_gradient = wrong  # type: ignore[method-assign]
 
 
 def clip_off(rank: int) -> None:

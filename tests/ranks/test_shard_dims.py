@@ -79,6 +79,30 @@ def test_weights_cut_on_any_dimension_train_as_on_one_process(
         close(whole, parameter.detach(), f"{name}, gathered by DTensor")
 
 
+@pytest.mark.parametrize("laid", ["gradient", "state"])
+@ranks(2)
+def test_a_fused_step_is_right_whatever_the_strides_of_gradient_and_state(laid: str) -> None:
+    """torch's fused kernels take elements at equal offsets for the same element."""
+    plan = [{"match": match, "shard_dim": dim} for match, dim in RULES.items()]
+    twin = Twin(lambda: Tiny(Grouped, layers=2), mesh_of(2), plan=plan)
+    models = twin.plain, twin.ours
+    theirs, ours = (torch.optim.AdamW(m.parameters(), lr=0.02, fused=True) for m in models)
+    embed: Any = twin.ours.embed.weight
+    for step in range(2):
+        if laid == "gradient":  # a term of the weight itself: autograd chooses the strides
+            for model in models:
+                model.embed.weight.square().sum().backward()  # type: ignore[operator, union-attr]
+        twin.backward()
+        if laid == "state" and step:  # as loaded from a full state dict
+            for value in (v for v in ours.state[embed].values() if v.dim()):
+                value._local_tensor = value._local_tensor.contiguous()
+                assert value._local_tensor.stride() != embed._local_tensor.stride()
+        for optimizer in (theirs, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+        twin.check_parameters(f"after step {step}")
+
+
 @ranks(2)
 def test_a_dimension_that_a_weight_lacks_is_refused_by_name() -> None:
     plan: Any = [{"match": "layers.*.w1.weight", "shard_dim": 2}]
