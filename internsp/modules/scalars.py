@@ -7,7 +7,6 @@ the step count, and leaves it a plain tensor, which torch's optimizers cannot st
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -51,7 +50,7 @@ def _before_step(
             if not plain:
                 continue
             if type(optimizer) not in known:
-                known[type(optimizer)] = _names(member, optimizer, group)
+                known[type(optimizer)] = _names(member, type(optimizer), group)
             for name in plain & known[type(optimizer)]:
                 state[name] = member.wrap(state[name].to(member.device))
 
@@ -60,24 +59,21 @@ def _is_plain_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.dim()
 
 
-def _names(member: Member, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
-    """The names of the state that is like the parameter, by a step of a stand-in.
+def _names(member: Member, cls: Any, group: dict[str, Any]) -> set[str]:
+    """The names of the state that is like the parameter.
 
     Raises:
         StructureError: it cannot be made from the group's settings.
     """
+    # Rarely needed, so not loaded before.
+    from internsp.base.stand_in import StateNames, settings_of
+
     like = torch.zeros(2, dtype=member.dtype, device=member.device)
-    like.grad = torch.zeros_like(like)
-    settings = {n: v for n, v in group.items() if n not in ("params", "param_names")}
-    cls: Any = type(optimizer)
     try:
-        made = cls([{**copy.deepcopy(settings), "params": [like]}])
-        getattr(made, "train", bool)()
-        made.step()
+        return set(StateNames(like, cls, settings_of(group)).slices)
     except Exception as error:
         raise StructureError(
-            f"{type(optimizer).__name__} has plain tensors as state of {member.name}, which has no "
+            f"{cls.__name__} has plain tensors as state of {member.name}, which has no "
             f"dimensions, on rank {dist.get_rank()}, and no second one could be made to see which "
             f"of them are like the parameter ({error}): load DTensor, as its state_dict() has them"
         ) from error
-    return {n for n, v in made.state[like].items() if isinstance(v, Tensor) and v.shape == (2,)}

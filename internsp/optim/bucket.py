@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from internsp.base.host import GRADIENTS, OPTIMIZER, WEIGHTS, HostLink, HostSum
+from internsp.base.stand_in import copied
 from internsp.mesh import ParallelMesh, WeightAxis
-from internsp.optim.group_state import copied
 from internsp.optim.methods import Method
 from internsp.optim.slices import Region
 from internsp.schedule.layout import laid_out

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from internsp.base.stand_in import StateNames
 from internsp.errors import LayoutError
 from internsp.optim.bucket import Bucket, Segment
 from internsp.optim.gathered_state import MASTER
 from internsp.optim.matrices import Matrix, MatrixSteps
 from internsp.optim.slices import Slices
-from internsp.optim.state_names import StateNames
 from internsp.wp.parameter import Member
 
 StateDict = dict[str, Any]

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from internsp.optim.group_state import (
-    copied,
-    kept_in_group,
-    make_stand_in,
-    start_training,
-    stepped,
-    switched,
-)
-
-OptimizerClass = Callable[..., torch.optim.Optimizer]
-"""A class of torch optimizers, or a function that makes one."""
+from internsp.base.stand_in import OptimizerClass, copied, make_stand_in, start_training
+from internsp.optim.group_state import kept_in_group, stepped, switched
 
 _LOG = logging.getLogger("internsp.optim")
 # Well-known classes, which need no experiment.

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from internsp.base.host import OPTIMIZER
+from internsp.base.stand_in import State, StateNames
 from internsp.errors import LayoutError
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket, Segment
 from internsp.optim.matrices import MatrixSteps
-from internsp.optim.state_names import State, StateNames
 from internsp.wp.parameter import Member
 
 MASTER = "master"

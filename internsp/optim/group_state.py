@@ -9,7 +9,6 @@ ranks, whatever slices these have, and need no communication; ``state_dict`` has
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,38 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-OptimizerClass = Any
-State = dict[str, Any]
+from internsp.base.stand_in import OptimizerClass, State, copied, settings_of, start_training
+
 _STEPS = 12  # as in the experiment of :mod:`internsp.optim.elementwise`
-
-
-def copied(settings: Mapping[str, Any]) -> State:
-    """``settings`` with copies of what an optimizer could change in place."""
-    return {
-        name: copy.deepcopy(value) if isinstance(value, Tensor | list | dict) else value
-        for name, value in settings.items()
-    }
-
-
-def make_stand_in(
-    cls: OptimizerClass, settings: Mapping[str, Any], tensors: Iterable[Tensor]
-) -> torch.optim.Optimizer:
-    """An optimizer of ``tensors`` in one group with copies of ``settings``, ready to step."""
-    made: torch.optim.Optimizer = cls([{**copied(settings), "params": list(tensors)}])
-    start_training(made)
-    return made
-
-
-def start_training(optimizer: torch.optim.Optimizer) -> None:
-    """Call its ``train()``, if it has one: schedule-free optimizers refuse to step before."""
-    train = getattr(optimizer, "train", None)
-    if callable(train):
-        train()
-
-
-def settings_of(group: Mapping[str, Any]) -> State:
-    """What a group holds besides its parameters."""
-    return {name: v for name, v in group.items() if name not in ("params", "param_names")}
 
 
 def kept_in_group(cls: OptimizerClass, settings: Mapping[str, Any], like: Tensor) -> State:

@@ -29,17 +29,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from internsp.base.stand_in import State, StateNames, copied
 from internsp.mesh import ParallelMesh
 from internsp.optim import muon
 from internsp.optim.bucket import Bucket, Segment
-from internsp.optim.group_state import copied
 from internsp.optim.slices import Slices
-from internsp.optim.state_names import StateNames
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ShardedParameter
 
-State = dict[str, Any]
 RankPosition = tuple[int, int, int]
 """A rank's number in the group that exchanges matrices, its weight rank and its ZeRO rank."""
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from internsp.base.stand_in import OptimizerClass, copied, settings_of
 from internsp.errors import ConfigError
 from internsp.optim.elementwise import (
-    OptimizerClass,
     default_settings,
     name_of,
     require_elementwise,
     require_whole_matrix,
 )
-from internsp.optim.group_state import copied, kept_in_group, settings_of
+from internsp.optim.group_state import kept_in_group
 from internsp.optim.muon import MuonSlices, can_slice_state
 from internsp.wp.parameter import Member, ShardedParameter
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from internsp.optim.elementwise import OptimizerClass
+from internsp.base.stand_in import OptimizerClass
 
 try:
     from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from internsp.base.host import OPTIMIZER
+from internsp.base.stand_in import OptimizerClass, StateNames, settings_of
 from internsp.dtensor.parameter import StepCount
 from internsp.failure.recovery import reporting_refusals
 from internsp.optim import checkpoint, gathered_state, group_state, streamed
 from internsp.optim.bucket import Bucket, make_buckets
-from internsp.optim.elementwise import OptimizerClass
 from internsp.optim.finite import NotFinite, not_finite_gradients
 from internsp.optim.gathered_state import StateView
 from internsp.optim.groups import (
@@ -32,7 +32,6 @@ from internsp.optim.methods import Method, methods_of, require_steppable
 from internsp.optim.norm import clip_factor, squared_norm
 from internsp.optim.reduction import ZeroReducer
 from internsp.optim.scaler import LossScaler
-from internsp.optim.state_names import StateNames
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member
 
@@ -385,7 +384,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _load_settings(self, saved: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
         """Continue with the saved settings and loss scale, without gradients."""
         for group, settings in zip(self.param_groups, saved, strict=True):
-            group.update(group_state.settings_of(settings))
+            group.update(settings_of(settings))
         if self.loss_scaler is not None and "loss_scaler" in state_dict:
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         self.zero_grad()
@@ -575,7 +574,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _settings(self) -> list[dict[str, Any]]:
         """Each group's settings as they are now (a schedule may have changed them)."""
-        return [group_state.settings_of(group) for group in self.param_groups]
+        return [settings_of(group) for group in self.param_groups]
 
     def _gradient_factor(self) -> float:
         """The factor from a sum to the gradient: mean over ranks, inverse of the loss scale."""
