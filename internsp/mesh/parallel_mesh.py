@@ -50,7 +50,7 @@ class WeightAxis:
     (``ShardedParameter``); gathers, of which small weights share one within an axis and dtype
     (``Chunk``); reductions (``GradientReducer``, which has one queue for all axes, so that there is
     one order); sums over replicas (``PlainLoop``, ``Bucket.axis``); the norm and checkpoints
-    (``squared_norm``, ``optim/checkpoint.py``); bytes and simulated launches (``chunk_layout``,
+    (``squared_norm``, ``optim/state.py``); bytes and simulated launches (``chunk_layout``,
     ``Simulator``).
     """
 

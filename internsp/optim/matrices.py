@@ -396,11 +396,6 @@ class MatrixSteps:
                 round_.own_matrix.make_optimizer(settings[round_.own_matrix.group])
                 self.own.append(round_.own_matrix)
 
-    @property
-    def with_owner_state(self) -> list[Matrix]:
-        """The matrices whose state lies with their owners, not in slices."""
-        return [matrix for matrix in self.matrices if not matrix.state_sliced]
-
     def _form_rounds(
         self, matrices: list[Matrix], collectives: Collectives, load: dict[int, int]
     ) -> None:

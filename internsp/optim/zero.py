@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from internsp.base.host import OPTIMIZER
-from internsp.base.stand_in import OptimizerClass, StateNames, settings_of
+from internsp.base.stand_in import OptimizerClass, settings_of
 from internsp.dtensor.parameter import StepCount
 from internsp.failure.recovery import reporting_refusals
-from internsp.optim import checkpoint, gathered_state, group_state, streamed
+from internsp.optim import group_state, streamed
 from internsp.optim.bucket import Bucket, make_buckets
 from internsp.optim.finite import NotFinite, not_finite_gradients
-from internsp.optim.gathered_state import StateView
 from internsp.optim.groups import (
     ParamGroups,
     members_of,
@@ -32,6 +31,7 @@ from internsp.optim.methods import Method, methods_of, require_steppable
 from internsp.optim.norm import clip_factor, squared_norm
 from internsp.optim.reduction import ZeroReducer
 from internsp.optim.scaler import LossScaler
+from internsp.optim.state import OptimizerState, StateView
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member
 
@@ -140,7 +140,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.skipped = False
         self.not_finite: NotFinite | None = None
         self.skipped_steps = self.skipped_in_a_row = 0
-        self._state_names: dict[tuple[int, torch.dtype], StateNames] = {}  # by group and dtype
         self._stepped = StepCount()
         self._matrices = MatrixSteps(communicator)
         self._reducer = ZeroReducer(communicator, self._before_pass, reduce_dtype)
@@ -259,7 +258,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """By parameter, this rank's slices of its state, 1-D; :meth:`state_dict` has all of it."""
-        return StateView(self._buckets, self._matrices, self._settings(), self._group_index)
+        return StateView(self._state())
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -287,13 +286,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with reporting_refusals([communicator.recovery], "the optimizer's state_dict()"):
             for bucket in self._buckets:
                 bucket.merge_external_writes()
-            states = gathered_state.gather_state(
-                self._buckets,
-                self._matrices,
-                self._settings(),
-                self._group_index,
-                communicator.mesh,
-            )
+            states = self._state().gather(communicator.mesh)
         index = {id(p): i for i, p in enumerate(self._parameters())}
         groups, start = self._settings(), 0
         for settings, group in zip(groups, self.param_groups, strict=True):
@@ -335,7 +328,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._communicator.wait_until_ready()
         self._adopt([member for member in self._frozen() if states[member]])
         with reporting_refusals([self._communicator.recovery], "the optimizer's load_state_dict()"):
-            gathered_state.load_state(self._buckets, self._matrices, self._settings(), states)
+            self._state().load_gathered(states)
         self._load_settings(saved, state_dict)
 
     def local_state_dict(self) -> dict[str, Any]:
@@ -350,12 +343,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._adopt([member for member in self._frozen() if member.requires_grad])
         with torch.no_grad():
             state: dict[str, Any] = {
-                "state": checkpoint.local_state(
-                    self._buckets, self._matrices, self._settings(), self._state_names,
-                    self._frozen(),
-                ),
+                "state": self._state().local(self._frozen()),
                 "param_groups": self._settings(),
-            }  # fmt: skip
+            }
         if self.loss_scaler is not None:
             state["loss_scaler"] = self.loss_scaler.state_dict()
         return state
@@ -376,9 +366,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"the state has {len(saved)} parameter groups, this optimizer has "
                 f"{len(self.param_groups)}"
             )
-        checkpoint.load_local_state(
-            self._buckets, self._matrices, state_dict["state"], self._frozen()
-        )
+        self._state().load_local(state_dict["state"], self._frozen())
         self._load_settings(saved, state_dict)
 
     def _load_settings(self, saved: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
@@ -575,6 +563,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _settings(self) -> list[dict[str, Any]]:
         """Each group's settings as they are now (a schedule may have changed them)."""
         return [settings_of(group) for group in self.param_groups]
+
+    def _state(self) -> OptimizerState:
+        return OptimizerState(self._buckets, self._matrices, self._settings())
 
     def _gradient_factor(self) -> float:
         """The factor from a sum to the gradient: mean over ranks, inverse of the loss scale."""

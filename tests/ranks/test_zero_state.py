@@ -460,6 +460,22 @@ def test_a_state_dict_of_one_rank_alone_is_refused_on_both_before_it_gathers(ran
 
 
 @ranks(2)
+def test_state_that_a_later_setting_adds_is_in_what_is_saved() -> None:
+    s = setup(Case(weight=2))
+    s.optimizer.local_state_dict()  # the names that are known then are not kept
+    for group in s.optimizer.param_groups:
+        group["amsgrad"] = True
+    ids, labels = batch(0, 2)
+    rank = dist.get_rank()
+    s.model(share(ids, rank), share(labels, rank)).backward()
+    s.optimizer.step()
+    here = s.optimizer.local_state_dict()["state"]["head.weight"]
+    all_of_it = next(iter(s.optimizer.state_dict()["state"].values()))
+    assert here["max_exp_avg_sq"].parts.keys() == here["exp_avg"].parts.keys()
+    assert "max_exp_avg_sq" in all_of_it
+
+
+@ranks(2)
 def test_a_state_dict_is_copied_and_written_by_torch_alone() -> None:
     """Its values are in no buffer of ours: torch would not copy a ``DTensor`` into such a view."""
     s = setup(Case(weight=2))
