@@ -1,0 +1,61 @@
+"""What a torch optimizer of a user's own needs before it steps sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from internsp.errors import StructureError
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer, stepped: Sequence[nn.Parameter]) -> None:
+    """Refuse an optimizer that cannot step the sharded parameters ``stepped``, before its step.
+
+    All but these are assumed to step a DTensor elementwise, as they would the full tensor.
+
+    Raises:
+        StructureError: the optimizer concatenates all parameters, or needs unsharded matrices.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise StructureError(
+            "torch.optim.LBFGS lays all parameters in one vector, which parameters sharded over "
+            "ranks cannot be: use an optimizer that works parameter by parameter (AdamW, SGD, ...)"
+        )
+    # torch's Adafactor, or that of transformers. Its statistics fail within DTensor; Muon would sum
+    # its products over ranks in bf16, with other results on each mesh, perhaps also on replicas.
+    adafactor = "Adafactor" in [base.__name__ for base in type(optimizer).__mro__]
+    for parameter in stepped if adafactor or isinstance(optimizer, torch.optim.Muon) else ():
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        sharded = any(
+            isinstance(placement, Shard) and mesh.size(dim) > 1
+            for dim, placement in enumerate(placements)
+        )
+        if adafactor or sharded:
+            name = type(optimizer).__name__
+            raise StructureError(
+                f"{name} steps whole matrices, and parameters (one of shape "
+                f"{list(parameter.shape)}) are sharded over ranks: its numbers would not be those "
+                "of one process. Give it to a ZeroOptimizer, which brings each matrix together on "
+                f"one rank: internsp.ZeroOptimizer(communicator, {name}, ...)"
+            )
+
+
+def lay_out_alike(optimizer: torch.optim.Optimizer, stepped: Sequence[nn.Parameter]) -> None:
+    """Give gradients and state the strides of their parameters' local tensors.
+
+    torch's fused kernels take elements at the same offset for the same element (seen with torch
+    2.13). A parameter that is sharded on another dimension than the first one lies in memory with
+    that dimension first; a gradient that autograd made from the parameter itself, or state that was
+    loaded, may not.
+    """
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    for parameter in stepped if fused else ():
+        local = parameter._local_tensor  # type: ignore[attr-defined]
+        for value in (parameter.grad, *optimizer.state.get(parameter, {}).values()):
+            own = getattr(value, "_local_tensor", None)
+            if own is None or own.shape != local.shape or own.stride() == local.stride():
+                continue
+            value._local_tensor = torch.empty_like(local, dtype=own.dtype).copy_(own)
