@@ -54,7 +54,8 @@ def lay_out_alike(optimizer: torch.optim.Optimizer, stepped: Sequence[nn.Paramet
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for parameter in stepped if fused else ():
         local = parameter._local_tensor  # type: ignore[attr-defined]
-        for value in (parameter.grad, *optimizer.state.get(parameter, {}).values()):
+        state = optimizer.state[parameter] if parameter in optimizer.state else {}
+        for value in (parameter.grad, *state.values()):
             own = getattr(value, "_local_tensor", None)
             if own is None or own.shape != local.shape or own.stride() == local.stride():
                 continue
