@@ -47,7 +47,7 @@ class Racing:
         self.hops = self.checks = 0
         self._random, self._work = random.Random(seed), itertools.count()
         self._done: dict[tuple[str, Any], int] = {}
-        self._reads: dict[Any, list[int]] = defaultdict(list)
+        self._reads: dict[int, list[int]] = defaultdict(list)
 
     def hop(self) -> None:
         """The next call comes on any of the streams."""
@@ -106,23 +106,23 @@ class Racing:
         collectives.Collectives.launch = launch  # type: ignore[method-assign]
 
     def _watch_slots(self) -> None:
-        def view(pool: Any, weight: Any) -> None:
+        def used(weight: Any) -> None:
             if weight.needs_gather:
                 self.require("AG", weight.name, "use")
-                self._reads[pool.slots[weight.unit.slot]].append(self.queue())
+                self._reads[weight.unit.slot].append(self.queue())
 
         def acquired(slot: Any, *_: Any) -> None:
-            for read in self._reads.pop(slot, ()):
+            for read in self._reads.pop(slot.index, ()):
                 assert read in self.here.behind, f"slot {slot.index} is overwritten while read"
 
-        around(slots.MemoryPool, "view", after=view)
+        around(parameter.ShardedParameter, "read", after=used)
         around(slots.Slot, "acquire", after=acquired)
 
         def backward(communicator: Any, weights: Iterable[Any]) -> None:
             reduced = communicator.queue.backward.turns.reduced
             for weight in weights:
                 if not weight.unit.recomputed and weight not in reduced:
-                    view(communicator.state.pool, weight)
+                    used(weight)
 
         around(ChunkWeights, "pre_backward", after=lambda c, weight: backward(c, [weight]))
         around(ChunkWeights, "pre_backward_all", after=backward)
