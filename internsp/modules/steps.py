@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +55,7 @@ def lay_out_alike(optimizer: torch.optim.Optimizer, stepped: Sequence[nn.Paramet
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for parameter in stepped if fused else ():
         local = parameter._local_tensor  # type: ignore[attr-defined]
-        values = [parameter.grad]
+        values: list[Any] = [parameter.grad]
         if parameter in optimizer.state:  # a ZeroOptimizer's state has no get()
             values += optimizer.state[parameter].values()
         for value in values:
