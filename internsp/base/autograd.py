@@ -29,19 +29,16 @@ def in_backward() -> bool:
 
 def tensors(value: Any) -> list[Tensor]:
     """The tensors in a module's output, through tuples, lists, mappings and dataclasses."""
-    found: list[Tensor] = []
-    rest = [value]
-    while rest:
-        item = rest.pop()
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, (tuple, list)):
-            rest.extend(reversed(item))
-        elif isinstance(item, (dict, Mapping)):  # dict first: it is the faster check
-            rest.extend(reversed([*item.values()]))
-        elif hasattr(item, "__dataclass_fields__"):
-            rest.extend(getattr(item, name) for name in reversed(item.__dataclass_fields__))
-    return found
+    if isinstance(value, Tensor):
+        return [value]
+    items: Iterable[Any] = ()
+    if isinstance(value, (tuple, list)):
+        items = value
+    elif isinstance(value, (dict, Mapping)):  # dict first: it is the faster check
+        items = value.values()
+    elif hasattr(value, "__dataclass_fields__"):
+        items = [getattr(value, name) for name in value.__dataclass_fields__]
+    return [tensor for item in items for tensor in tensors(item)]
 
 
 # Whether torch.vmap, torch.func.grad or the like runs (torch has no public name for it).

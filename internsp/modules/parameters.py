@@ -465,10 +465,7 @@ def _unsharding(module: nn.Module, held: Weights, inner: Forward) -> Forward:
         if simple:
             kept = _release(unsharded)
             if saves and kept:
-                base = output._base  # for batches of sequences: see base_node()
-                made = output if base is None or base.grad_fn is None else base
-                if made.grad_fn is not None:
-                    made.grad_fn.register_prehook(partial(_pre_backward, kept, True))
+                register_pre_backward_hook(output, partial(_pre_backward, kept, True), before)
             return output
         _require_tensors(held.owner, unsharded, output, before)
         return end_forward(unsharded, output, before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,3 +63,25 @@ def lay_out_alike(optimizer: torch.optim.Optimizer, stepped: Sequence[nn.Paramet
             if own is None or own.shape != local.shape or own.stride() == local.stride():
                 continue
             value._local_tensor = torch.empty_like(local, dtype=own.dtype).copy_(own)
+
+
+def after_closure(
+    prepare: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of a step, whose closure is followed by ``prepare``; ``None`` without one.
+
+    Args:
+        args: the optimizer, then the closure, unless ``kwargs`` has it.
+    """
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        return None
+
+    def closed() -> Any:
+        loss = closure()
+        prepare()
+        return loss
+
+    if "closure" in kwargs:
+        return args, kwargs | {"closure": closed}
+    return (args[0], closed, *args[2:]), kwargs

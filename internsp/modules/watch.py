@@ -58,16 +58,20 @@ def require_no_gradient_hooks(model: nn.Module, members: Sequence[Member]) -> Ca
 def before_step(
     communicator_ref: Callable[[], ISPCommunicator | None],
     optimizer: torch.optim.Optimizer,
-    *_: Any,
-) -> None:
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Pre-hook of every torch optimizer's step: refuse or wait, if it steps our parameters.
+
+    Returns:
+        The arguments of the step, where the gradients come from a closure among them.
 
     Raises:
         StructureError: the optimizer was created before ``parallelize``, and would step nothing.
     """
     communicator = communicator_ref()
     if communicator is None:
-        return
+        return None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
         replaced = getattr(parameter, "replaced", None)
@@ -78,19 +82,23 @@ def before_step(
             )
     ids = {id(p) for p in parameters if isinstance(p, ShardParameter)}
     if not ids:  # as of the slices that a ZeroOptimizer steps, bucket by bucket
-        return
+        return None
     members = communicator.replicated.all_parameters()
     stepped = [member.parameter for member in members if id(member.parameter) in ids]
     if not stepped:  # it writes no shard that a gather in flight reads
-        return
-    from internsp.modules.steps import lay_out_alike, refuse_optimizer  # not for a ZeroOptimizer
+        return None
+    from internsp.modules.steps import after_closure, lay_out_alike, refuse_optimizer
+
+    def prepare() -> None:
+        communicator.placeholders.require_finished(stepped)
+        lay_out_alike(optimizer, stepped)
+        if communicator.state.handles or communicator.full_params_in:
+            communicator.require_shards()
+            communicator.wait_for_gathers()
 
     refuse_optimizer(optimizer, stepped)
-    communicator.placeholders.require_finished(stepped)
-    lay_out_alike(optimizer, stepped)
-    if communicator.state.handles or communicator.full_params_in:
-        communicator.require_shards()
-        communicator.wait_for_gathers()
+    prepare()
+    return after_closure(prepare, args, kwargs)
 
 
 def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -84,7 +84,7 @@ class ReplicatedParameters:
             used: it still counts as used by this rank.
         """
         index = member.index
-        if index in self.given and member.total is not None:
+        if index in self.given:
             member.total.zero_()
             if not used:
                 self.given.remove(index)

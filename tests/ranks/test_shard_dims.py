@@ -79,7 +79,7 @@ def test_weights_cut_on_any_dimension_train_as_on_one_process(
         close(whole, parameter.detach(), f"{name}, gathered by DTensor")
 
 
-@pytest.mark.parametrize("laid", ["gradient", "state"])
+@pytest.mark.parametrize("laid", ["gradient", "state", "closure", "named closure"])
 @ranks(2)
 def test_a_fused_step_is_right_whatever_the_strides_of_gradient_and_state(laid: str) -> None:
     """torch's fused kernels take elements at equal offsets for the same element."""
@@ -88,17 +88,27 @@ def test_a_fused_step_is_right_whatever_the_strides_of_gradient_and_state(laid: 
     models = twin.plain, twin.ours
     theirs, ours = (torch.optim.AdamW(m.parameters(), lr=0.02, fused=True) for m in models)
     embed: Any = twin.ours.embed.weight
-    for step in range(2):
-        if laid == "gradient":  # a term of the weight itself: autograd chooses the strides
+
+    def backward() -> None:
+        if laid != "state":  # a term of the weight itself: autograd chooses the strides
             for model in models:
                 model.embed.weight.square().sum().backward()  # type: ignore[operator, union-attr]
         twin.backward()
+
+    for step in range(2):
         if laid == "state" and step:  # as loaded from a full state dict
             for value in (v for v in ours.state[embed].values() if v.dim()):
                 value._local_tensor = value._local_tensor.contiguous()
                 assert value._local_tensor.stride() != embed._local_tensor.stride()
+        if laid == "closure":
+            ours.step(backward)  # type: ignore[arg-type]
+        elif laid == "named closure":
+            ours.step(closure=backward)  # type: ignore[arg-type]
+        else:
+            backward()
+            ours.step()
+        theirs.step()
         for optimizer in (theirs, ours):
-            optimizer.step()
             optimizer.zero_grad()
         twin.check_parameters(f"after step {step}")
 
