@@ -68,7 +68,7 @@ class ParameterAllGather:
 
     @property
     def done(self) -> bool:
-        """Whether nobody has to wait any more; on a device each stream that reads has to."""
+        """Whether no reader has to wait any more; on a device each stream that reads has to."""
         return self._handle.work is None and self._handle.arrival is None
 
     def wait(self) -> None:
