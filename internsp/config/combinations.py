@@ -89,15 +89,7 @@ def _order(weights: WeightParallelConfig) -> Iterator[Mistake]:
 
 
 def _numbers(weights: WeightParallelConfig) -> Iterator[Mistake]:
-    usual = type(weights).model_fields["quantize_min_elements"].default
     said = weights.model_fields_set
-    off = weights.quantize == "none" and "quantize" not in said
-    if off and weights.quantize_min_elements != usual:
-        text = (
-            "unused without weight_parallel.quantize; set that, too, or leave this out (a rule's "
-            "quantize takes weights of any size)"
-        )
-        yield ("weight_parallel.quantize_min_elements", "weight_parallel.quantize"), text
     dtypes = {"compute_dtype": weights.compute_dtype, "reduce_dtype": weights.reduce_dtype}
     if weights.own_dtype and not any(dtypes.values()) and not dtypes.keys() & said:
         text = "all weights have their own; set compute_dtype or reduce_dtype, or leave it out"

@@ -30,7 +30,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from internsp.base.names import ANY_TEXT, nearest
+from internsp.base.names import ANY_TEXT
 from internsp.base.names import checked as checked_pattern
 from internsp.config.functions import checked as checked_function
 from internsp.config.functions import import_path
@@ -115,9 +115,9 @@ class Section(BaseModel):
         names = list(cls.model_fields)
         wrong = []
         for key in [str(k) for k in data if k not in names] if isinstance(data, Mapping) else ():
-            near = nearest(key, names)
-            hint = f"did you mean {near}?" if near else f"its keys: {', '.join(names)}"
-            wrong.append(f"unknown key {key!r}; {hint}")
+            from internsp.config.words import unknown_key
+
+            wrong.append(unknown_key(key, names))
         if wrong:
             raise ValueError("; ".join(wrong))
         return data
@@ -277,9 +277,7 @@ class WeightParallelConfig(Section):
     reduce_dtype: Dtype | None = None
     """Dtype in which gradients travel to be summed in float32; none: that of the weights' use."""
     quantize: Literal["none", "int8", "fp8"] = "none"
-    """What blocks' large weights are gathered as: rounded, with a scale for 128 elements."""
-    quantize_min_elements: Amount = 16384
-    """Weights with fewer elements, the embedding's and the head's are not quantized."""
+    """What blocks' weights above coalesce_bytes are gathered as: with a scale for 128 elements."""
     compute_dtype: Dtype | None = None
     """Dtype of gathered weights, to which floating inputs are cast; none: the parameter's own."""
     cast_inputs: bool = True

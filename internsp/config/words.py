@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from internsp.base.names import ANY_TEXT, FOLDER_NAME, nearest
+from internsp.base.names import ANY_TEXT, FOLDER_NAME, nearest, plain
 from internsp.base.sizes import meant_size
 
 Schema = Mapping[str, Any]
@@ -23,6 +23,12 @@ _FITS = {
     FOLDER_NAME: "usable as the name of a folder",
 }
 _MOST_ITEMS = 8  # entries of a list that a message shows
+_RULE = "write a rule, [[weight_parallel.plan]] with"
+FORMER = {
+    "quantize_min_elements": "quantize takes what is larger than coalesce_bytes; for other weights "
+    f'{_RULE} match = "NAME" and quantize = "none" (or "int8", "fp8")',
+}
+"""Keys that have gone: what is written instead."""
 _TABLES = {"plan": "rule", "groups": "group"}
 
 
@@ -63,6 +69,13 @@ def _mistakes(
                 yield key, f"is missing: {expected(schemas(cls)[key])}"
             else:
                 yield key, describe_error(schemas(cls)[key], values[key], detail)
+
+
+def unknown_key(key: str, names: Sequence[str]) -> str:
+    """The mistake of a ``key`` that a section does not have: what it became, or a near name."""
+    near = nearest(key, names)
+    hint = f"did you mean {near}?" if near else f"its keys: {', '.join(names)}"
+    return f"unknown key {key!r}; {FORMER.get(plain(key), hint)}"
 
 
 def listed(heading: str, found: Sequence[object]) -> str:

@@ -58,7 +58,6 @@ class WeightOptions:
         offload: which of its shard, gradient sum and optimizer state are in host memory.
         reshard_after_forward: near ranks that keep slices of it after the first gather of a step.
         quantize: to what its shards are quantized for the all-gather: ``none``, ``int8``, ``fp8``.
-        quantize_min_elements: a weight of fewer elements is not quantized.
         custom_gather: a user's functions that pack the shard before its all-gather and unpack the
             gathered bytes after it.
     """
@@ -67,7 +66,6 @@ class WeightOptions:
     offload: tuple[str, ...]
     reshard_after_forward: int
     quantize: str
-    quantize_min_elements: int
     custom_gather: CustomAllGather | None = None
 
     @classmethod
@@ -93,7 +91,7 @@ class WeightOptions:
                 f"{rule_options['quantize']!r}: only one of the two can pack the shard"
             )
         if own is not None or quantized:  # a rule names it, whatever its size
-            options |= {"quantize_min_elements": 0, "coalesce_bytes": -1}
+            options["coalesce_bytes"] = -1
         return cls(**options, custom_gather=own)
 
 

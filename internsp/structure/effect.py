@@ -156,33 +156,29 @@ def _without_effect(facts: _Facts) -> Iterator[tuple[str, str]]:
 
 def _quantizable(facts: _Facts) -> list[ParameterSharding]:
     """The weights that ``weight_parallel.quantize`` quantizes where they are sharded over ranks."""
-    config = facts.config
     found = []
     for sharding in facts.in_blocks:
         options, size = sharding.options, facts.shape.axis(sharding.expert).size
         if facts.rules_of(sharding, {"quantize", "pre_all_gather"}):
             continue
-        elements = _numel(sharding)
         rows = -(-sharding.shape[sharding.dim] // size) * size
-        padded = elements // max(sharding.shape[sharding.dim], 1) * rows
-        large = padded * sharding.dtypes.compute.itemsize > options.coalesce_bytes
-        if large and elements >= config.quantize_min_elements:
+        padded = _numel(sharding) // max(sharding.shape[sharding.dim], 1) * rows
+        if padded * sharding.dtypes.compute.itemsize > options.coalesce_bytes:
             found.append(sharding)
     return found
 
 
 def _nothing_to_quantize(facts: _Facts) -> str:
-    config = facts.config
     largest = max(facts.in_blocks, key=_numel, default=None)
     size = "there is none in a block"
     if largest is not None:
         nbytes = human(_numel(largest) * largest.dtypes.compute.itemsize)
-        size = f"the largest is {largest.name} ({nbytes}, {_numel(largest)} elements)"
+        size = f"the largest is {largest.name} ({nbytes})"
     return (
-        f"no sharded weight of a block is larger than coalesce_bytes ({config.coalesce_bytes}) and "
-        f"has quantize_min_elements ({config.quantize_min_elements}), other than those of which "
-        f"rules say what they are gathered as; {size}. Lower both, or name weights in a rule with "
-        "quantize, which takes them whatever their size"
+        "no sharded weight of a block is larger than coalesce_bytes "
+        f"({facts.config.coalesce_bytes}), other than those of which rules say what they are "
+        f"gathered as; {size}. Lower it, or name weights in a rule with quantize, which takes them "
+        "whatever their size"
     )
 
 

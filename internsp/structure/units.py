@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -267,10 +266,7 @@ def _weight_layout(assignment: ParameterSharding, shape: MeshShape) -> WeightLay
         quantized = PackedShard.of(assignment.name, options.custom_gather, layout, parameter.dtype)
         quantized.require_filled(options.custom_gather, layout, compute)
     elif options.quantize != "none" and assignment.block >= 0 and size > 1 and not small:
-        if math.prod(assignment.shape) >= options.quantize_min_elements:
-            quantized = QuantizedShard.of(
-                assignment.name, layout.shard_numel, compute, parameter.dtype
-            )
+        quantized = QuantizedShard.of(assignment.name, layout.shard_numel, compute, parameter.dtype)
     return WeightLayout(
         assignment.name,
         gather_bytes=(size - 1) * (shard_bytes if quantized is None else quantized.nbytes),

@@ -128,7 +128,7 @@ def test_a_line_that_does_not_run_is_found() -> None:
 
 COMPANIONS: dict[str, dict[str, Any]] = {  # without which an option would have no effect
     "cast_inputs": {"compute_dtype": "bfloat16"},
-    "quantize": {"quantize_min_elements": 1, "coalesce_bytes": 0},
+    "quantize": {"coalesce_bytes": 0},
 }
 
 

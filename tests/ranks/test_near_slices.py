@@ -12,7 +12,7 @@ from internsp.errors import ConfigError, StaleWeightError
 from internsp.schedule.simulate import simulate
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
-from tests.support.models import ALL, CUT, ROLLING, SOME, Tiny, Twin, raises
+from tests.support.models import ALL, ROLLING, SOME, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
@@ -100,7 +100,7 @@ def test_slices_hold_for_micro_batches_where_nothing_is_written_and_no_longer() 
 def test_slices_keep_what_was_gathered_in_low_precision_and_rounded() -> None:
     """The same bits as without slices, for fp32 shards gathered in bf16, and for rounded ones."""
     mesh = mesh_of(4)
-    rounded = {"quantize": "int8", "quantize_min_elements": CUT}
+    rounded = {"quantize": "int8"}
     configs: list[dict[str, Any]] = [{"compute_dtype": "bfloat16"}, rounded]
     for config in configs:
         both = [Twin(Tiny, mesh, HALF, torch.float32, **(config | near)) for near in ({}, NEAR)]

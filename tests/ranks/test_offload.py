@@ -172,7 +172,7 @@ def test_quantized_gathers_carry_the_same_bits() -> None:
     for offload in ((), ("weights",)):
         twin = Twin(
             partial(Tiny, partial(Block, 22), layers=3, width=22), mesh, quantize="int8",
-            quantize_min_elements=600, offload=offload,
+            offload=offload,
         )  # fmt: skip
         optimizer = torch.optim.SGD(twin.ours.parameters(), lr=0.01)
         for _ in range(2):

@@ -184,7 +184,7 @@ def refused(rank: int, world: int) -> None:
     mesh = ParallelMesh.create(weight=2, sequence=1, device_type="cpu")
     with pytest.raises(TypeError, match=r"communicator is a Bare: give a WPCommunicator"):
         parallelize(Tiny(), mesh, communicator=Bare())  # type: ignore[arg-type]
-    rounded = WeightParallelConfig(min_shard_elements=20, quantize="int8", quantize_min_elements=0)
+    rounded = WeightParallelConfig(min_shard_elements=20, quantize="int8", coalesce_bytes=0)
     with pytest.raises(ConfigError, match="decides what travels; quantize nothing"):
         parallelize(Tiny(), mesh, rounded, communicator=Counting(synchronous()))
 

@@ -35,7 +35,7 @@ def changes(*more: Changes) -> Changes:
 
 OFFLOADED = {"offload": ["weights", "optimizer", "gradients"]}
 QUANTIZED = {
-    "accumulation": "full", "quantize": "int8", "quantize_min_elements": 64, "coalesce_bytes": 0,
+    "accumulation": "full", "quantize": "int8", "coalesce_bytes": 0,
 }  # fmt: skip
 RUNS: dict[int, list[Changes]] = {
     2: [

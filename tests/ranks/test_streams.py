@@ -19,7 +19,7 @@ FULL = ActivationCheckpointConfig(mode="full")
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 MODULE = {"granularity": "module"}
 BF16 = {"compute_dtype": "bfloat16"}
-QUANTIZED = {"quantize": "int8", "quantize_min_elements": 300}
+QUANTIZED = {"quantize": "int8"}
 CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "large weights": (2, None, {}),
     "a launch of several weights": (2, None, SOME),

@@ -29,6 +29,7 @@ from internsp.config import (
     WeightParallelConfig,
 )
 from internsp.config.model import ModelConfig
+from internsp.config.words import FORMER
 from internsp.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -464,6 +465,20 @@ def test_a_section_made_in_a_program_names_the_nearest_of_its_keys(key: str, hin
         WeightParallelConfig(**{key: 1})
 
 
+@pytest.mark.parametrize("key", FORMER)
+def test_a_key_that_was_is_answered_with_what_it_became(key: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"unknown key '{key}'; {FORMER[key]}")):
+        WeightParallelConfig(**{key: 1})
+    told = f"weight_parallel.{key}: unknown key; {FORMER[key]}"
+    for values, overrides, prefix in (
+        ({"weight_parallel": {key: 1}}, None, ""),
+        ({}, {f"weight-parallel.{key.replace('_', '-')}": "1"}, "--"),
+    ):
+        assert [str(p) for p in read_config(values, overrides)[1]] == [prefix + told]
+    for section, name in re.findall(r"\b(weight_parallel|sequence)\.(\w+)", FORMER[key]):
+        assert name in sections()[section].model_fields
+
+
 @pytest.mark.parametrize(
     ("cls", "values"),
     [
@@ -559,7 +574,6 @@ def test_keys_that_others_leave_without_an_effect_are_refused(
 
 @pytest.mark.parametrize("off", [
     {"activation_checkpoint": {"mode": "none", "fraction": 0.5, "reentrant": True}},
-    {"weight_parallel": {"quantize": "none", "quantize_min_elements": 5}},
     {"weight_parallel": {"compute_dtype": "none", "own_dtype": ["norm"], "cast_inputs": False}},
     {"train": {"dtype": "float32"}, "optimizer": {"loss_scale_init": 2.0}},
     {"checkpoint": {"keep_last": 0, "keep_every": 5}},

@@ -131,18 +131,13 @@ WEIGHTS: Entries = {
     "quantize": of_sharded(
         "quantize", "int8",
         Refused({"quantize": "int8", "coalesce_bytes": 65536}, "no sharded weight of a block",
-                {"quantize": "int8", "quantize_min_elements": 70}),
-        Refused({"quantize": "int8"}, "the largest is layers.0.w1.weight (312 B, 78 elements)",
-                {"quantize": "int8", "quantize_min_elements": 78}),
-        Refused({"quantize": "int8", "quantize_min_elements": 1,
-                 "plan": [{"match": "layers", "quantize": "fp8"}]}, "other than those of which"),
+                {"quantize": "int8"}),
+        Refused({"quantize": "int8", "coalesce_bytes": 336},  # of 14 rows, one of them padding
+                "the largest is layers.0.w1.weight (312 B)",
+                {"quantize": "int8", "coalesce_bytes": 335}),
+        Refused({"quantize": "int8", "plan": [{"match": "layers", "quantize": "fp8"}]},
+                "other than those of which"),
     )[1:],
-    "quantize_min_elements": [
-        Refused({"quantize_min_elements": 5}, "unused without weight_parallel.quantize",
-                {"quantize": "fp8", "quantize_min_elements": 5}),
-        Refused({"quantize_min_elements": 5, "plan": [{"match": IN_BLOCK, "quantize": "int8"}]},
-                "unused without weight_parallel.quantize"),
-    ],
     "compute_dtype": Acts("floating inputs are cast to it, whatever the weights are"),
     "cast_inputs": [
         Refused({"cast_inputs": False}, "nothing is cast without weight_parallel.compute_dtype",
@@ -358,7 +353,7 @@ def test_values_that_equal_the_defaults_are_not_set(shape: MeshShape, sharded: b
 
 @pytest.mark.parametrize(
     "settings",
-    [{"quantize": "int8", "quantize_min_elements": 5}, {"reshard_after_forward": 2},
+    [{"quantize": "int8"}, {"reshard_after_forward": 2},
      {"prefetch_depth": 2, "offload": ["weights"]}, {"reduction": "mean"},
      {"plan": [{"match": "layers.0", "quantize": "int8", "keep_unsharded": True}]}],
 )  # fmt: skip

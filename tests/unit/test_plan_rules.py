@@ -114,8 +114,7 @@ def test_how_weights_travel_is_said_for_some_of_them_alone() -> None:
     back = weights(plan({"match": "layers.0.w2", "reduce_dtype": "none"}, reduce_dtype="bfloat16"))
     wide = {n for n, w in back.items() if w.dtypes.reduce == torch.float32}
     assert wide == {"layers.0.w2.weight"}
-    some = plan({"match": "**.w1", "quantize": "none"}, quantize="fp8", quantize_min_elements=0,
-                coalesce_bytes=0)  # fmt: skip
+    some = plan({"match": "**.w1", "quantize": "none"}, quantize="fp8", coalesce_bytes=0)
     assert not any(w.quantized for n, w in weights(some).items() if ".w1." in n)
     assert any(w.quantized for w in weights(some).values())
 

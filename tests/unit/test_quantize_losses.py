@@ -33,8 +33,7 @@ def test_the_table_has_the_first_every_tenth_and_the_last_step() -> None:
 @pytest.mark.ranks
 def test_quantized_runs_learn_as_the_plain_one_does(capsys: pytest.CaptureFixture[str]) -> None:
     text = Path(__file__).parents[1] / "data"
-    tiny = ("model.layers=2", "model.hidden_size=64", "weight_parallel.quantize_min_elements=2048",
-            "weight_parallel.coalesce_bytes=0")
+    tiny = ("model.layers=2", "model.hidden_size=64", "weight_parallel.coalesce_bytes=0")
     assert main(["--text", str(text), "--steps", "6", "--every", "6", "--options", *tiny]) == 0
     lines = capsys.readouterr().out.splitlines()
     first, last = ([float(x) for x in line.split("|")[2:5]] for line in lines[2:4])

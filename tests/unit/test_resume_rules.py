@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from internsp.app.config import Config, sections
-from internsp.app.config.resume import RULES, Rule, compare
+from internsp.app.config.resume import _GONE, RULES, Rule, compare
+from internsp.config.words import FORMER
 from internsp.errors import ConfigError
 
 
@@ -65,6 +67,27 @@ def test_a_key_that_is_taken_over_is_told_with_both_values(
     assert refused == []
     assert [line.partition(":")[0] for line in taken] == [f"{section}.{key}"]
     assert taken[0].endswith("from now on")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [("quantize_min_elements", 9000, {"match": "layers", "quantize": "int8"})],
+)
+def test_a_key_that_has_gone_since_is_told_and_its_rule_is_taken_over(
+    key: str, value: Any, rule: dict[str, Any]
+) -> None:
+    saved = Config().model_dump(mode="json")
+    saved["weight_parallel"][key] = value
+    now = Config.model_validate({"weight_parallel": {"plan": [rule]}})
+    refused, taken = compare(saved, now, 1, 1)
+    assert refused == []
+    assert taken[0] == (
+        f"weight_parallel.{key}: {json.dumps(value)} in the checkpoint; {FORMER[key]}"
+    )
+    assert [line.partition(":")[0] for line in taken[1:]] == ["weight_parallel.plan"]
+    usual = {**saved, "weight_parallel": {key: _GONE[key]}}
+    assert compare(usual, Config(), 1, 1) == ([], [])
+    assert compare(usual, now, 1, 1)[0][0].startswith("weight_parallel.plan: []")
 
 
 def test_what_has_no_bearing_is_not_mentioned() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from internsp.base.names import nearest, plain
-from internsp.config.words import one_line
+from internsp.config.words import FORMER, one_line
 
 Names = Mapping[str, tuple[str, ...]]
 
@@ -42,13 +42,14 @@ ELSEWHERE = {
     "drop_rate": "model.dropout",
     "embd_pdrop": "model.embedding_dropout",
 }
-# Options that do not exist here, by their names elsewhere.
+# Options that do not exist here, by their names elsewhere or of before.
 _ATTENTION = (
     "there is none: attention kernels draw masks of their own, which would differ from mesh to "
     "mesh; model.dropout drops of what attention adds"
 )
-ABSENT = dict.fromkeys(("attention_dropout", "attn_dropout", "attn_pdrop", "attn_drop_rate"),
-                       _ATTENTION)  # fmt: skip
+ABSENT = FORMER | dict.fromkeys(
+    ("attention_dropout", "attn_dropout", "attn_pdrop", "attn_drop_rate"), _ATTENTION
+)
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ def not_a_section(written: str, names: Names, prefix: str = "") -> Problem:
     near = nearest(written, [f"{s}.{k}" for s, keys in names.items() for k in keys])
     right = owner or near
     hint = f"; did you mean {prefix}{right}?" if right else ""
+    hint = f"; {ABSENT[plain(written)]}" if plain(written) in ABSENT else hint
     text = "unknown option" if prefix else "is outside any section"
     return Problem((_short(written),), text + hint, prefix)
 

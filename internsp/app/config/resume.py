@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from internsp.app.config import Config, sections
-from internsp.config.words import mistakes
+from internsp.config.words import FORMER, mistakes
 from internsp.errors import ConfigError
 
 
@@ -51,7 +51,7 @@ _KEYS: dict[str, dict[Rule, str]] = {
     # min_shard_elements only decides what is replicated: a checkpoint holds whole tensors.
     "weight_parallel": {
         Rule.FIXED: "experts embedding_cut reduction plan",
-        Rule.TAKEN: "reduce_dtype quantize quantize_min_elements compute_dtype own_dtype "
+        Rule.TAKEN: "reduce_dtype quantize compute_dtype own_dtype "
         "cast_inputs",
         Rule.FREE: "overlap memory_pool prefetch_depth trigger granularity prefetch_triggers "
         "blocks min_shard_elements keep_unsharded reshard_after_forward accumulation "
@@ -78,6 +78,8 @@ _KEYS: dict[str, dict[Rule, str]] = {
     "launch": {Rule.FREE: "processes threads"},
 }
 
+_GONE = {"quantize_min_elements": 16384}
+"""Keys that ``[weight_parallel]`` had and that rules say now, with their defaults."""
 _SHARDING_KEYS = (
     "ignore", "replicate_below", "shard_dim", "axis", "compute_dtype", "reduce_dtype", "quantize",
     "pre_all_gather", "post_all_gather",
@@ -98,7 +100,8 @@ def compare(
     """Compare a checkpoint's configuration with the one of the run that resumes from it.
 
     Args:
-        saved: the checkpoint's configuration as JSON; missing keys have their defaults.
+        saved: the checkpoint's configuration as JSON; missing keys have their defaults. Keys that
+            have gone since are told: what they said may be a rule of ``weight_parallel.plan`` now.
         saved_on: number of ranks of the run that saved it.
         world_size: number of ranks of the run that resumes.
 
@@ -111,12 +114,19 @@ def compare(
     given = parse_saved(saved), config.model_dump()
     before, now = _resolved(given[0], saved_on), _resolved(given[1], world_size)
     refused, taken = [], []
+    weights = saved.get("weight_parallel", {})
+    gone = [key for key, usual in _GONE.items() if weights.get(key, usual) != usual]
+    for key in gone:
+        told = f"weight_parallel.{key}: {_text(weights[key])} in the checkpoint"
+        taken.append(f"{told}; {FORMER[key]}")
     for key, value in now.items():
         old, rule = before[key], RULES[key]
+        if gone and key == "weight_parallel.plan":  # what it says instead is told, not refused
+            rule = Rule.TAKEN
         if old == value or rule is Rule.FREE:
             continue
         section, _, name = key.partition(".")
-        if rule is Rule.TAKEN and given[0][section][name] == given[1][section][name]:
+        if RULES[key] is Rule.TAKEN and given[0][section][name] == given[1][section][name]:
             continue  # the resolved value follows from the world size or from another key
         if key.startswith("optimizer.loss_scale") and None in (old, value):
             continue  # only one run has a loss scale: their dtypes differ, which is reported
