@@ -17,7 +17,12 @@ _TABLE = {
     "internsp.app.report.metrics": ("StepMetrics",),
     "internsp.app.train.trainer": ("Callback", "Trainer", "train"),
     "internsp.base.trace": ("Clock", "Trace"),
-    "internsp.config": ("ActivationCheckpointConfig", "PlanRule", "WeightParallelConfig"),
+    "internsp.config": (
+        "ActivationCheckpointConfig",
+        "PlanRule",
+        "SequenceConfig",
+        "WeightParallelConfig",
+    ),
     "internsp.layers": ("ParallelLinearWithCommExt",),
     "internsp.layers.dropout": ("row_keys",),
     "internsp.mesh": ("ParallelMesh", "SequenceAxes", "WeightAxis"),
@@ -64,6 +69,7 @@ if TYPE_CHECKING:
     from internsp.base.trace import Trace as Trace
     from internsp.config import ActivationCheckpointConfig as ActivationCheckpointConfig
     from internsp.config import PlanRule as PlanRule
+    from internsp.config import SequenceConfig as SequenceConfig
     from internsp.config import WeightParallelConfig as WeightParallelConfig
     from internsp.layers import ParallelLinearWithCommExt as ParallelLinearWithCommExt
     from internsp.layers.dropout import row_keys as row_keys

@@ -4,7 +4,14 @@ from internsp.config.sections import (
     ActivationCheckpointConfig,
     PlanRule,
     Section,
+    SequenceConfig,
     WeightParallelConfig,
 )
 
-__all__ = ["ActivationCheckpointConfig", "PlanRule", "Section", "WeightParallelConfig"]
+__all__ = [
+    "ActivationCheckpointConfig",
+    "PlanRule",
+    "Section",
+    "SequenceConfig",
+    "WeightParallelConfig",
+]

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from internsp.config.sections import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config.sections import (
+    ActivationCheckpointConfig,
+    SequenceConfig,
+    WeightParallelConfig,
+)
 from internsp.errors import ConfigError
 
 Mistake = tuple[tuple[str, ...], str]
@@ -18,23 +22,31 @@ Mistake = tuple[tuple[str, ...], str]
 
 
 def combinations(
-    weights: WeightParallelConfig, again: ActivationCheckpointConfig
+    weights: WeightParallelConfig, sequence: SequenceConfig, again: ActivationCheckpointConfig
 ) -> Iterator[Mistake]:
-    """Mistakes in two sections together."""
+    """Mistakes in the sections together."""
     yield from _order(weights)
+    if sequence.inner_ring > 1 and sequence.ring_form != "double":
+        text = (
+            f'{sequence.inner_ring} is of no effect with "{sequence.ring_form}"; set ring_form = '
+            '"double", or leave it out'
+        )
+        yield ("sequence.inner_ring", "sequence.ring_form"), text
     yield from _numbers(weights)
     yield from _recompute(weights, again)
 
 
 def require_combinations(
-    weights: WeightParallelConfig, again: ActivationCheckpointConfig | None
+    weights: WeightParallelConfig,
+    sequence: SequenceConfig,
+    again: ActivationCheckpointConfig | None,
 ) -> None:
     """Check :func:`combinations`.
 
     Raises:
         ConfigError: lists all mistakes, one a line.
     """
-    found = combinations(weights, again or ActivationCheckpointConfig())
+    found = combinations(weights, sequence, again or ActivationCheckpointConfig())
     mistakes = [f"{keys[0]}: {text}" for keys, text in found]
     if mistakes:
         from internsp.config.words import listed
@@ -80,18 +92,10 @@ def _order(weights: WeightParallelConfig) -> Iterator[Mistake]:
     if by_module and weights.coalesce_bytes not in (0, usual["coalesce_bytes"].default):
         text = 'unused with granularity = "module", which gathers each weight alone; leave it out'
         yield ("weight_parallel.coalesce_bytes", granularity), text
-    if weights.inner_ring > 1 and weights.ring_form != "double":
-        text = (
-            f'{weights.inner_ring} is of no effect with "{weights.ring_form}"; set ring_form = '
-            '"double", or leave it out'
-        )
-        yield ("weight_parallel.inner_ring", "weight_parallel.ring_form"), text
 
 
 def _numbers(weights: WeightParallelConfig) -> Iterator[Mistake]:
-    said = weights.model_fields_set
-    dtypes = {"compute_dtype": weights.compute_dtype, "reduce_dtype": weights.reduce_dtype}
-    if weights.own_dtype and not any(dtypes.values()) and not dtypes.keys() & said:
+    if weights.own_dtype and not weights.model_fields_set & {"compute_dtype", "reduce_dtype"}:
         text = "all weights have their own; set compute_dtype or reduce_dtype, or leave it out"
         yield ("weight_parallel.own_dtype", "weight_parallel.compute_dtype"), text
 

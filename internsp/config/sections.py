@@ -112,22 +112,19 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, data: Any) -> Any:
-        names = list(cls.model_fields)
-        wrong = []
-        for key in [str(k) for k in data if k not in names] if isinstance(data, Mapping) else ():
+        given = data if isinstance(data, Mapping) else ()
+        unknown = [str(key) for key in given if key not in cls.model_fields]
+        if unknown:
             from internsp.config.words import unknown_key
 
-            wrong.append(unknown_key(key, names))
-        if wrong:
-            raise ValueError("; ".join(wrong))
+            names = list(cls.model_fields)
+            raise ValueError("; ".join(unknown_key(key, names) for key in unknown))
         return data
 
     @model_validator(mode="before")
     @classmethod
     def _read_none(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        if "none" not in data.values():
+        if not isinstance(data, Mapping) or "none" not in data.values():
             return data
         empty = {name for name, field in cls.model_fields.items() if nullable(field)}
         return {k: None if k in empty and v == "none" else v for k, v in data.items()}
@@ -258,16 +255,6 @@ class WeightParallelConfig(Section):
     """Blocks in another order than declared: stop; gather each as it comes; or the first step's."""
     embedding_cut: Literal["vocabulary", "hidden"] = "vocabulary"
     """Dimension on which the embedding is sharded."""
-    head_output: Literal["local", "gather", "vocabulary"] = "local"
-    """Logits of the own tokens, of all tokens of the group, or of a vocabulary shard."""
-    cuts_own_sequences: bool = False
-    """Allow a sequence degree above 1 without DistributedAttention: the model needs or has none."""
-    exchange_in_parts: bool = True
-    """Over gloo, exchange attention's heads in messages that travel while products are made."""
-    ring_form: Literal["auto", "ring", "reverse", "double", "direct"] = "auto"
-    """How keys and values travel around parallel.ring; auto: as the busiest rank sends least."""
-    inner_ring: Degree = 1
-    """Ranks of an inner ring, with ring_form = "double": those with fast links to each other."""
     compare_ranks: bool = True
     """When a model is made parallel: compare the first values of the ranks by checksums."""
     compile: bool = False
@@ -288,6 +275,21 @@ class WeightParallelConfig(Section):
     """Dtype of .grad of narrower parameters, without a ZeroOptimizer; none: the parameter's own."""
     offload: Offload = ()
     """What of sharded parameters is in host memory: weights, optimizer state, gradients (sums)."""
+
+
+class SequenceConfig(Section):
+    """How the ranks of a sequence group compute, where parallel.sequence is above 1."""
+
+    own_attention: bool = False
+    """Allow it without DistributedAttention: the model exchanges tokens itself, or has no need."""
+    exchange_in_parts: bool = True
+    """Over gloo, exchange attention's heads in messages that travel while products are made."""
+    ring_form: Literal["auto", "ring", "reverse", "double", "direct"] = "auto"
+    """How keys and values travel around parallel.ring; auto: as the busiest rank sends least."""
+    inner_ring: Degree = 1
+    """Ranks of an inner ring, with ring_form = "double": those with fast links to each other."""
+    head_output: Literal["local", "gather", "vocabulary"] = "local"
+    """Logits of the own tokens, of all tokens of the group, or of a vocabulary shard."""
 
 
 class ActivationCheckpointConfig(Section):

@@ -23,12 +23,21 @@ _FITS = {
     FOLDER_NAME: "usable as the name of a folder",
 }
 _MOST_ITEMS = 8  # entries of a list that a message shows
+TO_SEQUENCE = {
+    "cuts_own_sequences": "own_attention", "exchange_in_parts": "exchange_in_parts",
+    "ring_form": "ring_form", "inner_ring": "inner_ring", "head_output": "head_output",
+}  # fmt: skip
+"""Keys that ``[weight_parallel]`` had, by their names in ``[sequence]``."""
 _RULE = "write a rule, [[weight_parallel.plan]] with"
 FORMER = {
+    **{
+        key: f"it is sequence.{now} now; in a program, sequence = SequenceConfig({now} = ...)"
+        for key, now in TO_SEQUENCE.items()
+    },
     "quantize_min_elements": "quantize takes what is larger than coalesce_bytes; for other weights "
     f'{_RULE} match = "NAME" and quantize = "none" (or "int8", "fp8")',
 }
-"""Keys that have gone: what is written instead."""
+"""Keys that have moved or gone: what is written instead."""
 _TABLES = {"plan": "rule", "groups": "group"}
 
 

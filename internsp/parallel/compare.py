@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from internsp.base.bits import checksum
-from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config import ActivationCheckpointConfig, SequenceConfig, WeightParallelConfig
 from internsp.errors import ConfigError, InternspError, LayoutError, StructureError
 from internsp.mesh import ParallelMesh
 from internsp.structure.assign import experts_among
@@ -32,6 +32,7 @@ def require_same_model(
     model: nn.Module,
     mesh: ParallelMesh,
     config: WeightParallelConfig,
+    sequence: SequenceConfig,
     checkpoint: ActivationCheckpointConfig | None,
     split: bool,
     examine: Callable[[], T],
@@ -60,7 +61,7 @@ def require_same_model(
     except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know of it
         refusal = error
     if len(ranks) > 1:
-        facts = _facts(model, config, checkpoint, split)
+        facts = _facts(model, config, sequence, checkpoint, split)
         mine = {
             "refused": str(refusal) if refusal is not None else None,
             "digests": {subject: _digest(lines) for subject, lines in facts.items()},
@@ -119,13 +120,18 @@ def _all_gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 def _facts(
     model: nn.Module,
     config: WeightParallelConfig,
+    sequence: SequenceConfig,
     checkpoint: ActivationCheckpointConfig | None,
     split: bool,
 ) -> Facts:
-    settings = [f"weight_parallel.{k} = {v!r}" for k, v in config.model_dump().items()]
-    if checkpoint is not None:
-        dumped = checkpoint.model_dump()
-        settings += [f"activation_checkpoint.{k} = {v!r}" for k, v in dumped.items()]
+    settings = [
+        f"{name}.{key} = {value!r}"
+        for name, section in (
+            ("weight_parallel", config), ("sequence", sequence),
+            ("activation_checkpoint", checkpoint),
+        )
+        for key, value in (section.model_dump().items() if section is not None else ())
+    ]  # fmt: skip
     try:
         settings += [f"a rule of the model's own: {rule.model_dump()}" for rule in own_rules(model)]
     except StructureError as error:  # examine() has raised the same on this rank

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from internsp.base.host import HostLink
 from internsp.base.trace import Trace
-from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config import ActivationCheckpointConfig, SequenceConfig, WeightParallelConfig
 from internsp.config.combinations import require_combinations, too_small_a_share
 from internsp.dtensor.tensor_parallel import require_on_tensor_ranks
 from internsp.errors import ConfigError, StructureError
@@ -75,6 +75,7 @@ def parallelize(
     mesh: ParallelMesh,
     config: WeightParallelConfig | None = None,
     *,
+    sequence: SequenceConfig | None = None,
     activation_checkpoint: ActivationCheckpointConfig | None = None,
     trace: Trace | None = None,
     communicator: WPCommunicator | None = None,
@@ -93,6 +94,7 @@ def parallelize(
 
     Args:
         model: blocks, embedding and head are found by name patterns (WP-7).
+        sequence: how the ranks of a sequence group compute.
         activation_checkpoint: blocks that recompute their activations.
         trace: records communication events.
         communicator: gathers weights and reduces their gradients instead of the library's
@@ -108,9 +110,9 @@ def parallelize(
         StructureError: no block or prefetch trigger is found, or a weight is shared between blocks.
         TypeError: an argument has a wrong type, for example ``communicator``.
     """
-    config = config or WeightParallelConfig()
+    config, sequence = config or WeightParallelConfig(), sequence or SequenceConfig()
     given = (model, nn.Module), (mesh, ParallelMesh), (config, WeightParallelConfig)
-    for value, wanted in given:
+    for value, wanted in (*given, (sequence, SequenceConfig)):
         if not isinstance(value, wanted):
             raise TypeError(
                 f"parallelize() was given a {type(value).__name__} in the place of a "
@@ -123,18 +125,18 @@ def parallelize(
             "(docs/own_communicator.md)"
         )
     examined = require_same_model(
-        model, mesh, config, activation_checkpoint, split,
+        model, mesh, config, sequence, activation_checkpoint, split,
         lambda: _examine(
-            model, mesh, config, activation_checkpoint, split, communicator is not None
+            model, mesh, config, sequence, activation_checkpoint, split, communicator is not None
         ),
     )  # fmt: skip
     trace = trace or Trace()
     builder = _Builder(model, mesh, config, examined, collectives, communicator)
     made = builder.build(trace, activation_checkpoint)
-    if _has_sequences(model, mesh, config):
+    if _has_sequences(model, mesh, sequence):
         from internsp.parallel.sequences import attach_sequences
 
-        attach_sequences(model, mesh, trace, made.mean, config, split)
+        attach_sequences(model, mesh, trace, made.mean, sequence, config.overlap, split)
     return made
 
 
@@ -142,6 +144,7 @@ def _examine(
     model: nn.Module,
     mesh: ParallelMesh,
     config: WeightParallelConfig,
+    sequence: SequenceConfig,
     checkpoint: ActivationCheckpointConfig | None,
     split: bool,
     own: bool,
@@ -149,12 +152,14 @@ def _examine(
     """Read the model's structure and plan its shards and units; refuse what is not supported."""
     materialize_buffers(model, mesh.device)
     require_on_tensor_ranks(model, mesh)
+    if mesh.pipeline == 1:  # a pipeline has checked it for all of its chunks together
+        require_combinations(config, sequence, checkpoint)
     found = examine(model, config, checkpoint, mesh.shape, split, mesh.device.type, own)
-    if _has_sequences(model, mesh, config):
+    if _has_sequences(model, mesh, sequence):
         from internsp.parallel.sequences import require_sequence_attention, set_head_output
 
-        require_sequence_attention(model, mesh, config)
-        set_head_output(model, mesh, config)
+        require_sequence_attention(model, mesh, sequence)
+        set_head_output(model, mesh, sequence)
     return found
 
 
@@ -192,8 +197,6 @@ def examine(
         ConfigError, StructureError: a pattern matches nothing, the model or an option of it is not
             supported, or an option has no effect.
     """
-    if shape.pipeline == 1:  # a pipeline has checked it for all of its chunks together
-        require_combinations(config, checkpoint)
     require_supported(model, config.plan)
     structure = read_structure(
         model, config.trigger, config.blocks, config.prefetch_triggers, config.plan
@@ -244,15 +247,14 @@ def _require_own_serves(shardings: Sequence[ParameterSharding]) -> None:
             )
 
 
-def _has_sequences(model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig) -> bool:
+def _has_sequences(model: nn.Module, mesh: ParallelMesh, config: SequenceConfig) -> bool:
     """Whether sequences are cut, or an option or an attention of ours asks for it.
 
     Only then is :mod:`internsp.sp` loaded.
     """
-    options = (config.ring_form, config.inner_ring, config.head_output)
     return (
         mesh.sequence > 1
-        or options != ("auto", 1, "local")
+        or config != SequenceConfig()
         or any(
             base.__module__.startswith("internsp.sp.")
             for m in model.modules()

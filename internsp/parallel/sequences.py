@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from internsp.base.trace import Trace
-from internsp.config import WeightParallelConfig
+from internsp.config import SequenceConfig, WeightParallelConfig
 from internsp.errors import ConfigError, InternspError, StructureError
 from internsp.mesh import ParallelMesh
 from internsp.modules.supported import require_supported
@@ -23,7 +23,10 @@ _MAX_LISTED = 8
 
 
 def supports(
-    model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig | None = None
+    model: nn.Module,
+    mesh: ParallelMesh,
+    config: WeightParallelConfig | None = None,
+    sequence: SequenceConfig | None = None,
 ) -> list[Refused]:
     """Why :func:`parallelize` would refuse ``model`` on ``mesh``: **empty** if it would not.
 
@@ -37,17 +40,15 @@ def supports(
         require_supported(model, config.plan)
     except InternspError as error:
         found.append(Refused("", str(error)))
-    return found + find_refused(model, mesh, config)
+    return found + find_refused(model, mesh, sequence or SequenceConfig())
 
 
-def find_refused(
-    model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig
-) -> list[Refused]:
+def find_refused(model: nn.Module, mesh: ParallelMesh, config: SequenceConfig) -> list[Refused]:
     """The modules that mix tokens but would see only this rank's tokens.
 
-    Empty if the mesh does not shard sequences, or with ``cuts_own_sequences``.
+    Empty if the mesh does not shard sequences, or with ``own_attention``.
     """
-    if mesh.sequence == 1 or config.cuts_own_sequences:
+    if mesh.sequence == 1 or config.own_attention:
         return []
     if examine.find_pretrained_model(model) is not None:
         return examine.refusals(model)
@@ -69,19 +70,18 @@ def find_refused(
 
 
 def require_sequence_attention(
-    model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig
+    model: nn.Module, mesh: ParallelMesh, config: SequenceConfig
 ) -> None:
     """Check that the model supports sequence parallelism if the mesh shards sequences.
 
     Raises:
         StructureError: some modules do not; lists them with the reasons.
-        ConfigError: ``cuts_own_sequences`` allows what no module needs.
+        ConfigError: ``own_attention`` allows what no module needs.
     """
-    if mesh.sequence > 1 and config.cuts_own_sequences:
-        allowed = config.model_copy(update={"cuts_own_sequences": False})
-        if not find_refused(model, mesh, allowed):
+    if mesh.sequence > 1 and config.own_attention:
+        if not find_refused(model, mesh, SequenceConfig()):
             raise ConfigError(
-                "weight_parallel.cuts_own_sequences = True has no effect: every attention of the "
+                "sequence.own_attention = True has no effect: every attention of the "
                 "model exchanges tokens between the ranks of a sequence by internsp, and nothing "
                 f"else would be refused; leave it out (this is rank {mesh.rank})"
             )
@@ -96,7 +96,7 @@ def require_sequence_attention(
         "their own rank's tokens only:\n" + "\n".join(lines) + "\nCompute attention by an "
         "internsp.DistributedAttention; or make the mesh with sequence = 1; or, for a model "
         "without attention or one that exchanges tokens itself, set "
-        f"weight_parallel.cuts_own_sequences = true (this is rank {mesh.rank})"
+        f"sequence.own_attention = true (this is rank {mesh.rank})"
     )
 
 
@@ -105,13 +105,15 @@ def attach_sequences(
     mesh: ParallelMesh,
     trace: Trace,
     mean: bool,
-    config: WeightParallelConfig,
+    config: SequenceConfig,
+    overlap: bool,
     split: bool,
 ) -> None:
     """Attach every attention of ``model`` to its groups of the sequence ranks.
 
     Args:
         mean: gradients are averaged over ranks later, not summed.
+        overlap: as ``weight_parallel.overlap``.
         split: backward runs in two parts, input gradients and weight gradients.
 
     Raises:
@@ -119,7 +121,7 @@ def attach_sequences(
     """
     if config.ring_form != "auto" and mesh.ring == 1:
         raise ConfigError(
-            f"weight_parallel.ring_form = {config.ring_form!r}: the mesh has no ring; make it with "
+            f"sequence.ring_form = {config.ring_form!r}: the mesh has no ring; make it with "
             f"ring above 1, or leave ring_form = 'auto' (this is rank {mesh.rank})"
         )
     require_form(mesh.ring, config.ring_form, config.inner_ring)
@@ -131,13 +133,13 @@ def attach_sequences(
             module.attach(
                 heads, trace, name, ring=mesh.ring_group, axes=mesh.sequence_axes,
                 form=config.ring_form, inner=config.inner_ring, in_parts=parts,
-                overlap=config.overlap,
+                overlap=overlap,
             )  # fmt: skip
     attach(model, mesh, trace, mean, config)
 
 
-def set_head_output(model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig) -> None:
-    """Pass ``weight_parallel.head_output`` to the model, whose loss exchanges the logits.
+def set_head_output(model: nn.Module, mesh: ParallelMesh, config: SequenceConfig) -> None:
+    """Pass ``sequence.head_output`` to the model, whose loss exchanges the logits.
 
     Raises:
         StructureError: the model takes no such option.
@@ -146,7 +148,7 @@ def set_head_output(model: nn.Module, mesh: ParallelMesh, config: WeightParallel
         return
     if not isinstance(getattr(model, "loss_options", None), dict):
         raise StructureError(
-            f"weight_parallel.head_output = {config.head_output!r} is carried out by the model's "
+            f"sequence.head_output = {config.head_output!r} is carried out by the model's "
             f"own loss, but a {type(model).__name__} has no dictionary loss_options to take it: "
             "give it one and call internsp.token_loss(..., **self.loss_options) in its forward, "
             f"or leave head_output = 'local' (this is rank {mesh.rank})"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from internsp.base.names import matches, within
 from internsp.base.trace import Trace
-from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config import ActivationCheckpointConfig, SequenceConfig, WeightParallelConfig
 from internsp.config.combinations import require_combinations
 from internsp.errors import (
     CollectiveError,
@@ -151,6 +151,7 @@ class Pipeline:
         mesh: ParallelMesh,
         config: WeightParallelConfig | None = None,
         *,
+        sequence: SequenceConfig | None = None,
         schedule: str = "1F1B",
         chunks: int = 1,
         micro_batches: int,
@@ -187,7 +188,7 @@ class Pipeline:
         checked = config or WeightParallelConfig()
         if checked.unexpected_order == "learn":
             raise ConfigError(_LEARN_UNSUPPORTED)
-        require_combinations(checked, activation_checkpoint)
+        require_combinations(checked, sequence or SequenceConfig(), activation_checkpoint)
         require_patterns_match(model, checked, mesh.shape)
         trace = trace or Trace()
         own = kind.stages_of(mesh.pipeline_rank, mesh.pipeline, chunks)
@@ -203,6 +204,7 @@ class Pipeline:
                 module,
                 mesh,
                 weights,
+                sequence=sequence,
                 activation_checkpoint=checkpoint,
                 trace=trace,
                 split=kind.splits_backward_of(stage),

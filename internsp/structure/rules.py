@@ -159,8 +159,10 @@ def match_rules(model: nn.Module, plan: Sequence[PlanRule]) -> Rules:
                     f"{_candidates(pattern, names)}"
                 )
             matched_rule |= dict.fromkeys(hits)
-        all_parameters = model.named_parameters(remove_duplicate=False)
-        inside = {id(p): p for name, p in all_parameters if _within_any(name, matched_rule)}
+        inside = {
+            id(p): p for name, p in model.named_parameters(remove_duplicate=False)
+            if any(above in matched_rule for above in ancestors(name))
+        }  # fmt: skip
         nbytes = sum(p.numel() * p.element_size() for p in inside.values())
         found.append(
             MatchedRule(
@@ -196,10 +198,6 @@ def rules_of_chunk(model: nn.Module, rules: Iterable[PlanRule]) -> tuple[PlanRul
 def _names(model: nn.Module) -> Iterator[str]:
     yield from (name for name, _ in model.named_modules() if name)
     yield from (name for name, _ in model.named_parameters(remove_duplicate=False))
-
-
-def _within_any(name: str, names: Collection[str]) -> bool:
-    return any(above in names for above in ancestors(name))
 
 
 def _candidates(pattern: str, names: Iterable[str]) -> str:

@@ -290,7 +290,7 @@ class HeadWeightParallelCommunicator(EmbeddingWeightParallelCommunicator):
     Its gradient is reduced once, when backward comes to the blocks, however often a rank used the
     weight; the gather queue (its ``head``) knows when that is. A head that is tied to the embedding
     is part of the embedding's unit. The logits are exchanged by the model
-    (``weight_parallel.head_output``, :mod:`internsp.sp.vocabulary`).
+    (``sequence.head_output``, :mod:`internsp.sp.vocabulary`).
     """
 
     def unshard(self, weight: ShardedParameter) -> Tensor:

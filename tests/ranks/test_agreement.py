@@ -28,6 +28,7 @@ from tests.support.compare import close
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, CUT, ROLLING, SOME, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
+from tests.support.sections import sections
 
 SMALL = {"min_shard_elements": CUT, "coalesce_bytes": 0}
 
@@ -41,10 +42,11 @@ def refused(
     rank: int, model: nn.Module, kind: type[InternspError], *words: str,
     mesh: ParallelMesh | None = None, checkpoint: Any = None, **config: Any,
 ) -> str:  # fmt: skip
-    settings = WeightParallelConfig(**(SMALL | config))
+    weights, sequence = sections(SMALL | config)
     call = partial(
-        parallelize, model, mesh or mesh_of(2), settings, activation_checkpoint=checkpoint
-    )
+        parallelize, model, mesh or mesh_of(2), weights, sequence=sequence,
+        activation_checkpoint=checkpoint,
+    )  # fmt: skip
     text = raises(kind, call, *words)
     left = [type(p) for p in model.parameters() if type(p) is not nn.Parameter]
     assert not left, "a refused model is as it was"
@@ -365,7 +367,7 @@ def test_parameters_added_after_parallelize_are_refused_by_name() -> None:
 
 
 class OwnLoss(Tiny):
-    """A user-defined model that supports ``weight_parallel.head_output``, with another option."""
+    """A user-defined model that supports ``sequence.head_output``, with another option."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -391,9 +393,9 @@ class Attends(nn.Module):
 def test_a_sequence_degree_needs_an_attention_that_knows_of_it(rank: int) -> None:
     mesh = mesh_of(1, 2)
     foreign = Tiny(Attends)
-    words = ("self_attention: Sequential", "DistributedAttention", "cuts_own_sequences")
+    words = ("self_attention: Sequential", "DistributedAttention", "sequence.own_attention")
     refused(rank, foreign, StructureError, *words, mesh=mesh)
-    twin = Twin(Tiny, mesh, cuts_own_sequences=True)  # no attention: every token for itself
+    twin = Twin(Tiny, mesh, own_attention=True)  # no attention: every token for itself
     twin.backward()
     twin.check_gradients("a model without attention")
     for output in ("gather", "vocabulary"):
@@ -410,7 +412,7 @@ def test_a_sequence_degree_needs_an_attention_that_knows_of_it(rank: int) -> Non
                 return usual(*args)
 
             patch.setattr(internsp.sp.loss, exchange, counted)
-            own = Twin(OwnLoss, mesh, cuts_own_sequences=True, head_output=output)
+            own = Twin(OwnLoss, mesh, own_attention=True, head_output=output)
             own.backward()
             own.check_gradients(f"{output} in a user's own loss")
             assert own.ours.loss_options["chunk_tokens"] == 4, "the user's own options stay"

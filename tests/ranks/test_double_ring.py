@@ -13,7 +13,7 @@ from internsp import model_zoo, parallelize
 from internsp.app.plan.printed import make_plan
 from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
-from internsp.config import WeightParallelConfig
+from internsp.config import SequenceConfig
 from internsp.errors import ConfigError
 from internsp.sp import DistributedAttention, SequenceLayout
 from tests.support.compare import TOLERANCE
@@ -62,8 +62,8 @@ def test_loss_and_every_gradient_equal_one_process() -> None:
             assert gradient < TOLERANCE, case
 
 
-def parallel(**weights: Any) -> Changes:
-    return {"parallel": {"sequence": 4, "ring": 4, "weight": 2}, "weight_parallel": weights}
+def parallel(**options: Any) -> Changes:
+    return {"parallel": {"sequence": 4, "ring": 4, "weight": 2}, "sequence": options}
 
 
 def test_a_run_of_the_trainer_equals_one_process(tmp_path: Path) -> None:
@@ -116,11 +116,11 @@ def test_blocks_go_round_both_rings_and_as_many_bytes_as_planned(rank: int) -> N
 def test_a_mesh_without_such_rings_is_refused_on_every_rank(rank: int) -> None:
     model = model_zoo.build(Case().model_config(), dtype=torch.float64)
     with pytest.raises(ConfigError, match=r"ring_form = 'double': the mesh has no ring"):
-        parallelize(model, mesh_of(1, 2), WeightParallelConfig(**DOUBLE))
-    for weights, text in (
+        parallelize(model, mesh_of(1, 2), sequence=SequenceConfig(**DOUBLE))
+    for sequence, text in (
         ({"ring_form": "double", "inner_ring": 3}, "do not divide a ring of 2"),
         ({"inner_ring": 2}, r'inner_ring: 2 is of no effect with "auto"; set ring_form = "double"'),
     ):
         model = model_zoo.build(Case().model_config(), dtype=torch.float64)
         with pytest.raises(ConfigError, match=text):
-            parallelize(model, mesh_of(1, 2, ring=2), WeightParallelConfig(**weights))
+            parallelize(model, mesh_of(1, 2, ring=2), sequence=SequenceConfig(**sequence))

@@ -157,12 +157,11 @@ def trained(rank: int, world_size: int, chosen: list[dict[str, Any]]) -> list[st
 
 
 def test_a_step_runs_under_every_setting_of_weight_parallel() -> None:
-    # What the example's model lacks: attention, feed-forward layers, a sharded loss; what a weight
-    # group of two cannot have (test_near_slices); what needs a ring (test_double_ring), and what
-    # needs narrower parameters (test_dtypes).
+    # What the example's model lacks: attention, feed-forward layers; what a weight group of two
+    # cannot have (test_near_slices), and what needs narrower parameters (test_dtypes).
     other = (
-        {"trigger": "attention"}, {"trigger": "mlp"}, {"head_output": "vocabulary"},
-        {"reshard_after_forward": 2}, {"inner_ring": 4}, {"grad_dtype": "float32"},
+        {"trigger": "attention"}, {"trigger": "mlp"},
+        {"reshard_after_forward": 2}, {"grad_dtype": "float32"},
     )  # fmt: skip
     chosen = [setting for setting in settings(rows(DOCUMENT.read_text())) if setting not in other]
     assert len(chosen) > 15

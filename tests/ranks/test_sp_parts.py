@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import model_zoo
 from internsp.base.trace import Trace
-from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config import ActivationCheckpointConfig, SequenceConfig, WeightParallelConfig
 from internsp.errors import CollectiveError, LayoutError
 from internsp.layers import ParallelLinearWithCommExt
 from internsp.mesh import ParallelMesh
@@ -102,11 +102,12 @@ def build(
     model = model_zoo.build(MODEL, dtype=torch.float64, generator=generator)
     before(model)
     trace = Trace(enabled=True)
-    weights = {"min_shard_elements": 24, "exchange_in_parts": in_parts} | more
-    checkpoint = ActivationCheckpointConfig(mode=weights.pop("mode", "none"))
+    checkpoint = ActivationCheckpointConfig(mode=more.pop("mode", "none"))
     parallelize(
-        model, mesh, WeightParallelConfig(**weights), trace=trace, activation_checkpoint=checkpoint
-    )
+        model, mesh, WeightParallelConfig(**({"min_shard_elements": 24} | more)),
+        sequence=SequenceConfig(exchange_in_parts=in_parts), trace=trace,
+        activation_checkpoint=checkpoint,
+    )  # fmt: skip
     return model, trace
 
 

@@ -195,10 +195,10 @@ def refused_where_sequences_are_cut(folder: Path) -> None:
         train_sampling_strategy="batch_rebalance",
         accelerator_config={"dispatch_batches": True, "use_seedable_sampler": False},
     )  # fmt: skip
-    own = internsp.WeightParallelConfig(cuts_own_sequences=True)
+    own = internsp.SequenceConfig(own_attention=True)
     torch.manual_seed(0)
     net = Tiny()
-    communicator = internsp.parallelize(net, mesh, own)
+    communicator = internsp.parallelize(net, mesh, sequence=own)
     with pytest.raises(ConfigError) as error:
         Trainer(net, args, communicator=communicator, compute_loss_func=lambda *_, **__: None)
     for name in (

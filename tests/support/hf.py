@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from internsp.config import WeightParallelConfig
 from internsp.mesh import ParallelMesh
 from internsp.parallel.parallelize import parallelize
 from tests.support import ranks as support
 from tests.support.compare import check, close, gradients, parameters
+from tests.support.sections import sections
 
 for _module in ("transformers.modeling_utils", "transformers.models.auto.modeling_auto"):
     if _module not in support.PRELOAD:
@@ -69,8 +69,8 @@ class HuggingTwin:
         self.plain = tiny(family, **(changes or {}))
         self.ours = copy.deepcopy(self.plain)
         self.mesh, self.family = mesh, family
-        config = {"min_shard_elements": 32, "coalesce_bytes": 0} | config
-        self.communicator = parallelize(self.ours, mesh, WeightParallelConfig(**config))
+        weights, sequence = sections({"min_shard_elements": 32, "coalesce_bytes": 0} | config)
+        self.communicator = parallelize(self.ours, mesh, weights, sequence=sequence)
         self.communicator.state.pool.poison = True
 
     def batches(self, make: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:

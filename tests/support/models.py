@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from internsp.base.trace import Trace
-from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
 from internsp.parallel.parallelize import parallelize
 from tests.support.compare import TOLERANCE, check, gradients, parameters
+from tests.support.sections import sections
 
 VOCABULARY = 11  # odd, so that no number of ranks divides the rows
 CUT = 20  # these models' parameters of at least this many elements are sharded
@@ -97,10 +98,12 @@ class Twin:
         self.ours = copy.deepcopy(self.plain)
         self.mesh = mesh
         self.trace = Trace(enabled=True)
+        weights, sequence = sections({"min_shard_elements": CUT, "coalesce_bytes": 0} | config)
         self.communicator = parallelize(
             self.ours,
             mesh,
-            WeightParallelConfig(**({"min_shard_elements": CUT, "coalesce_bytes": 0} | config)),
+            weights,
+            sequence=sequence,
             activation_checkpoint=checkpoint,
             trace=self.trace,
         )

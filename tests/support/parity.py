@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp import model_zoo
-from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config import ActivationCheckpointConfig
 from internsp.config.model import ModelConfig
 from internsp.mesh import ParallelMesh
 from internsp.parallel.parallelize import parallelize
 from internsp.sp import SequenceLayout
 from tests.support.compare import after_a_step, gap, gaps, gradients
 from tests.support.meshes import mesh_of
+from tests.support.sections import sections
 
 VOCABULARY = 37  # odd: neither 2 nor 4 ranks divide the rows of embedding and head
 
@@ -81,9 +82,10 @@ def run_case(
     )
     plain = plain.to(mesh.device)
     ours = copy.deepcopy(plain)
-    weights = WeightParallelConfig(**({"min_shard_elements": 24} | case.weights))
+    weights, sequence = sections({"min_shard_elements": 24} | case.weights)
+    checkpoint = ActivationCheckpointConfig(**case.checkpoint)
     communicator = parallelize(
-        ours, mesh, weights, activation_checkpoint=ActivationCheckpointConfig(**case.checkpoint)
+        ours, mesh, weights, sequence=sequence, activation_checkpoint=checkpoint
     )
     communicator.state.pool.poison = True
     rows = 2 if case.packed else 1  # on a rank: two have equally many documents, cut elsewhere

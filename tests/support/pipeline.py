@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from internsp import model_zoo
 from internsp.base.trace import Trace
-from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config import ActivationCheckpointConfig
 from internsp.config.model import ModelConfig
 from internsp.mesh import ParallelMesh
 from internsp.pipeline import MicroBatch, Pipeline, SchedulerHook
@@ -21,6 +21,7 @@ from internsp.sp import SequenceLayout
 from tests.support.compare import gap, gaps, gradients, on_all_stages
 from tests.support.meshes import mesh_of
 from tests.support.parity import VOCABULARY
+from tests.support.sections import sections
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,12 @@ def make(
     width = case.mine(mesh, 0).input_ids.shape[1]
     plain = case.build()
     alter(plain)
+    weights, sequence = sections({"min_shard_elements": 24} | case.weights)
     pipeline = Pipeline.create(
         copy.deepcopy(plain),
         mesh,
-        WeightParallelConfig(**({"min_shard_elements": 24} | case.weights)),
+        weights,
+        sequence=sequence,
         schedule=case.schedule,
         chunks=case.chunks,
         micro_batches=case.micro_batches,

@@ -95,7 +95,8 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         "[modle]: unknown section; did you mean [model]?",
         "model.layerz: unknown key; did you mean model.layers?",
         "[whatever]: unknown section; sections: model, data, parallel, pipeline, "
-        "weight_parallel, activation_checkpoint, optimizer, train, checkpoint, report, launch",
+        "weight_parallel, sequence, activation_checkpoint, optimizer, train, checkpoint, report, "
+        "launch",
         "optimizer.learning_rate: unknown key; did you mean optimizer.lr?",
         "train.lr: unknown key; did you mean optimizer.lr?",
         '--train.steps: expected a whole number, got "x"',
@@ -191,28 +192,28 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
             "parallel.pipeline: 2 does not divide the 3 ranks (launch.processes, or torchrun's)",
         ),
         (
-            '[weight_parallel]\nring_form = "double"\ninner_ring = 2',
+            '[sequence]\nring_form = "double"\ninner_ring = 2',
             1,
-            'weight_parallel.ring_form: "double" of a ring of one rank: set parallel.ring, or use '
+            'sequence.ring_form: "double" of a ring of one rank: set parallel.ring, or use '
             '"auto"',
         ),
         (
-            '[parallel]\nsequence = 4\nring = 4\n[weight_parallel]\nring_form = "double"',
+            '[parallel]\nsequence = 4\nring = 4\n[sequence]\nring_form = "double"',
             4,
-            "weight_parallel.inner_ring: 1 does not split into smaller rings the 4 ranks; choose "
+            "sequence.inner_ring: 1 does not split into smaller rings the 4 ranks; choose "
             "one of [2]",
         ),
         (
-            '[parallel]\nsequence = 2\nring = 2\n[weight_parallel]\nring_form = "double"\n'
+            '[parallel]\nsequence = 2\nring = 2\n[sequence]\nring_form = "double"\n'
             "inner_ring = 2",
             2,
-            "weight_parallel.inner_ring: 2 does not split into smaller rings the 2 ranks; use "
+            "sequence.inner_ring: 2 does not split into smaller rings the 2 ranks; use "
             'ring_form = "ring"',
         ),
         (
-            "[parallel]\nsequence = 4\nring = 4\n[weight_parallel]\ninner_ring = 2",
+            "[parallel]\nsequence = 4\nring = 4\n[sequence]\ninner_ring = 2",
             4,
-            'weight_parallel.inner_ring: 2 is of no effect with "auto"; set ring_form = "double", '
+            'sequence.inner_ring: 2 is of no effect with "auto"; set ring_form = "double", '
             "or leave it out",
         ),
         (

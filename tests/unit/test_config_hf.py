@@ -64,7 +64,7 @@ def test_other_names_of_sizes_are_read(tmp_path: Path) -> None:
         (LLAMA, "hidden_size = 64", r"model\.hidden_size: 64, but config\.json .* says 32"),
         (LLAMA, "qkv_bias = true", r"model\.qkv_bias: only for the model zoo"),
         (LLAMA, "[parallel]\npipeline = 2", r"parallel\.pipeline: 2 is not supported"),
-        (LLAMA, '[weight_parallel]\nhead_output = "gather"', 'only "local"'),
+        (LLAMA, '[sequence]\nhead_output = "gather"', 'only "local"'),
         ({"vocab_size": 300}, "", r"has no num_hidden_layers or .*: set model\.layers"),
         ([], "", "no JSON object"),
         ({**LLAMA, "vocab_size": 40}, "", "bytes need 257 ids"),

@@ -15,7 +15,12 @@ import torch
 from pydantic import BaseModel
 from torch import nn
 
-from internsp.config import ActivationCheckpointConfig, PlanRule, WeightParallelConfig
+from internsp.config import (
+    ActivationCheckpointConfig,
+    PlanRule,
+    SequenceConfig,
+    WeightParallelConfig,
+)
 from internsp.config.combinations import require_combinations
 from internsp.errors import ConfigError, StructureError
 from internsp.mesh.shape import MeshShape
@@ -119,11 +124,6 @@ WEIGHTS: Entries = {
         Refused({"embedding_cut": "hidden", "plan": [{"match": "embed", "shard_dim": 0}]},
                 "no nn.Embedding is sharded by it", {"embedding_cut": "hidden"}),
     ),
-    "head_output": Acts("without loss_options refused: ranks/test_agreement; one rank: as set"),
-    "cuts_own_sequences": Acts("a permission that nothing needs is refused: unit/test_supports"),
-    "exchange_in_parts": Acts("off: what NCCL and a group of one do in any case"),
-    "ring_form": Acts("without a ring refused: unit/test_config, ranks/test_hf_ring"),
-    "inner_ring": [Refused({"inner_ring": 2}, "inner_ring: 2 is of no effect with")],
     "compare_ranks": Acts("off: the first values are not read"),
     "compile": Acts("every model has blocks"),
     "reduction": Acts("sums are divided by the number of ranks"),
@@ -276,8 +276,16 @@ RECOMPUTE: Entries = {
     "tiles": Acts("where no feed-forward is found: unit/test_tiles; of fewer positions: one each"),
     "tiled": [Refused({"tiled": ["w1"]}, "unused with one tile", {"tiled": ["w1"], "tiles": 2})],
 }
+SEQUENCE: Entries = {
+    "own_attention": Acts("a permission that nothing needs is refused: unit/test_supports"),
+    "exchange_in_parts": Acts("off: what NCCL and a group of one do in any case"),
+    "ring_form": Acts("without a ring refused: unit/test_config, ranks/test_hf_ring"),
+    "inner_ring": [Refused({"inner_ring": 2}, "inner_ring: 2 is of no effect with")],
+    "head_output": Acts("without loss_options refused: ranks/test_agreement; one rank: as set"),
+}
 TABLES: dict[type[BaseModel], Entries] = {
-    WeightParallelConfig: WEIGHTS, PlanRule: RULES, ActivationCheckpointConfig: RECOMPUTE,
+    WeightParallelConfig: WEIGHTS, PlanRule: RULES, SequenceConfig: SEQUENCE,
+    ActivationCheckpointConfig: RECOMPUTE,
 }  # fmt: skip
 
 
@@ -289,14 +297,16 @@ def model() -> nn.Module:
 
 def plan(
     settings: Mapping[str, Any], shape: MeshShape = TWO, own: bool = False,
-    checkpoint: Mapping[str, Any] | None = None,
+    checkpoint: Mapping[str, Any] | None = None, sequence: Mapping[str, Any] | None = None,
 ) -> ChunkLayout:  # fmt: skip
     """What parallelize() and ``internsp plan`` do before anything runs."""
     base = {"min_shard_elements": CUT}
     if not {"coalesce_bytes", "granularity"} & settings.keys():
         base["coalesce_bytes"] = 0
     config = WeightParallelConfig(**(base | dict(settings)))
-    require_combinations(config, ActivationCheckpointConfig(**(checkpoint or {})))
+    require_combinations(
+        config, SequenceConfig(**(sequence or {})), ActivationCheckpointConfig(**(checkpoint or {}))
+    )
     made = model()
     structure = read_structure(
         made, config.trigger, config.blocks, config.prefetch_triggers, config.plan
@@ -329,6 +339,8 @@ def test_what_has_no_effect_is_refused_by_name_and_its_remedy_is_taken(
     def run(settings: Mapping[str, Any], shape: MeshShape, own: bool) -> None:
         if cls is ActivationCheckpointConfig:
             plan({}, shape, own, settings)
+        elif cls is SequenceConfig:
+            plan({}, shape, own, sequence=settings)
         else:
             plan(settings, shape, own)
 

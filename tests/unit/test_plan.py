@@ -182,7 +182,7 @@ WAYS: dict[str, tuple[dict[str, dict[str, object]], str]] = {
     "linear projections": ({}, "heads in parts; on the first rank:"),
     "fused": ({"model": {"family": "internlm2"}}, "in parts (the fused projection as a whole)"),
     "switched off": (
-        {"weight_parallel": {"exchange_in_parts": False}}, "exchange_in_parts = false"
+        {"sequence": {"exchange_in_parts": False}}, "exchange_in_parts = false"
     ),
     "on a device": ({"parallel": {"device": "cuda"}}, "on the host only, not on cuda"),
     "compiled": (

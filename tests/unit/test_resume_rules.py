@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from internsp.app.config import Config, sections
-from internsp.app.config.resume import _GONE, RULES, Rule, compare
-from internsp.config.words import FORMER
+from internsp.app.config.resume import _GONE, RULES, Rule, compare, parse_saved
+from internsp.config.words import FORMER, TO_SEQUENCE
 from internsp.errors import ConfigError
 
 
@@ -88,6 +88,17 @@ def test_a_key_that_has_gone_since_is_told_and_its_rule_is_taken_over(
     usual = {**saved, "weight_parallel": {key: _GONE[key]}}
     assert compare(usual, Config(), 1, 1) == ([], [])
     assert compare(usual, now, 1, 1)[0][0].startswith("weight_parallel.plan: []")
+
+
+def test_keys_of_sequences_that_were_saved_elsewhere_are_read() -> None:
+    own = Config.model_validate({
+        "parallel": {"sequence": 4, "ring": 4},
+        "sequence": {"own_attention": True, "ring_form": "double", "inner_ring": 2},
+    })  # fmt: skip
+    saved = own.model_dump(mode="json")
+    values = saved.pop("sequence")
+    saved["weight_parallel"] |= {old: values[new] for old, new in TO_SEQUENCE.items()}
+    assert Config.model_validate(parse_saved(saved)) == own
 
 
 def test_what_has_no_bearing_is_not_mentioned() -> None:

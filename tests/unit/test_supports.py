@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from internsp.config import WeightParallelConfig
+from internsp.config import SequenceConfig
 from internsp.errors import ConfigError, StructureError
 from internsp.parallel.sequences import require_sequence_attention, supports
 from internsp.sp import DistributedAttention
@@ -84,12 +84,12 @@ def test_what_mixes_tokens_itself_is_named(make: Any, module: str, words: str) -
     found = supports(model, MESH)
     assert any(r.module == module and words in r.reason for r in found), found
     assert supports(model, WHOLE) == []
-    sees_to_it = WeightParallelConfig(cuts_own_sequences=True)
-    assert supports(model, MESH, sees_to_it) == []
+    sees_to_it = SequenceConfig(own_attention=True)
+    assert supports(model, MESH, sequence=sees_to_it) == []
     words = f"{module or 'the model'}: "
     raises(
         StructureError,
-        lambda: require_sequence_attention(model, MESH, WeightParallelConfig()),
+        lambda: require_sequence_attention(model, MESH, SequenceConfig()),
         words,
     )
 
@@ -117,7 +117,7 @@ def test_every_layer_is_listed_and_the_error_counts_what_it_leaves_out() -> None
     words = "and 3 more (internsp.supports lists them all)"
     raises(
         StructureError,
-        lambda: require_sequence_attention(model, MESH, WeightParallelConfig()),
+        lambda: require_sequence_attention(model, MESH, SequenceConfig()),
         words,
     )
 
@@ -148,11 +148,11 @@ def test_buffers_of_a_model_from_meta_are_those_of_one_built_with_values(family:
 
 
 def test_a_permission_that_no_module_needs_is_refused() -> None:
-    needless = WeightParallelConfig(cuts_own_sequences=True)
+    needless = SequenceConfig(own_attention=True)
     for model in (made("llama"), with_attention(DistributedAttention(2, 2, 4))):
         assert supports(model, MESH) == []
         call = partial(require_sequence_attention, model, MESH, needless)
-        raises(ConfigError, call, "cuts_own_sequences = True has no effect", "leave it out")
+        raises(ConfigError, call, "own_attention = True has no effect", "leave it out")
         require_sequence_attention(model, WHOLE, needless)  # one rank of a sequence
-        require_sequence_attention(model, MESH, WeightParallelConfig())
+        require_sequence_attention(model, MESH, SequenceConfig())
     require_sequence_attention(with_attention(OwnAttention()), MESH, needless)

@@ -192,7 +192,7 @@ class Spec:
         return set(self.settings.split("+")) - {""}
 
     def arguments(self) -> dict[str, Any]:
-        """For ``ours``: keyword arguments of ``WeightParallelConfig``."""
+        """For ``ours``: keys of ``WeightParallelConfig`` and of ``SequenceConfig``."""
         return {k: v for k, v in self._given().items() if k not in MESH_KEYS}
 
     @property

@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from internsp import ParallelMesh, WeightParallelConfig, ZeroOptimizer, parallelize
+from internsp import (
+    ParallelMesh,
+    SequenceConfig,
+    WeightParallelConfig,
+    ZeroOptimizer,
+    parallelize,
+)
 from internsp.base.trace import Trace
 from internsp.schedule.simulate import simulate
 from tools.bench.model import DTYPE, Blocks, batch, elements, fresh, full_batch, layout
@@ -209,12 +215,14 @@ class Ours(Variant):
 
     def prepare(self, model: Blocks) -> nn.Module:
         """Shard the weights over the weight group: all ranks, unless the name says fewer."""
-        self.config = WeightParallelConfig(**self.spec.arguments())
+        self.config, sequence = sections(self.spec)
         self.trace = Trace()
         model.layout = layout(self.setting.sizes, self.setting.rank)
         mesh = self.setting.mesh_for(self.spec)
         assert model.layout is None or model.layout.rank == mesh.sequence_rank, "as batch() does"
-        self.communicator = parallelize(model, mesh, self.config, trace=self.trace)
+        self.communicator = parallelize(
+            model, mesh, self.config, sequence=sequence, trace=self.trace
+        )
         if self.spec.faked:
             fake_exchanges(model)
         elif self.spec.exchange == "deepspeed":
@@ -292,6 +300,17 @@ class Ddp(Variant):
         return parameter_bytes(self.model)
 
 
+def sections(spec: Spec) -> tuple[WeightParallelConfig, SequenceConfig]:
+    """The configuration of ``ours``.
+
+    Raises:
+        ValueError: a key that there is not, or a wrong value.
+    """
+    given = spec.arguments()
+    own = {key: given.pop(key) for key in given.keys() & SequenceConfig.model_fields.keys()}
+    return WeightParallelConfig(**given), SequenceConfig(**own)
+
+
 def make(setting: Setting, spec: Spec) -> Variant:
     """Build a variant. Collective."""
     from tools.overlap.fsdp import Fsdp2
@@ -309,7 +328,7 @@ def unavailable(spec: Spec, options: Options) -> str | None:
 
     if spec.family == "ours":
         try:
-            WeightParallelConfig(**spec.arguments())
+            sections(spec)
         except ValueError as error:
             first = next((e["msg"] for e in getattr(error, "errors", list)()), str(error))
             return f"weight_parallel does not take {spec.settings}: {first}"

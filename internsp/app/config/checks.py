@@ -127,9 +127,9 @@ def _hf(config: Config) -> Iterator[Problem]:
     if config.parallel.pipeline > 1:
         text = f'{config.parallel.pipeline} is not supported with model.family = "hf"; use 1'
         yield Problem(("parallel.pipeline", "model.family"), text)
-    if config.weight_parallel.head_output != "local":
+    if config.sequence.head_output != "local":
         text = 'only "local" with model.family = "hf", whose head computes its logits itself'
-        yield Problem(("weight_parallel.head_output", "model.family"), text)
+        yield Problem(("sequence.head_output", "model.family"), text)
 
 
 def _folder(config: Config) -> Iterator[Problem]:
@@ -231,7 +231,7 @@ def _mixture(data: DataConfig) -> Iterator[Problem]:
 
 def _memory_and_order(config: Config) -> Iterator[Problem]:
     weights, again, model = config.weight_parallel, config.activation_checkpoint, config.model
-    for keys, text in of_model(weights, again):
+    for keys, text in of_model(weights, config.sequence, again):
         yield Problem(keys, text)
     if weights.quantize != "none" and (weights.compute_dtype or config.train.dtype) == "float16":
         text = "float16 has no range for scales; use bfloat16 or float32"
@@ -383,9 +383,9 @@ def _report(config: Config) -> Iterator[Problem]:
 
 def _ring(config: Config) -> Iterator[Problem]:
     """Check that ring options have a ring, and that a double ring has two."""
-    weights, ring = config.weight_parallel, config.degrees()["ring"]
-    form, inner = weights.ring_form, weights.inner_ring
-    keys = ("weight_parallel.ring_form", "parallel.ring")
+    ring = config.degrees()["ring"]
+    form, inner = config.sequence.ring_form, config.sequence.inner_ring
+    keys = ("sequence.ring_form", "parallel.ring")
     if form != "auto" and ring == 1:
         yield Problem(keys, f'"{form}" of a ring of one rank: set parallel.ring, or use "auto"')
     elif form == "double":
@@ -393,7 +393,7 @@ def _ring(config: Config) -> Iterator[Problem]:
         if inner not in choices:
             text = f"{inner} does not split into smaller rings the {ring} ranks"
             remedy = f"choose one of {choices}" if choices else 'use ring_form = "ring"'
-            yield Problem(("weight_parallel.inner_ring", "parallel.ring"), f"{text}; {remedy}")
+            yield Problem(("sequence.inner_ring", "parallel.ring"), f"{text}; {remedy}")
 
 
 def _degrees(config: Config, world_size: int) -> Iterator[Problem]:

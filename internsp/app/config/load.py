@@ -38,6 +38,7 @@ from internsp.config.model import ModelConfig
 from internsp.config.sections import (
     ActivationCheckpointConfig,
     Section,
+    SequenceConfig,
     WeightParallelConfig,
 )
 from internsp.config.words import (
@@ -62,6 +63,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
     weight_parallel: WeightParallelConfig = WeightParallelConfig()
+    sequence: SequenceConfig = SequenceConfig()
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()

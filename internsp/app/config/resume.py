@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from internsp.app.config import Config, sections
-from internsp.config.words import FORMER, mistakes
+from internsp.config.words import FORMER, TO_SEQUENCE, mistakes
 from internsp.errors import ConfigError
 
 
@@ -55,8 +55,10 @@ _KEYS: dict[str, dict[Rule, str]] = {
         "cast_inputs",
         Rule.FREE: "overlap memory_pool prefetch_depth trigger granularity prefetch_triggers "
         "blocks min_shard_elements keep_unsharded reshard_after_forward accumulation "
-        "coalesce_bytes pending_blocks unexpected_order head_output compile cuts_own_sequences "
-        "exchange_in_parts ring_form inner_ring compare_ranks grad_dtype offload",
+        "coalesce_bytes pending_blocks unexpected_order compile compare_ranks grad_dtype offload",
+    },
+    "sequence": {
+        Rule.FREE: "own_attention exchange_in_parts ring_form inner_ring head_output",
     },
     "activation_checkpoint": {Rule.FREE: "mode fraction blocks reentrant offload tiles tiled"},
     # The loss scale itself is restored from the checkpoint; its initial value no longer matters.
@@ -143,6 +145,9 @@ def parse_saved(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     found = {}
     for name, cls in sections().items():
         given = saved.get(name, {})
+        if name == "sequence" and name not in saved:  # saved before there was the section
+            weights = saved.get("weight_parallel", {})
+            given = {new: weights[old] for old, new in TO_SEQUENCE.items() if old in weights}
         if not isinstance(given, Mapping):
             raise ConfigError(f"its configuration has no section {name}")
         known = {key: value for key, value in given.items() if key in cls.model_fields}

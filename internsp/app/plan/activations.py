@@ -221,7 +221,7 @@ class ActivationModel:
             return 0
         dtype = DTYPES[self.config.weight_parallel.compute_dtype or self.config.train.dtype]
         size, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
-        form = self.config.weight_parallel.ring_form
+        form = self.config.sequence.ring_form
         more = {"double": 2, "direct": ring - 2}.get(form, 1)
         blocks = 4 + 2 * min(more, ring - 2) + 2 * (size < wide)
         features = model.head_dim or model.hidden_size // model.heads

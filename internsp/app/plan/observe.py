@@ -277,8 +277,7 @@ def _balance(config: Config, shape: MeshShape) -> str:
 def _ring_part(config: Config, shape: MeshShape) -> int:
     """Index in the ring of the rank whose keys and values in flight take most memory, for one
     document. Of the ranks that share its heads, the first has most."""
-    weights = config.weight_parallel
-    way = weights.ring_form, weights.inner_ring
+    way = config.sequence.ring_form, config.sequence.inner_ring
     return _busiest_part(shape.sequence_axes, _balance(config, shape), *way)
 
 
@@ -313,8 +312,8 @@ def _attach(model: nn.Module, config: Config, shape: MeshShape) -> None:
     for module in model.modules():
         if isinstance(module, DistributedAttention):
             module.attach(
-                heads, ring=around, axes=axes, form=config.weight_parallel.ring_form,
-                inner=config.weight_parallel.inner_ring,
+                heads, ring=around, axes=axes, form=config.sequence.ring_form,
+                inner=config.sequence.inner_ring,
             )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ class SequenceTraffic:
         model, length = config.model, config.data.sequence_length
         balance = config.parallel.balance if shape.pipeline == 1 else FIXED_BALANCE
         spec = MaskSpec(True, None, ((length,),))
-        way = config.weight_parallel.ring_form, config.weight_parallel.inner_ring
+        way = config.sequence.ring_form, config.sequence.inner_ring
         found = routes(balance_ranges(length, shape.ring, balance, spec), spec, *way)
         heads = -(-(model.kv_heads or model.heads) // shape.sequence_axes.heads)
         features = 2 * heads * (model.head_dim or model.hidden_size // model.heads)
@@ -87,8 +87,8 @@ def head_exchange_lines(config: Config, shape: MeshShape, device: str, split: bo
         return [all_to_all + "models of transformers attend by their own modules."]
     if device != "cpu":
         return [all_to_all + f"in parts on the host only, not on {device}."]
-    if not weights.exchange_in_parts:
-        return [all_to_all + "weight_parallel.exchange_in_parts = false."]
+    if not config.sequence.exchange_in_parts:
+        return [all_to_all + "sequence.exchange_in_parts = false."]
     if weights.compile:
         return [all_to_all + "blocks are compiled."]
     made = exchange_order(0, shape.sequence_axes.heads, weights.overlap)

@@ -120,6 +120,7 @@ class Session:
                     to_parallelize(model),
                     mesh,
                     config.weight_parallel,
+                    sequence=config.sequence,
                     activation_checkpoint=with_tile_count(config, mesh.data),
                     trace=trace,
                 )
@@ -156,6 +157,7 @@ def _pipeline(
         model,
         mesh,
         config.weight_parallel,
+        sequence=config.sequence,
         schedule=config.pipeline.schedule,
         chunks=config.pipeline.chunks,
         micro_batches=train.micro_batches,

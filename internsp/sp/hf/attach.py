@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from internsp.base.trace import Trace
-from internsp.config import WeightParallelConfig
+from internsp.config import SequenceConfig
 from internsp.mesh import ParallelMesh
 from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.hf.attention import SequenceParallelKernel
@@ -23,7 +23,7 @@ from internsp.sp.hf.ring import RingAttention
 
 
 def attach(
-    model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: bool, config: WeightParallelConfig
+    model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: bool, config: SequenceConfig
 ) -> None:
     """Shard the inputs of a ``transformers`` model in ``model``, from its next forward on.
 
