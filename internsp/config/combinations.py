@@ -32,7 +32,6 @@ def combinations(
             '"double", or leave it out'
         )
         yield ("sequence.inner_ring", "sequence.ring_form"), text
-    yield from _numbers(weights)
     yield from _recompute(weights, again)
 
 
@@ -92,12 +91,6 @@ def _order(weights: WeightParallelConfig) -> Iterator[Mistake]:
     if by_module and weights.coalesce_bytes not in (0, usual["coalesce_bytes"].default):
         text = 'unused with granularity = "module", which gathers each weight alone; leave it out'
         yield ("weight_parallel.coalesce_bytes", granularity), text
-
-
-def _numbers(weights: WeightParallelConfig) -> Iterator[Mistake]:
-    if weights.own_dtype and not weights.model_fields_set & {"compute_dtype", "reduce_dtype"}:
-        text = "all weights have their own; set compute_dtype or reduce_dtype, or leave it out"
-        yield ("weight_parallel.own_dtype", "weight_parallel.compute_dtype"), text
 
 
 def _recompute(

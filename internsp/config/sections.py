@@ -150,8 +150,8 @@ class PlanRule(Section):
     """Modules in blocks that are gathered and freed by themselves: each of them, or all as one."""
     ignore: bool = False
     """Leave the parameters alone: not sharded, not replicated, with gradients of this rank only."""
-    replicate_below: Amount = 0
-    """Parameters of fewer bytes are replicated, others sharded; replaces min_shard_elements."""
+    min_shard_elements: Amount = 2048
+    """Parameters with fewer elements are replicated, others sharded, also with one dimension."""
     shard_dim: Annotated[int, Field(ge=-64, le=63)] = 0
     """Dimension on which the weights are sharded; negative ones count from the last."""
     axis: Literal["dense", "experts"] = "dense"
@@ -253,8 +253,6 @@ class WeightParallelConfig(Section):
     """Unsharded gradients in flight, in blocks; the oldest is finished at the limit."""
     unexpected_order: Literal["error", "gather", "learn"] = "error"
     """Blocks in another order than declared: stop; gather each as it comes; or the first step's."""
-    embedding_cut: Literal["vocabulary", "hidden"] = "vocabulary"
-    """Dimension on which the embedding is sharded."""
     compare_ranks: bool = True
     """When a model is made parallel: compare the first values of the ranks by checksums."""
     compile: bool = False
@@ -269,8 +267,6 @@ class WeightParallelConfig(Section):
     """Dtype of gathered weights, to which floating inputs are cast; none: the parameter's own."""
     cast_inputs: bool = True
     """Whether the model's floating inputs are cast to compute_dtype."""
-    own_dtype: Patterns = ()
-    """Patterns, as experts, of parameters that compute and travel in their own dtype."""
     grad_dtype: Dtype | None = None
     """Dtype of .grad of narrower parameters, without a ZeroOptimizer; none: the parameter's own."""
     offload: Offload = ()

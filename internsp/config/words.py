@@ -36,6 +36,11 @@ FORMER = {
     },
     "quantize_min_elements": "quantize takes what is larger than coalesce_bytes; for other weights "
     f'{_RULE} match = "NAME" and quantize = "none" (or "int8", "fp8")',
+    "embedding_cut": f'for "hidden" {_RULE} match = "embed" (the name of the embedding) and '
+    "shard_dim = 1",
+    "own_dtype": f'{_RULE} match = "**.norm.*" (names of parameters, not of their modules) '
+    'and compute_dtype = "none" (and reduce_dtype = "none" beside a weight_parallel.reduce_dtype)',
+    "replicate_below": "it is min_shard_elements now, also in a rule: elements, not bytes",
 }
 """Keys that have moved or gone: what is written instead."""
 _TABLES = {"plan": "rule", "groups": "group"}

@@ -47,7 +47,6 @@ from internsp.pipeline.stage import ISPPipelineStage
 from internsp.pipeline.tied import CopyNames, copy_shared_modules, find_tied, make_tied_weights
 from internsp.schedule.chunk import Schedule
 from internsp.structure.assign import (
-    PATTERNS,
     plan_sharding,
     require_experts,
     require_patterns_matched,
@@ -513,10 +512,7 @@ def chunk_config(
             for trigger in config.prefetch_triggers
             if trigger_matches(trigger, chunk.layers.values())
         ),
-        **{
-            option: tuple(p for p in getattr(config, option) if any(within(n, p) for n in own))
-            for option in PATTERNS
-        },
+        "experts": tuple(p for p in config.experts if any(within(n, p) for n in own)),
         "plan": rules_of_chunk(chunk, config.plan),
     }
     config = config.model_copy(update=update)

@@ -161,9 +161,8 @@ def _compare(gathered: Sequence[Any], weights: Sequence[TiedWeight], mesh: Paral
             parts = [f"{each} {form}" for each, form in zip(weight.copies, found, strict=True)]
             raise StructureError(
                 f"stages share {weight.name}, but {', '.join(parts)} (this is rank {mesh.rank}): "
-                "copies of one weight must be sharded alike. Name all of them where an option or a "
-                "rule of the plan names one (weight_parallel.embedding_cut = \"vocabulary\" for a "
-                "tied head), or untie them"
+                "copies of one weight must be sharded alike. Name all of them where a rule of the "
+                "plan names one, or untie them"
             )
 
 

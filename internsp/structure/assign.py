@@ -23,9 +23,6 @@ from internsp.structure.blocks import Structure, did_you_mean
 from internsp.structure.dtypes import WeightDtypes
 from internsp.structure.rules import BLOCK_KEYS, MODULE_KEYS, NO_RULES, Rules
 
-EMBEDDING_SHARD_DIMS = {"vocabulary": 0, "hidden": 1}
-PATTERNS = ("experts", "own_dtype")
-"""Options of ``weight_parallel`` whose patterns match parameter names by :func:`within`."""
 WEIGHT_KEYS = frozenset(PlanRule.model_fields) - BLOCK_KEYS - MODULE_KEYS - {"match"}
 
 
@@ -230,14 +227,10 @@ def _sharding(
     first = owners[0]
     options = WeightOptions.of(config, rule_options, first.full_name)
     own = is_expert([o.full_name for o in owners], config, rule_options)
-    # One matching name of a shared weight is enough: it has one dtype.
-    as_is = any(within(o.full_name, pattern) for o in owners for pattern in config.own_dtype)
-    dtypes = WeightDtypes.of(parameter, config, as_is, rule_options)
-    elements = math.prod(largest_part(parameter))
-    small = parameter.ndim < 2 or elements < config.min_shard_elements
-    if "replicate_below" in rule_options:
-        small = elements * parameter.element_size() < rule_options["replicate_below"]
-        small = small or parameter.ndim == 0
+    dtypes = WeightDtypes.of(parameter, config, rule_options)
+    least = rule_options.get("min_shard_elements", config.min_shard_elements)
+    fewest = 1 if "min_shard_elements" in rule_options else 2  # dimensions
+    small = parameter.ndim < fewest or math.prod(largest_part(parameter)) < least
     if small and not (own and expert > 1):
         return ParameterSharding(parameter, owners, None, -1, 0, own, False, dtypes, options)
     if parameter.ndim == 0:
@@ -258,22 +251,16 @@ def _sharding(
             unit = first.full_name
         elif number >= 0:
             unit = structure.enclosing[number].name
-    dim = _shard_dim(parameter, first, config, rule_options)
+    dim = _shard_dim(parameter, first, rule_options)
     autocasts = getattr(first.module, "autocasts", isinstance(first.module, nn.Linear))
     return ParameterSharding(parameter, owners, unit, block, dim, own, autocasts, dtypes, options)
 
 
 def _shard_dim(
-    parameter: nn.Parameter,
-    first: ParameterOwner,
-    config: WeightParallelConfig,
-    rule_options: Mapping[str, Any],
+    parameter: nn.Parameter, first: ParameterOwner, rule_options: Mapping[str, Any]
 ) -> int:
     """The sharded dimension: a rule's, the module's own (``shard_dim``), or the first."""
-    dim: int = getattr(first.module, "shard_dim", 0)
-    if isinstance(first.module, nn.Embedding):
-        dim = EMBEDDING_SHARD_DIMS[config.embedding_cut]
-    dim = rule_options.get("shard_dim", dim)
+    dim: int = rule_options.get("shard_dim", getattr(first.module, "shard_dim", 0))
     if not -parameter.ndim <= dim < parameter.ndim:
         raise LayoutError(
             f"cannot shard dimension {dim} of {first.full_name}, of shape {list(parameter.shape)}"
@@ -309,24 +296,21 @@ def experts_among(names: Iterable[str], config: WeightParallelConfig, rules: Rul
 
 
 def require_patterns_matched(names: Iterable[str], config: WeightParallelConfig) -> None:
-    """Check that each pattern of the options :data:`PATTERNS`, unless default, matches (WP-7).
+    """Check that each pattern of ``weight_parallel.experts``, unless default, matches (WP-7).
 
     Raises:
         StructureError: a pattern matches no parameter; lists the modules that may be meant.
     """
     names = list(names)
-    for option in PATTERNS:
-        given: tuple[str, ...] = getattr(config, option)
-        if given == type(config).model_fields[option].default:
-            continue
-        for pattern in given:
-            if not any(within(name, pattern) for name in names):
-                parts = [part for name in names for part in name.split(".") if not part.isdigit()]
-                meant = did_you_mean(pattern, [*parts, *_owner_candidates(names)])
-                raise StructureError(
-                    f"weight_parallel.{option}: {pattern!r} matches no parameter{meant}; "
-                    f"candidates: {', '.join(_owner_candidates(names))}"
-                )
+    usual = type(config).model_fields["experts"].default
+    for pattern in config.experts if config.experts != usual else ():
+        if not any(within(name, pattern) for name in names):
+            parts = [part for name in names for part in name.split(".") if not part.isdigit()]
+            meant = did_you_mean(pattern, [*parts, *_owner_candidates(names)])
+            raise StructureError(
+                f"weight_parallel.experts: {pattern!r} matches no parameter{meant}; "
+                f"candidates: {', '.join(_owner_candidates(names))}"
+            )
 
 
 def require_experts(

@@ -44,7 +44,6 @@ class WeightDtypes:
         cls,
         parameter: nn.Parameter,
         config: WeightParallelConfig,
-        own: bool,
         rule_options: Mapping[str, Any],
     ) -> WeightDtypes:
         """The dtypes of ``parameter``.
@@ -52,13 +51,12 @@ class WeightDtypes:
         ``Tensor.grad_dtype``, where the user has set one, takes precedence over ``grad_dtype``.
 
         Args:
-            own: it is computed with and reduced in its own dtype (``weight_parallel.own_dtype``).
             rule_options: options that rules of the plan set for it; they precede ``config``.
         """
         dtype = parameter.dtype
-        named = rule_options.get("compute_dtype", None if own else config.compute_dtype)
+        named = rule_options.get("compute_dtype", config.compute_dtype)
         compute = DTYPES[named] if named else dtype
-        named = rule_options.get("reduce_dtype", None if own else config.reduce_dtype)
+        named = rule_options.get("reduce_dtype", config.reduce_dtype)
         reduce = DTYPES[named] if named else None
         grad = parameter.grad_dtype or dtype
         wanted = rule_options.get("grad_dtype", config.grad_dtype)

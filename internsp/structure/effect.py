@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from internsp.base.sizes import human
 from internsp.config import WeightParallelConfig
@@ -30,7 +29,7 @@ from internsp.structure.rules import (
 
 OF_SHARDED = (
     "memory_pool", "prefetch_depth", "granularity", "prefetch_triggers", "reshard_after_forward",
-    "keep_unsharded", "pending_blocks", "embedding_cut", "reduce_dtype", "quantize", "offload",
+    "keep_unsharded", "pending_blocks", "reduce_dtype", "quantize", "offload",
 )  # fmt: skip
 """Options of ``weight_parallel`` that act on sharded parameters only.
 
@@ -125,11 +124,6 @@ def _without_effect(facts: _Facts) -> Iterator[tuple[str, str]]:
         )
     if config.quantize != "none" and not _quantizable(facts):
         yield "quantize", _nothing_to_quantize(facts)
-    if facts.is_set("embedding_cut") and not _embeddings(facts):
-        yield "embedding_cut", (
-            "no nn.Embedding is sharded by it (none is large enough, or rules set its shard_dim); "
-            "leave the option out, or give a rule a shard_dim"
-        )
     if config.reshard_after_forward and not facts.in_blocks:
         yield "reshard_after_forward", "no block has a sharded parameter; leave it out"
     if config.keep_unsharded not in (None, 0):
@@ -180,13 +174,6 @@ def _nothing_to_quantize(facts: _Facts) -> str:
         f"gathered as; {size}. Lower it, or name weights in a rule with quantize, which takes them "
         "whatever their size"
     )
-
-
-def _embeddings(facts: _Facts) -> list[ParameterSharding]:
-    return [
-        s for s in facts.sharded
-        if isinstance(s.owners[0].module, nn.Embedding) and not facts.rules_of(s, {"shard_dim"})
-    ]  # fmt: skip
 
 
 def _widens(sharding: ParameterSharding, dtype: str) -> bool:

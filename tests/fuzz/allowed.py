@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from tests.fuzz.compare import ERROR, MEANINGLESS, REFUSED, RIGHT, WRONG, Outcome
-from tests.fuzz.draw import DEFAULTS, Case
+from tests.fuzz.draw import CUT_EMBEDDING, DEFAULTS, Case
 from tests.fuzz.shapes import Drawn
 
 # Feature -> classes of errors that may refuse it. A case with one of them may also succeed.
@@ -25,7 +25,7 @@ MAY_BE_REFUSED: dict[str, tuple[str, ...]] = {
     # options without an effect on a model whose parameters, or blocks', are all too small
     "min_shard_elements=100": ("ConfigError",),
     "min_shard_elements=2048": ("ConfigError",),
-    "embedding_cut=hidden": ("ConfigError",),
+    f"plan={CUT_EMBEDDING}": ("StructureError",),
     **dict.fromkeys((f"keep_unsharded={n}" for n in (1, 2, "2000 B", "all")), ("ConfigError",)),
 }
 

@@ -32,6 +32,7 @@ ZERO_OPTIMIZERS = (
     "zero_adamw", "zero_sgd", "zero_momentum", "zero_groups", "zero_rmsprop", "zero_counting",
 )  # fmt: skip
 
+CUT_EMBEDDING = [{"match": "embed", "shard_dim": 1}]
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "trigger": ("qkv", "attention", "mlp", "rolling", "rolling"),
     "granularity": ("module",),
@@ -43,7 +44,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "keep_unsharded": (1, 2, "2000 B", "all"),
     "accumulation": ("full",),
     "pending_blocks": (1, 5),
-    "embedding_cut": ("hidden",),
+    "plan": (CUT_EMBEDDING,),
     "unexpected_order": ("gather",),
     "reduction": ("mean",),
     "experts": (["experts", "fc1"], ["fc2"]),

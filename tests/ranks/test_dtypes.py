@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
-from internsp.errors import StructureError
 from internsp.optim import ZeroOptimizer, clip_grad_norm_
 from internsp.parallel.parallelize import parallelize
 from tests.support.compare import check, gradients, parameters
 from tests.support.meshes import mesh_of
-from tests.support.models import CUT, VOCABULARY, Block, Tiny, raises
+from tests.support.models import CUT, VOCABULARY, Block, Tiny
 from tests.support.ranks import ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -208,8 +207,12 @@ def test_fp32_adapters_train_over_a_frozen_bf16_base_as_on_one_process(
         assert found[name].dtype == (FP32 if "lora" in name else BF16)
 
 
+OWN = {"match": ["**.w2.*", "**.norm.*"], "compute_dtype": "none"}
+"""A rule of parameters, not of their modules, whose inputs would be cast then."""
+
+
 @ranks(2)
-def test_parameters_of_own_dtype_compute_in_it_while_others_are_cast(rank: int) -> None:
+def test_parameters_whose_rule_says_none_compute_in_it_while_others_are_cast(rank: int) -> None:
     torch.manual_seed(0)
     plain = Tiny(layers=2)
     ours = copy.deepcopy(plain)
@@ -222,7 +225,7 @@ def test_parameters_of_own_dtype_compute_in_it_while_others_are_cast(rank: int) 
             if name.endswith("w2"):  # like a router in fp32: it casts its input
                 module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
                 module.register_forward_hook(lambda *a: a[-1].to(BF16))
-    communicator = cut(ours, mesh_of(2), compute_dtype="bfloat16", own_dtype=("w2", "norm"))
+    communicator = cut(ours, mesh_of(2), compute_dtype="bfloat16", plan=[OWN])
     accumulate(ours, rank, 2)
     sent = {w.name: (w.compute_dtype, w.reduce_dtype) for w in communicator.replicated.sharded}
     for name, dtypes in sent.items():
@@ -238,8 +241,3 @@ def test_parameters_of_own_dtype_compute_in_it_while_others_are_cast(rank: int) 
             module.register_forward_hook(lambda *a: a[-1].to(BF16))
     alone(rounded, 2)
     check(gradients(ours), gradients(rounded), "gradients", ORDER_OF_SUMS)
-    patterns = {"compute_dtype": "bfloat16", "own_dtype": ("w2", "w3")}
-    raises(
-        StructureError, lambda: cut(Tiny(), mesh_of(2), **patterns),
-        "weight_parallel.own_dtype: 'w3' matches no parameter",
-    )  # fmt: skip

@@ -88,11 +88,12 @@ def test_gradients_norm_and_steps_are_one_processs_under_every_schedule(schedule
     "case",
     [
         tied(weight=2, weights={"accumulation": "full"}),
+        tied(weight=2, weights={"plan": [{"match": ["embed", "head"], "shard_dim": 1}]}),
         tied("ZBVZeroBubble", sequence=2, weights={"offload": ["weights", "gradients"]}),
         tied("InterleavedZeroBubble", weights={"min_shard_elements": 10_000}),
         tied(pipeline=4, checkpoint={"mode": "full"}, static=False),
     ],
-    ids=["weight", "sequence, offloaded", "replicas, not cut", "four stages"],
+    ids=["weight", "of columns", "sequence, offloaded", "replicas, not cut", "four stages"],
 )
 @ranks(4)
 def test_a_tied_weight_of_any_mesh_is_one_weight(case: Case) -> None:
@@ -295,8 +296,11 @@ def test_masters_of_16_bit_copies_are_made_equal_too(rank: int) -> None:
 @pytest.mark.parametrize(
     ("weights", "wanted"),
     [
-        ({"embedding_cut": "hidden"}, "embed.weight of stage 0 is sharded on dimension 1 of"),
-        ({"plan": [{"match": ["head"], "replicate_below": 1 << 20}]}, "stage 1 is replicated"),
+        (
+            {"plan": [{"match": ["embed"], "shard_dim": 1}]},
+            "embed.weight of stage 0 is sharded on dimension 1 of",
+        ),
+        ({"plan": [{"match": ["head"], "min_shard_elements": 1 << 20}]}, "stage 1 is replicated"),
         ({"plan": [{"match": ["head"], "ignore": True}]}, "head.weight of stage 1 is not parallel"),
     ],
     ids=["cut otherwise", "replicated", "ignored"],

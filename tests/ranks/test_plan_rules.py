@@ -22,8 +22,8 @@ from tests.support.ranks import ranks, run_ranks
 KINDS = ("AG", "WAIT", "RS", "FINISH")
 EVERYTHING: tuple[dict[str, Any], ...] = (
     {"match": "layers.{0-1}.w?", "shard_dim": 1},
-    {"match": "layers.2.w?.bias", "replicate_below": 1},
-    {"match": "layers.3", "replicate_below": 1 << 20},
+    {"match": "layers.2.w?.bias", "min_shard_elements": 1},
+    {"match": "layers.3", "min_shard_elements": 1 << 20},
     {"match": ["layers.0.q", "layers.1.w2", "head"], "coalesce_bytes": 1 << 20},
     {"match": "layers.2.w1", "reduce_dtype": "none"},
     {"match": "layers.1", "keep_unsharded": True, "trigger": "mlp"},

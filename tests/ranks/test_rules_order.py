@@ -193,7 +193,7 @@ def test_a_weight_idle_on_one_rank_in_no_sync_keeps_its_place_among_the_sums(
 
 TRACED: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None, bool, int], ...] = (
     ({}, None, False, 1),
-    ({"prefetch_depth": 2, "embedding_cut": "hidden"}, None, True, 2),
+    ({"prefetch_depth": 2, "plan": [{"match": "embed", "shard_dim": 1}]}, None, True, 2),
     ({"granularity": "module"}, HALF, False, 1),
     ({"granularity": "module", "trigger": "qkv", "pending_blocks": 1}, None, True, 2),
     ({"trigger": "mlp"}, ActivationCheckpointConfig(mode="full", blocks=(1, 2)), False, 2),

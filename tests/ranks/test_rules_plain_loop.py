@@ -69,14 +69,15 @@ def tied() -> nn.Module:
     return Tiny(tied=True)
 
 
+HIDDEN: dict[str, Any] = {"plan": [{"match": "embed", "shard_dim": 1}]}
 CASES: list[tuple[Any, int, int, str, dict[str, Any], ActivationCheckpointConfig | None]] = [
     (Tiny, 2, 1, "foreach", {}, None),
     (mixed, 2, 2, "sgd", SOME, HALF),
     (Tiny, 2, 1, "loop", ALL, REENTRANT),
-    (tied, 2, 3, "fused", {"overlap": False, "embedding_cut": "hidden"}, HALF),
+    (tied, 2, 3, "fused", {"overlap": False, **HIDDEN}, HALF),
     (mixed, 2, 2, "sgd", {"prefetch_depth": 2, "granularity": "block"}, None),
     (mixed, 2, 1, "loop", {"granularity": "module", "memory_pool": False}, None),
-    (mixed, 2, 2, "fused", {"trigger": "qkv", "embedding_cut": "hidden"}, FULL),
+    (mixed, 2, 2, "fused", {"trigger": "qkv", **HIDDEN}, FULL),
     (Tiny, 1, 2, "fused", {"trigger": "mlp"}, REENTRANT),
     (tied, 2, 1, "sgd", {"granularity": "module", "prefetch_depth": 2}, REENTRANT),
     (Tiny, 2, 1, "loop", {"memory_pool": False, "unexpected_order": "gather"}, HALF),

@@ -25,7 +25,7 @@ from tests.support.zero import (
     whole,
 )
 
-HIDDEN = {"embedding_cut": "hidden"}
+HIDDEN = {"plan": [{"match": "embed", "shard_dim": 1}]}
 COLUMNS = {"plan": [{"match": "**.w?.weight", "shard_dim": 1}]}
 FP64 = [
     (

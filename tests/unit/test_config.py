@@ -273,12 +273,6 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
             'weight_parallel.granularity: gathers module by module; a compiled block needs "block"',
         ),
         (
-            '[weight_parallel]\nembedding_cut = "hidden"\n[model]\ntie_embeddings = true',
-            1,
-            'weight_parallel.embedding_cut: a tied head is sharded by vocabulary; use "vocabulary" '
-            "or untie the embeddings",
-        ),
-        (
             "[weight_parallel]\nkeep_unsharded = 2000",
             1,
             "weight_parallel.keep_unsharded: there are 4 blocks (model.layers); a size has a unit, "
@@ -478,6 +472,16 @@ def test_a_key_that_was_is_answered_with_what_it_became(key: str) -> None:
         assert [str(p) for p in read_config(values, overrides)[1]] == [prefix + told]
     for section, name in re.findall(r"\b(weight_parallel|sequence)\.(\w+)", FORMER[key]):
         assert name in sections()[section].model_fields
+    if rule := FORMER[key].partition("write a rule, [[weight_parallel.plan]] with ")[2]:
+        words = re.sub(r" \(.*?\)", "", rule).replace(" and ", ", ")
+        load_config({"weight_parallel": {"plan": [tomllib.loads(f"rule = {{ {words} }}")["rule"]]}})
+
+
+def test_a_rules_former_key_is_answered_too() -> None:
+    values = {"weight_parallel": {"plan": [{"match": "embed", "replicate_below": 9}]}}
+    (problem,) = read_config(values)[1]
+    told = f"unknown key 'replicate_below'; {FORMER['replicate_below']}"
+    assert str(problem) == f"weight_parallel.plan: rule 1: {told}"
 
 
 @pytest.mark.parametrize(
@@ -575,7 +579,7 @@ def test_keys_that_others_leave_without_an_effect_are_refused(
 
 @pytest.mark.parametrize("off", [
     {"activation_checkpoint": {"mode": "none", "fraction": 0.5, "reentrant": True}},
-    {"weight_parallel": {"compute_dtype": "none", "own_dtype": ["norm"], "cast_inputs": False}},
+    {"weight_parallel": {"compute_dtype": "none", "cast_inputs": False}},
     {"train": {"dtype": "float32"}, "optimizer": {"loss_scale_init": 2.0}},
     {"checkpoint": {"keep_last": 0, "keep_every": 5}},
 ], ids=str)  # fmt: skip

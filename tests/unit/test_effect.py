@@ -57,7 +57,7 @@ class Acts:
 
 Entries = Mapping[str, list[Refused] | Acts]
 
-SMALL_BLOCKS = [{"match": "layers", "replicate_below": 9999}]
+SMALL_BLOCKS = [{"match": "layers", "min_shard_elements": 9999}]
 NO_SHARDS = "no parameter of the model is sharded: lower min_shard_elements"
 OF_OWN = "has no effect: a communicator of your own decides when"
 
@@ -119,11 +119,6 @@ WEIGHTS: Entries = {
     ],
     "pending_blocks": of_order("pending_blocks", 3),
     "unexpected_order": [Refused({"unexpected_order": "learn"}, OF_OWN, own=True)],
-    "embedding_cut": of_sharded(
-        "embedding_cut", "hidden",
-        Refused({"embedding_cut": "hidden", "plan": [{"match": "embed", "shard_dim": 0}]},
-                "no nn.Embedding is sharded by it", {"embedding_cut": "hidden"}),
-    ),
     "compare_ranks": Acts("off: the first values are not read"),
     "compile": Acts("every model has blocks"),
     "reduction": Acts("sums are divided by the number of ranks"),
@@ -142,11 +137,6 @@ WEIGHTS: Entries = {
     "cast_inputs": [
         Refused({"cast_inputs": False}, "nothing is cast without weight_parallel.compute_dtype",
                 {"cast_inputs": False, "compute_dtype": "bfloat16"}),
-    ],
-    "own_dtype": [
-        Refused({"own_dtype": ["norm"]}, "all weights have their own",
-                {"own_dtype": ["norm"], "compute_dtype": "bfloat16"}),
-        Refused({"own_dtype": ["nrm"], "compute_dtype": "bfloat16"}, "'nrm' matches no parameter"),
     ],
     "grad_dtype": [
         Refused({"grad_dtype": "float32"}, "no parameter is narrower", {"grad_dtype": "float64"}),
@@ -187,7 +177,9 @@ RULES: Entries = {
         rule("is a unit already", "unit", "each", "layers.0"),
     ],
     "ignore": [rule(f"{HAS_NONE} a parameter", "ignore", True, NO_PARAMETER, remedy="norm")],
-    "replicate_below": [rule(f"{HAS_NONE} a parameter", "replicate_below", 9, NO_PARAMETER)],
+    "min_shard_elements": [
+        rule(f"{HAS_NONE} a parameter", "min_shard_elements", 9, NO_PARAMETER),
+    ],
     "shard_dim": of_weight("shard_dim", 1),
     "axis": of_weight(
         "axis", "dense",
@@ -234,8 +226,9 @@ RULES: Entries = {
     )[1:],
     "keep_unsharded": of_block(
         "keep_unsharded", True,
-        Refused({"plan": [{"match": "layers.0", "keep_unsharded": True, "replicate_below": 9999}]},
-                "the blocks have no sharded parameter"),
+        Refused({"plan": [
+            {"match": "layers.0", "keep_unsharded": True, "min_shard_elements": 9999},
+        ]}, "the blocks have no sharded parameter"),
     ),
     "prefetch_depth": of_block("prefetch_depth", 2),
     "forward_prefetch": of_block("forward_prefetch", 2),

@@ -76,10 +76,10 @@ def test_a_rule_holds_for_what_it_matches_and_all_below_and_for_nothing_else() -
 
 
 def test_what_is_small_enough_is_replicated_whatever_its_dimensions() -> None:
-    size = 6 * 13 * 4  # of w1 in fp32
-    below = weights(plan({"match": "layers.*", "replicate_below": size + 1}))
+    size = 6 * 13  # of w1
+    below = weights(plan({"match": "layers.*", "min_shard_elements": size + 1}))
     assert set(below) == {"embed.weight", "head.weight"}
-    above = weights(plan({"match": "layers.0", "replicate_below": 24}))
+    above = weights(plan({"match": "layers.0", "min_shard_elements": 6}))
     assert {n for n in above if n.startswith("layers.0")} == {
         n for n, _ in Tiny().named_parameters() if n.startswith("layers.0")
     }
@@ -309,7 +309,7 @@ def test_a_rule_that_was_not_understood_is_refused(
 
 
 def test_a_dimension_that_is_not_there_and_options_that_exclude_each_other_are_refused() -> None:
-    told = refused(LayoutError, {"match": "layers.0.w1", "shard_dim": 2, "replicate_below": 200})
+    told = refused(LayoutError, {"match": "layers.0.w1", "shard_dim": 2, "min_shard_elements": 50})
     assert "cannot shard dimension 2 of layers.0.w1.weight, of shape [13, 6]" in told
     rolling = refused(ConfigError, {"match": "layers.0", "trigger": "qkv"}, trigger="rolling")
     assert "the rule for 'layers.0'" in rolling
@@ -325,7 +325,7 @@ KEYS = st.fixed_dictionaries(
     {},
     optional={
         "ignore": st.booleans(),
-        "replicate_below": st.integers(0, 1 << 40),
+        "min_shard_elements": st.integers(0, 1 << 40),
         "shard_dim": st.integers(-64, 63),
         "axis": st.sampled_from(["dense", "experts"]),
         "reduce_dtype": st.sampled_from([None, "float32"]),

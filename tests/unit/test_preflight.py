@@ -184,8 +184,6 @@ RULE = {"match": ["layers.*.nothing"], "shard_dim": 1}
 DEAD: list[tuple[dict[str, dict[str, object]], str]] = [
     ({"weight_parallel": {"blocks": ["nothing.*"]}}, "weight_parallel.blocks: 'nothing.*'"),
     ({"weight_parallel": {"prefetch_triggers": ["nothing"]}}, "weight_parallel.prefetch_triggers"),
-    ({"weight_parallel": {"own_dtype": ["nothing"], "compute_dtype": "bfloat16"}},
-     "weight_parallel.own_dtype: 'nothing'"),
     ({"weight_parallel": {"experts": ["nothing"]}}, "weight_parallel.experts: 'nothing'"),
     ({"weight_parallel": {"plan": [RULE]}}, "'layers.*.nothing'"),
     ({"optimizer": {"groups": [{"match": ["nothing"], "lr": 0.1}]}}, "optimizer.groups: group 1"),

@@ -71,7 +71,11 @@ def test_a_key_that_is_taken_over_is_told_with_both_values(
 
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
-    [("quantize_min_elements", 9000, {"match": "layers", "quantize": "int8"})],
+    [
+        ("quantize_min_elements", 9000, {"match": "layers", "quantize": "int8"}),
+        ("embedding_cut", "hidden", {"match": "embed", "shard_dim": 1}),
+        ("own_dtype", ["norm"], {"match": "**.norm.*", "compute_dtype": "none"}),
+    ],
 )
 def test_a_key_that_has_gone_since_is_told_and_its_rule_is_taken_over(
     key: str, value: Any, rule: dict[str, Any]
@@ -88,6 +92,18 @@ def test_a_key_that_has_gone_since_is_told_and_its_rule_is_taken_over(
     usual = {**saved, "weight_parallel": {key: _GONE[key]}}
     assert compare(usual, Config(), 1, 1) == ([], [])
     assert compare(usual, now, 1, 1)[0][0].startswith("weight_parallel.plan: []")
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("float32", 26), ("bfloat16", 51)])
+def test_a_saved_rules_bytes_are_read_as_elements(dtype: str, least: int) -> None:
+    saved = Config.model_validate({"train": {"dtype": dtype}}).model_dump(mode="json")
+    saved["weight_parallel"]["plan"] = [{"match": ["embed"], "replicate_below": 101}]
+    (rule,) = parse_saved(saved)["weight_parallel"]["plan"]
+    assert rule == {"match": ("embed",), "min_shard_elements": least}
+    for damaged in ([3], {"match": "x"}, 3, [{"match": ["embed"], "replicate_below": "x"}]):
+        saved["weight_parallel"]["plan"] = damaged
+        with pytest.raises(ConfigError, match=r"its configuration: weight_parallel\.plan: "):
+            parse_saved(saved)
 
 
 def test_keys_of_sequences_that_were_saved_elsewhere_are_read() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from internsp.config import WeightParallelConfig
+from internsp.config import PlanRule, WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.layers import RowParallelLinearWithCommExt
 from internsp.structure.assign import plan_sharding, require_patterns_matched
@@ -101,8 +101,9 @@ def test_what_matches_nothing_or_too_much_is_refused_with_candidates(
 def test_every_parameter_has_one_place_and_shared_ones_one_assignment() -> None:
     model = Tiny(layers=2, tied=True)
     model.layers[1].wo = RowParallelLinearWithCommExt(6, 6)  # type: ignore[operator]
-    config = WeightParallelConfig(min_shard_elements=36, embedding_cut="hidden")
-    found = {a.name: a for a in plan_sharding(model, read_structure(model), config)}
+    config = WeightParallelConfig(min_shard_elements=36)
+    structure = read_structure(model, plan=[PlanRule(match="embed", shard_dim=1)])
+    found = {a.name: a for a in plan_sharding(model, structure, config)}
     assert set(found) == {name for name, _ in model.named_parameters()}
     tied = found["embed.weight"]
     assert [o.full_name for o in tied.owners] == ["embed.weight", "head.weight"]

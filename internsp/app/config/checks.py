@@ -252,9 +252,6 @@ def _memory_and_order(config: Config) -> Iterator[Problem]:
     if isinstance(weights.keep_unsharded, int) and weights.keep_unsharded > model.layers:
         text = f'there are {model.layers} blocks (model.layers); a size has a unit, as "2 GiB"'
         yield Problem(("weight_parallel.keep_unsharded", "model.layers"), text)
-    if model.tie_embeddings and weights.embedding_cut == "hidden":
-        text = 'a tied head is sharded by vocabulary; use "vocabulary" or untie the embeddings'
-        yield Problem(("weight_parallel.embedding_cut", "model.tie_embeddings"), text)
     outside = [str(i) for i in again.blocks or () if i >= model.layers]
     if outside:
         text = f"no block {', '.join(outside)}: model.layers = {model.layers}, counted from 0"

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from internsp.app.config import Config, sections
+from internsp.app.config.sizes import ITEM_BYTES
 from internsp.config.words import FORMER, TO_SEQUENCE, mistakes
 from internsp.errors import ConfigError
 
@@ -50,9 +51,8 @@ _KEYS: dict[str, dict[Rule, str]] = {
     "pipeline": {Rule.TAKEN: "chunks schedule"},
     # min_shard_elements only decides what is replicated: a checkpoint holds whole tensors.
     "weight_parallel": {
-        Rule.FIXED: "experts embedding_cut reduction plan",
-        Rule.TAKEN: "reduce_dtype quantize compute_dtype own_dtype "
-        "cast_inputs",
+        Rule.FIXED: "experts reduction plan",
+        Rule.TAKEN: "reduce_dtype quantize compute_dtype cast_inputs",
         Rule.FREE: "overlap memory_pool prefetch_depth trigger granularity prefetch_triggers "
         "blocks min_shard_elements keep_unsharded reshard_after_forward accumulation "
         "coalesce_bytes pending_blocks unexpected_order compile compare_ranks grad_dtype offload",
@@ -80,11 +80,11 @@ _KEYS: dict[str, dict[Rule, str]] = {
     "launch": {Rule.FREE: "processes threads"},
 }
 
-_GONE = {"quantize_min_elements": 16384}
+_GONE = {"quantize_min_elements": 16384, "embedding_cut": "vocabulary", "own_dtype": []}
 """Keys that ``[weight_parallel]`` had and that rules say now, with their defaults."""
 _SHARDING_KEYS = (
-    "ignore", "replicate_below", "shard_dim", "axis", "compute_dtype", "reduce_dtype", "quantize",
-    "pre_all_gather", "post_all_gather",
+    "ignore", "min_shard_elements", "shard_dim", "axis", "compute_dtype", "reduce_dtype",
+    "quantize", "pre_all_gather", "post_all_gather",
 )  # fmt: skip
 
 RULES: dict[str, Rule] = {
@@ -143,11 +143,9 @@ def compare(
 def parse_saved(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """``saved`` by section, with values in the keys' types, without keys that no longer exist."""
     found = {}
+    saved = _translated(saved)
     for name, cls in sections().items():
         given = saved.get(name, {})
-        if name == "sequence" and name not in saved:  # saved before there was the section
-            weights = saved.get("weight_parallel", {})
-            given = {new: weights[old] for old, new in TO_SEQUENCE.items() if old in weights}
         if not isinstance(given, Mapping):
             raise ConfigError(f"its configuration has no section {name}")
         known = {key: value for key, value in given.items() if key in cls.model_fields}
@@ -157,6 +155,28 @@ def parse_saved(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             key, text = next(mistakes(cls, known, error))
             raise ConfigError(f"its configuration: {name}.{key}: {text}") from None
     return found
+
+
+def _translated(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``saved`` with today's keys: those of sequences in their section, a rule's in elements."""
+    weights, train = (saved.get(section) for section in ("weight_parallel", "train"))
+    if not isinstance(weights, Mapping) or not isinstance(train, Mapping):
+        return saved
+    moved = {new: weights[old] for old, new in TO_SEQUENCE.items() if old in weights}
+    item = ITEM_BYTES.get(str(train.get("dtype")), 4)
+    rules = weights.get("plan", ())
+    if isinstance(rules, list | tuple):
+        rules = [_in_elements(rule, item) for rule in rules]
+    return {"sequence": moved, **saved, "weight_parallel": {**weights, "plan": rules}}
+
+
+def _in_elements(rule: Any, item: int) -> Any:
+    """A rule whose ``replicate_below`` is ``min_shard_elements``, of ``item`` bytes each."""
+    below = rule.get("replicate_below") if isinstance(rule, Mapping) else None
+    if not isinstance(below, int):
+        return rule
+    kept = {key: value for key, value in rule.items() if key != "replicate_below"}
+    return {**kept, "min_shard_elements": -(-below // item)}
 
 
 def _resolved(dumped: dict[str, dict[str, Any]], world_size: int) -> dict[str, Any]:
