@@ -8,7 +8,7 @@ effect on a certain model is in :mod:`internsp.structure.effect`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from internsp.config.sections import (
     ActivationCheckpointConfig,
@@ -21,36 +21,59 @@ Mistake = tuple[tuple[str, ...], str]
 """The ``section.key`` names that a mistake concerns, the main one first, and a sentence."""
 
 
-def combinations(
-    weights: WeightParallelConfig, sequence: SequenceConfig, again: ActivationCheckpointConfig
-) -> Iterator[Mistake]:
-    """Mistakes in the sections together."""
-    yield from _order(weights)
-    if sequence.inner_ring > 1 and sequence.ring_form != "double":
-        text = (
-            f'{sequence.inner_ring} is of no effect with "{sequence.ring_form}"; set ring_form = '
-            '"double", or leave it out'
-        )
-        yield ("sequence.inner_ring", "sequence.ring_form"), text
-    yield from _recompute(weights, again)
+LEARN_IN_A_PIPELINE = (
+    '"learn" in a pipeline: the passes of a step are planned before it, in the order in which '
+    "blocks are declared; declare them as they run and leave it out"
+)
+OF_ORDER = (
+    "memory_pool", "prefetch_depth", "trigger", "granularity", "prefetch_triggers",
+    "reshard_after_forward", "keep_unsharded", "pending_blocks", "unexpected_order",
+)  # fmt: skip
+"""Options of ``weight_parallel`` that a communicator of the user's own replaces."""
 
 
-def require_combinations(
+def mistakes(
     weights: WeightParallelConfig,
     sequence: SequenceConfig,
-    again: ActivationCheckpointConfig | None,
-) -> None:
-    """Check :func:`combinations`.
+    again: ActivationCheckpointConfig,
+    *,
+    ring: int,
+    pipeline: bool,
+    own: bool = False,
+) -> Iterator[Mistake]:
+    """All mistakes in the sections together, for ``parallelize`` and for the application.
+
+    Args:
+        ring: ranks of a ring of the mesh.
+        pipeline: whether the model runs in a pipeline.
+        own: a communicator of the user's own gathers the weights.
+    """
+    yield from _order(weights)
+    yield from _ring(sequence, ring)
+    yield from _recompute(weights, again)
+    if pipeline and weights.unexpected_order == "learn":
+        yield ("weight_parallel.unexpected_order", "parallel.pipeline"), LEARN_IN_A_PIPELINE
+    usual = type(weights).model_fields
+    for key in OF_ORDER if own else ():
+        if getattr(weights, key) != usual[key].default:
+            text = (
+                "has no effect: a communicator of your own decides when weights are gathered and "
+                "freed; leave it out, or take the library's (docs/own_communicator.md)"
+            )
+            yield (f"weight_parallel.{key}",), text
+
+
+def require_none(found: Iterable[Mistake]) -> None:
+    """Check that there are no :func:`mistakes`.
 
     Raises:
         ConfigError: lists all mistakes, one a line.
     """
-    found = combinations(weights, sequence, again or ActivationCheckpointConfig())
-    mistakes = [f"{keys[0]}: {text}" for keys, text in found]
-    if mistakes:
+    lines = [f"{keys[0]}: {text}" for keys, text in found]
+    if lines:
         from internsp.config.words import listed
 
-        raise ConfigError(listed("the configuration", mistakes))
+        raise ConfigError(listed("the configuration", lines))
 
 
 def too_small_a_share(again: ActivationCheckpointConfig, blocks: int) -> str | None:
@@ -91,6 +114,22 @@ def _order(weights: WeightParallelConfig) -> Iterator[Mistake]:
     if by_module and weights.coalesce_bytes not in (0, usual["coalesce_bytes"].default):
         text = 'unused with granularity = "module", which gathers each weight alone; leave it out'
         yield ("weight_parallel.coalesce_bytes", granularity), text
+
+
+def _ring(sequence: SequenceConfig, ring: int) -> Iterator[Mistake]:
+    form, inner = sequence.ring_form, sequence.inner_ring
+    if form != "auto" and ring == 1:
+        text = f'"{form}" of a ring of one rank: make a mesh with parallel.ring, or use "auto"'
+        yield ("sequence.ring_form", "parallel.ring"), text
+    elif form == "double":
+        choices = [n for n in range(2, ring) if ring % n == 0]
+        if inner not in choices:
+            text = f"{inner} does not split into smaller rings the {ring} ranks"
+            remedy = f"choose one of {choices}" if choices else 'use ring_form = "ring"'
+            yield ("sequence.inner_ring", "parallel.ring"), f"{text}; {remedy}"
+    elif inner > 1:
+        text = f'{inner} is of no effect with "{form}"; set ring_form = "double", or leave it out'
+        yield ("sequence.inner_ring", "sequence.ring_form"), text
 
 
 def _recompute(

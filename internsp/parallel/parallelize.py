@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from internsp.base.host import HostLink
 from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, SequenceConfig, WeightParallelConfig
-from internsp.config.combinations import require_combinations, too_small_a_share
+from internsp.config.combinations import mistakes, require_none, too_small_a_share
 from internsp.dtensor.tensor_parallel import require_on_tensor_ranks
 from internsp.errors import ConfigError, StructureError
 from internsp.failure.comm_context import CommContext, Counters
@@ -152,8 +152,9 @@ def _examine(
     """Read the model's structure and plan its shards and units; refuse what is not supported."""
     materialize_buffers(model, mesh.device)
     require_on_tensor_ranks(model, mesh)
-    if mesh.pipeline == 1:  # a pipeline has checked it for all of its chunks together
-        require_combinations(config, sequence, checkpoint)
+    # A pipeline has checked for all of its chunks together what recomputes.
+    again = (checkpoint if mesh.pipeline == 1 else None) or ActivationCheckpointConfig()
+    require_none(mistakes(config, sequence, again, ring=mesh.ring, pipeline=False, own=own))
     found = examine(model, config, checkpoint, mesh.shape, split, mesh.device.type, own)
     if _has_sequences(model, mesh, sequence):
         from internsp.parallel.sequences import require_sequence_attention, set_head_output

@@ -17,7 +17,6 @@ from internsp.sp import DistributedAttention
 from internsp.sp.hf import examine
 from internsp.sp.hf.attach import attach
 from internsp.sp.mixing import Refused, mixes_positions
-from internsp.sp.routes import require_form
 
 _MAX_LISTED = 8
 
@@ -115,16 +114,7 @@ def attach_sequences(
         mean: gradients are averaged over ranks later, not summed.
         overlap: as ``weight_parallel.overlap``.
         split: backward runs in two parts, input gradients and weight gradients.
-
-    Raises:
-        ConfigError: a form that the mesh's ring cannot use.
     """
-    if config.ring_form != "auto" and mesh.ring == 1:
-        raise ConfigError(
-            f"sequence.ring_form = {config.ring_form!r}: the mesh has no ring; make it with "
-            f"ring above 1, or leave ring_form = 'auto' (this is rank {mesh.rank})"
-        )
-    require_form(mesh.ring, config.ring_form, config.inner_ring)
     # A backward in two parts runs the node that makes both gradients twice, and would send twice.
     parts = config.exchange_in_parts and not split
     for name, module in model.named_modules():

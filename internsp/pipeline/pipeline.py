@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from internsp.base.names import matches, within
 from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, SequenceConfig, WeightParallelConfig
-from internsp.config.combinations import require_combinations
+from internsp.config.combinations import LEARN_IN_A_PIPELINE, mistakes, require_none
 from internsp.errors import (
     CollectiveError,
     ConfigError,
@@ -62,11 +62,6 @@ _SPLITTABLE_LAYERS = (
     GroupedLinearWithCommExt,
     ParallelEmbeddingWithCommExt,
 )
-_LEARN_UNSUPPORTED = (
-    'weight_parallel.unexpected_order = "learn" in a pipeline: the passes of a step are planned '
-    "before it, in the order in which blocks are declared; declare them as they run and leave it "
-    "out"
-)
 
 
 class Pipeline:
@@ -103,7 +98,7 @@ class Pipeline:
         tied: Mapping[str, CopyNames] | Sequence[CopyNames] = (),
     ) -> None:
         if any(stage.communicator.learning is not None for stage in stages):
-            raise ConfigError(_LEARN_UNSUPPORTED)
+            raise ConfigError(f"weight_parallel.unexpected_order: {LEARN_IN_A_PIPELINE}")
         self.kind, self.mesh, self.stages = kind, mesh, list(stages)
         self._ids_shape = ids_shape
         self.micro_batches = micro_batches
@@ -185,9 +180,9 @@ class Pipeline:
         count = mesh.pipeline * chunks
         blocks = split_model(model, count)
         checked = config or WeightParallelConfig()
-        if checked.unexpected_order == "learn":
-            raise ConfigError(_LEARN_UNSUPPORTED)
-        require_combinations(checked, sequence or SequenceConfig(), activation_checkpoint)
+        sequence = sequence or SequenceConfig()
+        again = activation_checkpoint or ActivationCheckpointConfig()
+        require_none(mistakes(checked, sequence, again, ring=mesh.ring, pipeline=True))
         require_patterns_match(model, checked, mesh.shape)
         trace = trace or Trace()
         own = kind.stages_of(mesh.pipeline_rank, mesh.pipeline, chunks)

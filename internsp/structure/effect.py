@@ -35,11 +35,6 @@ OF_SHARDED = (
 
 Not ``trigger``: without the right one a model is refused for which no trigger is found.
 """
-OF_ORDER = (
-    "memory_pool", "prefetch_depth", "trigger", "granularity", "prefetch_triggers",
-    "reshard_after_forward", "keep_unsharded", "pending_blocks", "unexpected_order",
-)  # fmt: skip
-"""Options of ``weight_parallel`` that a communicator of the user's own replaces."""
 _OF_CASTS = {"compute_dtype", "output_dtype", "cast_inputs"}
 
 
@@ -69,7 +64,7 @@ def require_effect(
         for key, why in _without_effect_in_rule(matched, facts):
             raise StructureError(f"{matched}: {key} {why}")
     if own_communicator:
-        _require_of_own(config, structure)
+        _require_of_own(structure)
 
 
 @dataclass(frozen=True)
@@ -268,16 +263,8 @@ def _matches(matched: MatchedRule, sharding: ParameterSharding) -> bool:
     return any(matched.applies_to(owner.full_name) for owner in sharding.owners)
 
 
-def _require_of_own(config: WeightParallelConfig, structure: Structure) -> None:
-    """Refuse what a user's communicator decides itself: when a weight is gathered and freed."""
-    usual = type(config).model_fields
-    remedy = "leave it out, or take the library's communicator (docs/own_communicator.md)"
-    for key in OF_ORDER:
-        if getattr(config, key) != usual[key].default:
-            raise ConfigError(
-                f"weight_parallel.{key} = {getattr(config, key)!r} has no effect: a communicator "
-                f"of your own decides when weights are gathered and freed; {remedy}"
-            )
+def _require_of_own(structure: Structure) -> None:
+    """Refuse rules of what a user's communicator decides: when weights are gathered and freed."""
     for matched in structure.rules.matched:
         keys: Iterable[str] = matched.rule.options().keys() & {
             *BLOCK_KEYS, "reshard_after_forward",
@@ -285,5 +272,6 @@ def _require_of_own(config: WeightParallelConfig, structure: Structure) -> None:
         for key in sorted(keys) if matched.origin == FROM_CONFIG else ():
             raise StructureError(
                 f"{matched}: {key} has no effect: a communicator of your own decides when weights "
-                f"are gathered and freed; {remedy}"
+                "are gathered and freed; leave it out, or take the library's "
+                "(docs/own_communicator.md)"
             )

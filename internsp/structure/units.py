@@ -37,8 +37,7 @@ def make_policy(config: WeightParallelConfig, structure: Structure) -> Policy:
     """The configured gather policy; :func:`choose_kept_blocks` adds the blocks that stay unsharded.
 
     Raises:
-        ConfigError: the trigger "rolling" or granularity "module" is set together with options
-            that it replaces.
+        ConfigError: a rule sets what the trigger "rolling" or granularity "module" replaces.
     """
     rolling = config.trigger == "rolling"
     depth = {"prefetch_depth", *KEYS}
@@ -58,11 +57,6 @@ def make_policy(config: WeightParallelConfig, structure: Structure) -> Policy:
     usual = config.prefetch_depth
     depths = [block.rule_options.get("prefetch_depth", usual) for block in structure.blocks]
     counts = structure.prefetch_counts
-    if rolling and (config.granularity == "module" or config.prefetch_triggers):
-        raise ConfigError(
-            'weight_parallel.trigger = "rolling" gathers each weight as soon as there is room: '
-            'set granularity = "block" and no prefetch_triggers'
-        )
     count = len(depths)
     # A block with prefetch targets for both directions prefetches these; its depth has no effect.
     other = [d for i, d in enumerate(depths) if {(p, i) for p in KEYS.values()} - counts.keys()]

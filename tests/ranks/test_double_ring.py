@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from internsp import model_zoo, parallelize
 from internsp.app.plan.printed import make_plan
 from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
-from internsp.config import SequenceConfig
+from internsp.config import SequenceConfig, WeightParallelConfig
 from internsp.errors import ConfigError
 from internsp.sp import DistributedAttention, SequenceLayout
 from tests.support.compare import TOLERANCE
@@ -115,10 +116,17 @@ def test_blocks_go_round_both_rings_and_as_many_bytes_as_planned(rank: int) -> N
 @ranks(2)
 def test_a_mesh_without_such_rings_is_refused_on_every_rank(rank: int) -> None:
     model = model_zoo.build(Case().model_config(), dtype=torch.float64)
-    with pytest.raises(ConfigError, match=r"ring_form = 'double': the mesh has no ring"):
-        parallelize(model, mesh_of(1, 2), sequence=SequenceConfig(**DOUBLE))
+    wrong = WeightParallelConfig(trigger="rolling", granularity="module")
+    with pytest.raises(ConfigError) as refused:
+        parallelize(model, mesh_of(1, 2), wrong, sequence=SequenceConfig(**DOUBLE))
+    told = str(refused.value).splitlines()
+    assert [line.partition(":")[0].strip() for line in told] == [
+        "the configuration", "weight_parallel.trigger", "sequence.ring_form"
+    ]  # fmt: skip
+    assert '"double" of a ring of one rank' in told[2]
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}, "the model is as it was"
     for sequence, text in (
-        ({"ring_form": "double", "inner_ring": 3}, "do not divide a ring of 2"),
+        ({"ring_form": "double", "inner_ring": 3}, "3 does not split into smaller rings"),
         ({"inner_ring": 2}, r'inner_ring: 2 is of no effect with "auto"; set ring_form = "double"'),
     ):
         model = model_zoo.build(Case().model_config(), dtype=torch.float64)

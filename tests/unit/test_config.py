@@ -194,8 +194,8 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         (
             '[sequence]\nring_form = "double"\ninner_ring = 2',
             1,
-            'sequence.ring_form: "double" of a ring of one rank: set parallel.ring, or use '
-            '"auto"',
+            'sequence.ring_form: "double" of a ring of one rank: make a mesh with parallel.ring, '
+            'or use "auto"',
         ),
         (
             '[parallel]\nsequence = 4\nring = 4\n[sequence]\nring_form = "double"',
@@ -231,8 +231,9 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
             "[parallel]\npipeline = 2\n[train]\nmicro_batches = 2\n"
             '[weight_parallel]\nunexpected_order = "learn"',
             2,
-            "weight_parallel.unexpected_order: a pipeline plans its passes in the declared order; "
-            'use "error"',
+            'weight_parallel.unexpected_order: "learn" in a pipeline: the passes of a step are '
+            "planned before it, in the order in which blocks are declared; declare them as they "
+            "run and leave it out",
         ),
         (
             "[parallel]\npipeline = 2\n[train]\nmicro_batches = 2\n[model]\nlayers = 1",

@@ -21,7 +21,7 @@ from internsp.config import (
     SequenceConfig,
     WeightParallelConfig,
 )
-from internsp.config.combinations import require_combinations
+from internsp.config.combinations import mistakes, require_none
 from internsp.errors import ConfigError, StructureError
 from internsp.mesh.shape import MeshShape
 from internsp.parallel.parallelize import recomputed_blocks
@@ -297,15 +297,15 @@ def plan(
     if not {"coalesce_bytes", "granularity"} & settings.keys():
         base["coalesce_bytes"] = 0
     config = WeightParallelConfig(**(base | dict(settings)))
-    require_combinations(
-        config, SequenceConfig(**(sequence or {})), ActivationCheckpointConfig(**(checkpoint or {}))
-    )
+    again = ActivationCheckpointConfig(**(checkpoint or {}))
+    sections = config, SequenceConfig(**(sequence or {})), again
+    require_none(mistakes(*sections, ring=1, pipeline=False, own=own))
     made = model()
     structure = read_structure(
         made, config.trigger, config.blocks, config.prefetch_triggers, config.plan
     )
     require_patterns_matched((name for name, _ in made.named_parameters()), config)
-    recomputed_blocks(ActivationCheckpointConfig(**(checkpoint or {})), structure.layers)
+    recomputed_blocks(again, structure.layers)
     shardings = plan_sharding(made, structure, config, shape.expert)
     return chunk_layout(shardings, structure, config, shape, set(), own_communicator=own)
 

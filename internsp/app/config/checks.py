@@ -10,8 +10,7 @@ from internsp.app.config.errors import Problem
 from internsp.app.config.optimizers import OPTIMIZERS
 from internsp.app.config.sizes import too_large
 from internsp.config import hf_folder
-from internsp.config.combinations import combinations as of_model
-from internsp.config.combinations import too_small_a_share
+from internsp.config.combinations import mistakes, too_small_a_share
 
 if TYPE_CHECKING:
     from internsp.app.config import Config, DataConfig, DocumentsConfig
@@ -231,7 +230,9 @@ def _mixture(data: DataConfig) -> Iterator[Problem]:
 
 def _memory_and_order(config: Config) -> Iterator[Problem]:
     weights, again, model = config.weight_parallel, config.activation_checkpoint, config.model
-    for keys, text in of_model(weights, config.sequence, again):
+    ring, stages = config.degrees()["ring"], config.parallel.pipeline
+    found = mistakes(weights, config.sequence, again, ring=ring, pipeline=stages > 1)
+    for keys, text in found:
         yield Problem(keys, text)
     if weights.quantize != "none" and (weights.compute_dtype or config.train.dtype) == "float16":
         text = "float16 has no range for scales; use bfloat16 or float32"
@@ -275,9 +276,6 @@ def _pipeline(config: Config) -> Iterator[Problem]:
     if layers < stages:
         text = f"{layers} blocks cannot fill {stages} stages (pipeline = {ranks} x chunks)"
         yield Problem(("model.layers", "parallel.pipeline", "pipeline.chunks"), text)
-    if config.weight_parallel.unexpected_order == "learn":
-        text = 'a pipeline plans its passes in the declared order; use "error"'
-        yield Problem(("weight_parallel.unexpected_order", "parallel.pipeline"), text)
     number = config.train.micro_batches
     least = {"1F1B": ranks, "DualPipeV": stages}.get(name, 1)
     keys = ("train.micro_batches", "pipeline.schedule", "parallel.pipeline")
@@ -378,21 +376,6 @@ def _report(config: Config) -> Iterator[Problem]:
             yield Problem((f"report.{key}", "report.writers"), text)
 
 
-def _ring(config: Config) -> Iterator[Problem]:
-    """Check that ring options have a ring, and that a double ring has two."""
-    ring = config.degrees()["ring"]
-    form, inner = config.sequence.ring_form, config.sequence.inner_ring
-    keys = ("sequence.ring_form", "parallel.ring")
-    if form != "auto" and ring == 1:
-        yield Problem(keys, f'"{form}" of a ring of one rank: set parallel.ring, or use "auto"')
-    elif form == "double":
-        choices = [n for n in range(2, ring) if ring % n == 0]
-        if inner not in choices:
-            text = f"{inner} does not split into smaller rings the {ring} ranks"
-            remedy = f"choose one of {choices}" if choices else 'use ring_form = "ring"'
-            yield Problem(("sequence.inner_ring", "parallel.ring"), f"{text}; {remedy}")
-
-
 def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
     """Check that both factorings (sequence or weight x replica, x pipeline) fit the ranks."""
     parallel, train = config.parallel, config.train
@@ -412,8 +395,6 @@ def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
     if parallel.ring is not None and parallel.sequence % parallel.ring:
         text = f"{parallel.ring} does not divide the sequence degree of {parallel.sequence}"
         yield Problem(("parallel.ring", "parallel.sequence"), text)
-    else:
-        yield from _ring(config)
     replicas, left = divmod(world_size, parallel.weight)
     if parallel.zero is not None and not left and replicas % parallel.zero:
         text = f"{parallel.zero} does not divide the {replicas} replicas of a weight"

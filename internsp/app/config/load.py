@@ -162,7 +162,7 @@ def read_config(
     made: dict[str, Any] = {}
     for name, cls in sections().items():
         right, mistakes = _valid_values(name, values[name], "")
-        made[name] = cls.model_validate(right) if right else cls()
+        made[name] = cls(**right)
         problems += mistakes
     # Combinations are checked only if all their keys are valid, or one mistake would show as two.
     wrong = {key for problem in problems for key in problem.keys}
