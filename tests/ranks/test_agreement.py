@@ -91,6 +91,8 @@ def test_ranks_with_different_models_values_or_settings_are_refused_on_all_of_th
     refused(rank, tied, StructureError, "head.weight", "the same as embed.weight")
     refused(rank, tiny(), ConfigError, "prefetch_depth = 1", "prefetch_depth = 2",
             prefetch_depth=2 if odd else 1)  # fmt: skip
+    refused(rank, tiny(), ConfigError, "sequence.exchange_in_parts = True", "in_parts = False",
+            exchange_in_parts=not odd)  # fmt: skip
     checkpoint = ActivationCheckpointConfig(mode="full", fraction=0.5 if odd else 1.0)
     refused(rank, tiny(), ConfigError, "fraction = 1.0", "fraction = 0.5", checkpoint=checkpoint)
     # If one rank refuses its model, all ranks do, even if the reason is that its model differs.

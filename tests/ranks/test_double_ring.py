@@ -113,6 +113,17 @@ def test_blocks_go_round_both_rings_and_as_many_bytes_as_planned(rank: int) -> N
         assert make_plan(settings, 4).traffic.ring == blocks * one * int(2 * most[0] + most[1])
 
 
+@ranks(4)
+def test_a_pipelines_stages_take_the_section_too() -> None:
+    degrees = {"parallel": {"pipeline": 2, "sequence": 2, "ring": 2}}
+    micro_batches = {"train": {"micro_batches": 2}}
+    own = {"sequence": {"ring_form": "reverse", "head_output": "gather"}}
+    for chunk in Session.create(config(degrees, micro_batches, own)).modules:
+        found = [m for m in chunk.modules() if isinstance(m, DistributedAttention)]
+        assert {attend.rings.form for attend in found if attend.rings} == {"reverse"}
+        assert chunk.loss_options["output"] == "gather"
+
+
 @ranks(2)
 def test_a_mesh_without_such_rings_is_refused_on_every_rank(rank: int) -> None:
     model = model_zoo.build(Case().model_config(), dtype=torch.float64)
