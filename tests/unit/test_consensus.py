@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from internsp.failure import consensus
 from internsp.failure.consensus import Consensus
+from internsp.failure.recovery import Recovery
 
 SECONDS = 20.0
 
@@ -55,6 +56,22 @@ def test_no_rank_waits_for_a_verdict_of_one_that_has_ended_or_refused(
         second.gone()
     else:
         second.refuse("failed/0")
+    assert together(lambda: first.verdict("failed/0", "3 4")) == [False]
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [(None, "rank 1's program has ended (sys.exit, or its last line) before others"),
+     (ValueError("7"), "rank 1, of two, failed first: ValueError: 7")],
+)  # fmt: skip
+def test_a_process_that_ends_in_order_or_not_is_waited_for_no_more_and_leaves_its_cause(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, cause: str
+) -> None:
+    first, second = of_two(monkeypatch, dist.HashStore())
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    Recovery(second, "rank 1, of two,")._at_exit(error)
+    assert Recovery(first, "rank 0").first_cause() == cause
     assert together(lambda: first.verdict("failed/0", "3 4")) == [False]
 
 
