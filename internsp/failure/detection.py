@@ -7,10 +7,23 @@ not pass through internsp. The ranks that wait for this rank must learn of it al
 from __future__ import annotations
 
 import sys
+import traceback
 import weakref
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import Any
+
+# Errors that a rank gets because another rank ended or did not arrive: never the first cause.
+_CONSEQUENCES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "timed out waiting",
+    "timeout caused pair closure",
+    "wait timeout",
+    "barrier timeout",
+    "caught collective operation timeout",
+)
 
 
 class PostBackwardCallback:
@@ -73,3 +86,10 @@ def uncaught_exception() -> BaseException | None:
     while isinstance(error, SystemExit):
         error = error.__context__
     return error
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether ``error`` only shows that another rank had ended or did not arrive."""
+    # Searches the whole traceback: a pipeline stage wraps the error in one of its own.
+    stack = "".join(traceback.format_exception(error)).lower()
+    return any(sign in stack for sign in _CONSEQUENCES)

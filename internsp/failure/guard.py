@@ -82,7 +82,7 @@ class FailureGuard:
         """Publish that a pass failed: this rank launches nothing until all ranks have failed.
 
         Args:
-            recovering: this rank waits in :meth:`Recovery.reach_consensus` already.
+            recovering: this rank waits in :meth:`StageRecovery.reach_consensus` already.
         """
         if self._own_report is None or self._own_report.state is not RankState.LOST:
             state = RankState.RECOVERING if recovering else RankState.FAILED

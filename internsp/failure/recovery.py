@@ -1,31 +1,113 @@
-"""After an exception: the ranks recover together, or abort their process groups (WP-10)."""
+"""After an exception: ranks recover together, or abort their process groups (WP-10)."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch.distributed as dist
 
 from internsp.errors import CollectiveError
 from internsp.failure.comm_context import CommContext
-from internsp.failure.detection import call_at_exit
-from internsp.failure.guard import CHECK_SECONDS, FailureGuard, close_connections
-from internsp.failure.outcome import is_consequence
+from internsp.failure.consensus import Consensus, default_store
+from internsp.failure.detection import call_at_exit, is_consequence
+from internsp.failure.guard import CHECK_SECONDS, FailureGuard, abort_collectives
+from internsp.failure.objects import Objects
 from internsp.mesh import ParallelMesh
 
 
 class Recovery:
+    """Ranks that go on together after a failure, or abort their groups: a stage's, a pipeline's.
+
+    Args:
+        consensus: of these ranks.
+        who: this rank, in the text of a cause.
+
+    Attributes:
+        cause: text of the exception that this rank's pass or step raised, as far as it is known;
+            empty while none has failed.
+        failures: how often these ranks have recovered together.
+    """
+
+    def __init__(self, consensus: Consensus, who: str) -> None:
+        self.cause = ""
+        self.failures = 0
+        self._ended_by = ""
+        self._unknown_cause = ""  # the text that this rank published for a failure without a cause
+        self._consensus, self._who = consensus, who
+        call_at_exit(self, type(self)._at_exit)
+
+    def report_failure(self, cause: str) -> str:
+        """Publish at once, for the ranks that will wait for this rank, that it raised ``cause``.
+
+        Returns:
+            The text that was published first, by this rank or another: the store keeps it.
+        """
+        self.cause = cause
+        topic = f"cause/{self.failures}"
+        return self._consensus.first(topic, self._text(cause), self._unknown_cause)
+
+    def first_cause(self) -> str:
+        """Text: the rank that failed first since the last recovery, and why; empty if none did."""
+        try:
+            known = self._consensus.known
+            return known(f"cause/{self.failures}") or known("ended")
+        except (RuntimeError, ValueError):
+            return (
+                "The process that held the ranks' store has ended (rank 0's, where no launcher "
+                "holds it), and with it the causes that other ranks had reported: see its log"
+            )
+
+    def check(self) -> None:
+        """Raise again if an earlier failure has aborted the groups.
+
+        Raises:
+            CollectiveError: the groups are aborted; the message names the first cause.
+        """
+        if self._ended_by:
+            raise CollectiveError(self._ended_by)
+
+    def reset(self) -> None:
+        """Forget the last failure: all ranks go on together."""
+        self.failures += 1
+        self.cause = self._unknown_cause = ""
+
+    def _text(self, cause: str) -> str:
+        return f"{self._who} failed first: {cause}"
+
+    @property
+    def _verdict_topic(self) -> str:
+        return f"failed/{self.failures}"
+
+    def _end(self, message: str, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Abort ``groups``, so that no rank waits in them: :meth:`check` raises from now on."""
+        self._ended_by = message
+        for group in dict.fromkeys(groups):
+            abort_collectives(group)
+            with contextlib.suppress(RuntimeError, ValueError):  # another model has destroyed it
+                dist.destroy_process_group(group)
+
+    def _at_exit(self, error: BaseException | None) -> None:
+        """Publish that this process ends, by the uncaught exception ``error`` or by none."""
+        if error is None and not dist.is_initialized():
+            return  # the program has destroyed the process group, as it should
+        if error is None:
+            rank = dist.get_rank()
+            text = f"rank {rank}'s program has ended (sys.exit, or its last line) before others"
+            self._consensus.first("ended", text)
+        elif (not self.cause or self._unknown_cause) and not is_consequence(error):
+            self.report_failure(f"{type(error).__name__}: {error}")
+        self._consensus.gone()
+
+
+class StageRecovery(Recovery):
     """Brings the ranks of a stage back after a forward or backward that did not complete.
 
     The constructor is collective over the mesh's model group.
 
     Attributes:
-        cause: text of the exception that the failed pass raised, as far as it is known.
-        failures: number of passes that did not complete so far.
         name: unique to this object, the same on all ranks of the stage.
         shared_name: as ``name``, but the same on all ranks of the mesh's model group.
         guard: publishes to the other ranks why this rank makes no progress, and ends waits that
@@ -33,44 +115,40 @@ class Recovery:
     """
 
     def __init__(self, mesh: ParallelMesh, comm_context: CommContext) -> None:
-        self.cause = ""
-        self._mesh = mesh
-        self._comm_context = comm_context
-        comm_context.first_cause = self.first_cause
-        self.failures = 0
-        self._lost_message = ""
-        self._unknown_cause = ""  # the text that this rank published for a failure without a cause
-        # Kept: the default group may be destroyed before _at_exit uses its store.
-        self._store = default_store()
-        name = [uuid.uuid4().hex if dist.get_rank(mesh.model_group) == 0 else ""]
-        dist.broadcast_object_list(name, group=mesh.model_group, group_src=0)
-        self.shared_name = name[0]
-        self.name = f"{name[0]}/{mesh.tensor_rank}" if mesh.tensor > 1 else name[0]
+        self._mesh, self._comm_context = mesh, comm_context
+        self.shared_name = name = Objects(mesh.model_group).name()
+        self.name = f"{name}/{mesh.tensor_rank}" if mesh.tensor > 1 else name
         self.guard = FailureGuard(
-            mesh, comm_context, self._store, f"internsp/{self.name}", self._on_fatal_cause
+            mesh, comm_context, default_store(), f"internsp/{self.name}", self._on_fatal_cause
         )
+        super().__init__(self.among(self.name, mesh.stage_ranks), f"rank {mesh.rank}")
+        comm_context.first_cause = self.first_cause
         comm_context.on_failure = self._on_collective_failure
-        call_at_exit(self, Recovery._at_exit)
 
-    def report_failure(self, cause: str, cause_unknown: bool = False) -> None:
-        """Publish at once, for the ranks that will wait for this rank, that it raised ``cause``.
+    def among(self, name: str, ranks: Sequence[int]) -> Consensus:
+        """A consensus of ``ranks``, whose waits the guard watches; ``name`` is unique to it."""
+        mesh = self._mesh
+        return Consensus(f"internsp/{name}", mesh.rank, ranks, mesh.timeout_seconds, self.guard)
 
-        The store keeps the cause that is published first.
+    def report_failure(self, cause: str, cause_unknown: bool = False) -> str:
+        """See :meth:`Recovery.report_failure`.
 
         Args:
             cause_unknown: only the failure is known; a later call may replace the text by the
                 cause.
         """
-        if cause_unknown and self.cause:
-            return
-        self.cause = cause
-        if self._comm_context.failure:
-            return
-        text = f"rank {self._mesh.rank} failed first: {cause}"
-        with contextlib.suppress(RuntimeError, ValueError):  # the store's process may be gone
-            self._store.compare_set(self._current_cause_key, self._unknown_cause, text)
-        self._unknown_cause = text if cause_unknown else ""
+        known = self.cause if cause_unknown else ""
+        if known or self._comm_context.failure:
+            self.cause = known or cause
+            return self.first_cause()
+        first = super().report_failure(cause)
+        self._unknown_cause = self._text(cause) if cause_unknown else ""
         self.guard.report_failed(cause)
+        return first
+
+    def report_backward_failure(self) -> None:
+        """Publish that a backward raised; its exception is still on the way to its caller."""
+        self.report_failure("its backward raised; its own error says why", cause_unknown=True)
 
     def report_refusal(self, error: BaseException) -> None:
         """Publish ``error``, which a call between passes raised on this rank: no pass is open."""
@@ -84,96 +162,14 @@ class Recovery:
         if cause := self.first_cause():
             error.add_note(cause)
 
-    def report_backward_failure(self) -> None:
-        """Publish that a backward raised; its exception is still on the way to its caller."""
-        self.report_failure("its backward raised; its own error says why", cause_unknown=True)
-
-    def _at_exit(self, error: BaseException | None) -> None:
-        """Publish that this process ends, by the uncaught exception ``error`` or by none."""
-        rank = self._mesh.rank
-        if error is None and not dist.is_initialized():
-            return  # the program has destroyed the process group, as it should
-        with contextlib.suppress(RuntimeError, ValueError):  # the store's process may be gone
-            if error is None:
-                text = f"rank {rank}'s program has ended (sys.exit, or its last line) before others"
-                self._store.compare_set(self._exit_key, "", text)
-                return
-            if (not self.cause or self._unknown_cause) and not is_consequence(error):
-                self.report_failure(f"{type(error).__name__}: {error}")
-            self._store.set(f"internsp/{self.name}/gone", str(rank))
-        if _holds_store(rank) and self._mesh.shape.stage_size > 1:
-            # The other ranks must read the cause now, while this process still holds the store.
-            self.guard.abort_collectives()
-            time.sleep(2 * CHECK_SECONDS)
+    def first_cause(self) -> str:
+        """See :meth:`Recovery.first_cause`."""
+        return self.guard.fatal_cause or super().first_cause()
 
     def reset(self) -> None:
-        """Forget the last failure: the pipeline has made sure that all ranks go on together."""
-        self.failures += 1
-        self.cause = self._unknown_cause = ""
+        """See :meth:`Recovery.reset`."""
+        super().reset()
         self.guard.reset()
-
-    def first_cause(self) -> str:
-        """Text: the rank that failed first since the last recovery, and why; empty if none did."""
-        if self.guard.fatal_cause:
-            return self.guard.fatal_cause
-        try:
-            for key in (self._current_cause_key, self._exit_key):
-                if self._store.check([key]):
-                    return self._store.get(key).decode()
-        except (RuntimeError, ValueError):
-            return (
-                "The process that held the ranks' store has ended (rank 0's, where no launcher "
-                "holds it), and with it the causes that other ranks had reported: see its log"
-            )
-        return ""
-
-    def _on_fatal_cause(self, why: str) -> str:
-        """Called on the guard's thread if this rank can never go on, because of ``why``.
-
-        Returns:
-            The cause that all ranks report: the one that the store has got first.
-        """
-        first = b""
-        with contextlib.suppress(RuntimeError, ValueError):
-            first = self._store.compare_set(self._cause_key(self.guard.epoch), "", why)
-            self._refuse_consensus()
-        return first.decode() or why
-
-    def _on_collective_failure(self, message: str) -> None:
-        """Called when a collective failed on this rank: no other rank must wait for this rank."""
-        self.guard.report_lost(self.first_cause() or message)
-        with contextlib.suppress(RuntimeError, ValueError):
-            self._refuse_consensus()
-
-    def _refuse_consensus(self) -> None:
-        self._store.compare_set(f"{self._consensus_key(self.guard.epoch)}/verdict", "", "refused")
-
-    def _consensus_key(self, epoch: int) -> str:
-        return f"internsp/{self.name}/failed/{epoch + 1}"
-
-    @property
-    def _current_cause_key(self) -> str:
-        return self._cause_key(self.failures)
-
-    @property
-    def _exit_key(self) -> str:
-        return f"internsp/{self.name}/ended"
-
-    def _cause_key(self, epoch: int) -> str:
-        return f"internsp/{self.name}/cause/{epoch}"
-
-    def check(self) -> None:
-        """Raise again if an earlier failure has aborted the groups.
-
-        Raises:
-            CollectiveError: the groups are aborted; the message names the first cause.
-        """
-        if self._lost_message:
-            raise CollectiveError(self._lost_message)
-
-    def _fatal_message(self) -> str:
-        cause = self.guard.fatal_cause
-        return f"rank {self._mesh.rank} cannot go on: {cause}. Restart the job" if cause else ""
 
     def reach_consensus(self) -> None:
         """Return once every rank of the stage has failed at the same point.
@@ -187,39 +183,52 @@ class Recovery:
                 raises from now on.
         """
         first, self._unknown_cause = self.first_cause(), ""
-        mesh, lost = self._mesh, bool(self._comm_context.failure or self.guard.fatal_cause)
-        self.guard.report_failed(self.cause or "a pass that did not end", recovering=True)
-        key = self._consensus_key(self.failures)
-        self.failures += 1
-        agreed = store_consensus(
-            self._store,
-            key,
-            None if lost else self._comm_context.position(),
-            mesh.rank,
-            mesh.stage_ranks,
-            mesh.timeout_seconds,
-            f"internsp/{self.name}/gone",
-        )
-        if agreed:
-            self.cause = ""
-            self.guard.reset()
+        lost = bool(self._comm_context.failure or self.guard.fatal_cause)
+        cause, rank = self.cause or "a pass that did not end", self._mesh.rank
+        self.guard.report_failed(cause, recovering=True)
+        position = None if lost else self._comm_context.position()
+        if self._consensus.verdict(self._verdict_topic, position):
+            self.reset()
             return
-        cause = self.cause or "a pass that did not end"
-        self.guard.report_lost(first or f"rank {mesh.rank} failed first: {cause}")
-        self._lost_message = self._comm_context.failure or self._fatal_message() or (
-            f"rank {mesh.rank} failed alone ({cause}), or others failed at another point"
+        self.guard.report_lost(first or self._text(cause))
+        message = (
+            f"rank {rank} failed alone ({cause}), or others failed at another point"
             f"{f' ({first})' if first and cause not in first else ''}; its "
             "groups are aborted because the ranks are at different points. Restart the job from a "
             "checkpoint"
         )
-        for group in mesh.pass_groups:
-            abort_group(group)
-        raise CollectiveError(self._lost_message)
+        if fatal := self.guard.fatal_cause:
+            message = f"rank {rank} cannot go on: {fatal}. Restart the job"
+        self._end(self._comm_context.failure or message, self._mesh.pass_groups)
+        self.check()
+
+    def _on_fatal_cause(self, why: str) -> str:
+        """Called on the guard's thread if this rank can never go on, because of ``why``.
+
+        Returns:
+            The cause that all ranks report: the one that the store has got first.
+        """
+        first = self._consensus.first(f"cause/{self.failures}", why)
+        self._consensus.refuse(self._verdict_topic)
+        return first
+
+    def _on_collective_failure(self, message: str) -> None:
+        """Called when a collective failed on this rank: no other rank must wait for this rank."""
+        self.guard.report_lost(self.first_cause() or message)
+        self._consensus.refuse(self._verdict_topic)
+
+    def _at_exit(self, error: BaseException | None) -> None:
+        """See :meth:`Recovery._at_exit`."""
+        super()._at_exit(error)
+        if error is not None and _holds_store(self._mesh.rank) and self._mesh.shape.stage_size > 1:
+            # The other ranks must read the cause now, while this process still holds the store.
+            self.guard.abort_collectives()
+            time.sleep(2 * CHECK_SECONDS)
 
 
 @contextlib.contextmanager
 def reporting_refusals(
-    recoveries: Sequence[Recovery], what: str = "the optimizer's step"
+    recoveries: Sequence[StageRecovery], what: str = "the optimizer's step"
 ) -> Iterator[None]:
     """Context for a call between passes, such as a step: publishes an exception to other ranks.
 
@@ -245,59 +254,6 @@ def reporting_refusals(
         raise
 
 
-def all_equal(positions: Sequence[str]) -> bool:
-    """Whether all positions are the same."""
-    return len(set(positions)) == 1
-
-
-def store_consensus(
-    store: dist.Store,
-    key: str,
-    position: str | None,
-    rank: int,
-    ranks: Sequence[int],
-    seconds: float,
-    gone_key: str = "",
-    same: Callable[[Sequence[str]], bool] = all_equal,
-) -> bool:
-    """Whether all ``ranks`` report the same ``position`` within ``seconds``. Blocks.
-
-    Uses the store alone: after an exception no collective can be relied on (WP-10). All ranks get
-    the same verdict, the first that any rank writes: once a rank has given up, no rank agrees.
-
-    Args:
-        key: prefix of the keys of this consensus.
-        position: where this rank is; ``None``: this rank refuses, and does not wait.
-        gone_key: a key that is set once a process of these ranks has ended.
-        same: whether the positions of ``ranks``, in their order, are the same.
-    """
-    store.set(f"{key}/{rank}", "refused" if position is None else position)
-    posted, verdict = [f"{key}/{r}" for r in ranks], f"{key}/verdict"
-    deadline = time.monotonic() + seconds
-    while position is not None and not store.check([verdict]):
-        late = time.monotonic() > deadline or (gone_key and store.check([gone_key]))
-        if late or store.check(posted):
-            break
-        time.sleep(0.01)
-    agreed = position is not None and store.check(posted)
-    agreed = agreed and same([store.get(k).decode() for k in posted])
-    return bool(store.compare_set(verdict, "", "agreed" if agreed else "refused") == b"agreed")
-
-
-def abort_group(group: dist.ProcessGroup) -> None:
-    """Abort ``group`` now: every rank that waits in one of its collectives gets an error."""
-    if dist.get_backend(group) == "nccl":
-        dist.distributed_c10d._abort_process_group(group)
-    else:
-        close_connections(group)
-        dist.destroy_process_group(group)
-
-
 def _holds_store(rank: int) -> bool:
     """Whether this process most likely holds the ranks' store, which then ends with it."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def default_store() -> dist.Store:
-    """The store with which the default process group was made."""
-    return dist.distributed_c10d._get_default_store()

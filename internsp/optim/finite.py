@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from internsp.failure.objects import Objects
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
 from internsp.wp.collectives import all_reduce
@@ -67,11 +68,7 @@ def gather_not_finite(
         [name for name, flag in zip(names, flags, strict=False) if flag],
         [rank for rank, flag in zip(stage, flags[len(names) :], strict=True) if flag],
     )
-    everywhere: list[tuple[list[str], list[int]] | None] = [mine]
-    if mesh.pipeline > 1:
-        everywhere = [None] * mesh.pipeline
-        dist.all_gather_object(everywhere, mine, group=mesh.pipeline_group)
-    parts = [part for part in everywhere if part is not None]
+    parts = Objects(mesh.pipeline_group).gather(mine)
     return NotFinite(
         tuple(dict.fromkeys(name for part in parts for name in part[0])),
         tuple(sorted(rank for part in parts for rank in part[1])),

@@ -20,13 +20,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from internsp.base.host import OPTIMIZER
 from internsp.base.stand_in import State, StateNames
 from internsp.errors import LayoutError
+from internsp.failure.objects import Objects
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket, Segment
 from internsp.optim.matrices import Matrix, MatrixSteps
@@ -201,12 +201,8 @@ class OptimizerState:
             member: {n: v.cpu() if isinstance(v, Tensor) else v for n, v in state.items()}
             for member, state in mine.items()
         }
-        everyone: list[dict[str, State]] = [mine]
-        if mesh.shape.stage_size > 1:
-            everyone = [{}] * mesh.shape.stage_size
-            dist.all_gather_object(everyone, mine, group=mesh.stage_group)
         found: dict[str, State] = {}
-        for each in everyone:
+        for each in Objects(mesh.stage_group).gather(mine):
             found |= each
         return found
 

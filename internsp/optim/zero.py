@@ -280,7 +280,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         communicator = self._communicator
         communicator.recover()
-        communicator.store_group.require_same("optimizer", "ZeroOptimizer.state_dict()")
+        communicator.consensus.same("optimizer", "ZeroOptimizer.state_dict()")
         communicator.wait_until_ready()
         self._adopt([member for member in self._frozen() if member.requires_grad])
         with reporting_refusals([communicator.recovery], "the optimizer's state_dict()"):
@@ -421,7 +421,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         names = ", ".join(member.name for member in added)
         settings = {k: v for k, v in sorted(group.items()) if k not in ("params", "param_names")}
         what = f"ZeroOptimizer.add_param_group() of {names} with {settings}"
-        communicator.store_group.require_same("optimizer", what, refused)
+        communicator.consensus.same("optimizer", what, refused)
         defaults, self.defaults = self.defaults, {}  # the group has all settings of its own class
         try:
             super().add_param_group(group)
@@ -454,7 +454,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         communicator = self._communicator
         if self.unfinished:  # what is in flight was laid out without them
             names = ", ".join(member.name for member in members)
-            communicator.store_group.require_same("optimizer", f"the first training of {names}")
+            communicator.consensus.same("optimizer", f"the first training of {names}")
             self.finish_reductions()
         communicator.wait_until_ready()
         communicator.wait_for_gathers()
@@ -518,7 +518,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         communicator = self._communicator
         communicator.recover()
-        communicator.store_group.require_same("optimizer", f"ZeroOptimizer.{mode}()")
+        communicator.consensus.same("optimizer", f"ZeroOptimizer.{mode}()")
         communicator.wait_until_ready()
         communicator.wait_for_gathers()
         if communicator.state.link is not None:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from internsp.base.bits import checksum
 from internsp.config import ActivationCheckpointConfig, SequenceConfig, WeightParallelConfig
 from internsp.errors import ConfigError, InternspError, LayoutError, StructureError
+from internsp.failure.objects import Objects
 from internsp.mesh import ParallelMesh
 from internsp.structure.assign import experts_among
 from internsp.structure.rules import Rules, match_rules, own_rules
@@ -68,7 +68,7 @@ def require_same_model(
             "values": _checksums(model) if config.compare_ranks and refusal is None else None,
             "part": (mesh.expert_rank, mesh.tensor_rank),
         }
-        everyone = _all_gather_objects(mine, mesh.model_group)
+        everyone = Objects(mesh.model_group).gather(mine)
         different = _difference(everyone, facts, mesh, ranks)
         for rank, report in zip(ranks, everyone, strict=True):
             if refusal is None and different is None and report["refused"] is not None:
@@ -100,7 +100,7 @@ def token_count_check(mesh: ParallelMesh) -> Callable[[tuple[Any, ...], Mapping[
             return
         checked.append(True)
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        counts = _all_gather_objects(tensors[0].numel() if tensors else 0, mesh.stage_group)
+        counts = Objects(mesh.stage_group).gather(tensors[0].numel() if tensors else 0)
         if len(set(counts)) > 1:
             raise LayoutError(
                 f"reduction = 'mean' needs equally many tokens on every rank, but the ranks "
@@ -109,12 +109,6 @@ def token_count_check(mesh: ParallelMesh) -> Callable[[tuple[Any, ...], Mapping[
             )
 
     return check
-
-
-def _all_gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
 
 
 def _facts(
@@ -164,7 +158,7 @@ def _difference(
     for subject, lines in facts.items():
         if len({report["digests"][subject] for report in everyone}) == 1:
             continue
-        first, *others = _all_gather_objects(lines, mesh.model_group)
+        first, *others = Objects(mesh.model_group).gather(lines)
         index = next(i for i, other in enumerate(others, 1) if other != first)
         kind = ConfigError if subject == "configuration" else StructureError
         return kind(

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from internsp.errors import CollectiveError, OrderError
-from internsp.parallel.store_group import StoreGroup
+from internsp.failure.consensus import Consensus
 from internsp.schedule.learned import with_run_order
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.slots import Unit
@@ -53,11 +53,11 @@ class OrderAgreement:
 
     Args:
         communicator: the communicator of the blocks.
-        store_groups: the ranks of each weight group that has several.
+        groups: the ranks of each weight group that has several.
     """
 
-    def __init__(self, communicator: ISPCommunicator, store_groups: Sequence[StoreGroup]) -> None:
-        self._communicator, self._store_groups = communicator, list(store_groups)
+    def __init__(self, communicator: ISPCommunicator, groups: Sequence[Consensus]) -> None:
+        self._communicator, self._groups = communicator, list(groups)
         self._departed = False  # the forward that runs has left the order
         self._before = ""  # the block before, in that forward
         # The last forwards that ran in the declared order to their end; older ones are compared.
@@ -116,9 +116,9 @@ class OrderAgreement:
             self._in_order.append(number)
         elif not at_end:
             return
-        for store_group in self._store_groups:
+        for group in self._groups:
             moment = number + _AT_END if at_end else number
-            store_group.answer(self._topic, f"forward {moment}: {_IN_ORDER}")
+            group.answer(self._topic, f"forward {moment}: {_IN_ORDER}")
 
     def was_in_order(self, forward: int) -> bool:
         """Whether that forward ran all blocks in the declared order, on all ranks."""
@@ -144,9 +144,9 @@ class OrderAgreement:
             return not text.endswith(_IN_ORDER) or float(text.split(maxsplit=2)[1][:-1]) >= number
 
         value = f"forward {int(number)}: {what}, in another order than expected"
-        for store_group in self._store_groups:
+        for group in self._groups:
             try:
-                found = store_group.all_gather_text(self._topic, value, counts)
+                found = group.gather(self._topic, value, counts)
             except CollectiveError as error:  # another rank waits for a block that is not run here
                 raise CollectiveError(
                     f"{error}. If the ranks run different blocks: {REMEDY}"
@@ -164,13 +164,11 @@ def make_agreement(
     communicator: ISPCommunicator, weights: Sequence[ShardedParameter]
 ) -> OrderAgreement | None:
     """The agreement over the weight groups of ``weights``; ``None`` if each is of one rank."""
-    mesh, guard = communicator.mesh, communicator.recovery.guard
-    groups = []
+    recovery, groups = communicator.recovery, []
     for axis in dict.fromkeys(weight.axis for weight in weights):
         ranks = dist.get_process_group_ranks(axis.weight_group)
         if len(ranks) > 1:
-            name = f"internsp/{communicator.recovery.name}/{axis.name}/{ranks[0]}"
-            groups.append(StoreGroup(name, mesh.rank, ranks, mesh.timeout_seconds, guard))
+            groups.append(recovery.among(f"{recovery.name}/{axis.name}/{ranks[0]}", ranks))
     return OrderAgreement(communicator, groups) if groups else None
 
 
@@ -178,7 +176,7 @@ class OrderLearner:
     """Records the order in which one chunk's blocks run, until its first optimizer step.
 
     Args:
-        communicator: the communicator of the blocks; ranks compare by its ``store_group``.
+        communicator: the communicator of the blocks; ranks compare by its ``consensus``.
     """
 
     def __init__(self, communicator: ISPCommunicator) -> None:
@@ -197,7 +195,7 @@ class OrderLearner:
         if not self._order:
             return
         changed = "with" if self._versions != self._current_versions() else "without"
-        found = self._communicator.store_group.all_gather_text(
+        found = self._communicator.consensus.gather(
             "order", f"a forward {changed} new weights"
         )
         if all("without" not in text for text in found.values()):
@@ -214,7 +212,7 @@ class OrderLearner:
         if unit is not None and self._forward and self._forward[-1] is unit:
             return  # runs in a row count once, however often each rank runs the block
         name = "the end" if unit is None else unit.name
-        found = self._communicator.store_group.all_gather_text("order", name)
+        found = self._communicator.consensus.gather("order", name)
         if len(set(found.values())) > 1:
             before, rank = len(self._forward), self._communicator.mesh.rank
             others = ", ".join(f"rank {other} {block}" for other, block in found.items())

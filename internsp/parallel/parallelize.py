@@ -27,8 +27,8 @@ from internsp.modules.recompute import ContextFn
 from internsp.modules.supported import copies_of, require_supported
 from internsp.modules.watch import keep_parameters_in_place
 from internsp.parallel.additions import AddedParameterCheck
+from internsp.parallel.checks import FrozenParameterCheck, register_read_checks
 from internsp.parallel.compare import require_same_model, token_count_check
-from internsp.parallel.store_group import FrozenParameterCheck, StoreGroup, register_read_checks
 from internsp.schedule.chunk import ChunkLayout
 from internsp.schedule.enclosing import Enclosing
 from internsp.schedule.layout import ShardLayout
@@ -599,18 +599,13 @@ class _Builder:
     def _forward_checks(self, communicator: ISPCommunicator) -> Callable[[Any, Any], None]:
         """The checks of each root forward, for unsupported changes since the last one."""
         mesh = self.mesh
-        guard = communicator.recovery.guard
-        shared = communicator.recovery.shared_name
-        register_read_checks(self.sharded, shared, mesh.timeout_seconds, guard)
-        # Includes all tensor ranks' stages: they have the same names, shapes and frozen parameters.
-        prefix, ranks = f"internsp/{shared}", mesh.model_ranks
-        store_group = StoreGroup(prefix, mesh.rank, ranks, mesh.timeout_seconds, guard)
-        communicator.store_group = store_group
+        register_read_checks(self.sharded, communicator.recovery)
         if self.config.unexpected_order != "error" and self.user_communicator is None:
             from internsp.parallel.order import make_agreement  # few models need it
 
             communicator.agreement = make_agreement(communicator, self.sharded)
-        frozen = FrozenParameterCheck(self.replicated.all_parameters(), store_group, mesh.rank)
+        members = self.replicated.all_parameters()
+        frozen = FrozenParameterCheck(members, communicator.consensus)
         # Also parameters that a rule of the plan ignores.
         held = ((m, n) for m in self.model.modules() for n in m._parameters)
         additions = AddedParameterCheck(self.model, {*communicator.parameters_of, *held})

@@ -28,7 +28,7 @@ from internsp.layers.linear import GroupedLinearWithCommExt
 from internsp.mesh import MeshShape, ParallelMesh
 from internsp.parallel.parallelize import parallelize, recomputed_blocks
 from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, meta_hidden, split_model
-from internsp.pipeline.failure import PipelineFailureGuard
+from internsp.pipeline.failure import PipelineRecovery
 from internsp.pipeline.hooks import (
     ComputeAction,
     ISPCommunicatorSchedulerHook,
@@ -116,7 +116,7 @@ class Pipeline:
         self._isp_hook = ISPCommunicatorSchedulerHook(
             {s.stage_index: s.communicator for s in stages}
         )
-        self._guard = PipelineFailureGuard(
+        self._guard = PipelineRecovery(
             mesh, self.communicators, partial(initialized, torch_schedule), self._reset_step
         )
         if mesh.device.type == "cpu":
@@ -323,7 +323,7 @@ class Pipeline:
 
     def _begin_step(
         self, batches: Sequence[MicroBatch], actions: Sequence[ComputeAction]
-    ) -> PipelineFailureGuard:
+    ) -> PipelineRecovery:
         if self._guard.running:
             raise OrderError(
                 f"step() or evaluate() of a pipeline was called on rank {self.mesh.rank} while it "

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from internsp.base.bits import bits_of, same_bits
 from internsp.errors import OrderError, StructureError
+from internsp.failure.objects import Objects
 from internsp.mesh import ParallelMesh
 from internsp.pipeline.chunks import Chunk
 from internsp.pipeline.stage import ISPPipelineStage
@@ -96,32 +97,34 @@ def make_tied_weights(
     """
     if not isinstance(declared, Mapping):
         declared = {one[min(one)]: one for one in declared if one}
-    weights, facts = [], {}
-    for number in (number for one in declared.values() for number in one):
-        if not 0 <= number < count:
-            raise StructureError(
-                f"tied names stage {number} on rank {mesh.rank}: stages are 0 to {count - 1}"
+    weights: list[TiedWeight] = []
+
+    def read() -> tuple[list[str], dict[tuple[str, int], str]]:
+        facts = {}
+        for number in (number for one in declared.values() for number in one):
+            if not 0 <= number < count:
+                raise StructureError(
+                    f"tied names stage {number} on rank {mesh.rank}: stages are 0 to {count - 1}"
+                )
+        for name, one in declared.items():
+            copies = tuple(TiedCopy(stage, rank_of(stage), one[stage]) for stage in sorted(one))
+            weight = TiedWeight(name, copies)
+            for stage in (stage for stage in stages if stage.stage_index in one):
+                member = _member(stage.submod, one[stage.stage_index])
+                if isinstance(member, str):
+                    facts[name, stage.stage_index] = member
+                    continue
+                facts[name, stage.stage_index] = _form(member)
+                weight.own_copies.append((stage.communicator, member))
+            weights.append(weight)
+        if any(c.state.consumer.is_optimizer for weight in weights for c, _ in weight.own_copies):
+            raise OrderError(
+                f"rank {mesh.rank} has a ZeroOptimizer for a chunk with tied weights already: make "
+                "the Pipeline first, which finds tied weights, then the optimizers"
             )
-    for name, one in declared.items():
-        copies = tuple(TiedCopy(stage, rank_of(stage), one[stage]) for stage in sorted(one))
-        weight = TiedWeight(name, copies)
-        for stage in (stage for stage in stages if stage.stage_index in one):
-            member = _member(stage.submod, one[stage.stage_index])
-            if isinstance(member, str):
-                facts[name, stage.stage_index] = member
-                continue
-            facts[name, stage.stage_index] = _form(member)
-            weight.own_copies.append((stage.communicator, member))
-        weights.append(weight)
-    mine = ([str(weight) for weight in weights], facts)
-    gathered: list[Any] = [None] * mesh.pipeline_group.size()
-    dist.all_gather_object(gathered, mine, group=mesh.pipeline_group)
-    _compare(gathered, weights, mesh)
-    if any(c.state.consumer.is_optimizer for weight in weights for c, _ in weight.own_copies):
-        raise OrderError(
-            f"rank {mesh.rank} has a ZeroOptimizer for a chunk with tied weights already: make the "
-            "Pipeline first, which finds tied weights, then the optimizers"
-        )
+        return [str(weight) for weight in weights], facts
+
+    _compare(Objects(mesh.pipeline_group).on_every(read), weights, mesh)
     return TiedWeights(mesh, weights, track)
 
 

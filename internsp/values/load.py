@@ -327,9 +327,9 @@ def _read_shards(part: ModelPart, files: _Files, wanted: dict[str, str]) -> None
 
 def _scatter(part: ModelPart, source: Mapping[str, Tensor], wanted: dict[str, str]) -> list[str]:
     """Scatter one tensor after another from the first rank; returns names without values."""
-    store_group, topic = part.communicators[0].store_group, "whole parameters"
+    consensus, topic = part.communicators[0].consensus, "whole parameters"
     names = sorted(wanted) if part.on_first_rank else []
-    by_rank = store_group.all_gather_text(topic, json.dumps(names))
+    by_rank = consensus.gather(topic, json.dumps(names))
     given = set(json.loads(by_rank[min(by_rank)]))
     dense = part.mesh.param_mesh
     missing = []

@@ -294,9 +294,9 @@ class ModelPart:
     def require_same(self, topic: str, own_error: Exception | None = None) -> None:
         """Require that all ranks of the stage call this with the same ``topic``, and no error.
 
-        See :meth:`StoreGroup.require_same`.
+        See :meth:`Consensus.same`.
         """
-        self.communicators[0].store_group.require_same("whole parameters", topic, own_error)
+        self.communicators[0].consensus.same("whole parameters", topic, own_error)
 
     def versions(self) -> list[int]:
         """Versions of all parameters."""
@@ -649,8 +649,8 @@ class _FullParams:
             CollectiveError: another rank has failed.
         """
         part = self.part
-        store_group = part.communicators[0].store_group
-        found = store_group.all_gather_text("whole parameters", json.dumps(mine))
+        consensus = part.communicators[0].consensus
+        found = consensus.gather("whole parameters", json.dumps(mine))
         by_rank = {rank: json.loads(text) for rank, text in sorted(found.items())}
         for rank, other in by_rank.items():
             if "failed" in other and "failed" not in mine:

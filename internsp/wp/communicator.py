@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from internsp.base.autograd import NO_TASK, graph_task
 from internsp.errors import MeshError, OrderError, StaleWeightError, StructureError
 from internsp.failure.detection import PostBackwardCallback
-from internsp.failure.recovery import Recovery
+from internsp.failure.recovery import StageRecovery
 from internsp.mesh import ParallelMesh
 from internsp.schedule import terms as schedule
 from internsp.schedule.chunk import ChunkLayout
@@ -321,8 +321,8 @@ class ISPCommunicator(ChunkWeights):
             never changes, or no weight group has several ranks.
         learning: records the order of blocks in the first step (``unexpected_order = "learn"``);
             ``None`` if no order is learned, or once one is (``learned``).
-        store_group: lets the ranks of the stage agree on collectives between two passes
-            (:class:`internsp.parallel.store_group.StoreGroup`).
+        consensus: lets all ranks of the model, those of tensor parallel too, agree on collectives
+            between two passes.
         forwards: number of forwards that have begun; the hooks on outputs note it.
         full_params_in: name of the context that holds parameters unsharded outside of training
             (:mod:`internsp.values.whole`), during which no pass may begin; empty if none does.
@@ -345,12 +345,12 @@ class ISPCommunicator(ChunkWeights):
         self.learned: LearnedPasses[ShardedParameter] | None = None
         self.head: HeadWeightParallelCommunicator | None = None
         self.embedding: EmbeddingWeightParallelCommunicator | None = None
-        self.store_group: Any = None
         self.full_params_in = ""
         self.plan: ChunkLayout | None = None
         self.parameters_of: dict[tuple[nn.Module, str], Member] = {}
         self.accumulation = state.accumulation
-        self.recovery = Recovery(mesh, state.collectives.comm_context)
+        self.recovery = StageRecovery(mesh, state.collectives.comm_context)
+        self.consensus = self.recovery.among(self.recovery.shared_name, mesh.model_ranks)
         self._autocast = Autocast(replicated.sharded, blocks, mesh.device.type)
         self.contents = Contents(self)
         mesh.users.add(self)

@@ -54,7 +54,7 @@ class ModelParameter:
         tied: name in the whole model of a weight that other pipeline stages hold, too; else empty.
         counted: whether norms and checkpoints count this copy; of several copies the first one is.
         meet: called before ``full_tensor()`` with what is to be gathered; raises unless all ranks
-            call it (:func:`internsp.parallel.store_group.register_read_checks`). ``None``: no
+            call it (:func:`internsp.parallel.checks.register_read_checks`). ``None``: no
             check.
         meet_all: as ``meet``, of all ranks that hold a part or a replica of it: called before a
             sum over them.

@@ -23,12 +23,12 @@ from internsp.app.checkpoint.disk import MANIFEST, write_manifest
 from internsp.app.checkpoint.saver import Saver, save
 from internsp.app.config import Config
 from internsp.app.report.metrics import read_metrics
-from internsp.app.session.agreement import on_every_rank
 from internsp.app.session.rates import RateFactor
 from internsp.app.session.session import Session
 from internsp.app.train.run import train
 from internsp.app.train.run_lock import RunLock
 from internsp.errors import ConfigError, InternspError, MachineError
+from internsp.failure.objects import Objects
 from tests.support.ranks import run_ranks
 
 TEXT = Path(__file__).parents[1] / "data"
@@ -191,7 +191,7 @@ def a_save_that_fails_leaves_the_old_one_whole(rank: int, run: Path) -> None:
     # The last step fails: nothing is valid until rank 0 writes the manifest.
     saver = Saver(session, folder, "fifth")
     saver.start(4, 0)
-    while sum(on_every_rank(saver.progress)) < 2:
+    while sum(Objects().on_every(saver.progress)) < 2:
         pass
     if rank == 0:
         (next(folder.glob("*.partial")) / MANIFEST).mkdir()

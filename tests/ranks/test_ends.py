@@ -18,10 +18,10 @@ from internsp.app.checkpoint import manifest
 from internsp.app.checkpoint.disk import steps_in
 from internsp.app.config import Config
 from internsp.app.launch.launch import start
+from internsp.app.launch.outcome import ChildError
 from internsp.app.report.metrics import read_metrics
 from internsp.app.train.run import train
 from internsp.app.train.step import StepRunner
-from internsp.failure.outcome import ChildError
 from internsp.pipeline import ComputeAction, SchedulerHook
 
 TEXT = Path(__file__).parents[1] / "data"

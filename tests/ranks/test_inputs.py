@@ -30,6 +30,7 @@ from internsp.app.session.session import Session
 from internsp.app.train.run import train
 from internsp.app.train.step import StepRunner
 from internsp.errors import ConfigError, InternspError
+from internsp.failure.objects import Objects
 from tests.support.ranks import ranks, run_ranks
 from tests.support.zero import whole
 
@@ -180,11 +181,12 @@ def test_one_rank_makes_an_index_the_others_are_told_meanwhile_and_all_read_it(
     if rank == 0:
         write(tmp_path)
     settings = config(tmp_path, {"weight": 2}, data={"index": "always"})
-    own, asked, encoded = inputs.on_first_rank, [0], index.encoded
+    asked, encoded = [0], index.encoded
 
-    def counted(work: Any) -> Any:
-        asked[0] += 1
-        return own(work)
+    class Counted(Objects):
+        def on_first(self, work: Any) -> Any:
+            asked[0] += 1
+            return super().on_first(work)
 
     def slow(*given: Any) -> Iterator[Any]:
         assert rank == 0, "one rank reads the data"
@@ -192,7 +194,7 @@ def test_one_rank_makes_an_index_the_others_are_told_meanwhile_and_all_read_it(
             time.sleep(0.01)
             yield found
 
-    monkeypatch.setattr(inputs, "on_first_rank", counted)
+    monkeypatch.setattr(inputs, "Objects", Counted)
     monkeypatch.setattr(inputs, "_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(index, "_YIELD_TOKENS", 1)
     monkeypatch.setattr(index, "encoded", slow)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from internsp.errors import CollectiveError
 from internsp.failure import guard
-from internsp.failure.recovery import default_store
+from internsp.failure.consensus import default_store
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
 from tests.ranks.test_rules_errors import Boom, Failing

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from internsp.app.config import Config
 from internsp.app.launch.launch import start
+from internsp.app.launch.outcome import ChildError
 from internsp.app.report.metrics import read_metrics
 from internsp.app.train.run import train
-from internsp.failure.outcome import ChildError
 from internsp.pipeline import ComputeAction, SchedulerHook
 from tests.support.command import begin
 

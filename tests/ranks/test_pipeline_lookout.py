@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from internsp.errors import CollectiveError
-from internsp.failure.recovery import default_store
+from internsp.failure.consensus import default_store
 from internsp.pipeline import ComputeAction, SchedulerHook
 from tests.support.pipeline import Case, batches, make
 from tests.support.ranks import run_ranks

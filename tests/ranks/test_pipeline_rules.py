@@ -10,9 +10,9 @@ import torch
 import internsp.pipeline.pipeline as pipeline_module
 from internsp.base.trace import Trace
 from internsp.errors import ConfigError, GradientError, OrderError
-from internsp.failure.recovery import default_store
+from internsp.failure.consensus import default_store
 from internsp.mesh import ParallelMesh
-from internsp.pipeline.failure import PipelineFailureGuard
+from internsp.pipeline.failure import PipelineRecovery
 from tests.support.compare import TOLERANCE
 from tests.support.pipeline import Case, Found, batches, compare, make
 from tests.support.ranks import run_ranks
@@ -121,7 +121,7 @@ def test_stages_under_a_schedule_of_ones_own_are_right_and_never_scaled() -> Non
 def watched(rank: int, world_size: int) -> list[str]:
     """Rank 0 fails first each time; returns the errors."""
     mesh = ParallelMesh.create(1, 1, 2, device_type="cpu", timeout_seconds=20)
-    watches = [PipelineFailureGuard(mesh, (), lambda: "", lambda: None) for _ in range(3)]
+    watches = [PipelineRecovery(mesh, (), lambda: "", lambda: None) for _ in range(3)]
     store, told = default_store(), []
 
     def fail(number: int, kind: type[BaseException]) -> None:

@@ -180,6 +180,26 @@ def test_ranks_that_failed_in_different_places_do_not_go_on_together() -> None:
         assert found[2] == found[1], found
 
 
+@ranks(2)
+def test_a_second_model_on_the_mesh_of_one_that_ended_says_that_the_groups_are_gone(
+    rank: int,
+) -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=TIMEOUT)
+    first, second = (Twin(partial(Tiny, Failing), mesh) for _ in range(2))
+    layer: Any = first.ours.layers[1]  # type: ignore[index]
+    layer.where = "middle" if rank == 0 else ""
+    with pytest.raises(Boom if rank == 0 else CollectiveError):
+        first.ours(*first.batch()[1])
+    layer.where = ""
+    raises(CollectiveError, lambda: first.ours(*first.batch()[1]), "rank 0")
+    with pytest.raises((ValueError, RuntimeError)):
+        second.ours(*second.batch()[1])
+    start = time.monotonic()
+    for _ in range(2):
+        raises(CollectiveError, lambda: second.ours(*second.batch()[1]), f"rank {rank}")
+    assert time.monotonic() - start < 2 * TIMEOUT
+
+
 class Sparing(Failing):
     """Has a weight that a pass may not use."""
 

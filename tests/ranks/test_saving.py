@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +20,11 @@ from internsp.app.checkpoint.disk import MANIFEST, steps_in, write_manifest
 from internsp.app.checkpoint.saver import Saver, save
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import read_metrics
-from internsp.app.session.agreement import on_every_rank
 from internsp.app.session.session import Session
 from internsp.app.train.run import train
 from internsp.app.train.step import StepRunner
 from internsp.errors import InternspError
+from internsp.failure.objects import Objects
 from tests.ranks.test_checkpoint import names
 from tests.ranks.test_checkpoint_meshes import bits, config, whole
 from tests.support.ranks import ranks, run_ranks
@@ -45,7 +46,8 @@ def test_the_end_of_a_save_is_polled_with_pauses_that_grow_to_a_tenth_of_a_secon
 ) -> None:
     pauses: list[float] = []
     monkeypatch.setattr("internsp.app.checkpoint.saver.time.sleep", pauses.append)
-    monkeypatch.setattr("internsp.app.checkpoint.saver.on_every_rank", lambda work: [work()])
+    everyone = SimpleNamespace(on_every=lambda work: [work()])
+    monkeypatch.setattr("internsp.app.checkpoint.saver.Objects", lambda: everyone)
     session: Any = None
     saver, answers = Saver(session, tmp_path, "run"), iter([*[None] * 9, tmp_path / "saved"])
     monkeypatch.setattr(saver, "_save", "one that is being written")
@@ -126,11 +128,11 @@ def killed(rank: int, world: int, folder: str) -> None:
     session = Session.create(config({"weight": 2}))
     saver = Saver(session, Path(folder), "run")
     _, writer = saver.prepare()
-    everyone = on_every_rank(lambda: writer._process.pid)
+    everyone = Objects().on_every(lambda: writer._process.pid)
     if rank == 0:
         (Path(folder) / "processes").write_text(json.dumps(everyone))
     saver.start(1, 0)
-    while sum(on_every_rank(saver.progress)) < 2:
+    while sum(Objects().on_every(saver.progress)) < 2:
         pass
     assert list(Path(folder).glob("*.partial/rank-00001.safetensors"))
     dist.barrier()

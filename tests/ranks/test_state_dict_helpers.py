@@ -353,7 +353,7 @@ def test_a_checkpoint_of_one_mesh_is_continued_on_another(rank: int, tmp_path: P
 def test_a_state_that_one_rank_asks_for_alone_is_an_error_there(rank: int) -> None:
     case = Case(weight=1, steps=1, options={})
     s = setup(case)
-    s.optimizer._communicator.store_group._seconds = 1.0
+    s.optimizer._communicator.consensus._seconds = 1.0
     if rank == 0:
         raises(CollectiveError, s.optimizer.state_dict, "state_dict()", "ranks [1]")
     dist.barrier()

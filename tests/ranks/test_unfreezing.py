@@ -325,7 +325,7 @@ def test_state_of_what_is_frozen_here_is_loaded_or_refused_with_a_remedy_that_wo
 def test_groups_that_differ_between_ranks_are_refused_on_all_of_them(rank: int) -> None:
     twin = Twin(partial(frozen_at_first, Gated), mesh_of(2))
     ours, theirs, unfreeze = make_optimizers(twin, "adamw", False)
-    ours._communicator.store_group._seconds = 2.0
+    ours._communicator.consensus._seconds = 2.0
     names = dict(twin.ours.named_parameters())
 
     def add(*params: str, **settings: Any) -> Callable[[], None]:

@@ -17,9 +17,9 @@ import pytest
 from internsp.app import cli
 from internsp.app.config import Config, LaunchConfig, TrainConfig
 from internsp.app.launch.launch import start
+from internsp.app.launch.outcome import ChildError
 from internsp.app.process.stop import StopRequest
 from internsp.errors import MeshError
-from internsp.failure.outcome import ChildError
 
 COMPLETE = """
 source "$1"; shift

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from internsp.app.launch.outcome import Failure, RankOutcome, first_cause
 from internsp.app.process.lifetime import is_stopped, stopped_ranks
 from internsp.errors import CollectiveError, ConfigError
-from internsp.failure.outcome import Failure, RankOutcome, first_cause
 
 
 def failure(error: BaseException, at: float = 0.0) -> Failure:

@@ -29,11 +29,12 @@ from internsp.app.checkpoint.files import Reader
 from internsp.app.checkpoint.finite import require_finite
 from internsp.app.checkpoint.manifest import Manifest, Position, State
 from internsp.app.checkpoint.peer import PeerCopies
+from internsp.app.checkpoint.plain_errors import plain_errors
 from internsp.app.config import resume as resume_rules
-from internsp.app.session.agreement import on_every_rank, on_first_rank, plain_errors
 from internsp.app.session.session import Session
 from internsp.base import accelerator
 from internsp.errors import ConfigError
+from internsp.failure.objects import Objects
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
 
@@ -157,8 +158,8 @@ def load(session: Session, path: Path, copies: PeerCopies | None = None) -> Resu
     if content.mesh == session.mesh.shape.degrees():  # each rank has the same coordinates as then
         left = {name: _shared_name(name) for name in left}
     tensors = {k: v for k, v in tensors.items() if k not in left.values()}
-    on_every_rank(lambda: check_fits(content, tensors, chosen))
-    on_every_rank(lambda: _check_values(content, values, chosen))
+    Objects().on_every(lambda: check_fits(content, tensors, chosen))
+    Objects().on_every(lambda: _check_values(content, values, chosen))
     with plain_errors(f"checkpoint {chosen} could not be read"):
         for part in (tensors, *repeated):
             dcp.load(
@@ -166,7 +167,7 @@ def load(session: Session, path: Path, copies: PeerCopies | None = None) -> Resu
                 storage_reader=Reader(chosen, content, None if copies is None else copies.open),
                 planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
             )
-    on_every_rank(lambda: _restore(session, tensors, repeated, content, chosen))
+    Objects().on_every(lambda: _restore(session, tensors, repeated, content, chosen))
     if copies is not None:
         copies.retain(content)
     if not same_ranks:
@@ -200,11 +201,11 @@ def _detached(values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _newest_complete(path: Path, copies: PeerCopies | None) -> tuple[Path, Manifest, list[str]]:
     """Find the newest complete checkpoint; also return messages for the user. Collective."""
-    folders, named = on_first_rank(lambda: checkpoint_folder.candidates(path))
+    folders, named = Objects().on_first(lambda: checkpoint_folder.candidates(path))
     skipped: list[str] = []
     for folder in folders:
         try:
-            content = on_first_rank(lambda folder=folder: manifest.read(folder))  # type: ignore[misc]
+            content = Objects().on_first(lambda folder=folder: manifest.read(folder))  # type: ignore[misc]
             return folder, content, skipped + check_complete(folder, content, copies)
         except ConfigError as error:
             if named:
@@ -234,7 +235,7 @@ def check_complete(folder: Path, content: State, copies: PeerCopies | None = Non
         read = [n for n in own if copies is None or not copies.has(content.files[n])]
         return manifest.damage(folder, content, read), [content.files[n].sha256 for n in read]
 
-    found = on_every_rank(look)
+    found = Objects().on_every(look)
     damaged = [line for lines, _ in found for line in lines]
     if damaged:
         more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""

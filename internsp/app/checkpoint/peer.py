@@ -20,8 +20,8 @@ from typing import Any
 from internsp.app.checkpoint import keeper
 from internsp.app.checkpoint.disk import KeeperConnection
 from internsp.app.checkpoint.manifest import FileRecord, State
-from internsp.app.session.agreement import on_every_rank
 from internsp.errors import ConfigError, InternspError
+from internsp.failure.objects import Objects
 
 _START_SECONDS = 20.0
 
@@ -57,7 +57,7 @@ class PeerCopies:
         self._connections: dict[str, KeeperConnection] = {}
         self._first = os.environ.get("LOCAL_RANK", "0") == "0"
         machine = int(os.environ.get("GROUP_RANK", "0"))
-        found = on_every_rank(lambda: (machine, self._own()))
+        found = Objects().on_every(lambda: (machine, self._own()))
         keepers = {at: own for at, own in found if own is not None}
         order = sorted(keepers)
         after = order[(order.index(machine) + 1) % len(order)]
@@ -120,7 +120,7 @@ class PeerCopies:
         Called when a run starts, after everything was read; ``None``: no checkpoint.
         """
         self.keep = [] if content is None else [r.sha256 for r in content.files.values()]
-        on_every_rank(
+        Objects().on_every(
             lambda: self._first and self._request(self._here, "retain", digests=self.keep)
         )
         for connection in self._connections.values():

@@ -28,10 +28,11 @@ from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint.checkpoint import manifest_of, parameter_of, scale_of, state_of
 from internsp.app.checkpoint.files import FilePlan
 from internsp.app.checkpoint.peer import PeerCopies
+from internsp.app.checkpoint.plain_errors import plain_errors
 from internsp.app.checkpoint.writer import Writer
-from internsp.app.session.agreement import on_every_rank, on_first_rank, plain_errors
 from internsp.app.session.session import Session
 from internsp.errors import MACHINE_ERRNOS, InternspError, MachineError, NotFiniteError
+from internsp.failure.objects import Objects
 from internsp.optim.finite import NotFinite
 from internsp.optim.slices import Slices
 
@@ -98,8 +99,8 @@ class Saver:
             with plain_errors(f"no checkpoint can be saved in {self._folder}"):
                 tensors, _ = state_of(self._session)
                 plan = FilePlan.make(tensors)
-                self._token = on_first_rank(partial(secrets.token_hex, 4))
-                on_every_rank(lambda: self._begin(plan))
+                self._token = Objects().on_first(partial(secrets.token_hex, 4))
+                Objects().on_every(lambda: self._begin(plan))
                 self._plan = plan
         assert self._writer is not None, "_begin has made it"
         return self._plan, self._writer
@@ -182,7 +183,7 @@ class Saver:
         while self._save is not None:
             # Polled: no rank waits in one collective for as long as another rank writes.
             with self._close_on_error():
-                done = sum(on_every_rank(self._progress_or_error))
+                done = sum(Objects().on_every(self._progress_or_error))
             if path := self.advance(done):
                 return path
             time.sleep(pause)
@@ -206,7 +207,7 @@ class Saver:
         assert plan is not None, "start() has prepared"
         rank = self._session.mesh.rank
         with self._close_on_error():
-            found = on_every_rank(lambda: self._rank_record(writer, plan, save))
+            found = Objects().on_every(lambda: self._rank_record(writer, plan, save))
             _require_finite(save, found)
         why = [(rank, record.pop("no copy")) for rank, (_, record, _, _) in enumerate(found)]
         self.notes = [
@@ -239,7 +240,7 @@ class Saver:
         assert save is not None, "the caller has looked"
         assert writer is not None, "start() has prepared"
         with self._close_on_error():
-            on_first_rank(lambda: self._answer(writer, save))
+            Objects().on_first(lambda: self._answer(writer, save))
         if self._copies is not None:
             self._copies.keep = save.digests
         self._save = None

@@ -22,8 +22,9 @@ from internsp.app.checkpoint.checkpoint import check_complete, check_fits
 from internsp.app.checkpoint.disk import MANIFEST, sync, write_manifest, write_part
 from internsp.app.checkpoint.files import FilePlan, Reader
 from internsp.app.checkpoint.manifest import State
-from internsp.app.session.agreement import on_every_rank, on_first_rank, plain_errors
+from internsp.app.checkpoint.plain_errors import plain_errors
 from internsp.errors import ConfigError
+from internsp.failure.objects import Objects
 
 
 def save_state(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -40,7 +41,7 @@ def save_state(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str,
     """
     with plain_errors(f"no state can be saved in {folder}"):
         plan = FilePlan.make(tensors)
-    on_first_rank(lambda: shutil.rmtree(folder, ignore_errors=True))
+    Objects().on_first(lambda: shutil.rmtree(folder, ignore_errors=True))
 
     def write() -> tuple[str, dict[str, Any], dict[str, Any]]:
         own = {name: as_json(value, name) for name, value in values.items()}
@@ -48,7 +49,7 @@ def save_state(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str,
         plan.fill(memory, tensors)
         return plan.file, write_part(folder, plan.file, memory.numpy().data), own
 
-    found = on_every_rank(write)
+    found = Objects().on_every(write)
 
     def finish() -> None:
         content = State(
@@ -59,7 +60,7 @@ def save_state(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str,
         write_manifest(folder, content.model_dump(mode="json"))
         sync(folder)
 
-    on_first_rank(finish)
+    Objects().on_first(finish)
 
 
 def load_state(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -72,14 +73,14 @@ def load_state(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         ConfigError: on every rank, before anything is overwritten: the folder is damaged, or has
             other tensors; the message names the file or the tensor.
     """
-    content = on_first_rank(lambda: manifest.read(folder, State))
+    content = Objects().on_first(lambda: manifest.read(folder, State))
     check_complete(folder, content)
     wanted = {
         name: value
         for name, value in tensors.items()
         if name in content.tensors or not name.startswith("random.")
     }
-    on_every_rank(lambda: check_fits(content, wanted, folder))
+    Objects().on_every(lambda: check_fits(content, wanted, folder))
     with plain_errors(f"{folder / MANIFEST} could not be followed"):
         dcp.load(
             dict(wanted),

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from internsp.app.checkpoint.disk import steps_in
 from internsp.app.config import Config
+from internsp.app.launch.outcome import Failure, RankOutcome, first_cause
 from internsp.app.process.lifetime import (
     FOLDER_VARIABLE,
     LAUNCHER_VARIABLE,
@@ -37,7 +38,6 @@ from internsp.app.process.lifetime import (
 from internsp.app.process.rank_log import last_seen, log_path
 from internsp.app.process.stop import SAVE, StopRequest, catch, restore, status_of
 from internsp.errors import ConfigError
-from internsp.failure.outcome import Failure, RankOutcome, first_cause
 
 GRACE_SECONDS = 60.0
 """Time for a step and a checkpoint after Ctrl-C; then, or at a second Ctrl-C, ranks are killed."""

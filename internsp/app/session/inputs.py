@@ -11,7 +11,7 @@ from internsp.app.config import Config
 from internsp.app.data.batches import DataSource, vocabulary_mistake
 from internsp.app.data.index import prepare
 from internsp.app.data.tokenizer import Tokenizer, load_tokenizer
-from internsp.app.session.agreement import on_every_rank, on_first_rank
+from internsp.failure.objects import Objects
 from internsp.mesh import ParallelMesh
 
 _LOOK_SECONDS = 5.0  # between messages to the ranks that wait for an index
@@ -26,7 +26,7 @@ def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
         InternspError: on every rank: a rank cannot see an index that rank 0 made.
     """
     loaded: list[Tokenizer] = []
-    on_every_rank(lambda: loaded.append(load_tokenizer(config.data.tokenizer)))
+    Objects().on_every(lambda: loaded.append(load_tokenizer(config.data.tokenizer)))
     tokenizer = loaded[0]
     if tokenizer.vocab_size > config.model.vocab_size:
         raise vocabulary_mistake(config, tokenizer)
@@ -44,7 +44,7 @@ def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
             )
         )
 
-    on_every_rank(open_data)
+    Objects().on_every(open_data)
     source = made[0]
     source.notes = tuple(notes)
     return source
@@ -68,5 +68,5 @@ def _prepare_indices(config: Config, tokenizer: Tokenizer, mesh: ParallelMesh) -
 
     found = None
     while found is None:
-        found = on_first_rank(work_for_a_while)
+        found = Objects().on_first(work_for_a_while)
     return found

@@ -21,6 +21,7 @@ from internsp.app.config import Config
 from internsp.app.data.batches import Batch
 from internsp.app.report.metrics import StepMetrics
 from internsp.errors import ConfigError
+from internsp.failure.objects import Objects
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
 from internsp.sp import SequenceLayout
@@ -196,8 +197,7 @@ class CustomData:
         digest = hashlib.sha256()
         for batch in self._ready if not mistake else ():
             digest.update(batch.ids.contiguous().numpy().tobytes())
-        everyone: list[Any] = [None] * mesh.world_size
-        dist.all_gather_object(everyone, (mesh.data_rank, digest.hexdigest(), mistake))
+        everyone = Objects().gather((mesh.data_rank, digest.hexdigest(), mistake))
         for rank, (_, _, problem) in enumerate(everyone):
             if problem:
                 raise ConfigError(f"Trainer: rank {rank}: {problem}")

@@ -8,13 +8,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from internsp.app.config import Config
 from internsp.app.report.metrics import StepMetrics
 from internsp.app.session.session import Session
 from internsp.base.bits import checksum
 from internsp.errors import ReplicaError
+from internsp.failure.objects import Objects
 from internsp.wp.parameter import ShardedParameter
 
 _REMEMBERED = 50  # steps whose median a spike is compared with
@@ -39,11 +38,8 @@ def compare_replicas(session: Session, step: int) -> None:
         for communicator in session.communicators
         for member in communicator.replicated.all_parameters()
     ]
-    everyone: list[Any] = [None] * mesh.stage_group.size()
-    dist.all_gather_object(everyone, mine, group=mesh.stage_group)
-    found = _differing(everyone, mesh.stage_ranks)
-    gathered: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(gathered, found)  # so that all pipeline stages stop together
+    found = _differing(Objects(mesh.stage_group).gather(mine), mesh.stage_ranks)
+    gathered = Objects().gather(found)  # so that all pipeline stages stop together
     lines = list(dict.fromkeys(line for lines in gathered for line in lines))
     if lines:
         more = f"; and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""

@@ -29,7 +29,6 @@ from internsp.app.report.display import Display
 from internsp.app.report.metrics import MetricsWriter, StepMetrics, read_metrics
 from internsp.app.report.page import Report
 from internsp.app.report.writers import Writers
-from internsp.app.session.agreement import on_every_rank, on_first_rank
 from internsp.app.session.own import CustomData, Listener
 from internsp.app.session.session import Session
 from internsp.app.train.memory import components
@@ -39,6 +38,7 @@ from internsp.app.train.sample import sample
 from internsp.app.train.step import StepRunner
 from internsp.base.trace import Event
 from internsp.errors import InternspError, NotFiniteError, ReplicaError
+from internsp.failure.objects import Objects
 from internsp.pipeline import SchedulerHook
 
 _TIMELINE_STEP = 2  # the step, counted from the first one run, whose timeline the report shows
@@ -87,7 +87,8 @@ def _source(config: Config, folder: Path) -> Path | None:
     # torchrun restarts a run by the same command after a fault: it must find its own checkpoints.
     elastic = "TORCHELASTIC_RUN_ID" in os.environ
     if config.checkpoint.from_own_folder(elastic):
-        return on_first_rank(lambda: folder if has_checkpoint(folder / "checkpoints") else None)
+        saved = folder / "checkpoints"
+        return Objects().on_first(lambda: folder if has_checkpoint(saved) else None)
     return None if config.checkpoint.named is None else Path(config.checkpoint.named)
 
 
@@ -96,7 +97,7 @@ def _log(session: Session, output: Path) -> Iterator[RankLog]:
     """This rank's log; also logs how the run ends. Collective when it is entered."""
     rank = session.mesh.rank
     opened: list[RankLog] = []
-    on_every_rank(lambda: opened.append(RankLog(output, rank)))
+    Objects().on_every(lambda: opened.append(RankLog(output, rank)))
     log = opened[0]
     log.write(f"{session.mesh.describe()}; the configuration is in {output / 'config.toml'}")
     for communicator in session.communicators:
@@ -207,7 +208,7 @@ class _Run:
         display, writer = self._open_first() if self.main else (None, None)
         if self.config.report.writers:
             try:
-                on_first_rank(lambda: self._open_writers(display))
+                Objects().on_first(lambda: self._open_writers(display))
             except BaseException:
                 if display is not None:
                     display.close()
@@ -333,8 +334,7 @@ class _Run:
 
     def _find_signal(self, display: Display | None) -> None:
         """Find which signal requested the stop, and on which ranks. Collective."""
-        numbers = [0] * self.session.mesh.world_size
-        dist.all_gather_object(numbers, self.stop.number)
+        numbers = Objects().gather(self.stop.number)
         ranks = [rank for rank, number in enumerate(numbers) if number]
         if not ranks:
             return  # requested by the program, not by a signal

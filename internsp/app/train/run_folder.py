@@ -17,9 +17,9 @@ from pathlib import Path
 from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint.checkpoint import Resumed
 from internsp.app.checkpoint.disk import discard_partial
-from internsp.app.session.agreement import on_first_rank
 from internsp.app.train.run_lock import RunLock
 from internsp.errors import MACHINE_ERRNOS, ConfigError, MachineError
+from internsp.failure.objects import Objects
 
 
 class RunFolder:
@@ -46,7 +46,7 @@ class RunFolder:
             ConfigError, OSError: on every rank: another run took the folder meanwhile, or files
                 cannot be moved.
         """
-        self.run, notes = on_first_rank(lambda: self._begin(resumed))
+        self.run, notes = Objects().on_first(lambda: self._begin(resumed))
         self.notes += notes
 
     def _begin(self, resumed: Resumed | None) -> tuple[str, list[str]]:
@@ -108,7 +108,7 @@ def claimed(path: Path, main: bool) -> Iterator[RunFolder]:
 
     path = _named(path)
     fresh = not path.exists()
-    run, _ = on_first_rank(acquire)
+    run, _ = Objects().on_first(acquire)
     folder = RunFolder(path, run, held[0] if main else None)
     try:
         yield folder

@@ -9,18 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from internsp.errors import InternspError
+from internsp.failure.detection import is_consequence
 
-# Errors that a rank gets because another rank ended or did not arrive: never the first cause.
-_CONSEQUENCES = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "timed out waiting",
-    "timeout caused pair closure",
-    "wait timeout",
-    "barrier timeout",
-    "caught collective operation timeout",
-)
 _MAX_CHARS = 30_000  # so that a message fits the pipe's buffer, and its sender need not wait
 
 
@@ -36,16 +26,6 @@ class ChildError(InternspError, RuntimeError):
         super().__init__(message)
         self.exit_status = exit_status
         self.ranks = tuple(ranks)
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Whether ``error`` only shows that another rank had ended or did not arrive."""
-    return _shows_consequence("".join(traceback.format_exception(error)))
-
-
-def _shows_consequence(stack: str) -> bool:
-    # Searches the whole traceback: a pipeline stage wraps the error in one of its own.
-    return any(sign in stack.lower() for sign in _CONSEQUENCES)
 
 
 @dataclass(frozen=True)
@@ -68,11 +48,9 @@ class Failure:
     def of(cls, error: BaseException) -> Failure:
         """Describe an exception that has just been caught."""
         stack = "".join(traceback.format_exception(error)).rstrip()
-        consequence, text = _shows_consequence(stack), stack
-        if isinstance(error, InternspError):
-            text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}" if isinstance(error, InternspError) else stack
         status = getattr(error, "exit_status", 1)
-        return cls(text[-_MAX_CHARS:], consequence, time.monotonic(), status)
+        return cls(text[-_MAX_CHARS:], is_consequence(error), time.monotonic(), status)
 
 
 @dataclass
