@@ -76,10 +76,7 @@ class BlockHandle:
         """Unshard the weights for the backward of the block: the same values in their slot."""
         if torch.is_grad_enabled():
             no_second_derivatives()
-        weights = [*self.sharded, *self.shared]
-        if weights[0].communicator.weight_part:
-            return  # the weight backward needs no unsharded weight
-        for weight in weights:
+        for weight in (*self.sharded, *self.shared):
             weight.require_version(self._shown[weight])
         if self.sharded:
             self.sharded[0].communicator.pre_backward_all(self.sharded)
@@ -88,16 +85,15 @@ class BlockHandle:
 
     def on_grad_ready(self, gradients: Sequence[Tensor | None]) -> None:
         """Hand over the gradients of all weights (``None`` if there is none), last used first."""
-        sharded = []
+        sharded, together = [], not self.weights[0].communicator.weight_part
         for weight, gradient in reversed(list(zip(self.weights, gradients, strict=True))):
             if gradient is None:
                 continue
-            communicator = weight.communicator
-            if weight in self._in_unit and not communicator.weight_part:
+            if weight in self._in_unit and together:
                 sharded.append((weight, gradient))
             else:
                 weight.require_version(self._shown[weight])
-                communicator.on_grad_ready(weight, gradient)
+                weight.communicator.on_grad_ready(weight, gradient)
         if sharded:
             self.sharded[0].communicator.on_grads_ready(sharded)
 

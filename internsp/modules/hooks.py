@@ -1,15 +1,15 @@
 """Every hook of a parallel model, registered by one function (:func:`register_hooks`).
 
 Hooks report where the model is (pre-forward, prefetch trigger, post-forward, pre-backward, ready
-gradients, post-backward); :class:`internsp.wp.communicator.ISPCommunicator` acts. The phase
-(forward, recompute, backward) follows from where a hook fires (WP-9).
+gradients, post-backward) to :class:`internsp.wp.events.Events`, which acts. The phase (forward,
+recompute, backward) follows from where a hook fires (WP-9).
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,6 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import GradientError, StructureError
 from internsp.modules.entry import compile_block, unshard_at_block_entry
 from internsp.modules.parameters import Scope, weights_of, wrap_forward, wrap_scope
-from internsp.modules.recompute import ContextFn, checkpoint_block
 from internsp.modules.scalars import convert_state_before_steps
 from internsp.modules.watch import (
     after_load,
@@ -52,16 +51,14 @@ from internsp.modules.watch import (
 from internsp.modules.wrapping import Wrapping
 from internsp.schedule.enclosing import Enclosing
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.parameter import ShardedParameter, not_to_be_copied
+from internsp.wp.events import Block, Events
+from internsp.wp.parameter import not_to_be_copied
 from internsp.wp.slots import Unit
 
 if TYPE_CHECKING:
     from internsp.modules.offload import ActivationOffload
+    from internsp.modules.recompute import ContextFn
 
-Entered = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
-"""Called with the positional and keyword arguments of a forward."""
-
-Block = Unit | Enclosing[ShardedParameter]
 
 
 @dataclass
@@ -108,7 +105,6 @@ def register_hooks(
     root_scope: Scope,
     blocks: Sequence[BlockHooks],
     communicator: ISPCommunicator,
-    entered: Entered | None = None,
     compute_dtype: torch.dtype | None = None,
     compiles: bool = False,
     context_fn: ContextFn | None = None,
@@ -125,21 +121,20 @@ def register_hooks(
     - gradient ready: backward of the nodes that gave out the weights
       (:class:`internsp.modules.parameters.Views`);
     - post-backward: ``Variable._execution_engine.queue_callback``, at the end of the outermost
-      backward (:meth:`ISPCommunicator._queue_post_backward_callback`). A block's post-backward has
-      no hook: it is the pre-backward of the block before it, or the end.
+      backward (:meth:`Events._queue_post_backward_callback`). A block's post-backward has no hook:
+      it is the pre-backward of the block before it, or the end.
 
     Args:
         root: the model.
         root_scope: in which weights outside of the blocks may be read.
         blocks: the units, and the blocks that hold units.
-        entered: called with the root's arguments at each outermost forward.
         compute_dtype: dtype of the weights, if it is not their own; the root's floating inputs are
             cast to it.
         compiles: ``torch.compile`` compiles each block as a whole.
         context_fn: says what selective checkpointing keeps.
         offload: offloads the activations that recomputed blocks keep.
     """
-    hooks = Hooks(communicator, entered, compute_dtype)
+    hooks = Hooks(communicator.events, compute_dtype)
     members = communicator.replicated.all_parameters()
 
     # The model. Before all other hooks, so that a user's hooks find the state of this pass.
@@ -179,6 +174,8 @@ def register_hooks(
         (each for each in blocks if each.checkpoint is not None), key=lambda each: each.place
     )
     for number, each in enumerate(recomputing):
+        from internsp.modules.recompute import checkpoint_block
+
         assert each.checkpoint is not None
         record = partial(communicator.state.trace.record, "BACKWARD", each.block.name)
         group = None if offload is None else partial(offload.group, number)
@@ -200,15 +197,9 @@ def register_hooks(
 class Hooks:
     """The hooks of one chunk."""
 
-    def __init__(
-        self,
-        communicator: ISPCommunicator,
-        entered: Entered | None,
-        compute_dtype: torch.dtype | None,
-    ) -> None:
-        self.communicator = communicator
+    def __init__(self, events: Events, compute_dtype: torch.dtype | None) -> None:
+        self._events = events
         self._compute_dtype = compute_dtype
-        self._entered = entered
         self._inputs: dict[Block, InputTensors] = {}
         self.module_groups: dict[Unit, ModuleGroup] = {}
 
@@ -244,9 +235,7 @@ class Hooks:
             return None
         for group in self.module_groups.values():
             group.left = None  # a forward that failed may have left it set
-        if self._entered is not None:
-            self._entered(args, kwargs)
-        self.communicator.root_pre_forward()
+        self._events.root_pre_forward(args, kwargs)
         if self._compute_dtype is None:
             return None
         return tree_map_only(Tensor, self._cast, (args, kwargs))
@@ -257,16 +246,13 @@ class Hooks:
     def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if graph_task() != NO_TASK:
             return
-        self.communicator.state.inside = False  # after an exception, too
-        error = sys.exc_info()[1]
-        if output is None and error is not None:  # the next root_pre_forward will recover
-            self.communicator.forward_failed(error)
-            return
-        self._end_unfinished_groups()
-        self.communicator.root_post_forward()
+        error = sys.exc_info()[1] if output is None else None
+        if error is None:  # else the next root_pre_forward will recover
+            self._end_unfinished_groups()
+        self._events.root_post_forward(error)
         for tensor in tensors(output):
             if tensor.requires_grad:
-                forward = self.communicator.forwards
+                forward = self._events.forwards
                 plain = not isinstance(tensor, DTensor)
                 register_gradient_hook(tensor, partial(self._root_pre_backward, forward, plain), {})
 
@@ -279,33 +265,28 @@ class Hooks:
                 "DTensor: let each have a backward of its own (loss.backward(), then "
                 "penalty.backward()), or use the optimizer's weight_decay"
             )
-        self.communicator.root_pre_backward(forward)
-        if not self.communicator.weight_part:
-            self.communicator.state.perform(self.communicator.queue.backward.prefetch_at_output())
+        self._events.root_pre_backward(forward, at_output=True)
 
     def _pre_forward(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
         compiled = module._compiled_call_impl is not None
         if compiled or transforming() or torch.compiler.is_compiling():
             refuse_transformed(f"block {block.name}", compiled)
-        if isinstance(block, Enclosing):
-            self.communicator.pre_forward_of_enclosing(block)
-        else:
-            if self.module_groups and graph_task() == NO_TASK:
-                self._end_unfinished_groups()
-            self.communicator.block_pre_forward(block)
+        if self.module_groups and isinstance(block, Unit) and graph_task() == NO_TASK:
+            self._end_unfinished_groups()
+        self._events.pre_forward(block)
         self._inputs[block] = input_tensors((args, kwargs))
 
     def _post_forward(self, block: Block, module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(block, Unit):
-            if graph_task() == NO_TASK:
-                self.communicator.state.perform(self.communicator.queue.post_forward(block))
-            elif block.around >= 0:
-                self.communicator.queue.backward.leave_recompute(block)
-        self._register_pre_backward(block, output)
+        self._register_pre_backward(block, output, *self._events.post_forward(block))
 
-    def _register_pre_backward(self, unit: Block, output: Any) -> None:
-        """Register a block's pre-backward hook, on the tensors of its ``output``."""
-        recompute = graph_task() != NO_TASK
+    def _register_pre_backward(
+        self, unit: Block, output: Any, forward: int | None, run: int | None
+    ) -> None:
+        """Register a block's pre-backward hook, on the tensors of its ``output``.
+
+        Args:
+            forward, run: its :meth:`internsp.wp.events.Events.moment`.
+        """
         before = self._inputs.pop(unit, {})
         if not torch.is_grad_enabled():
             return
@@ -317,11 +298,6 @@ class Hooks:
             )
         for tensor in new_tensors(output, before):
             if tensor.requires_grad:
-                # The inner graph of a reentrant recompute must not queue the final callback.
-                forward = None if recompute else self.communicator.forwards
-                passes, run = self.communicator.queue.passes, None
-                if passes.order.recurs and isinstance(unit, Unit) and not recompute:
-                    run = passes.number.get(unit)
                 register_gradient_hook(
                     tensor, partial(self._pre_backward, unit, forward, run), before
                 )
@@ -335,12 +311,7 @@ class Hooks:
     ) -> None:
         if torch.is_grad_enabled():
             no_second_derivatives()
-        if forward is not None:
-            self.communicator.root_pre_backward(forward)
-        if isinstance(unit, Enclosing):
-            self.communicator.pre_backward_of_enclosing(unit)
-        else:
-            self.communicator.block_pre_backward(unit, run)
+        self._events.pre_backward(unit, forward, run)
 
     # several modules that form one unit
 
@@ -360,7 +331,7 @@ class Hooks:
         if graph_task() == NO_TASK and group.left is not None:
             group.left.add(id(module))
             if len(group.left) < group.count:
-                self._register_pre_backward(unit, output)
+                self._register_pre_backward(unit, output, *self._events.moment(unit))
                 return
             group.left = None
         self._post_forward(unit, module, args, output)
@@ -370,8 +341,7 @@ class Hooks:
         for unit, group in self.module_groups.items():
             if group.left is not None:
                 group.left = None
-                self.communicator.state.perform(self.communicator.queue.post_forward(unit))
+                self._events.post_forward(unit)
 
     def _at_prefetch_trigger(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        queue, recompute = self.communicator.queue, graph_task() != NO_TASK
-        self.communicator.state.perform(queue.trigger(unit, recompute))
+        self._events.trigger(unit)

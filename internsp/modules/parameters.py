@@ -36,6 +36,7 @@ from internsp.base.autograd import (
 from internsp.base.bits import same_bits
 from internsp.errors import GradientError, StaleWeightError, StructureError
 from internsp.modules.wrapping import Forward, Wrapping
+from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ShardedParameter, not_to_be_copied
 
 
@@ -78,14 +79,13 @@ class ParameterHandle:
         self.entered = True
         for index in range(len(self.weights) - 1, -1, -1):  # the last used first
             weight = self.weights[index]
-            communicator = weight.communicator
-            if communicator.weight_part or not weight.shares_slot:
-                continue  # the weight backward needs no unsharded weight
+            if not weight.shares_slot:
+                continue
             weight.require_version(self.used_versions[index])
             if saved:
-                communicator.pre_backward(weight)
+                weight.communicator.pre_backward(weight)
             else:
-                communicator.pre_backward_of_function(weight)
+                weight.communicator.pre_backward_of_function(weight)
 
     def on_grad_ready(self, gradients: Sequence[Tensor | None]) -> None:
         """Hand over the gradients of the unsharded weights (``None`` where there is none).
@@ -97,15 +97,15 @@ class ParameterHandle:
             gradient, weight = gradients[index], self.weights[index]
             if gradient is None:
                 continue
-            communicator, shared = weight.communicator, weight.shares_slot
-            if self.scoped and shared and not self.entered and not communicator.weight_part:
+            communicator, entered = weight.communicator, self.entered and weight.shares_slot
+            if self.scoped and not entered and weight.shares_slot and not communicator.weight_part:
                 raise StaleWeightError(
                     f"{weight.name} was read past the forward of the module that owns it, and "
                     "backward entered its block through a tensor that left it by another way than "
                     "its output, so that the weight may not have been unsharded: return that "
                     "tensor from the block"
                 )
-            if communicator.weight_part or not shared:
+            if not entered:  # else :meth:`pre_backward` has checked it
                 weight.require_version(self.used_versions[index])
             communicator.on_grad_ready(weight, gradient)
         self.entered = False
@@ -210,18 +210,22 @@ class Scope:
         members: ``_parameters`` of the modules in it.
         taken: weights that a parametrization has taken out of their modules in this forward.
         module, name: the module whose forward this is, and its name (empty for the model).
-        communicator: the chunk's (:class:`internsp.wp.communicator.ISPCommunicator`).
+        communicator: the chunk's.
     """
 
     __slots__ = (
         "block", "communicator", "members", "module", "name", "recomputed", "taken", "unsharded"
     )  # fmt: skip
 
-    module: nn.Module
-    name: str
-    communicator: Any
-
-    def __init__(self, block: bool = True, recomputed: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        communicator: ISPCommunicator,
+        block: bool = True,
+        recomputed: bool = False,
+    ) -> None:
+        self.module, self.name, self.communicator = module, name, communicator
         self.unsharded: Unsharded | None = None
         self.block, self.recomputed = block, recomputed
         self.members: list[Weights] = []
@@ -332,7 +336,7 @@ class Weights(dict[str, Any]):
             StructureError: it is a parameter or a ``DTensor``.
         """
         parameter = self.get(name)
-        self.scope.communicator.require_shards()
+        self.scope.communicator.events.require_shards()
         if isinstance(parameter, (nn.Parameter, DTensor)):
             raise StructureError(
                 f"parameter {self.weights[name].name} (of a {self.owner}) was replaced after "

@@ -74,7 +74,7 @@ class ForwardReads:
         """Whether a forward of the chunk runs, or a recompute, and there are ranks to sum over."""
         if member.parameter.device_mesh.size() == 1:  # type: ignore[attr-defined]
             return False
-        return self._communicator.state.inside or in_backward() or any(map(_open, self._scopes))
+        return self._communicator.events.inside or in_backward() or any(map(_open, self._scopes))
 
     def _require_sum(self, member: Member) -> None:
         """Check that the sum over the parameter's mesh is its gradient.

@@ -92,9 +92,9 @@ def before_step(
     def prepare() -> None:
         communicator.placeholders.require_finished(stepped)
         lay_out_alike(optimizer, stepped)
-        if communicator.state.handles or communicator.full_params_in:
-            communicator.require_shards()
-            communicator.wait_for_gathers()
+        if communicator.state.handles or communicator.events.full_params_in:
+            communicator.events.require_shards()
+            communicator.state.wait_for_gathers()
 
     refuse_optimizer(optimizer, stepped)
     prepare()
@@ -117,7 +117,7 @@ def before_load(
     Raises:
         LayoutError: a value has another shape.
     """
-    if communicator.full_params_in:
+    if communicator.events.full_params_in:
         return
     for name in weights_of(module):
         values = state.get(prefix + name)
@@ -133,7 +133,7 @@ def after_load(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> Non
     stepping them. Full tensors are sharded. Their gradients are dropped: torch's new parameters
     have none.
     """
-    if communicator.full_params_in:  # full parameters, written back to shards later
+    if communicator.events.full_params_in:  # full parameters, written back to shards later
         return
     for name in weights_of(module):
         member = communicator.parameters_of[module, name]

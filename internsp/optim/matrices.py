@@ -379,7 +379,7 @@ class MatrixSteps:
                     group,
                     shared.overlap,
                     state.trace,
-                    state.counters,
+                    state.collectives.counters,
                     shared.comm_context,
                     mesh.device,
                 )

@@ -117,7 +117,7 @@ class ZeroReducer:
         Raises:
             GradientError: gradients were lost in a failed pass, and the user has not dropped them.
         """
-        self._communicator.recover()
+        self._communicator.events.recover()
         if self._lost:
             raise gradients_lost(len(self._lost), self._mesh.rank)
         replicated = self._communicator.replicated
@@ -161,6 +161,9 @@ class ZeroReducer:
     def pass_begins(self) -> None:
         """See :class:`GradientConsumer`."""
         self._before_pass()
+
+    def backward_begins(self) -> None:
+        """Does nothing."""
 
     def step_begins(self) -> bool:
         """See :class:`GradientConsumer`."""
@@ -209,7 +212,7 @@ class ZeroReducer:
         Args:
             used: whether it was set to zero, not to ``None``: the next step then uses zeros.
         """
-        self._communicator.recover()
+        self._communicator.events.recover()
         self._lost.discard(member)
         if not used:
             self.used.discard(member)

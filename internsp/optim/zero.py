@@ -183,7 +183,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: has no effect; gradients are never kept as zeros.
         """
-        self._communicator.recover()
+        self._communicator.events.recover()
         self._reducer.drop_all_sums()
         self._reducer.clear()
         for group in self.param_groups:
@@ -279,7 +279,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             CollectiveError: not all ranks of the stage call it.
         """
         communicator = self._communicator
-        communicator.recover()
+        communicator.events.recover()
         communicator.consensus.same("optimizer", "ZeroOptimizer.state_dict()")
         communicator.wait_until_ready()
         self._adopt([member for member in self._frozen() if member.requires_grad])
@@ -312,7 +312,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             LayoutError: a value of another shape.
             ValueError: other numbers of groups or of parameters in one.
         """
-        self._communicator.recover()
+        self._communicator.events.recover()
         saved = state_dict["param_groups"]
         sizes = [[len(group["params"]) for group in each] for each in (saved, self.param_groups)]
         if sizes[0] != sizes[1]:
@@ -406,7 +406,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         communicator, index = self._communicator, len(self.param_groups)
-        communicator.recover()
+        communicator.events.recover()
         refused, added = None, list[Member]()
         methods: list[Method] = []
         group = dict(param_group)
@@ -457,10 +457,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             communicator.consensus.same("optimizer", f"the first training of {names}")
             self.finish_reductions()
         communicator.wait_until_ready()
-        communicator.wait_for_gathers()
+        communicator.state.wait_for_gathers()
         versions = {member: member.version() for member in members}
         self._add_buckets(members)
-        communicator.contents.moved(versions)
+        communicator.events.contents.moved(versions)
 
     @torch.no_grad()
     def _add_buckets(self, members: Sequence[Member]) -> None:
@@ -517,10 +517,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not changed:
             return
         communicator = self._communicator
-        communicator.recover()
+        communicator.events.recover()
         communicator.consensus.same("optimizer", f"ZeroOptimizer.{mode}()")
         communicator.wait_until_ready()
-        communicator.wait_for_gathers()
+        communicator.state.wait_for_gathers()
         if communicator.state.link is not None:
             communicator.state.link.synchronize()
         self._stepped.steps += 1
@@ -601,7 +601,7 @@ def _step_together(optimizers: Sequence[ZeroOptimizer], log: bool) -> None:
         # Parameters that no forward has used since the last step may still be in their all-gather,
         # and the slices are about to change.
         optimizer._communicator.wait_until_ready()
-        optimizer._communicator.wait_for_gathers()
+        optimizer._communicator.state.wait_for_gathers()
     mesh, scaler = first._communicator.mesh, first.loss_scaler
     buckets = [bucket for optimizer in optimizers for bucket in optimizer._buckets]
     norm = math.sqrt(squared_norm(buckets, mesh).item()) * first._gradient_factor()

@@ -37,14 +37,14 @@ def shape_inference(communicator: ISPCommunicator) -> Iterator[None]:
     """
     state = communicator.state
     counters, enabled, seconds = (
-        replace(state.counters), state.trace.enabled, state.trace.exposed_seconds
+        replace(state.collectives.counters), state.trace.enabled, state.trace.exposed_seconds
     )  # fmt: skip
     state.trace.enabled = False
-    communicator.begin_backward_part(weights=False)
+    communicator.events.begin_backward_part(weights=False)
     try:
         yield
     finally:
-        communicator.end_backward_part()
-        communicator.invalidate_slots()
-        vars(state.counters).update(vars(counters))
+        communicator.events.end_backward_part()
+        communicator.state.invalidate_slots()
+        vars(state.collectives.counters).update(vars(counters))
         state.trace.enabled, state.trace.exposed_seconds = enabled, seconds

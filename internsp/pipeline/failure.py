@@ -153,7 +153,7 @@ class PipelineRecovery(Recovery):
         try:
             for communicator, earlier in zip(self._communicators, self._earlier_sums, strict=True):
                 communicator.recovery.reset()
-                communicator.rest(earlier, step=True)
+                communicator.events.reset(earlier, step=True)
             # Before buffers are reused: a late message must not arrive in one of them.
             close_connections(mesh.pipeline_group)
             mesh.renew_pipeline_group()

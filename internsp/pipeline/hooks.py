@@ -131,7 +131,8 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         """
         self._begin_action(action)
         if action.part != FULL:
-            self._communicators[action.stage].begin_backward_part(weights=action.part == WEIGHT)
+            events = self._communicators[action.stage].events
+            events.begin_backward_part(weights=action.part == WEIGHT)
 
     def _begin_action(self, action: ComputeAction) -> None:
         """Compare ``action`` with the schedule (WP-2), and set up the prefetch for the next one."""
@@ -178,7 +179,7 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         """
         communicator = self._communicators[action.stage]
         if action.part != FULL:
-            communicator.end_backward_part()
+            communicator.events.end_backward_part()
         if action.part != INPUT:
             last = communicator.accumulation.more_to_come is False
             communicator.state.finish_reductions(last)

@@ -97,7 +97,7 @@ class Pipeline:
         ids_shape: torch.Size | None = None,
         tied: Mapping[str, CopyNames] | Sequence[CopyNames] = (),
     ) -> None:
-        if any(stage.communicator.learning is not None for stage in stages):
+        if any(stage.communicator.events.order.learning is not None for stage in stages):
             raise ConfigError(f"weight_parallel.unexpected_order: {LEARN_IN_A_PIPELINE}")
         self.kind, self.mesh, self.stages = kind, mesh, list(stages)
         self._ids_shape = ids_shape

@@ -111,12 +111,12 @@ def simulate_with_launches(
                 other = chunks[coming.chunk]
                 other.record(other.queue.prefetch_pass(gather_phase(coming) or FORWARD))
 
-        chunk = chunks[action.chunk]
-        chunk.at_next_pass = expect  # type: ignore[method-assign]
-        accumulates = chunk.plan.policy.accumulate_whole
-        chunk.queue.reductions.accumulating = accumulates and index not in reducing
-        chunk.exchanges = index in reducing
-        chunk.run_action(action)
+        simulated = chunks[action.chunk]
+        simulated.at_next_pass = expect  # type: ignore[method-assign]
+        accumulates = simulated.plan.policy.accumulate_whole
+        simulated.queue.reductions.accumulating = accumulates and index not in reducing
+        simulated.exchanges = index in reducing
+        simulated.run_action(action)
         expect()
         kinds = Counter(action.kind for action in out.actions[before:])
         launched.append((kinds["AG"], kinds["RS"]))

@@ -284,8 +284,8 @@ class TiedWeights:
         state = weight.own_copies[0][0].state
         nbytes = len(peers) * packed.nbytes
         event = state.trace.record("EX", weight.name, "", "finish", nbytes, in_flight=True)
-        state.counters.reduced_bytes += nbytes
-        state.counters.reductions += 1
+        state.collectives.counters.reduced_bytes += nbytes
+        state.collectives.counters.reductions += 1
         received = send_and_receive(self._mesh.pipeline_group, packed, peers, peers, self._track)
         state.trace.finish(event)
         return received

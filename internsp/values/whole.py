@@ -272,7 +272,7 @@ class ModelPart:
         """The error for a call at a wrong time: inside a step, or after a write; else ``None``."""
         rank = self.mesh.rank
         for communicator in self.communicators:
-            busy = communicator.busy
+            busy = communicator.events.busy
             if not busy and any(scope.unsharded is not None for scope in self.scopes):
                 busy = "in a block's forward"
             if busy:
@@ -315,14 +315,14 @@ class ModelPart:
         own_error, present = own_error or self.usage_error(), ""
         if own_error is None:
             for communicator in self.communicators:
-                communicator.recover()  # reset after a failed pass, or raise its cause
+                communicator.events.recover()  # reset after a failed pass, or raise its cause
             if with_grads:
                 own_error, present = self._gradient_state()
         self.require_same(f"{self.call}{present}", own_error)
         with self.collective_section(), torch.no_grad():
             for communicator in self.communicators:
                 communicator.wait_until_ready()
-                communicator.wait_for_gathers()
+                communicator.state.wait_for_gathers()
             self.masters.update_from_parameters()
 
     def _gradient_state(self) -> tuple[Exception | None, str]:
@@ -490,7 +490,7 @@ class _FullParams:
                     if copied == name:
                         put(module, path, entry.full)
         for communicator in part.communicators:
-            communicator.full_params_in = part.call.partition(" of ")[0]
+            communicator.events.hold_full_params(part.call.partition(" of ")[0])
 
     def _install_gradients(self) -> None:
         reduced: dict[str, Tensor] = {}
@@ -513,7 +513,7 @@ class _FullParams:
     def restore(self) -> None:
         """Put the sharded parameters back, and record the tensors found in their place."""
         for communicator in self.part.communicators:
-            communicator.full_params_in = ""
+            communicator.events.hold_full_params("")
         for entry in self.part.entries:
             found = [module._parameters.get(name) for module, name in entry.owners]
             for module, name in entry.owners:

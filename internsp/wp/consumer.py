@@ -59,6 +59,9 @@ class GradientConsumer(Protocol):
     def step_begins(self) -> bool:
         """A pipeline's step begins; returns whether sums of earlier ones wait for an optimizer."""
 
+    def backward_begins(self) -> None:
+        """A backward begins: a program may have dropped gradients since the last one."""
+
     def backward_ended(self, more: bool) -> None:
         """All reductions of a backward are launched; ``more``: a later one completes the sums."""
 

@@ -10,23 +10,24 @@ in the slot; in host memory only, since on a device the host would have to wait 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from internsp.errors import StaleWeightError
 from internsp.wp.parameter import Member
-
-if TYPE_CHECKING:
-    from internsp.wp.communicator import ISPCommunicator
+from internsp.wp.perform import Chunk
 
 
 class Contents:
-    """Decides whether a pass may reuse what is in the slots of one chunk."""
+    """Decides whether a pass may reuse what is in the slots of one chunk.
 
-    def __init__(self, communicator: ISPCommunicator) -> None:
-        self._communicator = communicator
-        self._state, self._rank = communicator.state, communicator.mesh.rank
+    Args:
+        members: all parameters of the chunk.
+        rank: for errors.
+    """
+
+    def __init__(self, chunk: Chunk, members: Sequence[Member], rank: int) -> None:
+        self._state, self._members, self._rank = chunk, members, rank
         # Versions of the parameters, which the program has promised not to write; None: no promise.
         self._promised: list[tuple[Member, int]] | None = None
         # Promised by unchanged(); if false, a promise is a prefetch's, until the next pass begins.
@@ -34,7 +35,7 @@ class Contents:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """See :meth:`ISPCommunicator.unchanged`."""
+        """See :meth:`internsp.wp.communicator.ISPCommunicator.unchanged`."""
         if self.promised:  # within another unchanged()
             yield
             return
@@ -74,9 +75,7 @@ class Contents:
         self._promised = self._versions()
 
     def _versions(self) -> list[tuple[Member, int]]:
-        return [
-            (member, member.version()) for member in self._communicator.replicated.all_parameters()
-        ]
+        return [(member, member.version()) for member in self._members]
 
     def begin_pass(self) -> bool:
         """Whether the pass that begins may reuse contents: only if the program has promised not

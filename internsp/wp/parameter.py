@@ -451,14 +451,12 @@ class ReplicatedParameter(ModelParameter):
     Attributes:
         axis: the axis of dense weights, over whose ZeRO group an optimizer shards its state.
         used_version: the version at its last use; -1 before the first.
-        weight_part: as in :class:`internsp.wp.communicator.WPCommunicator`.
         sums: adds up the gradients of replicated parameters, this one's at ``index``
             (:class:`internsp.wp.replicated.ReplicatedParameters`).
         total: its part of that sum, in its shape, once there is one.
     """
 
     shares_slot = False  # a write by the user is noticed when its gradient is ready
-    weight_part = False
     sums: Any
     index: int
     total: Any = None
@@ -493,6 +491,11 @@ class ReplicatedParameter(ModelParameter):
 
     # as a communicator: ``weight`` is this parameter itself
 
+    @property
+    def weight_part(self) -> bool:
+        """See :attr:`internsp.wp.communicator.WPCommunicator.weight_part`."""
+        return bool(self.sums.events.weight_part)
+
     def unshard(self, weight: ReplicatedParameter) -> Tensor:
         """The local replica, in the compute dtype, fresh (WP-3)."""
         if self.ready is not None:
@@ -509,8 +512,8 @@ class ReplicatedParameter(ModelParameter):
     def on_grad_ready(self, weight: ReplicatedParameter, gradient: Tensor) -> None:
         """Add this rank's gradient to the flat gradient."""
         sums = self.sums
-        if sums.backward < 0:
-            sums.began()
+        if sums.events.backward < 0:
+            sums.events.begin_at_gradient()
         if self not in sums.frozen:
             self.add_gradient(gradient)
 

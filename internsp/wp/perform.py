@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from internsp.base.host import CopyHandle, HostLink
 from internsp.base.trace import Trace
-from internsp.failure.comm_context import Counters
 from internsp.mesh import WeightAxis
 from internsp.schedule import terms
 from internsp.schedule.queue import GatherQueue
@@ -35,7 +34,7 @@ from internsp.wp.collectives import Collectives, Handle, ReplicaCollectives
 from internsp.wp.consumer import GradientConsumer
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.reduce import GradientReducer
-from internsp.wp.slots import MemoryPool
+from internsp.wp.slots import MemoryPool, Units
 
 if TYPE_CHECKING:  # loaded where a model uses them
     from internsp.wp.near import NearSlices
@@ -47,6 +46,7 @@ class Chunk:
     """The parts that the communicators of one model chunk share (WP-8: an object passed in).
 
     Attributes:
+        units: the units of the chunk.
         collectives: of the dense axis; they also wait for collectives of the other axes, which have
             the same ``CommContext`` and trace.
         gathers: the collectives of each axis, ``collectives`` among them.
@@ -61,23 +61,18 @@ class Chunk:
         handles: for each weight whose gather is in flight, its work handle.
         near: slices of blocks' weights within near groups, if configured.
         quantizer: quantizes blocks' weights for their all-gathers, if configured.
-        began: called at each ready gradient, since no hook of the model's output may have noticed
-            that a backward runs.
         streams: whether the device has streams, so that each ``USE`` is reported to
             :class:`internsp.wp.slots.SlotStreams`.
-        before_head: called as a forward uses the head; with whether it is gathered, or on its way.
         accumulation: where the pass that runs stands among the micro-batches of a step.
-        inside: whether the model's forward runs; where a block or weight is used while it does not,
-            the program calls a part of the model itself.
     """
 
+    units: Units
     collectives: Collectives
     gathers: Mapping[WeightAxis, Collectives]
     between: Mapping[WeightAxis, ReplicaCollectives]
     pool: MemoryPool
     reducer: GradientReducer
     queue: GatherQueue[ShardedParameter]
-    counters: Counters
     trace: Trace
     consumer: GradientConsumer = field(init=False)
     quantizer: Quantizer | None = None
@@ -87,9 +82,6 @@ class Chunk:
     streams: bool = field(init=False)
     accumulation: Accumulation = field(init=False)
     handles: dict[ShardedParameter, Handle] = field(default_factory=dict)
-    began: Callable[[], None] = lambda: None
-    before_head: Callable[[bool], None] = lambda gathered: None
-    inside: bool = False
 
     def __post_init__(self) -> None:
         self.streams = any(slot.streams.active for slot in self.pool.slots)
@@ -139,6 +131,16 @@ class Chunk:
         self.queue.slots.invalidate(
             weight for weight in unit.weights if weight.used_version != weight.current_version()
         )
+
+    def wait_for_gathers(self) -> None:
+        """Wait for all gathers in flight: the shards that they read are about to be written."""
+        self.perform(self.queue.slots.wait_for_gathers())
+
+    def invalidate_slots(self) -> None:
+        """Wait for gathers in flight, and drop the contents of all slots."""
+        self.wait_for_gathers()
+        self.queue.slots.invalidate_contents()
+        self.queue.backward.end_pass()
 
     def finish_reductions(self, last: bool = False) -> None:
         """Wait for every reduction in flight; ``last``: see :meth:`Reductions.finish`."""

@@ -18,7 +18,7 @@ from internsp.dtensor.placed import grad_dtype
 from internsp.dtensor.unfinished import UnfinishedGradients
 from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
-from internsp.schedule.terms import Parcel, Unit
+from internsp.schedule.terms import Parcel
 from internsp.wp.collectives import Handle
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, trained
 from internsp.wp.perform import Chunk
@@ -34,7 +34,6 @@ class PlainLoop:
 
     Args:
         mean: gradients are averaged over the ranks of the stage, not summed.
-        units: in the order in which a backward completes their gradients.
 
     Attributes:
         sums: results of finished all-reduces that are not in ``.grad`` yet.
@@ -49,7 +48,6 @@ class PlainLoop:
         mesh: ParallelMesh,
         replicated: ReplicatedParameters,
         mean: bool,
-        units: Iterable[Unit[ShardedParameter]],
     ) -> None:
         self._state, self._mesh = state, mesh
         self._replicated, self._mean = replicated, mean
@@ -64,7 +62,7 @@ class PlainLoop:
                 for w in reversed(unit.weights)
                 if w.axis.replicas > 1
             ]
-            for unit in units
+            for unit in state.units.by_completion
         ]
         parcels = {parcel.name: parcel for unit in per_unit for parcel in unit}
         self.parcels: Sequence[Parcel[ShardedParameter]] = [*parcels.values()]
@@ -89,6 +87,10 @@ class PlainLoop:
     def expects_exchange(self) -> bool:
         """A backward of which the program has said nothing completes ``.grad``."""
         return True
+
+    def backward_begins(self) -> None:
+        """See :class:`GradientConsumer`."""
+        self.placeholders.drop_removed()
 
     def backward_ended(self, more: bool) -> None:
         """Complete ``.grad``; if ``more`` backwards come before that, put placeholders there."""

@@ -25,7 +25,7 @@ from internsp.mesh import WeightAxis
 from internsp.schedule.layout import ShardLayout
 from internsp.schedule.terms import runs_of
 from internsp.wp.collectives import Collectives, Handle
-from internsp.wp.parameter import ShardedParameter, unflatten
+from internsp.wp.parameter import ShardedParameter, trained, unflatten
 from internsp.wp.slots import Unit
 
 
@@ -126,6 +126,11 @@ class GradientReducer:
         """
         if self._current is not None:
             self._turns.take(self._current())
+
+    def note_frozen(self, weights: Sequence[ShardedParameter]) -> None:
+        """A backward begins: note which of all ``weights`` are frozen now."""
+        now = zip(weights, trained(weights), strict=True)
+        self.frozen = {weight for weight, wanted in now if not wanted}
 
     def __len__(self) -> int:
         return len(self._queue)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -10,9 +11,23 @@ from torch import Tensor
 
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import Collectives, all_reduce
-from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, unflatten
+from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, trained, unflatten
 
 SMALL = "gradients of replicated parameters"  # what the all-reduce is called in errors
+
+
+class BackwardEvents(Protocol):
+    """What replicated parameters need of :class:`internsp.wp.events.Events`."""
+
+    backward: int
+    """The graph task of the backward that is known to run, or -1."""
+
+    @property
+    def weight_part(self) -> bool:
+        """Whether the weight backward of a split backward runs."""
+
+    def begin_at_gradient(self) -> None:
+        """A gradient is ready, and no backward is known to run."""
 
 
 class ReplicatedParameters:
@@ -28,15 +43,14 @@ class ReplicatedParameters:
         flat: the flat gradient; ``None`` until it is first needed.
         given: indices of the parameters of which this rank has a gradient.
         numel: number of the flat gradient's elements before the flags.
-        backward: the graph task of the backward that is known to run, or -1.
         frozen: replicated parameters with ``requires_grad = False`` when that backward began.
-        began: called at a ready gradient if no backward is known to run.
+        events: where the program is in its passes (:meth:`bind`).
     """
+
+    events: BackwardEvents
 
     def __init__(self, mesh: ParallelMesh, sharded: list[ShardedParameter]) -> None:
         self._mesh = mesh
-        self.began: Callable[[], None] = lambda: None
-        self.backward = -1
         self.frozen: set[ReplicatedParameter] = set()
         self.members: list[ReplicatedParameter] = []
         self.sharded = sharded
@@ -45,6 +59,15 @@ class ReplicatedParameters:
         self._views: Sequence[Tensor] = ()  # of the flat gradient, one a parameter
         self.given: set[int] = set()
         self._mine: list[bool] = []  # this rank's flags in the last reduction
+
+    def bind(self, events: BackwardEvents) -> None:
+        """Let the gradients that are ready be reported to ``events``."""
+        self.events = events
+
+    def note_frozen(self) -> None:
+        """A backward begins: note which parameters are frozen now."""
+        now = zip(self.members, trained(self.members), strict=True)
+        self.frozen = {member for member, wanted in now if not wanted}
 
     def all_parameters(self) -> list[Member]:
         """All parameters of the chunk, replicated and sharded."""

@@ -53,6 +53,33 @@ class Unit(schedule.Unit[ShardedParameter]):
                 offset += aligned(weight.slot_nbytes) if weight.needs_gather else 0
 
 
+@dataclass(frozen=True)
+class Units:
+    """The units of one chunk.
+
+    Attributes:
+        blocks: in the declared order.
+        root: those outside of the blocks, without a head of its own; with the rests of blocks that
+            hold units.
+        head: the head, unless it is one of ``root`` (tied to the embedding).
+    """
+
+    blocks: Sequence[Unit]
+    root: Sequence[schedule.Unit[ShardedParameter]]
+    head: Unit | None
+
+    @property
+    def all(self) -> Sequence[schedule.Unit[ShardedParameter]]:
+        """Each once."""
+        return [*self.blocks, *self.root, *([self.head] if self.head is not None else [])]
+
+    @property
+    def by_completion(self) -> Sequence[schedule.Unit[ShardedParameter]]:
+        """Each once, in the order in which a backward completes their gradients."""
+        head = [self.head] if self.head is not None else []
+        return [*head, *reversed(self.blocks), *self.root]
+
+
 class SlotStreams:
     """Orders the streams that use one slot: each reader stands behind the gather of what it reads,
     each gather behind the readers of what it overwrites (WP-4).

@@ -73,7 +73,7 @@ def train_with(place: Callable[[int], Any], **settings: Any) -> None:
             alike.seconds(CUDA)
         link.close()
         rounds.compare({"streams": made, alike.name: alike}, alike.name)
-        assert communicator.state.counters.gathers > 0
+        assert communicator.state.collectives.counters.gathers > 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"prefetch_depth": 2}, {"memory_pool": False}])

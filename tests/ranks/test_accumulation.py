@@ -86,7 +86,7 @@ def by_replicas(rank: int, world_size: int, weight: int) -> list[tuple[int, int]
     for together in (False, True):
         mesh = ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
         twin = Twin(Tiny, mesh)
-        counters = twin.communicator.state.counters
+        counters = twin.communicator.state.collectives.counters
         for number in range(2):
             counters.reset()
             for _ in range(2):

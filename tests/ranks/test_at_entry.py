@@ -108,26 +108,26 @@ def test_a_backward_in_two_parts_is_right_without_a_trace(rank: int) -> None:
         given = both[rank].clone().requires_grad_()
         twin.plain(both).square().sum().backward()
         outputs = [twin.ours(given)]
-        twin.communicator.begin_backward_part(weights=False)
+        twin.communicator.events.begin_backward_part(weights=False)
         (arrived,), groups = stage_backward_input(
             outputs,
             [2 * outputs[0].detach()],
             [given],
             map(_ParameterStandIn, twin.ours.parameters()),
         )
-        twin.communicator.end_backward_part()
+        twin.communicator.events.end_backward_part()
         assert all(p.grad is None for p in twin.ours.parameters())
         alone = both[rank].clone().requires_grad_()
         twin.plain(alone).square().sum().backward(inputs=[alone])
         assert arrived is not None
         assert alone.grad is not None
         close(arrived, alone.grad, f"step {step}: gradient of the input")
-        gathers = state.counters.gathers
-        twin.communicator.begin_backward_part(weights=True)
+        gathers = state.collectives.counters.gathers
+        twin.communicator.events.begin_backward_part(weights=True)
         stage_backward_weight(map(_ParameterStandIn, twin.ours.parameters()), groups)
-        twin.communicator.end_backward_part()
+        twin.communicator.events.end_backward_part()
         twin.check_gradients(f"step {step}, in two parts")
-        assert state.counters.gathers == gathers, "a weight part needs no weight"
+        assert state.collectives.counters.gathers == gathers, "a weight part needs no weight"
         twin.zero_grad()
 
 

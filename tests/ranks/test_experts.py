@@ -134,7 +134,7 @@ def traced(rank: int, world: int, cases: list[Case]) -> list[tuple[list[str], li
         assert plan is not None
         planned = simulate(plan, case.micro_batches)
         sent = planned.nbytes("AG") + planned.nbytes("RS")
-        counters = pair.communicator.state.counters
+        counters = pair.communicator.state.collectives.counters
         events = [e for e in pair.trace.events if e.kind in ("AG", "RS")]
         moved = sum(e.nbytes for e in events)
         assert counters.gathered_bytes == planned.nbytes("AG")

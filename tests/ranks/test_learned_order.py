@@ -84,7 +84,7 @@ def test_a_learned_order_trains_as_one_process_and_runs_as_its_plan_says() -> No
         optimizers = sgd(twin)
         evaluate(twin, what)
         for step in range(3):
-            assert (twin.communicator.learned is not None) == (step > 0), what
+            assert (twin.communicator.events.order.learned is not None) == (step > 0), what
             twin.lines()
             twin.backward()
             recorded = twin.lines(*COMMUNICATION)
@@ -151,7 +151,7 @@ def test_ranks_that_differ_in_the_first_step_all_learn_the_first_difference(rank
     for step in range(3):
         twin.backward()
         twin.check_step(optimizers, f"step {step}")
-    assert twin.communicator.learned is not None
+    assert twin.communicator.events.order.learned is not None
 
 
 @ranks(2)
@@ -231,13 +231,14 @@ def test_blocks_that_a_program_calls_itself_are_one_forward_in_a_learned_order()
         twin.check_step(optimizers, "learned")
     for step in range(2):
         twin.lines()
-        before = twin.communicator.forwards
+        before = twin.communicator.events.forwards
         for model, (ids, _) in zip((twin.plain, twin.ours), twin.batch(), strict=True):
             x = model.embed(ids)
             for number in REVERSED:
                 x = model.layers[number](x)
             model.head(x).square().sum().backward()
-        assert twin.communicator.forwards == before + 1, twin.communicator.forwards - before
+        forwards = twin.communicator.events.forwards - before
+        assert forwards == 1, forwards
         reduced = [line.split()[-1] for line in twin.lines("RS") if "layers" in line]
         assert len(reduced) == len(set(reduced)), reduced
         twin.check_step(optimizers, f"called by the program, step {step}")

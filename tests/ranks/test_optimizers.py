@@ -176,7 +176,7 @@ def test_matrices_are_stepped_whole_as_torch_does_on_every_mesh(
 def measured(rank: int, world_size: int, chosen: Config) -> tuple[int, int]:
     """Bytes of the optimizer's state, and bytes that its step has received."""
     session = Session.create(chosen)
-    runner, counters = StepRunner(session), session.communicators[0].state.counters
+    runner, counters = StepRunner(session), session.communicators[0].state.collectives.counters
     update, received = session.optimizer._update, []
 
     def counted(factor: float) -> None:

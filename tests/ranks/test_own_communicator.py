@@ -16,7 +16,7 @@ from torch import nn
 from internsp import ParallelMesh, WeightParallelConfig, WPCommunicator, ZeroOptimizer, parallelize
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError
-from internsp.wp.communicator import UsersCommunicator
+from internsp.wp.users import UsersCommunicator
 from tests.support.compare import check, close, gradients, parameters
 from tests.support.models import CUT, VOCABULARY, Tiny
 from tests.support.ranks import RankError, run_ranks
@@ -141,7 +141,7 @@ def test_it_unshards_in_the_dtype_of_the_autocast_around_the_use() -> None:
     )  # fmt: skip
     weight.use_dtype = partial(setattr, weight, "compute_dtype")
     own: Any = SimpleNamespace(unshard=lambda weight: (weight.compute_dtype, weight.used_version))
-    wrapped = UsersCommunicator(None, own)  # type: ignore[arg-type]
+    wrapped = UsersCommunicator(None, None, own)  # type: ignore[arg-type]
     with torch.autocast("cpu", torch.bfloat16):
         assert wrapped.unshard(weight) == (torch.bfloat16, 7)
     assert wrapped.unshard(weight) == (torch.float32, 7)

@@ -169,7 +169,7 @@ def after_inference(rank: int, world_size: int, static: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"events": trace.lines(("AG", "RS", "USE", "FINISH"))}
     for chunk, communicator in enumerate(pipeline.communicators):
         state = communicator.state
-        found[f"{chunk} counters"] = vars(state.counters)
+        found[f"{chunk} counters"] = vars(state.collectives.counters)
         found[f"{chunk} held"] = [group.name for group in state.queue.slots.held]
         found[f"{chunk} contents"] = sorted(weight.name for weight in state.queue.slots.contents)
         flying = (len(state.handles), len(state.reducer), len(state.reducer.had_gradient))
@@ -208,7 +208,7 @@ def rehearsed(rank: int, world_size: int) -> list[bool]:
     state = pipeline.communicators[0].state
     return [
         not trace.events,
-        set(vars(state.counters).values()) == {0},
+        set(vars(state.collectives.counters).values()) == {0},
         not state.queue.slots.held and not state.queue.slots.contents,
         not state.handles and not len(state.reducer) and not state.reducer.had_gradient,
         all(p.grad is None for p in stage.submod.parameters()),

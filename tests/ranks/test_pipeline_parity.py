@@ -259,7 +259,7 @@ def replicated(rank: int, world_size: int) -> list[tuple[Found, int, int]]:
     ):
         pipeline, plain = make(case)
         losses = pipeline.step(batches(case, pipeline.mesh))
-        done = sum(c.state.counters.reductions for c in pipeline.communicators)
+        done = sum(c.state.collectives.counters.reductions for c in pipeline.communicators)
         cut = sum(len(c.replicated.sharded) for c in pipeline.communicators)
         whole = case.weights.get("accumulation") == "full"  # counts its reductions within the group
         within = cut * (1 if whole else case.micro_batches)

@@ -126,14 +126,14 @@ def test_gathers_and_buffers_are_those_of_the_plan() -> None:
             wanted = simulate(plan, 2, overlap)
             for step in range(3):
                 twin.trace.clear()
-                state.counters.reset()
+                state.collectives.counters.reset()
                 with twin.communicator.unchanged():
                     for _ in range(2):
                         twin.ours(*twin.batch()[1]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 assert twin.trace.lines(KINDS) == wanted.lines(), f"{kind} {config} {overlap}"
-                assert state.counters.gathered_bytes == wanted.nbytes("AG")
+                assert state.collectives.counters.gathered_bytes == wanted.nbytes("AG")
                 if step == 0:
                     allocated = state.quantizer.buffers.allocations
             if config.get("memory_pool", True):

@@ -244,7 +244,7 @@ def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same
             optimizer = torch.optim.SGD(twin.ours.parameters(), lr=0.1)
             for _ in range(2):
                 twin.trace.clear()
-                twin.communicator.state.counters.reset()
+                twin.communicator.state.collectives.counters.reset()
                 with twin.communicator.unchanged():
                     for _ in range(micro_batches):
                         twin.ours(*twin.batch()[1]).backward()
@@ -255,7 +255,7 @@ def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same
             wanted = simulate(plan, micro_batches, overlap)
             found = twin.trace.lines(COMMUNICATION)
             assert_same(found, wanted.lines(), f"{config} overlap {overlap}")
-            counters = twin.communicator.state.counters
+            counters = twin.communicator.state.collectives.counters
             assert wanted.nbytes("AG") == counters.gathered_bytes
             assert wanted.count("RS") == sum(e.kind == "RS" for e in twin.trace.events)
             messages = [

@@ -197,9 +197,9 @@ def test_contents_are_used_again_over_passes_only_where_nothing_writes_as_promis
         _, mine = twin.batch()
 
         def counted(twin: Twin = twin, mine: Any = mine) -> int:
-            before = twin.communicator.state.counters.gathers
+            before = twin.communicator.state.collectives.counters.gathers
             twin.ours(*mine).backward()
-            return twin.communicator.state.counters.gathers - before
+            return twin.communicator.state.collectives.counters.gathers - before
 
         alone = counted(), counted()
         assert alone[0] == alone[1], "outside, every pass gathers alike"

@@ -134,7 +134,7 @@ def traveling(rank: int, world: int, optimizer: str) -> tuple[list[Any], int, in
     case = Case(weight=2, optimizer=optimizer, steps=2, trace=True)
     s = setup(case, blocks=6)  # several rounds
     train(s, case, rank, world)
-    trace, counters = s.communicator.state.trace, s.communicator.state.counters
+    trace, counters = s.communicator.state.trace, s.communicator.state.collectives.counters
     trace.events.clear()
     train(s, Case(**{**case.__dict__, "steps": 1}), rank, world, start=2)
     events = [e for e in trace.events if e.kind in ("MATRIX", "PUBLISH")]

@@ -67,7 +67,7 @@ def messages(rank: int, world: int, weight: int, zero: int) -> dict[str, Any]:
     ids, labels = batch(0, world)
     s.model(share(ids, rank), share(labels, rank)).backward()
     s.communicator.state.finish_reductions()
-    counters = s.communicator.state.counters
+    counters = s.communicator.state.collectives.counters
     counters.reset()
     summed: list[int] = []
     exchanged: list[int] = []

@@ -71,7 +71,7 @@ class StepRunner:
             saved: this rank's progress in saving (:meth:`Saver.progress`).
         """
         session, config, pipeline = self.session, self.session.config, self.session.pipeline
-        counters = [communicator.state.counters for communicator in session.communicators]
+        counters = [c.state.collectives.counters for c in session.communicators]
         for counter in counters:
             counter.reset()
         session.trace.begin_step()
@@ -209,7 +209,7 @@ class StepRunner:
         pipeline = self.session.pipeline
         if self._checked or not trace.enabled or plan is None:
             return
-        if self.session.communicators[0].learning is not None:
+        if self.session.communicators[0].events.order.learning is not None:
             return  # the order is still being learned: a later step has a plan
         self._checked = True
         kinds = ("AG", "RS")

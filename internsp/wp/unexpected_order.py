@@ -16,19 +16,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from internsp.errors import CollectiveError, OrderError
 from internsp.failure.consensus import Consensus
+from internsp.failure.guard import FailureGuard
+from internsp.failure.recovery import StageRecovery
+from internsp.schedule.chunk import ChunkLayout
 from internsp.schedule.learned import with_run_order
-from internsp.wp.parameter import ShardedParameter
+from internsp.schedule.learned_passes import LearnedPasses
+from internsp.wp.contents import Contents
+from internsp.wp.parameter import Member, ShardedParameter
+from internsp.wp.perform import Chunk
 from internsp.wp.slots import Unit
-
-if TYPE_CHECKING:
-    from internsp.wp.communicator import ISPCommunicator
 
 _IN_ORDER = "all blocks in the declared order"
 _AT_END = 0.25  # an answer at the end of a forward comes after those at its head
@@ -52,20 +55,26 @@ class OrderAgreement:
     the blocks a second time. So no rank ever takes another block's message for its own.
 
     Args:
-        communicator: the communicator of the blocks.
         groups: the ranks of each weight group that has several.
+        guard: that of the chunk.
+        rank: for errors.
+        learns: several runs of a block in a row count as one.
     """
 
-    def __init__(self, communicator: ISPCommunicator, groups: Sequence[Consensus]) -> None:
-        self._communicator, self._groups = communicator, list(groups)
+    def __init__(
+        self, groups: Sequence[Consensus], guard: FailureGuard, rank: int, learns: bool
+    ) -> None:
+        self._groups, self._guard, self._rank = list(groups), guard, rank
+        self._learns = learns
+        self._number = 0  # of the forward that runs
         self._departed = False  # the forward that runs has left the order
         self._before = ""  # the block before, in that forward
         # The last forwards that ran in the declared order to their end; older ones are compared.
         self._in_order: deque[int] = deque(maxlen=_REMEMBERED)
 
-    def begin_forward(self) -> None:
-        """A forward begins, in the declared order."""
-        self._departed, self._before = False, ""
+    def begin_forward(self, number: int) -> None:
+        """Forward ``number`` begins, in the declared order."""
+        self._number, self._departed, self._before = number, False, ""
 
     def pre_forward(self, name: str, expected: bool) -> None:
         """Called before a block's forward, before it is gathered.
@@ -79,11 +88,10 @@ class OrderAgreement:
         Raises:
             OrderError: the ranks run different blocks; raised on all ranks.
         """
-        communicator, before = self._communicator, self._before
-        learns = communicator.learned or communicator.learning is not None
-        if learns and name == before:
-            return  # several runs in a row count as one
-        self._before, number = name, communicator.forwards
+        before, number = self._before, self._number
+        if self._learns and name == before:
+            return
+        self._before = name
         behind = number in self._in_order  # one block more, behind the head
         if not expected:
             self._departed = True
@@ -106,7 +114,7 @@ class OrderAgreement:
         Raises:
             OrderError: other ranks run more blocks; raised on all ranks.
         """
-        number, at_end = self._communicator.forwards, name == "the end"
+        number, at_end = self._number, name == "the end"
         self._departed |= not complete
         if self._departed:
             before = self._before
@@ -132,12 +140,12 @@ class OrderAgreement:
         """
         if not self.was_in_order(forward):
             # Behind the answers to the last forward, before those to the next.
-            self._agree(self._communicator.forwards + 0.5, f"backward of {name}")
+            self._agree(self._number + 0.5, f"backward of {name}")
 
     @property
     def _topic(self) -> str:
         # After a failure, ranks may have made different numbers of calls.
-        return f"run order {self._communicator.recovery.guard.epoch}"
+        return f"run order {self._guard.epoch}"
 
     def _agree(self, number: float, what: str) -> None:
         def counts(text: str) -> bool:
@@ -154,52 +162,71 @@ class OrderAgreement:
             if len(set(found.values())) > 1:
                 others = "; ".join(f"rank {rank} has {text}" for rank, text in found.items())
                 raise OrderError(
-                    f"the ranks run different blocks, as rank {self._communicator.mesh.rank} "
+                    f"the ranks run different blocks, as rank {self._rank} "
                     f"found: {others}. Each block's weights are gathered from all ranks of "
                     f"a weight group: {REMEDY}"
                 )
 
 
 def make_agreement(
-    communicator: ISPCommunicator, weights: Sequence[ShardedParameter]
+    recovery: StageRecovery, weights: Sequence[ShardedParameter], rank: int, learns: bool
 ) -> OrderAgreement | None:
     """The agreement over the weight groups of ``weights``; ``None`` if each is of one rank."""
-    recovery, groups = communicator.recovery, []
+    groups = []
     for axis in dict.fromkeys(weight.axis for weight in weights):
         ranks = dist.get_process_group_ranks(axis.weight_group)
         if len(ranks) > 1:
             groups.append(recovery.among(f"{recovery.name}/{axis.name}/{ranks[0]}", ranks))
-    return OrderAgreement(communicator, groups) if groups else None
+    return OrderAgreement(groups, recovery.guard, rank, learns) if groups else None
 
 
 class OrderLearner:
     """Records the order in which one chunk's blocks run, until its first optimizer step.
 
     Args:
-        communicator: the communicator of the blocks; ranks compare by its ``consensus``.
+        members: all parameters of the chunk.
+        consensus: of the ranks of the stage, which compare.
+        rank: for errors.
     """
 
-    def __init__(self, communicator: ISPCommunicator) -> None:
-        self._communicator = communicator
+    def __init__(
+        self,
+        chunk: Chunk,
+        members: Sequence[Member],
+        contents: Contents,
+        consensus: Consensus,
+        rank: int,
+    ) -> None:
+        self._chunk, self._members, self._contents = chunk, members, contents
+        self._consensus, self._rank = consensus, rank
         self._forward: list[Unit] = []  # the order of the forward that runs
         self._last_with_grad: list[Unit] = []  # the order of the last forward with gradients
         self._order: list[Unit] = []  # the order of the forward whose backward ended first
         self._versions: list[int] = []  # of all parameters, when that backward ended
 
-    def root_pre_forward(self) -> None:
+    def root_pre_forward(
+        self, layout: ChunkLayout
+    ) -> tuple[ChunkLayout, LearnedPasses[ShardedParameter]] | None:
         """Called before the model's forward: use the learned order if a step has been made.
 
         Blocks until all ranks have come, once an order is learned.
+
+        Args:
+            layout: the chunk's, in the declared order.
+
+        Returns:
+            The layout in the learned order, and the passes along it; ``None`` if not yet.
         """
         self._forward = []
         if not self._order:
-            return
+            return None
         changed = "with" if self._versions != self._current_versions() else "without"
-        found = self._communicator.consensus.gather(
+        found = self._consensus.gather(
             "order", f"a forward {changed} new weights"
         )
         if all("without" not in text for text in found.values()):
-            self._apply_order()
+            return self._apply_order(layout)
+        return None
 
     def pre_forward(self, unit: Unit | None) -> None:
         """Called before a block's forward, and with ``None`` at the end of the model's forward.
@@ -212,9 +239,9 @@ class OrderLearner:
         if unit is not None and self._forward and self._forward[-1] is unit:
             return  # runs in a row count once, however often each rank runs the block
         name = "the end" if unit is None else unit.name
-        found = self._communicator.consensus.gather("order", name)
+        found = self._consensus.gather("order", name)
         if len(set(found.values())) > 1:
-            before, rank = len(self._forward), self._communicator.mesh.rank
+            before, rank = len(self._forward), self._rank
             others = ", ".join(f"rank {other} {block}" for other, block in found.items())
             raise OrderError(
                 f"the ranks run blocks in different orders, as rank {rank} found in the first "
@@ -232,28 +259,27 @@ class OrderLearner:
             self._order, self._versions = self._last_with_grad, self._current_versions()
 
     def _current_versions(self) -> list[int]:
-        return [member.version() for member in self._communicator.replicated.all_parameters()]
+        return [member.version() for member in self._members]
 
-    def _apply_order(self) -> None:
+    def _apply_order(
+        self, layout: ChunkLayout
+    ) -> tuple[ChunkLayout, LearnedPasses[ShardedParameter]]:
         """Assign slots, prefetches and the order of collectives by the learned order."""
-        communicator, state = self._communicator, self._communicator.state
-        plan, queue = communicator.plan, state.queue
-        assert plan is not None, "parallelize() has made it"
-        state.finish_reductions()  # those in flight were declared in the old order
-        communicator.invalidate_slots()
-        plan = with_run_order(plan, [unit.block for unit in self._order])
-        for unit, planned in zip(communicator.blocks, plan.blocks, strict=True):
+        chunk, queue = self._chunk, self._chunk.queue
+        chunk.finish_reductions()  # those in flight were declared in the old order
+        chunk.invalidate_slots()
+        layout = with_run_order(layout, [unit.block for unit in self._order])
+        for unit, planned in zip(chunk.units.blocks, layout.blocks, strict=True):
             if unit.slot != planned.slot:
-                state.pool.slots[unit.slot].free(unit)
+                chunk.pool.slots[unit.slot].free(unit)
                 unit.slot = planned.slot
                 for weight in unit.weights:
                     weight.invalidate()  # an earlier graph is refused: it aliases the old slot
-        communicator.learned = queue.reorder(plan.run_policy, self._order)
+        passes = queue.reorder(layout.run_policy, self._order)
         exchanges = queue.reductions.exchanges
         exchanges.reorder(completion_order(exchanges.parcels, self._order))
-        communicator.contents.renew()
-        communicator.plan = plan
-        communicator.learning = None
+        self._contents.renew()
+        return layout, passes
 
 
 def completion_order(parcels: Sequence[Any], order: Sequence[Unit]) -> list[Any]:
