@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from internsp.errors import ConfigError, LayoutError, MissingDependencyError
-from internsp.values.whole import BufferEntry, ModelPart, ParameterEntry
+from internsp.values.part import Entry, ModelPart
 
 Rows = tuple[str, int, int]
 """Rows of a stored tensor: its name, the first row, and the row after the last."""
@@ -68,7 +67,7 @@ def load_weights(
         files = _Files(path, joined or {}) if path is not None else None
         names = list(files.file_of if files is not None else source or ())  # type: ignore[arg-type]
         wanted = _match_names(part, names, rename or (lambda name: name))
-        missing = [entry.name for entry in _all_entries(part) if entry.name not in wanted]
+        missing = [entry.name for entry in part.entries if entry.name not in wanted]
         unused = [name for name in names if name not in set(wanted.values())]
         known = path is not None or part.on_first_rank
         if strict and known and (missing or unused):
@@ -77,7 +76,7 @@ def load_weights(
             _check_shapes(part, files, wanted)
     part.synchronize(own_error=caught[0] if caught else None)
     if files is not None:
-        with files, part.collective_section():
+        with part.collective_section():
             _read_shards(part, files, wanted)
     else:
         missing = _scatter(part, source or {}, wanted)  # type: ignore[arg-type]
@@ -89,8 +88,7 @@ def load_weights(
 def stored_values(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """Full tensors of a folder of ``safetensors``."""
     files = _Files(path)
-    with files:
-        return {name: files.read(name, ()) for name in names}
+    return {name: files.read(name, ()) for name in names}
 
 
 def stored_shapes(path: Path) -> dict[str, list[int]]:
@@ -100,8 +98,7 @@ def stored_shapes(path: Path) -> dict[str, list[int]]:
         ConfigError: there are no such files, the index names a missing file, or a file is damaged.
     """
     files = _Files(path)
-    with files:
-        return {name: files.shape(name) for name in files.file_of}
+    return {name: files.shape(name) for name in files.file_of}
 
 
 @contextmanager
@@ -117,14 +114,15 @@ def _catch_error() -> Iterator[list[Exception]]:
 def _match_names(part: ModelPart, names: list[str], rename: Callable[[str], str]) -> dict[str, str]:
     """Names in the source by name in the model, for each entry that has a value."""
     available, used, found = set(names), dict[str, str](), dict[str, str]()
-    for entry in _all_entries(part):
+    for entry in part.entries:
         for name in entry.names:
             given = rename(name)
             if given in available:
                 if used.setdefault(given, entry.name) != entry.name:
                     raise ConfigError(f"{given} is meant for {used[given]} and for {entry.name}")
                 found.setdefault(entry.name, given)
-    for entry in part.entries:  # a tied weight of a pipeline may be found by its name in the model
+    # A tied weight of a pipeline may be found by its name in the model.
+    for entry in part.parameters:
         if entry.member.tied and entry.name not in found:
             given = rename(entry.name.removesuffix(entry.member.name) + entry.member.tied)
             if given in available:
@@ -148,7 +146,7 @@ def _describe_names(missing: list[str], unused: list[str]) -> str:
 
 
 class _Files:
-    """The safetensors files of a folder, opened when first needed.
+    """The safetensors files of a folder, opened when first needed, closed with this object.
 
     Attributes:
         file_of: the file of each tensor; for a joined tensor the file of its first rows.
@@ -212,14 +210,6 @@ class _Files:
                 )
         return set(ranges)
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        for opened in self._open.values():
-            opened.__exit__(None, None, None)
-        self._open.clear()
-
     def _file(self, path: Path) -> Any:
         if path not in self._open:
             try:
@@ -229,7 +219,7 @@ class _Files:
                     "load_weights reads safetensors: pip install 'internsp[weights]'"
                 ) from error
             try:
-                self._open[path] = safe_open(path, framework="pt").__enter__()
+                self._open[path] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"load_weights: {path} cannot be read: {error}") from error
         return self._open[path]
@@ -283,26 +273,16 @@ def _read_index(index: Path) -> dict[str, Path]:
 
 
 def _check_shapes(part: ModelPart, files: _Files, wanted: dict[str, str]) -> None:
-    for entry in _all_entries(part):
+    for entry in part.entries:
         name = wanted.get(entry.name)
-        if name and files.shape(name) != list(_shape(entry)):
+        if name and files.shape(name) != list(entry.value.shape):
             raise _shape_error(part, entry, files.shape(name), f"{name} in {files.file_of[name]}")
 
 
-def _all_entries(part: ModelPart) -> list[ParameterEntry | BufferEntry]:
-    return [*part.entries, *part.buffers]
-
-
-def _shape(entry: ParameterEntry | BufferEntry) -> torch.Size:
-    return entry.member.parameter.shape if isinstance(entry, ParameterEntry) else entry.value.shape
-
-
-def _shape_error(
-    part: ModelPart, entry: ParameterEntry | BufferEntry, found: Any, where: str
-) -> LayoutError:
+def _shape_error(part: ModelPart, entry: Entry[Any], found: Any, where: str) -> LayoutError:
     return LayoutError(
-        f"{entry.name} on rank {part.mesh.rank} has the shape {list(_shape(entry))}, {where} has "
-        f"{list(found)}"
+        f"{entry.name} on rank {part.mesh.rank} has the shape {list(entry.value.shape)}, {where} "
+        f"has {list(found)}"
     )
 
 
@@ -310,70 +290,42 @@ def _read_shards(part: ModelPart, files: _Files, wanted: dict[str, str]) -> None
     for _, entries in part.units():
         for entry in entries:
             if name := wanted.get(entry.name):
-                parameter: Any = entry.member.parameter
-                sizes, starts = compute_local_shape_and_global_offset(
-                    parameter.shape, parameter.device_mesh, parameter.placements
-                )
-                pairs = zip(starts, sizes, strict=True)
-                rows = tuple(slice(start, start + size) for start, size in pairs)
-                local = parameter._local_tensor
-                own = files.read(name, rows) if local.numel() else torch.empty_like(local)
-                part.masters.write(entry.member, own.to(local.device), exact=True)
-        part.masters.free()
-    for buffer in part.buffers:
-        if name := wanted.get(buffer.name):
-            _fill_buffer(part, buffer, files.read(name, ()))
+                part.write(entry, _read_own(files, name, entry), exact=True)
+        part.free()
+
+
+def _read_own(files: _Files, name: str, entry: Entry[Any]) -> Tensor:
+    """This rank's rows of a parameter; all of a buffer."""
+    value: Any = entry.value
+    if entry.member is None:
+        return files.read(name, ())
+    local: Tensor = value._local_tensor
+    sizes, starts = compute_local_shape_and_global_offset(
+        value.shape, value.device_mesh, value.placements
+    )
+    rows = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    return files.read(name, rows) if local.numel() else torch.empty_like(local)
 
 
 def _scatter(part: ModelPart, source: Mapping[str, Tensor], wanted: dict[str, str]) -> list[str]:
     """Scatter one tensor after another from the first rank; returns names without values."""
-    consensus, topic = part.communicators[0].consensus, "whole parameters"
-    names = sorted(wanted) if part.on_first_rank else []
-    by_rank = consensus.gather(topic, json.dumps(names))
-    given = set(json.loads(by_rank[min(by_rank)]))
-    dense = part.mesh.param_mesh
+    by_rank = part.exchange(sorted(wanted) if part.on_first_rank else [])
+    given = set(by_rank[min(by_rank)])
     missing = []
-    for entry in _all_entries(part):
-        if isinstance(entry, BufferEntry) and not entry.persistent:
+    for entry in part.entries:
+        if not entry.persistent:
             continue
         if entry.name not in given:
             missing.append(entry.name)
             continue
-        full = torch.empty(0)
+        full = None
         with _catch_error() as caught:
             if part.on_first_rank:
                 full = source[wanted[entry.name]].detach()
-                if full.shape != _shape(entry):
+                if full.shape != entry.value.shape:
                     raise _shape_error(part, entry, full.shape, "the value of this name")
         part.require_same(f"{entry.name} of {part.call}", caught[0] if caught else None)
-        options: Any = {"dtype": _dtype(part, entry), "device": part.mesh.device}
-        sent = full.to(**options) if part.on_first_rank else torch.empty(_shape(entry), **options)
-        del full
         with part.collective_section():
-            if isinstance(entry, ParameterEntry):
-                parameter: Any = entry.member.parameter
-                mesh, placements = parameter.device_mesh, parameter.placements
-                own = distribute_tensor(sent, mesh, placements)._local_tensor
-                part.masters.write(entry.member, own, exact=True)
-                part.masters.free()
-            else:
-                every = distribute_tensor(sent, dense, [Replicate()] * dense.ndim)
-                _fill_buffer(part, entry, every._local_tensor)
-        del sent
+            part.write(entry, part.scatter(entry, full, part.dtype(entry)), exact=True)
+            part.free()
     return missing
-
-
-def _dtype(part: ModelPart, entry: ParameterEntry | BufferEntry) -> torch.dtype:
-    return (
-        part.masters.dtype(entry.member) if isinstance(entry, ParameterEntry) else entry.value.dtype
-    )
-
-
-def _fill_buffer(part: ModelPart, buffer: BufferEntry, value: Tensor) -> None:
-    if not buffer.value.is_meta:
-        buffer.value.copy_(value)
-        return
-    made = value.to(part.mesh.device, buffer.value.dtype, copy=True)
-    for module, name in buffer.owners:
-        module._buffers[name] = made
-    buffer.value = made

@@ -9,32 +9,17 @@ fails. ``docs/whole_parameters.md`` has examples.
 
 from __future__ import annotations
 
-import json
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from internsp.base.bits import checksum, same_bits
-from internsp.dtensor.placed import grad_dtype
-from internsp.dtensor.unfinished import UnfinishedGradient
-from internsp.errors import (
-    CollectiveError,
-    InternspError,
-    OrderError,
-    StructureError,
-)
-from internsp.failure.recovery import reporting_refusals
-from internsp.modules.parameters import Scope, Weights, put
-from internsp.optim.bucket import Bucket
-from internsp.optim.zero import ZeroOptimizer
-from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.parameter import Member, ShardedParameter
+from internsp.errors import CollectiveError, InternspError, OrderError, StructureError
+from internsp.values.part import Entry, ModelPart, copy
 
 Write = Literal["none", "shards", "rank0"]
 
@@ -92,13 +77,11 @@ def full_params(
     context.install()
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         context.restore()
-        with suppress(InternspError):  # the caller gets the cause instead
-            context.report_error(error)
-        raise
-    except BaseException:  # the process ends: do not wait for other ranks
-        context.restore()
+        if write != "none" and isinstance(error, Exception):  # else the process ends: do not wait
+            with suppress(InternspError):  # the caller gets the cause instead
+                context.exchange_changes(failed=f"{type(error).__name__}: {error}")
         raise
     context.restore()
     context.write_back()
@@ -133,7 +116,9 @@ def iterate_full_params(
     part = ModelPart(model, recurse, call)
     part.synchronize()
     versions = part.versions()
-    for unit, entries in part.units():
+    kept = part.on_first_rank or not rank0_only
+    *units, (_, buffers) = part.units()
+    for unit, entries in units:
         own_error = part.usage_error(versions)
         part.require_same(f"unit {unit or 'outside of the blocks'} of {part.call}", own_error)
         values: dict[str, Tensor] = {}
@@ -141,307 +126,17 @@ def iterate_full_params(
             for entry in entries:
                 if not entry.member.counted:
                     continue
-                full = part.masters.full(entry.member, dtype)
-                if part.on_first_rank or not rank0_only:
-                    values[entry.name] = full.cpu() if offload_to_cpu else full
+                full = part.full(entry, dtype, offload_to_cpu and kept)
+                if kept:
+                    values[entry.name] = full
                 del full
-            part.masters.free()
+            part.free()
         yield unit, values
         values.clear()
-    buffers = {
-        buffer.name: _copy(buffer.value, offload_to_cpu)
-        for buffer in part.buffers
-        if buffer.persistent and (part.on_first_rank or not rank0_only)
-    }
-    if any(entry.persistent for entry in part.buffers):
-        yield "buffers", buffers
-
-
-@dataclass(eq=False)
-class ParameterEntry:
-    """One parameter and the modules that hold it.
-
-    Attributes:
-        name, names: its first name and all its names, within the model that was given.
-        scope: scope of its first owner.
-        owners: modules that hold it, each with the name of the attribute.
-        full: the full parameter inside the context, afterwards the tensor found in its place.
-        full_grad: the gradient found with that tensor.
-        replaced: whether another tensor was found, which has a gradient of its own or none.
-        dtype, grad_dtype, digest, grad_digest: dtypes and checksums of ``full`` and its gradient
-            when they were installed.
-    """
-
-    name: str
-    member: Member
-    scope: Scope
-    names: list[str] = field(default_factory=list)
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
-    full: Tensor = field(init=False)
-    full_grad: Tensor | None = None
-    replaced: bool = False
-    dtype: torch.dtype = field(init=False)
-    grad_dtype: torch.dtype = field(init=False)
-    digest: int = 0
-    grad_digest: int | None = None
-
-
-@dataclass(eq=False)
-class BufferEntry:
-    """One buffer and the modules that hold it; attributes as of :class:`ParameterEntry`."""
-
-    name: str
-    value: Tensor
-    persistent: bool
-    names: list[str] = field(default_factory=list)
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
-    full: Tensor = field(init=False)
-    digest: int = 0
-
-
-class ModelPart:
-    """The part of a model that a call is about, and the consensus of the ranks on that call.
-
-    Attributes:
-        call: the call as text, the same on all ranks.
-        on_first_rank: whether this is the stage's first rank.
-    """
-
-    def __init__(self, model: nn.Module, recurse: bool, call: str) -> None:
-        scopes = dict.fromkeys(
-            m._parameters.scope for m in model.modules() if isinstance(m._parameters, Weights)
-        )
-        if not scopes:
-            raise StructureError(
-                f"{call}: no parameter of this {type(model).__name__} is parallel, so that all are "
-                "full already: call parallelize() first, or give the model that it was called with"
-            )
-        below: set[nn.Module] = set()
-        for scope in scopes:
-            if not recurse and scope.block and scope.module is not model:
-                inside = any(module is scope.module for module in model.modules())
-                below.update(scope.module.modules() if inside else ())
-        self.scopes = list(scopes)
-        self.entries: list[ParameterEntry] = []
-        self.buffers: list[BufferEntry] = []
-        self._read(model, below)
-        self.communicators: list[ISPCommunicator] = list(
-            dict.fromkeys(scope.communicator for scope in scopes)
-        )
-        mesh = self.communicators[0].mesh
-        # torch's distribute_tensor sends the values of the first rank of the parameters' mesh.
-        self.mesh, self.on_first_rank = mesh, mesh.rank == int(mesh.param_mesh.mesh.flatten()[0])
-        names = json.dumps([[e.name, list(e.member.parameter.shape)] for e in self.entries])
-        self.call = f"{call} of {len(self.entries)} parameters [{zlib.crc32(names.encode()):08x}]"
-        self.masters = Masters(self.entries)
-
-    def _read(self, model: nn.Module, below: set[nn.Module]) -> None:
-        entries: dict[Member, ParameterEntry] = {}
-        buffers: dict[int, BufferEntry] = {}
-        for path, module in model.named_modules():
-            if module in below:
-                continue
-            held, dot = module._parameters, f"{path}." if path else ""
-            for name in held.weights if isinstance(held, Weights) else ():
-                member: Any = held.weights[name]  # type: ignore[union-attr]
-                made = ParameterEntry(f"{dot}{name}", member, held.scope)  # type: ignore[union-attr]
-                entry = entries.setdefault(member, made)
-                entry.owners.append((module, name))
-                entry.names.append(f"{dot}{name}")
-            for name, value in module._buffers.items():
-                if value is not None:
-                    persistent = name not in module._non_persistent_buffers_set
-                    made_buffer = BufferEntry(f"{dot}{name}", value, persistent)
-                    buffer = buffers.setdefault(id(value), made_buffer)
-                    buffer.owners.append((module, name))
-                    buffer.names.append(f"{dot}{name}")
-                    buffer.persistent |= persistent
-        self.entries, self.buffers = list(entries.values()), list(buffers.values())
-
-    def units(self) -> list[tuple[str, list[ParameterEntry]]]:
-        """Entries by unit: the blocks, large root parameters, and the rest."""
-        found: dict[tuple[Scope, str], list[ParameterEntry]] = {}
-        for entry in self.entries:
-            sharded = isinstance(entry.member, ShardedParameter)
-            key = entry.member.unit.name if sharded else ""  # type: ignore[union-attr]
-            key = entry.scope.name if entry.scope.block else key
-            found.setdefault((entry.scope, key), []).append(entry)
-        return [(key, of_unit) for (_, key), of_unit in found.items()]
-
-    def usage_error(self, versions: Sequence[int] | None = None) -> Exception | None:
-        """The error for a call at a wrong time: inside a step, or after a write; else ``None``."""
-        rank = self.mesh.rank
-        for communicator in self.communicators:
-            busy = communicator.events.busy
-            if not busy and any(scope.unsharded is not None for scope in self.scopes):
-                busy = "in a block's forward"
-            if busy:
-                return OrderError(
-                    f"{self.call} was called on rank {rank} {busy}: call it between two steps"
-                )
-        if versions is not None and versions != self.versions():
-            changed = [
-                entry.name
-                for entry, before, now in zip(self.entries, versions, self.versions(), strict=True)
-                if before != now
-            ]
-            return OrderError(
-                f"{', '.join(changed[:3])} changed on rank {rank} in the middle of {self.call}, "
-                "whose values would mix old and new ones: step, load or edit before or after it"
-            )
-        return None
-
-    def require_same(self, topic: str, own_error: Exception | None = None) -> None:
-        """Require that all ranks of the stage call this with the same ``topic``, and no error.
-
-        See :meth:`Consensus.same`.
-        """
-        self.communicators[0].consensus.same("whole parameters", topic, own_error)
-
-    def versions(self) -> list[int]:
-        """Versions of all parameters."""
-        return [entry.member.version() for entry in self.entries]
-
-    def collective_section(self) -> Any:
-        """Context for collectives: an error in it names the rank that failed first."""
-        return reporting_refusals([c.recovery for c in self.communicators], self.call)
-
-    def synchronize(self, with_grads: bool = False, own_error: Exception | None = None) -> None:
-        """Agree with all ranks on the call, then wait for all outstanding communication.
-
-        Args:
-            own_error: why this rank refuses.
-        """
-        own_error, present = own_error or self.usage_error(), ""
-        if own_error is None:
-            for communicator in self.communicators:
-                communicator.events.recover()  # reset after a failed pass, or raise its cause
-            if with_grads:
-                own_error, present = self._gradient_state()
-        self.require_same(f"{self.call}{present}", own_error)
-        with self.collective_section(), torch.no_grad():
-            for communicator in self.communicators:
-                communicator.wait_until_ready()
-                communicator.state.wait_for_gathers()
-            self.masters.update_from_parameters()
-
-    def _gradient_state(self) -> tuple[Exception | None, str]:
-        """The error if gradients are incomplete; which gradients exist, as text to compare."""
-        there = [optimizer.unfinished for optimizer in self.masters.optimizers]
-        for entry in self.entries:
-            if entry.member not in self.masters.buckets:
-                gradient = entry.member.parameter.grad
-                if isinstance(gradient, UnfinishedGradient):
-                    return gradient._read_error(), ""
-                there.append(gradient is not None)
-        return None, f" with gradients [{zlib.crc32(bytes(there)):08x}]"
-
-
-class Masters:
-    """Full-precision values of parameters: an attached :class:`ZeroOptimizer` has masters."""
-
-    def __init__(self, entries: Iterable[ParameterEntry]) -> None:
-        self.buckets: dict[Member, tuple[ZeroOptimizer, Bucket]] = {}
-        owners = [getattr(entry.member.parameter, "_owner", None) for entry in entries]
-        self.optimizers = [o for o in dict.fromkeys(owners) if isinstance(o, ZeroOptimizer)]
-        for optimizer in self.optimizers:
-            for bucket in optimizer._buckets:
-                self.buckets.update(dict.fromkeys(bucket.offsets, (optimizer, bucket)))
-        self._gathered: dict[Bucket, dict[Member, Tensor]] = {}
-
-    def update_from_parameters(self) -> None:
-        """Copy writes to 16-bit parameters since the last step into masters. No communication."""
-        for bucket in dict.fromkeys(bucket for _, bucket in self.buckets.values()):
-            bucket.merge_external_writes()
-
-    def shard(self, member: Member) -> Tensor:
-        """This rank's shard in full precision, like ``member.storage``. Collective; blocks."""
-        bucket = self.buckets.get(member, (None, None))[1]
-        if bucket is None or not bucket.has_master:
-            if isinstance(member, ShardedParameter):
-                return member.fresh().view(member.storage.shape).to(member.device)
-            local: Tensor = member.parameter._local_tensor  # type: ignore[attr-defined]
-            return local.detach()
-        if bucket not in self._gathered:
-            self._gathered[bucket] = bucket.all_gather_slices(bucket.master)
-        return self._gathered[bucket][member]
-
-    def full(self, member: Member, dtype: torch.dtype | None) -> Tensor:
-        """The full tensor on the device, unpadded, in memory of its own. Collective; blocks."""
-        shard = self.shard(member)
-        cast = shard if dtype is None or not shard.is_floating_point() else shard.to(dtype)
-        # A plain DTensor: the ranks have agreed already, and need not for each parameter.
-        full: Tensor = member.wrap(cast).full_tensor()
-        memory = full.untyped_storage()
-        shared = memory.data_ptr() == shard.untyped_storage().data_ptr()
-        if shared or memory.nbytes() != full.nbytes or not full.is_contiguous():
-            return _copy(full)
-        return full
-
-    def dtype(self, member: Member) -> torch.dtype:
-        """Dtype of the parameter in full precision."""
-        bucket = self.buckets.get(member, (None, None))[1]
-        return member.dtype if bucket is None else bucket.master.dtype
-
-    def write(self, member: Member, part: Tensor, exact: bool = False) -> None:
-        """Write ``part``, shaped like this rank's local tensor, as values. Collective; blocks.
-
-        Args:
-            exact: write all elements. Otherwise elements that equal the installed values, which
-                may have been rounded to another dtype, keep every bit.
-        """
-        if exact:
-            part = part.to(self.dtype(member))
-        local: Tensor = member.parameter._local_tensor  # type: ignore[attr-defined]
-        shard = self.shard(member)
-        bucket = self.buckets.get(member, (None, None))[1]
-        if bucket is not None and bucket.has_master:
-            rows = member.local(shard)
-            rows.copy_(_keep_unchanged(rows, part.to(rows.device)))
-            bucket.write_slice(bucket.master, member, shard)
-            local.copy_(rows)
-        else:
-            local.copy_(_keep_unchanged(local, part.to(local.device)))
-        member.invalidate()
-
-    def write_gradient(self, member: Member, part: Tensor | None) -> None:
-        """Write ``part``, shaped like this rank's local tensor, as gradient; ``None`` drops it."""
-        parameter = member.parameter
-        optimizer, bucket = self.buckets.get(member, (None, None))
-        if optimizer is None or bucket is None:
-            if part is None:
-                parameter.grad = None
-            elif parameter.grad is None:
-                made = member.like_storage(part.to(grad_dtype(parameter)))
-                parameter.grad = member.wrap(made)
-            else:
-                parameter.grad._local_tensor.copy_(part)  # type: ignore[attr-defined]
-            return
-        if part is None:
-            parameter.grad = None
-            return
-        assert bucket.gradient is not None, "gradients were installed, so they are in slices"
-        wide = member.like_storage(part.to(bucket.gradient.dtype) / optimizer._gradient_factor())
-        bucket.write_slice(bucket.gradient, member, wide)
-
-    def free(self) -> None:
-        """Free the tensors that were gathered from an optimizer's slices."""
-        self._gathered.clear()
-
-
-def _keep_unchanged(old: Tensor, new: Tensor) -> Tensor:
-    """``new`` in the dtype of ``old``, with the bits of ``old`` where ``new`` equals its cast."""
-    if new.dtype == old.dtype:
-        return new
-    return torch.where(new == old.to(new.dtype), old, new.to(old.dtype))
-
-
-def _copy(values: Tensor, offload: bool = False) -> Tensor:
-    """A copy of ``values``; with ``offload`` on the host."""
-    values = values.detach()
-    if offload and values.device.type != "cpu":
-        return values.cpu()
-    return values.clone(memory_format=torch.contiguous_format)
+    persistent = [entry for entry in buffers if entry.persistent]
+    if persistent:
+        given = persistent if kept else []
+        yield "buffers", {entry.name: part.full(entry, offload=offload_to_cpu) for entry in given}
 
 
 class _FullParams:
@@ -465,71 +160,48 @@ class _FullParams:
     @torch.no_grad()
     def install(self) -> None:
         """Gather all full tensors, then put them into the modules."""
-        part, masters = self.part, self.part.masters
+        part = self.part
         with part.collective_section():
             for _, entries in part.units():
                 for entry in entries:
-                    full = masters.full(entry.member, self.dtype)
-                    full = full.cpu() if self.offload else full
-                    entry.full = nn.Parameter(full, entry.member.requires_grad)
-                    entry.dtype = full.dtype
-                    entry.digest = checksum(full) if self._compares else 0
-                masters.free()
+                    full = part.full(entry, self.dtype, self.offload)
+                    if entry.member is not None:
+                        full = nn.Parameter(full, entry.member.requires_grad)
+                    entry.full = full
+                part.free()
             if self.with_grads:
                 self._install_gradients()
-        for buffer in part.buffers:
-            buffer.full = _copy(buffer.value, self.offload)
-            buffer.digest = checksum(buffer.full) if self._compares else 0
-            for module, name in buffer.owners:
-                module._buffers[name] = buffer.full
+        self._installed = self._checksums()
         for entry in part.entries:
-            for module, name in entry.owners:
-                held: Any = module._parameters
-                held[name] = entry.full
-                for path, copied in held.copies:
-                    if copied == name:
-                        put(module, path, entry.full)
+            entry.put(entry.full)
         for communicator in part.communicators:
             communicator.events.hold_full_params(part.call.partition(" of ")[0])
 
     def _install_gradients(self) -> None:
         reduced: dict[str, Tensor] = {}
-        for optimizer in self.part.masters.optimizers:
+        for optimizer in self.part.optimizers:
             reduced |= optimizer.gather_gradients() if optimizer.unfinished else {}
-        for entry in self.part.entries:
-            parameter = entry.member.parameter
-            if entry.member in self.part.masters.buckets:
+        for entry in self.part.parameters:
+            if entry.member in self.part.buckets:
                 full = reduced.pop(entry.member.name, None)
             else:
-                kept = parameter.grad
-                full = None if kept is None else kept.full_tensor()  # type: ignore[attr-defined]
+                kept: Any = entry.value.grad
+                full = None if kept is None else kept.full_tensor()
             if full is not None:
                 if full.dtype != entry.full.dtype:
                     entry.full.grad_dtype = full.dtype
-                entry.full.grad = _copy(full, self.offload)
-                entry.grad_digest = checksum(entry.full.grad) if self._compares else 0
-            entry.grad_dtype = grad_dtype(parameter) if full is None else full.dtype
+                entry.full_grad = entry.full.grad = copy(full, self.offload)
 
     def restore(self) -> None:
         """Put the sharded parameters back, and record the tensors found in their place."""
         for communicator in self.part.communicators:
             communicator.events.hold_full_params("")
         for entry in self.part.entries:
-            found = [module._parameters.get(name) for module, name in entry.owners]
-            for module, name in entry.owners:
-                held: Any = module._parameters
-                held[name] = entry.member.parameter
-                held.restore_copies(module)
+            found = entry.held()
+            entry.put(entry.value)
             self._record_found(entry, found)
-        for buffer in self.part.buffers:
-            found_buffers = [module._buffers.get(name) for module, name in buffer.owners]
-            for module, name in buffer.owners:
-                module._buffers[name] = buffer.value
-            self._record_found(buffer, found_buffers)
 
-    def _record_found(
-        self, entry: ParameterEntry | BufferEntry, found: Sequence[Tensor | None]
-    ) -> None:
+    def _record_found(self, entry: Entry[Any], found: Sequence[Tensor | None]) -> None:
         """Record the tensor found for ``entry``: the installed one, or its replacement.
 
         ``load_state_dict(assign=True)``, for example, replaces it.
@@ -547,165 +219,136 @@ class _FullParams:
             )
             return
         entry.full = value.detach()
-        if isinstance(entry, ParameterEntry):
+        if entry.member is not None:
             entry.full_grad = value.grad if value.is_leaf else None
             entry.replaced = value is not installed
 
-    def _why_unwritable(self, entry: ParameterEntry | BufferEntry, value: Tensor | None) -> str:
+    def _why_unwritable(self, entry: Entry[Any], value: Tensor | None) -> str:
         """Why ``value`` cannot be written back, as text; empty if it can."""
-        installed = entry.full
         if value is None:
             return "was removed"
         if isinstance(value, DTensor) or value.device.type == "meta":
             return f"was replaced by a {'DTensor' if isinstance(value, DTensor) else 'meta tensor'}"
-        original = entry.member.parameter if isinstance(entry, ParameterEntry) else entry.value
-        if value.shape != original.shape:
-            return f"was given the shape {list(value.shape)} in place of {list(original.shape)}"
-        if not isinstance(entry, ParameterEntry):
+        shape = entry.value.shape
+        if value.shape != shape:
+            return f"was given the shape {list(value.shape)} in place of {list(shape)}"
+        if entry.member is None:
             return ""
         if value.requires_grad != entry.member.requires_grad:
             return "was frozen or thawed, which is to be done outside of the context"
         gradient = value.grad if value.is_leaf else None
         if not self.with_grads or gradient is None:
             return ""
-        if gradient.shape != original.shape:
+        if gradient.shape != shape:
             return f"was given a gradient of shape {list(gradient.shape)}"
         # An optimizer has slices only for gradients that a backward has computed.
-        missing = entry.grad_digest is None and installed.grad is not gradient
-        if missing and entry.member in self.part.masters.buckets:
+        missing = entry.full_grad is None and entry.full.grad is not gradient
+        if missing and entry.member in self.part.buckets:
             return "was given a gradient, of which its ZeroOptimizer has none"
         return ""
-
-    def report_error(self, error: Exception) -> None:
-        """Report that an exception has left the context on this rank: no rank writes anything."""
-        if self.write != "none":
-            self._exchange_changes({"failed": f"{type(error).__name__}: {error}"})
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Write changed values and gradients on all ranks. Collective; blocks."""
         if self.write == "none":
             return
-        if self._error is None:
-            self._error = self._written_shard_error()
+        part = self.part
+        written = part.written_since(self._versions)
+        if written and self._error is None:
+            self._error = OrderError(
+                f"the shard of {written[0]} was written on rank {part.mesh.rank} inside "
+                f"{part.call}, whose end would undo it: write into the full parameters "
+                "that the model holds; nothing was written back"
+            )
         if self._error is not None:
-            self._exchange_changes({"failed": str(self._error)})
+            self.exchange_changes(failed=str(self._error))
             raise self._error
-        part, masters = self.part, self.part.masters
-        changed, gradients, buffers = self._exchange_changes(
-            self._changes() if self._compares else {}
-        )
+        now = self._checksums().items()
+        changed = self.exchange_changes({w: c for w, c in now if c != self._installed[w]})
         with part.collective_section():
             for _, entries in part.units():
                 for entry in entries:
-                    if entry.name in changed:
-                        local = self._local_values(entry, entry.full, entry.dtype)
-                        masters.write(entry.member, local)
-                    if entry.name in gradients:
-                        gradient = None
-                        if gradients[entry.name] is not None:
-                            gradient = self._local_values(entry, entry.full_grad, entry.grad_dtype)
-                        masters.write_gradient(entry.member, gradient)
-                masters.free()
-            for buffer in part.buffers:
-                if buffer.name in buffers:
-                    buffer.value.copy_(self._full_buffer(buffer))
+                    if _values_of(entry) in changed:
+                        dtype = part.dtype(entry, self.dtype)
+                        part.write(entry, self._own_part(entry, entry.full, dtype))
+                    if _gradient_of(entry) in changed:
+                        own = None
+                        if changed[_gradient_of(entry)] is not None:
+                            dtype = part.grad_dtype(entry.member)
+                            own = self._own_part(entry, entry.full_grad, dtype)
+                        part.write_gradient(entry.member, own)
+                part.free()
 
-    def _written_shard_error(self) -> InternspError | None:
-        versions = self.part.versions()
-        for entry, before, now in zip(self.part.entries, self._versions, versions, strict=True):
-            if before != now:
-                return OrderError(
-                    f"the shard of {entry.name} was written on rank {self.part.mesh.rank} inside "
-                    f"{self.part.call}, whose end would undo it: write into the full parameters "
-                    "that the model holds; nothing was written back"
-                )
-        return None
+    def _checksums(self) -> dict[str, int | None]:
+        """Checksums by what errors call the tensors; ``None``: there is no gradient.
 
-    def _changes(self) -> dict[str, Any]:
-        """Names and checksums of tensors that differ from the installed ones, by kind."""
-        found: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS}
-        for entry in self.part.entries:
-            digest: int | None = checksum(entry.full)
-            if digest != entry.digest:
-                found["parameters"][entry.name] = digest
-            digest = None if entry.full_grad is None else checksum(entry.full_grad)
-            if digest != entry.grad_digest if self.with_grads else entry.replaced:
-                found["gradients"][entry.name] = digest if self.with_grads else None
-        for buffer in self.part.buffers:
-            digest = checksum(buffer.full)
-            if digest != buffer.digest:
-                found["buffers"][buffer.name] = digest
+        Without ``with_grads`` it counts alone whether the parameter has lost its gradient.
+        """
+        found: dict[str, int | None] = {}
+        for entry in self.part.entries if self._compares else ():
+            found[_values_of(entry)] = checksum(entry.full)
+            gradient = None if entry.full_grad is None else checksum(entry.full_grad)
+            lost = None if entry.replaced else 0
+            found[_gradient_of(entry)] = gradient if self.with_grads else lost
         return found
 
-    def _exchange_changes(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchange the ranks' changes; returns what to write, by kind.
-
-        Returns:
-            For each of ``_KINDS`` checksums by name (``None``: the gradient is dropped).
+    def exchange_changes(
+        self, mine: Mapping[str, int | None] = {}, failed: str = ""
+    ) -> dict[str, int | None]:
+        """Exchange the ranks' changes, or why this rank has ``failed``; returns what to write.
 
         Raises:
             StructureError: the ranks have written different values.
             CollectiveError: another rank has failed.
         """
         part = self.part
-        consensus = part.communicators[0].consensus
-        found = consensus.gather("whole parameters", json.dumps(mine))
-        by_rank = {rank: json.loads(text) for rank, text in sorted(found.items())}
-        for rank, other in by_rank.items():
-            if "failed" in other and "failed" not in mine:
+        by_rank = part.exchange([mine, failed])
+        if failed:
+            return {}
+        for rank, (_, why) in by_rank.items():
+            if why:
                 raise CollectiveError(
                     f"rank {rank} left {part.call} by an error, so that nothing was written on "
-                    f"rank {part.mesh.rank} either: {other['failed']}"
+                    f"rank {part.mesh.rank} either: {why}"
                 )
-        if "failed" in mine:
-            return []
+        changes = {rank: changed for rank, (changed, _) in by_rank.items()}
         if self.write == "shards":
-            for kind in _KINDS:
-                self._compare(kind, {rank: other[kind] for rank, other in by_rank.items()})
-        return [next(iter(by_rank.values()))[kind] for kind in _KINDS]  # the first rank's
+            self._require_equal(changes)
+        first: dict[str, int | None] = next(iter(changes.values()))
+        return first
 
-    def _compare(self, kind: str, by_rank: dict[int, dict[str, Any]]) -> None:
-        for name in dict.fromkeys(name for names in by_rank.values() for name in names):
+    def _require_equal(self, by_rank: dict[int, dict[str, int | None]]) -> None:
+        for what in dict.fromkeys(what for changed in by_rank.values() for what in changed):
             by_value: dict[Any, list[int]] = {}
-            for rank, names in by_rank.items():
-                by_value.setdefault(names.get(name, "as it was"), []).append(rank)
+            for rank, changed in by_rank.items():
+                by_value.setdefault(changed.get(what, "as it was"), []).append(rank)
             if len(by_value) > 1:
                 groups = [
                     f"ranks {ranks} {'left it as it was' if value == 'as it was' else 'wrote one'}"
                     for value, ranks in by_value.items()
                 ]
                 raise StructureError(
-                    f"{_KINDS[kind]}{name} was given different values by the ranks inside "
+                    f"{what} was given different values by the ranks inside "
                     f"{self.part.call}: {', '.join(groups)} (this is rank {self.part.mesh.rank}). "
                     "Nothing was written back: write the same on all ranks, or set write='rank0'"
                 )
 
-    def _local_values(
-        self, entry: ParameterEntry, full: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        """This rank's part of new values, shaped like its local tensor."""
-        device = self.part.mesh.device
-        if self.write == "shards":
-            assert full is not None, "every rank has reported the same checksum"
-            return entry.member.part_of(full.to(device))
-        parameter: Any = entry.member.parameter
-        given = torch.empty(parameter.shape, dtype=dtype, device=device)
-        if self.part.on_first_rank:
-            assert full is not None, "this rank has reported its checksum"
-            given.copy_(full)
-        made = distribute_tensor(given, parameter.device_mesh, parameter.placements)
-        return made._local_tensor
-
-    def _full_buffer(self, buffer: BufferEntry) -> Tensor:
-        value = buffer.full.to(self.part.mesh.device, buffer.value.dtype)
-        if self.write == "shards":
-            return value
-        mesh = self.part.mesh.param_mesh
-        return distribute_tensor(value, mesh, [Replicate()] * mesh.ndim)._local_tensor
+    def _own_part(self, entry: Entry[Any], full: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """This rank's part of new values."""
+        if self.write == "rank0":
+            return self.part.scatter(entry, full, dtype)
+        assert full is not None, "every rank has reported the same checksum"
+        full = full.to(self.part.mesh.device)
+        return full if entry.member is None else entry.member.part_of(full)
 
 
-_KINDS = {"parameters": "", "gradients": "the gradient of ", "buffers": "buffer "}
+def _values_of(entry: Entry[Any]) -> str:
+    """What errors call its values."""
+    return entry.name if entry.member is not None else f"buffer {entry.name}"
+
+
+def _gradient_of(entry: Entry[Any]) -> str:
+    return f"the gradient of {entry.name}"
 
 
 def _same_tensor(one: Tensor | None, other: Tensor | None) -> bool:
