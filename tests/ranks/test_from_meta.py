@@ -108,13 +108,30 @@ def test_buffers_from_meta_are_computed_by_their_modules_alike_on_every_mesh() -
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
+class Lost(Turned):
+    """With a buffer that nothing computes, and that modules share where it is given."""
+
+    def __init__(self, persistent: bool, shared: Tensor | None = None) -> None:
+        super().__init__()
+        table = torch.arange(6.0) if shared is None else shared
+        self.register_buffer("table", table, persistent=persistent)
+
+
+@ranks(2)
+def test_a_buffer_that_nothing_computes_has_its_value_from_the_first_rank(rank: int) -> None:
+    with torch.device("meta"):
+        shared = torch.empty(6, dtype=torch.float64)
+        model = Tiny(partial(Lost, True, shared), layers=2).double()
+    internsp.initialize(internsp.parallelize(model, mesh_of(2), CONFIG), fill, 0)
+    given = {"layers.0.table": torch.arange(6.0)} if rank == 0 else None
+    internsp.load_weights(model, given, strict=False)
+    one, other = (layer.get_buffer("table") for layer in model.layers)
+    assert one is other
+    assert torch.equal(one, torch.arange(6.0).double())
+
+
 @ranks(2)
 def test_a_buffer_that_nothing_computes_is_refused_by_name() -> None:
-    class Lost(Turned):
-        def __init__(self, persistent: bool) -> None:
-            super().__init__()
-            self.register_buffer("table", torch.arange(6.0), persistent=persistent)
-
     for persistent in (False, True):
         with torch.device("meta"):
             model = Tiny(partial(Lost, persistent), layers=2).double()

@@ -224,6 +224,10 @@ def test_whole_gradients_are_shown_and_what_is_made_of_them_is_stepped_with(rank
                 for model in (twin.ours, twin.plain):
                     model.get_parameter("layers.2.q.weight").grad = None
         twin.check_gradients(f"write {write}")
+    with internsp.full_params(twin.ours, write="shards"):
+        twin.ours.extra = nn.Parameter(twin.ours.extra.detach().clone())
+    twin.plain.extra.grad = None
+    twin.check_gradients("another parameter, which has none")
     twin.check_step(
         [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin.plain, twin.ours)], "a plain loop"
     )
