@@ -23,6 +23,7 @@ _FITS = {
     FOLDER_NAME: "usable as the name of a folder",
 }
 _MOST_ITEMS = 8  # entries of a list that a message shows
+_MOST_LISTED = 30  # mistakes that a message shows
 TO_SEQUENCE = {
     "cuts_own_sequences": "own_attention", "exchange_in_parts": "exchange_in_parts",
     "ring_form": "ring_form", "inner_ring": "inner_ring", "head_output": "head_output",
@@ -93,9 +94,11 @@ def unknown_key(key: str, names: Sequence[str]) -> str:
 
 
 def listed(heading: str, found: Sequence[object]) -> str:
-    """``heading``, which counts the mistakes, then one mistake a line."""
+    """``heading``, which counts the mistakes, then one mistake a line: a screen of them."""
     count = "1 mistake" if len(found) == 1 else f"{len(found)} mistakes"
-    return "\n".join([f"{heading}: {count}", *(f"  {mistake}" for mistake in found)])
+    lines = [f"{heading}: {count}", *(f"  {mistake}" for mistake in found[:_MOST_LISTED])]
+    more = len(found) - _MOST_LISTED
+    return "\n".join([*lines, f"  and {more} more"] if more > 0 else lines)
 
 
 def one_line(text: str) -> str:

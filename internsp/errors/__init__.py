@@ -23,7 +23,7 @@ class InternspError(Exception):
 
 
 class ConfigError(InternspError, ValueError):
-    """A configuration is wrong; the message lists every mistake on a line of its own."""
+    """A configuration is wrong; the message lists the mistakes (the first 30), one a line."""
 
     exit_status = 2
 

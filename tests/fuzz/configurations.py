@@ -38,6 +38,7 @@ from internsp.app.config import Config, load_config, read_config
 from internsp.app.launch.preflight import check_before_start
 from internsp.app.plan.printed import print_plan
 from internsp.app.process.environment import launched
+from internsp.config.words import listed
 from internsp.errors import InternspError
 from tests.fuzz.drawing import Drawn, draw
 
@@ -112,7 +113,7 @@ def _pass(drawn: Drawn) -> Outcome:
         for problem in found:
             if "\n" in str(problem) or not str(problem).isprintable():
                 raise Finding(f"a mistake of several lines: {problem!r}")
-        return Outcome("refused", _clear("\n".join(map(str, found))))
+        return Outcome("refused", _clear(listed("the configuration", found)))
     _reads_back(config, drawn)
     check_before_start(config, drawn.output)
     size = around.world_size or config.launch.processes

@@ -29,7 +29,7 @@ from internsp.config import (
     WeightParallelConfig,
 )
 from internsp.config.model import ModelConfig
-from internsp.config.words import FORMER
+from internsp.config.words import FORMER, listed
 from internsp.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -309,6 +309,15 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
 )
 def test_an_impossible_combination_is_one_clear_mistake(mistakes, text, world_size, expected):
     assert mistakes(text, world_size=world_size) == [expected]
+
+
+def test_of_very_many_mistakes_the_first_are_printed_and_the_rest_counted():
+    """Found by the fuzzer of configurations: a message of 10,000 characters (case 6622)."""
+    lines = listed("run.toml", [f"mistake {number}" for number in range(100)]).split("\n")
+    assert lines[0] == "run.toml: 100 mistakes"
+    assert lines[-2:] == ["  mistake 29", "  and 70 more"]
+    few = listed("run.toml", [f"mistake {number}" for number in range(30)])
+    assert few.endswith("  mistake 29")
 
 
 def test_a_wrong_value_does_not_cause_further_mistakes(mistakes):
