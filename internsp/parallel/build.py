@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import nn
 
 from internsp.base.host import HostLink
 from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.failure.comm_context import CommContext, Counters
+from internsp.failure.consensus import Consensus
 from internsp.failure.recovery import StageRecovery
 from internsp.mesh import ParallelMesh
 from internsp.modules.casts import find_casts, register_casts
@@ -149,17 +151,8 @@ def build(
         _batch_check(mesh),
         mean,
     )
-    order = RunOrder(chunk, layout, mesh.rank)
-    if config.unexpected_order != "error" and own is None:
-        from internsp.wp.unexpected_order import OrderLearner, make_agreement  # few models need it
-
-        learner = None
-        if config.unexpected_order == "learn":
-            learner = OrderLearner(
-                chunk, replicated.all_parameters(), contents, consensus, mesh.rank
-            )
-        agreement = make_agreement(recovery, sharded, mesh.rank, learner is not None)
-        order = RunOrder(chunk, layout, mesh.rank, agreement, learner)
+    mode = config.unexpected_order if own is None else "error"
+    order = _make_order(mode, chunk, layout, replicated, contents, recovery, consensus)
     events = Events(chunk, mesh, replicated, recovery, contents, order, checks)
     roots = {unit: EmbeddingWeightParallelCommunicator(chunk, events, unit) for unit in units.root}
     communicator = ISPCommunicator(
@@ -173,20 +166,8 @@ def build(
         parameters_of,
         consensus,
     )
-    replicated.bind(events)
-    register_read_checks(sharded, recovery)
     scopes = Scopes(model, structure, examined.recomputed, communicator)
-    reads = ForwardReads(communicator, scopes.all, examined.split)
-    for member in members.values():
-        member.reads = reads
-    for weight in sharded:
-        outer = communicator.head if weight.unit is head else communicator
-        weight.communicator = roots.get(weight.unit, outer)
-    if own is not None:
-        from internsp.wp.users import UsersCommunicator
-
-        for weight in sharded:
-            weight.communicator = UsersCommunicator(chunk, events, own)
+    _bind(communicator, roots, ForwardReads(communicator, scopes.all, examined.split), own)
     _put(model, shardings, members, scopes)
     _register(model, structure, config, checkpoint, communicator, enclosing, scopes)
     return communicator
@@ -350,6 +331,52 @@ def _batch_check(mesh: ParallelMesh) -> RootCheck | None:
     from internsp.sp.same_batch import SameBatch
 
     return SameBatch(mesh)
+
+
+def _make_order(
+    mode: str,
+    chunk: Chunk,
+    layout: ChunkLayout,
+    replicated: ReplicatedParameters,
+    contents: Contents,
+    recovery: StageRecovery,
+    consensus: Consensus,
+) -> RunOrder:
+    """The order of blocks, as ``unexpected_order`` (``mode``) says."""
+    rank = dist.get_rank()
+    if mode == "error":
+        return RunOrder(chunk, layout, rank)
+    from internsp.wp.unexpected_order import OrderLearner, make_agreement  # few models need it
+
+    learner = None
+    if mode == "learn":
+        learner = OrderLearner(chunk, replicated.all_parameters(), contents, consensus, rank)
+    agreement = make_agreement(recovery, replicated.sharded, rank, learner is not None)
+    return RunOrder(chunk, layout, rank, agreement, learner)
+
+
+def _bind(
+    communicator: ISPCommunicator,
+    roots: Mapping[Any, EmbeddingWeightParallelCommunicator],
+    reads: ForwardReads,
+    own: WPCommunicator | None,
+) -> None:
+    """Let each parameter know its communicator, and what reads it in a forward."""
+    chunk, events, replicated = communicator.state, communicator.events, communicator.replicated
+    replicated.bind(events)
+    register_read_checks(replicated.sharded, communicator.recovery)
+    for member in replicated.all_parameters():
+        member.reads = reads
+    head = communicator.head
+    for weight in replicated.sharded:
+        outer = head if head is not None and weight.unit is head.unit else communicator
+        weight.communicator = roots.get(weight.unit, outer)
+    if own is not None:
+        from internsp.wp.users import UsersCommunicator
+
+        wrapped = UsersCommunicator(chunk, events, own)
+        for weight in replicated.sharded:
+            weight.communicator = wrapped
 
 
 class Scopes:

@@ -17,7 +17,7 @@ from internsp.errors import ConfigError, OrderError
 from internsp.mesh import ParallelMesh
 from internsp.modules.offload import ActivationOffload
 from internsp.modules.recompute import checkpoint_block
-from internsp.parallel import parallelize as parallel
+from internsp.parallel import build
 from internsp.parallel.parallelize import parallelize
 from internsp.sp import checkpoint_context_fn
 from tests.support.compare import TOLERANCE
@@ -264,6 +264,6 @@ def test_without_recompute_there_is_nothing_to_offload() -> None:
         lambda: parallelize(Tiny(), mesh, WeightParallelConfig(), activation_checkpoint=config),
         "no block recomputes", "full",
     )  # fmt: skip
-    assert parallel.HostLink is HostLink
+    assert build.HostLink is HostLink
     twin = Twin(Tiny, mesh, ActivationCheckpointConfig(mode="full", offload=0))
     assert twin.communicator.state.activations is None

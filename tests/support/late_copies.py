@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from internsp.base.host import HostLink, Pairs
-from internsp.parallel import parallelize as parallel
+from internsp.parallel import build
 
 
 class Late:
@@ -73,6 +73,6 @@ def spoil(pairs: Pairs) -> None:
 def install(kind: type[HostLink], monkeypatch: pytest.MonkeyPatch | None = None) -> None:
     """Models parallelized from now on in this process use links of this kind."""
     if monkeypatch is None:
-        parallel.HostLink = kind  # type: ignore[misc]
+        build.HostLink = kind  # type: ignore[misc]
     else:
-        monkeypatch.setattr(parallel, "HostLink", kind)
+        monkeypatch.setattr(build, "HostLink", kind)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from internsp.base.host import HostLink
-from internsp.parallel import parallelize as parallel
+from internsp.parallel import build
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's mallopt
 LARGE = 1 << 13  # bytes; below any matrix: freed matrices must not stay in the arena
@@ -110,4 +110,4 @@ class SharedLink(HostLink):
 
 def install() -> None:
     """Models parallelized from now on in this process offload to memory outside the limit."""
-    parallel.HostLink = SharedLink  # type: ignore[misc]
+    build.HostLink = SharedLink  # type: ignore[misc]
