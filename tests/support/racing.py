@@ -18,7 +18,7 @@ import torch
 
 from internsp.optim.bucket import Bucket
 from internsp.wp import collectives, parameter, quantize, reduce, slots
-from internsp.wp.communicator import ChunkWeights
+from internsp.wp.communicator import ChunkWeights, ISPCommunicator
 from internsp.wp.perform import Chunk
 
 
@@ -77,11 +77,10 @@ class Racing:
         for module in (collectives, reduce, slots):
             module.current_stream = lambda device: lambda: self.here  # type: ignore[attr-defined]
         torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
-        for name in (
-            "unshard", "unshard_all", "pre_backward", "pre_backward_all", "on_grad_ready",
-            "on_grads_ready",
-        ):  # fmt: skip
+        for name in ("unshard", "pre_backward", "on_grad_ready"):
             around(ChunkWeights, name, before=lambda *_: self.hop())
+        for name in ("unshard_all", "pre_backward_all", "on_grads_ready"):
+            around(ISPCommunicator, name, before=lambda *_: self.hop())
         self._watch_collectives()
         self._watch_slots()
         self._watch_gradients()
@@ -125,7 +124,7 @@ class Racing:
                     used(weight)
 
         around(ChunkWeights, "pre_backward", after=lambda c, weight: backward(c, [weight]))
-        around(ChunkWeights, "pre_backward_all", after=backward)
+        around(ISPCommunicator, "pre_backward_all", after=backward)
         around(
             quantize.Quantizer, "dequantize",
             before=lambda _, weight: self.require("AG", weight.name, "dequantization"),
