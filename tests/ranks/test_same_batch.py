@@ -42,6 +42,14 @@ def given(kind: str, rank: int, ring: int) -> SequenceLayout:
     return SequenceLayout.create(ids(0), balance=balance, **place)
 
 
+def linear_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if hasattr(module, "in_features")]
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("on both ranks")
+
+
 def loss(model: Any, layout: SequenceLayout) -> Tensor:
     found: Tensor = model(layout.input_ids, layout=layout, labels=layout.labels)[0]
     return found
@@ -92,6 +100,12 @@ def test_a_later_batch_that_differs_fails_its_own_backward_and_is_in_no_step(
         loss(plain, SequenceLayout.create(ids(number))).backward()
         alone.step()
         alone.zero_grad()
+    # The reply to a forward that has raised on all ranks is dropped with it.
+    broken = next(iter(linear_layers(model))).register_forward_pre_hook(fail)
+    raises(RuntimeError, lambda: loss(model, given("values", rank, ring)), "on both ranks")
+    broken.remove()
+    loss(model, SequenceLayout.create(ids(6), rank=rank, size=2, ring=ring)).backward()
+    optimizer.zero_grad()
     with torch.no_grad():  # without a backward the next forward reads the reply
         loss(model, given("values", rank, ring))
         mine = SequenceLayout.create(ids(5), rank=rank, size=2, ring=ring)
