@@ -64,7 +64,7 @@ class Consensus:
                 never call it, because it waits elsewhere for this rank: then the process groups
                 are aborted.
         """
-        assert self._guard is not None, "it watches whoever waits for others between passes"
+        assert self._guard is not None, "it watches waits between passes"
         store, call, number = self._store, f"{self._name}/{topic}", self._rounds[topic]
         found: dict[int, str] = {}
         with self._guard.waits_in_store(text, self._ranks, call, number):

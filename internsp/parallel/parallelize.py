@@ -84,7 +84,8 @@ def parallelize(
         if not isinstance(value, wanted):
             raise TypeError(
                 f"parallelize() was given a {type(value).__name__} in the place of a "
-                f"{wanted.__name__}: call parallelize(model, mesh, WeightParallelConfig(...)); "
+                f"{wanted.__name__}: call parallelize(model, mesh, WeightParallelConfig(...), "
+                "sequence = SequenceConfig(...)); "
                 "ParallelMesh.from_device_mesh makes a mesh of torch's DeviceMesh"
             )
     if communicator is not None and not isinstance(communicator, WPCommunicator):

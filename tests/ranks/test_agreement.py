@@ -433,3 +433,18 @@ def test_every_single_pattern_must_match_something(rank: int, key: str) -> None:
     wrong = (*right, "nowhere")
     refused(rank, tiny(), StructureError, "nowhere", "candidates", "w", mesh=mesh,
             **{key: wrong})  # fmt: skip
+
+
+@ranks(2)
+def test_an_error_while_parts_are_made_leaves_the_model_as_it_was() -> None:
+    def no_link(*_: Any) -> Any:
+        raise RuntimeError("no link")
+
+    mesh, model = mesh_of(2), Tiny()
+    held = dict(model.named_parameters())
+    config = WeightParallelConfig(min_shard_elements=1)
+    raises(RuntimeError, lambda: parallelize(model, mesh, config, collectives=no_link), "no link")
+    assert all(p is held[name] for name, p in model.named_parameters())
+    assert not any(hasattr(p, "replaced") for p in held.values())
+    parallelize(model, mesh, config)
+    assert all(p is not held[name] for name, p in model.named_parameters())
