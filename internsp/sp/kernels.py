@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -238,15 +239,18 @@ class VarlenKernel(_PackedKernel):
     install = "torch.nn.attention.varlen is missing; pip install 'torch>=2.11' (a CUDA build)"
 
     def function(self) -> tuple[Callable[..., Any], int] | None:
-        """``varlen_attn``, with 1 as its version; None where torch has no such function."""
+        """``varlen_attn``, and 2 as its version if it has ``enable_gqa``, 1 if it is older; None
+        where torch has no such function."""
         function = _import("torch.nn.attention.varlen", "varlen_attn")
-        return None if function is None else (function, 1)
+        return None if function is None else (function, 1 + _takes(function, "enable_gqa"))
 
     def run(self, function: Callable[..., Any], version: int, arguments: dict[str, Any]) -> Any:
         """``varlen_attn`` takes a causal mask as a right window of 0."""
         window = arguments["window"]
         left = -1 if window is None else window - 1
         q, k = arguments["q"], arguments["k"]
+        # torch 2.11 takes grouped heads without being told.
+        grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if version > 1 else {}
         return function(
             q,
             k,
@@ -257,8 +261,14 @@ class VarlenKernel(_PackedKernel):
             arguments["longest"],
             scale=arguments["scale"],
             window_size=(left, 0 if arguments["causal"] else left),
-            enable_gqa=q.shape[1] != k.shape[1],
+            **grouped,
         )
+
+
+@functools.cache
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether ``function`` has a parameter of this name; cached, since each call asks."""
+    return name in inspect.signature(function).parameters
 
 
 def _import(module: str, name: str) -> Callable[..., Any] | None:

@@ -88,7 +88,7 @@ def _packed_reference(
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 2])
-@pytest.mark.parametrize("version", [2, 3, 4, "varlen"])
+@pytest.mark.parametrize("version", [2, 3, 4, "varlen", "varlen of torch 2.11"])
 def test_variable_length_kernels_are_told_the_same_mask(
     monkeypatch: pytest.MonkeyPatch, version: int | str, window: int | None, causal: bool
 ) -> None:
@@ -105,27 +105,33 @@ def test_variable_length_kernels_are_told_the_same_mask(
         return (out, None) if version == 4 else out
 
     def varlen(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any, **told: Any
-    ):
-        assert told["enable_gqa"]
-        assert rest == (6, 6)
-        return _packed_reference(q, k, v, cu_q, told["window_size"])
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any,
+        scale: float, window_size: tuple[int, int], enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        assert enable_gqa
+        return older_varlen(q, k, v, cu_q, cu_k, *rest, scale=scale, window_size=window_size)
+
+    def older_varlen(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any,
+        scale: float, window_size: tuple[int, int],
+    ) -> Tensor:  # fmt: skip
+        assert (*rest, scale) == (6, 6, 0.5)
+        return _packed_reference(q, k, v, cu_q, window_size)
 
     for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, None)
     module = types.ModuleType("stand_in")
     module.flash_attn_varlen_func = flash  # type: ignore[attr-defined]
-    module.varlen_attn = varlen  # type: ignore[attr-defined]
+    module.varlen_attn = varlen if version == "varlen" else older_varlen  # type: ignore[attr-defined]
     where = {
         2: "flash_attn",
         3: "flash_attn_interface",
         4: "flash_attn.cute",
-        "varlen": "torch.nn.attention.varlen",
     }
-    monkeypatch.setitem(sys.modules, where[version], module)
+    monkeypatch.setitem(sys.modules, where.get(version, "torch.nn.attention.varlen"), module)
     if version == 4:
         monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
-    kernel = kernels.VarlenKernel() if version == "varlen" else kernels.FlashKernel()
+    kernel = kernels.FlashKernel() if version in where else kernels.VarlenKernel()
     torch.manual_seed(0)
     q = torch.randn(2, 6, 4, 4, dtype=torch.float64)
     k, v = torch.randn(2, 2, 6, 2, 4, dtype=torch.float64).unbind()
