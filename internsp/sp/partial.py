@@ -48,8 +48,9 @@ class Band:
     def window_sides(self, n: int, m: int) -> tuple[int, int]:
         """The left and right window sizes for flash attention with ``n`` queries and ``m`` keys.
 
-        Flash attention counts both from key ``i + m - n`` for query ``i``. Neither is negative,
-        since the first query and the last query see a key at the far end.
+        Flash attention counts both from key ``i + m - n`` for query ``i``, and takes a side as long
+        as the keys for no limit: in a call of :func:`internsp.sp.ranges.kernel_calls` it is none.
+        Neither is negative, since the first query and the last query see a key at the far end.
         """
         shift = m - n - self.distance
         right = 0 if self.causal else self.window - 1

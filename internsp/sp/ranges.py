@@ -83,15 +83,13 @@ def _row_calls(
     for at, query in query_pieces:
         row_calls: list[KernelCall] = []
         for key_offset, key in keys_by_document.get(bisect_right(ends, query[0]), ()):
-            call = _make_call(row, at, query, key_offset, key, spec)
-            if call is None:
-                continue
-            before = row_calls[-1] if row_calls else None
-            if before is not None and _adjacent(before, call):
-                joined = before.k[0], call.k[1]
-                row_calls[-1] = KernelCall(row, call.q, joined, FULL, before.distance)
-            else:
-                row_calls.append(call)
+            for call in _piece_calls(row, at, query, key_offset, key, spec):
+                before = row_calls[-1] if row_calls else None
+                if before is not None and _adjacent(before, call):
+                    joined = before.k[0], call.k[1]
+                    row_calls[-1] = KernelCall(row, call.q, joined, FULL, before.distance)
+                else:
+                    row_calls.append(call)
         yield from row_calls
 
 
@@ -102,31 +100,43 @@ def _adjacent(before: KernelCall, call: KernelCall) -> bool:
     )  # fmt: skip
 
 
-def _make_call(
+def _piece_calls(
     row: int, at: int, query: Span, key_offset: int, key: Span, spec: MaskSpec
-) -> KernelCall | None:
-    """The call for a piece of queries and a piece of keys, which are equal or disjoint; or None."""
+) -> Iterator[KernelCall]:
+    """The calls for a piece of queries and a piece of keys, which are equal or disjoint."""
     (qa, qb), (ka, kb), window = query, key, spec.window
+
+    def call(first: int, last: int, kind: str) -> KernelCall:
+        """Of the queries ``[first, last)`` over the keys ``[ka, kb)``."""
+        q = (at + first - query[0], at + last - query[0])
+        k = (key_offset + ka - key[0], key_offset + kb - key[0])
+        return KernelCall(row, q, k, kind, first - ka)
+
     if query == key:
-        size = qb - qa
         kind = CAUSAL if spec.causal else FULL
-        if window is not None and window < size:
-            kind = BAND
-        return KernelCall(row, (at, at + size), (key_offset, key_offset + size), kind, 0)
+        yield call(qa, qb, kind if window is None or window >= qb - qa else BAND)
+        return
     behind = ka >= qb
     if behind and spec.causal:
-        return None
-    if window is not None:  # drop queries that see no key of the piece, and keys that no query sees
-        if behind:
-            qa, kb = max(qa, ka - window + 1), min(kb, qb - 1 + window)
-        else:
-            qb, ka = min(qb, kb - 1 + window), max(ka, qa - window + 1)
-        if qa >= qb or ka >= kb:
-            return None
-    max_distance = kb - 1 - qa if behind else qb - 1 - ka
-    kind = FULL if window is None or max_distance < window else BAND
-    q = (at + qa - query[0], at + qb - query[0])
-    return KernelCall(row, q, (key_offset + ka - key[0], key_offset + kb - key[0]), kind, qa - ka)
+        return
+    if window is None:
+        yield call(qa, qb, FULL)
+    elif behind:
+        # Without queries that see no key of the piece, and keys that no query sees. A query from
+        # ``near`` on sees all that are left, and has a call without a mask: flash attention takes
+        # a right side of a window as long as the keys for no limit, which only holds where no
+        # query, counted from the end, is further from the last key.
+        qa, kb = max(qa, ka - window + 1), min(kb, qb - 1 + window)
+        # The last query of a band sees all keys, too, so that its right side is 0.
+        near = qa if kb - window <= qa else kb - window + 1
+        if qa < near and ka < kb:
+            yield call(qa, near, BAND)
+        if near < qb and ka < kb:
+            yield call(near, qb, FULL)
+    else:
+        qb, ka = min(qb, kb - 1 + window), max(ka, qa - window + 1)
+        if qa < qb and ka < kb:
+            yield call(qa, qb, FULL if qb - 1 - ka < window else BAND)
 
 
 def _split_at(ranges: Ranges, edges: Sequence[int]) -> list[tuple[int, Span]]:

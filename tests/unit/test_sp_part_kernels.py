@@ -19,7 +19,8 @@ ROWS, HEADS, KV, D, SCALE = 2, 4, 2, 8, 0.3
 
 class Flash:
     """``aten::_flash_attention_forward`` and ``_backward`` on CUDA, written out: variable lengths,
-    windows counted from the key that stands at the end, keys and values in groups.
+    windows counted from the key that stands at the end, without a limit from the number of keys on,
+    keys and values in groups.
 
     Each call is first made with tensors without memory, by torch's own operator, which refuses a
     wrong argument.
@@ -32,6 +33,8 @@ class Flash:
         self, q0: int, q1: int, k0: int, k1: int, causal: bool, left: int, right: int
     ) -> Tensor:
         n, m = q1 - q0, k1 - k0
+        # As the kernel reads them: a side as long as the keys is without a limit.
+        left, right = (side if side < m else -1 for side in (left, right))
         ahead = torch.arange(m)[None, :] - torch.arange(n)[:, None] - (m - n)
         seen = torch.ones(n, m, dtype=torch.bool)
         if left >= 0:
@@ -124,7 +127,8 @@ CASES = {
     "a window to both sides": (7, 7, False, Band(3, False, 0)),
     "keys before": (4, 6, False, Band(7, True, 8)),
     "keys before, to both sides": (4, 6, False, Band(7, False, 8)),
-    "keys behind": (6, 3, False, Band(8, False, -7)),
+    "keys behind": (3, 3, False, Band(8, False, -7)),
+    "more keys behind than queries": (2, 3, False, Band(4, False, -2)),
 }
 
 

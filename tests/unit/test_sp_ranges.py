@@ -19,6 +19,7 @@ from internsp.sp.dispatch import (
     ring_ranges,
 )
 from internsp.sp.heads import Span
+from internsp.sp.partial import Band
 from internsp.sp.ranges import (
     BAND,
     CAUSAL,
@@ -78,6 +79,18 @@ def pairs_of(part: KernelCall, spec: MaskSpec) -> list[tuple[int, int]]:
     return found
 
 
+def read_by_flash(part: KernelCall, spec: MaskSpec) -> list[tuple[int, int]]:
+    """The pairs of a band as flash attention takes them: sides are counted from the key that stands
+    at the end, and one as long as the keys has no limit."""
+    (a, b), (c, d) = part.q, part.k
+    band = Band(spec.window or 0, spec.causal, part.distance)
+    left, right = (s if s < d - c else 99 for s in band.window_sides(b - a, d - c))
+    return [
+        (i, j) for i in range(a, b) for j in range(c, d)
+        if -left <= (j - c) - (i - a) - (d - c) + (b - a) <= right
+    ]  # fmt: skip
+
+
 def positions(spans: Ranges) -> set[int]:
     return {position for span in spans for position in range(*span)}
 
@@ -92,6 +105,8 @@ def test_parts_are_the_pairs_that_are_seen_each_once() -> None:
                     here = {i for i, _ in pairs_of(part, spec)}
                     assert here == set(range(*part.q)), "a kernel needs a key for every query"
                     assert part.kind in (FULL, CAUSAL, BAND)
+                    if part.kind == BAND:
+                        assert read_by_flash(part, spec) == pairs_of(part, spec)
                 for row in range(len(spec.documents)):
                     pairs = [x for p in found if p.row in (-1, row) for x in pairs_of(p, spec)]
                     assert len(pairs) == len(set(pairs))
