@@ -70,6 +70,16 @@ class Turns:
         self._users = {stream}  # to wait for this stream is now to wait for all of them
 
 
+def copy_to(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` on ``device``; a copy from the host is queued, and the host goes on.
+
+    It leaves from pinned memory, which torch frees when the copy is done: from other memory the
+    host would wait for all work that is queued before it.
+    """
+    queued = tensor.device.type == HOST and has_streams(torch.device(device))
+    return (tensor.pin_memory() if queued else tensor).to(device, non_blocking=queued)
+
+
 def default_device_type() -> str:
     """The device type of this machine's accelerator; ``"cpu"`` if torch finds none."""
     found = torch.accelerator.current_accelerator(check_available=True)

@@ -175,7 +175,9 @@ class _PackedKernel:
         batch, length = q.shape[:2]
         documents = mask.documents
         if documents is None:
-            documents = Documents.create([(0,)] * batch, length, q.device)
+            cu_seqlens, longest = row_starts(batch, length, q.device), length
+        else:
+            cu_seqlens, longest = documents.cu_seqlens.to(q.device), documents.longest
         found = self.function()
         assert found is not None, "a kernel is called only after missing() returned None"
         out = self.run(
@@ -184,8 +186,8 @@ class _PackedKernel:
                 "q": q.flatten(0, 1),
                 "k": k.flatten(0, 1),
                 "v": v.flatten(0, 1),
-                "cu_seqlens": documents.cu_seqlens.to(q.device),
-                "longest": documents.longest,
+                "cu_seqlens": cu_seqlens,
+                "longest": longest,
                 "causal": mask.causal,
                 "window": mask.window,
                 "scale": scale,
@@ -263,6 +265,12 @@ class VarlenKernel(_PackedKernel):
             window_size=(left, 0 if arguments["causal"] else left),
             **grouped,
         )
+
+
+def row_starts(rows: int, length: int, device: torch.device) -> Tensor:
+    """Starts of rows that lie one after another, and the end: ``[rows + 1]`` int32, made on the
+    device, so that the host does not wait for a copy."""
+    return torch.arange(0, (rows + 1) * length, max(length, 1), dtype=torch.int32, device=device)
 
 
 @functools.cache

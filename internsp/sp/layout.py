@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from internsp.base.accelerator import copy_to
 from internsp.errors import LayoutError
 from internsp.mesh.sequence import SequenceAxes
 from internsp.sp.dispatch import gathered_indices, rank_ranges
@@ -43,7 +44,7 @@ class Documents:
 
     @classmethod
     def create(
-        cls, starts: Sequence[Sequence[int]], length: int, device: torch.device | str | None = None
+        cls, starts: Sequence[Sequence[int]], length: int, device: torch.device | str = "cpu"
     ) -> Documents:
         """Make it from the starts of the documents of each row, 0 included.
 
@@ -61,7 +62,7 @@ class Documents:
             rows.append(tuple(b - a for a, b in pairwise(edges)))
         flat = [size for sizes in rows for size in sizes]
         ends = torch.tensor([0, *flat], dtype=torch.int64).cumsum(0).to(torch.int32)
-        return cls(tuple(rows), length, ends.to(device), max(flat))
+        return cls(tuple(rows), length, copy_to(device, ends), max(flat))
 
     @property
     def one_per_row(self) -> bool:
@@ -75,7 +76,7 @@ class Documents:
 
     def to(self, device: torch.device | str) -> Documents:
         """The same documents, with ``cu_seqlens`` on ``device``."""
-        return replace(self, cu_seqlens=self.cu_seqlens.to(device))
+        return replace(self, cu_seqlens=copy_to(device, self.cu_seqlens))
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,12 +237,12 @@ class SequenceLayout:
         """The same layout with its tensors on ``device``."""
         return replace(
             self,
-            input_ids=self.input_ids.to(device),
-            all_ids=self.all_ids.to(device),
-            positions=self.positions.to(device),
-            labels=self.labels.to(device),
+            input_ids=copy_to(device, self.input_ids),
+            all_ids=copy_to(device, self.all_ids),
+            positions=copy_to(device, self.positions),
+            labels=copy_to(device, self.labels),
             documents=self.documents.to(device),
-            row_keys=None if self.row_keys is None else self.row_keys.to(device),
+            row_keys=None if self.row_keys is None else copy_to(device, self.row_keys),
         )
 
 

@@ -8,13 +8,12 @@ the contribution of its keys to the gradients (arXiv 2310.01889).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from internsp.sp.kernels import group_size
+from internsp.sp.kernels import group_size, row_starts
 from internsp.sp.ranges import BAND, CAUSAL, KernelCall, MaskSpec
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -151,13 +150,7 @@ def _unpacked(x: Tensor, like: Tensor) -> Tensor:
 def _lengths(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Starts of the rows of queries and of keys, and the lengths of both."""
     rows, n, m = q.shape[0], q.shape[2], k.shape[2]
-    return _starts(rows, n, q.device), _starts(rows, m, q.device), n, m
-
-
-@lru_cache(maxsize=256)
-def _starts(rows: int, length: int, device: torch.device) -> Tensor:
-    """Starts of the rows, ``[rows + 1]`` int32; cached, since making it copies to the device."""
-    return torch.arange(0, (rows + 1) * length, max(length, 1), dtype=torch.int32, device=device)
+    return row_starts(rows, n, q.device), row_starts(rows, m, q.device), n, m
 
 
 def _window_arguments(q: Tensor, k: Tensor, band: Band | None) -> dict[str, int]:

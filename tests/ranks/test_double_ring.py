@@ -88,7 +88,7 @@ def test_blocks_go_round_both_rings_and_as_many_bytes_as_planned(rank: int) -> N
     session.trace.enabled = True
     ids = torch.randint(0, 200, (2, 32), generator=torch.Generator().manual_seed(0))
     layout = SequenceLayout.create(ids, rank=rank, size=4, ring=4, balance="zigzag")
-    StepRunner(session)._passes.train([layout], float(layout.total_valid_tokens))
+    StepRunner(session)._passes.train([layout], torch.tensor(layout.total_valid_tokens))
     for attend in attends:
         assert attend.rings is not None
         (ring,) = attend.rings._rings.values()

@@ -262,7 +262,7 @@ def test_of_a_sequence_longer_than_a_ranks_share_only_token_ids_are_whole_on_a_r
     batch = session.source.train_batch(0)
     with _Sizes() as sizes:
         layout = runner._layout(batch)
-        runner._passes.train([layout], float(layout.total_valid_tokens))
+        runner._passes.train([layout], torch.tensor(layout.total_valid_tokens))
     assert len(sizes.made) > 500, "forward and backward were seen"
     for name, made in sizes.made:
         if made.is_floating_point():

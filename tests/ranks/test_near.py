@@ -136,7 +136,7 @@ def test_what_travels_in_a_step_is_what_the_plan_says(rank: int, near: str, mode
     session.trace.enabled = True
     ids = torch.randint(0, 200, (2, 32), generator=torch.Generator().manual_seed(0))
     layout = SequenceLayout.create(ids, rank=rank, size=4, ring=2, near=near)
-    StepRunner(session)._passes.train([layout], float(layout.total_valid_tokens))
+    StepRunner(session)._passes.train([layout], torch.tensor(layout.total_valid_tokens))
     received = Counter[str]()
     for event in session.trace.events:
         if event.kind in ("A2A", "RING"):

@@ -34,15 +34,16 @@ def test_sums_are_of_each_pass_and_losses_divided_by_all_tokens_and_scaled() -> 
     pipeline = _Pipeline()
     session: Any = SimpleNamespace(
         pipeline=pipeline,
+        mesh=SimpleNamespace(device=torch.device("cpu")),
         optimizer=SimpleNamespace(scale=lambda loss: loss * 8),  # of fp16
         config=SimpleNamespace(train=SimpleNamespace(loss_chunk=77)),
     )
     passes = PipelinedStep(session)
     layouts: Any = [SimpleNamespace(input_ids=None, labels=None) for _ in range(3)]
-    assert passes.train(layouts, 4.0) == 6
+    assert passes.train(layouts, torch.tensor(4.0, dtype=torch.float64)) == 6
     assert pipeline.losses == [2, 4, 6]
     assert pipeline.options == [77] * 3
     assert passes.evaluate(layouts[:2]) == 3
     assert pipeline.losses[3:] == [8, 16], "hooks see an evaluation's sums"
-    assert passes.train(layouts[:1], 2.0) == 1
+    assert passes.train(layouts[:1], torch.tensor(2.0, dtype=torch.float64)) == 1
     assert pipeline.losses[-1] == 4

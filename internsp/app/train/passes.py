@@ -22,14 +22,17 @@ class PlainStep:
     def __init__(self, session: Session) -> None:
         self.session = session
 
-    def train(self, layouts: Sequence[SequenceLayout], divisor: float) -> float:
-        """Run forward and backward of all micro-batches; returns this rank's sum of token losses.
+    def train(self, layouts: Sequence[SequenceLayout], divisor: Tensor) -> Tensor:
+        """Run forward and backward of all micro-batches.
 
         Args:
             layouts: one for each micro-batch.
-            divisor: valid tokens of the step over all ranks (design.md 6).
+            divisor: valid tokens of the step over all ranks (design.md 6), without dimensions.
+
+        Returns:
+            This rank's sum of token losses: on the device, like ``divisor``, in fp64 and without
+            dimensions, since reading a value would make the host wait for all that it has queued.
         """
-        # Summed on the device: reading a loss would block before the next micro-batch is queued.
         total = torch.zeros((), dtype=torch.float64, device=self.session.mesh.device)
         communicator = self.session.communicators[0]
         full = communicator.queue.passes.order.policy.accumulate_whole
@@ -41,21 +44,21 @@ class PlainStep:
                     total += self._micro_batch(number, layout, divisor)
         for hook in self.session.hooks:
             hook.after_last_micro_batch(ComputeAction(0, 0, -1))
-        return float(total)
+        return total
 
-    def evaluate(self, layouts: Sequence[SequenceLayout]) -> float:
-        """Run forward only; returns this rank's sum of token losses."""
-        total = 0.0
+    def evaluate(self, layouts: Sequence[SequenceLayout]) -> Tensor:
+        """Run forward only; returns this rank's sum of token losses as :meth:`train` does."""
+        total = torch.zeros((), dtype=torch.float64, device=self.session.mesh.device)
+        one = torch.ones_like(total)
         with self.session.communicators[0].unchanged():
             for number, layout in enumerate(layouts):
-                output, _ = self._forward(ComputeAction(0, 0, number), layout, 1.0)
-                total += float(output)
+                total += self._forward(ComputeAction(0, 0, number), layout, one)[0]
         for hook in self.session.hooks:
             hook.after_last_micro_batch(ComputeAction(0, 0, -1))
         return total
 
     def _forward(
-        self, action: ComputeAction, layout: SequenceLayout, divisor: float
+        self, action: ComputeAction, layout: SequenceLayout, divisor: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Run one forward; returns the sum of token losses, and the value backward starts from."""
         session = self.session
@@ -66,12 +69,12 @@ class PlainStep:
             hook.after_forward(action, output)
         for hook in session.hooks:
             hook.before_criterion(action, output)
-        loss = session.optimizer.scale(output / divisor)
+        loss = session.optimizer.scale(_quotient(output, divisor))
         for hook in session.hooks:
             hook.after_criterion(action, loss)
         return output, loss
 
-    def _micro_batch(self, number: int, layout: SequenceLayout, divisor: float) -> Tensor:
+    def _micro_batch(self, number: int, layout: SequenceLayout, divisor: Tensor) -> Tensor:
         session = self.session
         begin = session.trace.now()
         output, loss = self._forward(ComputeAction(0, 0, number), layout, divisor)
@@ -107,24 +110,24 @@ class PipelinedStep:
         self.session = session
         self.pipeline = session.pipeline
         self.pipeline.criterion = self._criterion
-        self._divisor = 1.0
-        self._sums: list[Tensor] = []
+        self._divisor = torch.ones((), dtype=torch.float64, device=session.mesh.device)
+        self._total = torch.zeros_like(self._divisor)
 
-    def train(self, layouts: Sequence[SequenceLayout], divisor: float) -> float:
+    def train(self, layouts: Sequence[SequenceLayout], divisor: Tensor) -> Tensor:
         """See :meth:`PlainStep.train`; returns zero except on the last stage."""
-        self._divisor, self._sums = divisor, []
+        self._divisor, self._total = divisor, torch.zeros_like(divisor)
         self.pipeline.step(self._batches(layouts))
-        return float(sum(self._sums))
+        return self._total
 
-    def evaluate(self, layouts: Sequence[SequenceLayout]) -> float:
+    def evaluate(self, layouts: Sequence[SequenceLayout]) -> Tensor:
         """See :meth:`PlainStep.evaluate`; returns zero except on the last stage."""
-        self._divisor, self._sums = 1.0, []
+        self._divisor, self._total = torch.ones_like(self._divisor), torch.zeros_like(self._divisor)
         self.pipeline.evaluate(self._batches(layouts))
-        return float(sum(self._sums))
+        return self._total
 
     def _criterion(self, output: Tensor, batch: MicroBatch) -> Tensor:
-        self._sums.append(output.detach().double())
-        return self.session.optimizer.scale(output / self._divisor)
+        self._total += output.detach()
+        return self.session.optimizer.scale(_quotient(output, self._divisor))
 
     def _batches(self, layouts: Sequence[SequenceLayout]) -> list[MicroBatch]:
         chunk = self.session.config.train.loss_chunk
@@ -132,3 +135,9 @@ class PipelinedStep:
             MicroBatch((at.input_ids,), {"layout": at, "labels": at.labels, "loss_chunk": chunk})
             for at in layouts
         ]
+
+
+def _quotient(total: Tensor, divisor: Tensor) -> Tensor:
+    """``total / divisor`` in the dtype of ``total``; computed in fp32 at least, as a number is."""
+    wide = torch.promote_types(total.dtype, torch.float32)
+    return (total.to(wide) / divisor.to(wide)).to(total.dtype)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from internsp.app.data.batches import Batch, DataSource
 from internsp.app.process.stop import StopRequest
@@ -81,21 +82,23 @@ class StepRunner:
         batches = [(session.source.batch(own), own) for own in rows.micro_batches]
         layouts = [self._layout(batch, own) for batch, own in batches]
         self.micro_batches = len(layouts)
-        valid = sum(layout.valid_tokens for layout in layouts)
-        (tokens,) = self._sum(float(valid))
+        valid = float(sum(layout.valid_tokens for layout in layouts))
+        lr = session.rate
+        # The host reads this sum after it has queued forward and backward.
+        count = self._sum(valid)[0]
+        loss = self._passes.train(layouts, count.clamp(min=1))
+        tokens = float(count)
         if not tokens:  # the same on every rank
             raise ConfigError(
                 f"step {number + 1}: no token of the batch has a next one in its own document and "
                 "sequence, so there is nothing to learn: raise data.sequence_length or "
                 "train.global_batch, or set data.pack = false"
             )
-        lr = session.rate
-        loss = self._passes.train(layouts, tokens)
         norm = session.step()
         saves = stop.saves
         total, stops, save, saved = self._sum(
             loss, float(stop.requested), float(saves > self._saves), saved, stages=True
-        )
+        ).tolist()
         self._saves = saves
         seconds = time.perf_counter() - start
         self._check_order(len(layouts))
@@ -139,7 +142,7 @@ class StepRunner:
     @torch.no_grad()
     def _mean_loss(self, batches_of: Callable[..., Iterator[Batch]]) -> float | None:
         train = self.session.config.train
-        total, count = 0.0, 0
+        total, count = torch.zeros((), dtype=torch.float64, device=self.session.mesh.device), 0
         rows = [micro_batch(i, train, self.session.mesh) for i in range(train.micro_batches)]
         parts = [batches_of(train.eval_batches, rows=r) for r in rows]
         self._set_training(training=False)
@@ -150,8 +153,7 @@ class StepRunner:
                 count += sum(layout.valid_tokens for layout in layouts)
         finally:
             self._set_training(training=True)
-        (loss_sum,) = self._sum(total, stages=True)
-        (tokens,) = self._sum(float(count))
+        loss_sum, tokens = float(self._sum(total, stages=True)), float(self._sum(float(count)))
         return loss_sum / tokens if tokens else None
 
     def _flops(self, tokens_per_second: float) -> dict[str, float]:
@@ -195,13 +197,18 @@ class StepRunner:
         )  # fmt: skip
         return layout.to(mesh.device)
 
-    def _sum(self, *values: float, stages: bool = False) -> list[float]:
-        """Sum over the ranks of this stage, in fp64; with ``stages``, over all stages, too."""
+    def _sum(self, *values: float | Tensor, stages: bool = False) -> Tensor:
+        """Sums over the ranks of this stage, fp64 on the device; with ``stages``, over all stages,
+        too. The host waits for none of them, and not for a value on the device."""
         mesh = self.session.mesh
-        tensor = torch.tensor(values, dtype=torch.float64, device=mesh.device)
+        numbers = [0.0 if isinstance(value, Tensor) else value for value in values]
+        tensor = accelerator.copy_to(mesh.device, torch.tensor(numbers, dtype=torch.float64))
+        for at, value in enumerate(values):
+            if isinstance(value, Tensor):
+                tensor[at] = value
         for group in (mesh.stage_group, mesh.pipeline_group)[: 1 + stages]:
             dist.all_reduce(tensor, group=group)
-        return tensor.tolist()
+        return tensor
 
     def _check_order(self, micro_batches: int) -> None:
         """WP-2: compare the first traced step's collectives with the plan, on every rank."""

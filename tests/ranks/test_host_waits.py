@@ -1,0 +1,107 @@
+"""What makes the host wait for a device: the lines that read a tensor's value in one step."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import internsp
+from internsp.app.process.stop import StopRequest
+from internsp.app.train.step import StepRunner
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from tests.ranks.test_train import config
+from tests.support.models import VOCABULARY, Tiny
+from tests.support.ranks import ranks
+
+ROOT = Path(internsp.__file__).parent
+READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__")
+
+
+@contextmanager
+def reads() -> Iterator[Counter[str]]:
+    """Counts reads of tensors' values, by the file and function of this project that makes them."""
+    found: Counter[str] = Counter()
+
+    def counted(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            frame: Any = sys._getframe(1)
+            while frame and not frame.f_code.co_filename.startswith(f"{ROOT}/"):
+                frame = frame.f_back
+            if frame is not None:
+                file = Path(frame.f_code.co_filename).relative_to(ROOT)
+                found[f"{file}: {frame.f_code.co_name}"] += 1
+            return read(tensor, *args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in READS:
+            patch.setattr(Tensor, name, counted(name, getattr(Tensor, name)))
+        yield found
+
+# Of one step with a ZeroOptimizer: the norm decides whether gradients are finite and how far they
+# are clipped.
+ZERO = {"optim/zero.py: _step_together": 1}
+# These lie on the host: the inner optimizer's counts of steps, and a batch before it is copied.
+HOST = {
+    "optim/bucket.py: step", "optim/streamed.py: step", "sp/layout.py: total",
+    "sp/layout.py: create",
+}  # fmt: skip
+# The tokens of the step, before the weights change, and all figures together at its end.
+TRAINER = {**ZERO, "app/train/step.py: step": 2}
+
+
+def waits(step: Callable[[], object]) -> dict[str, int]:
+    with reads() as found:
+        step()
+    return {line: count for line, count in found.items() if line not in HOST}
+
+
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "defaults": ({}, {}),
+    "every weight alone, two ahead": ({"coalesce_bytes": 0, "prefetch_depth": 2}, {}),
+    "offload": ({"offload": ("weights", "optimizer")}, {"mode": "full", "offload": "all"}),
+    "quantized": ({"quantize": "int8", "coalesce_bytes": 0}, {}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@ranks(2)
+def test_a_step_reads_no_value_but_the_norm(form: str) -> None:
+    weights, checkpoint = FORMS[form]
+    mesh = internsp.ParallelMesh.create(weight=2, device_type="cpu")
+    torch.manual_seed(0)
+    model = Tiny()
+    communicator = internsp.parallelize(
+        model,
+        mesh,
+        WeightParallelConfig(**{"min_shard_elements": 1, **weights}),
+        activation_checkpoint=ActivationCheckpointConfig(**(checkpoint or {"mode": "none"})),
+    )
+    zero = internsp.ZeroOptimizer(communicator, torch.optim.AdamW, lr=1e-3, max_grad_norm=1.0)
+    ids = torch.randint(VOCABULARY, (2, 3))
+
+    def backward() -> None:
+        model(ids, labels=ids).backward()
+
+    for _ in range(2):
+        backward()
+        zero.step()
+        zero.zero_grad()
+    found = {**waits(backward), **waits(zero.step)}
+    assert found == ZERO, found
+
+
+def test_a_step_of_a_run_reads_its_tokens_its_norm_and_its_figures(tmp_path: Path) -> None:
+    with internsp.Trainer(config(train={"steps": 4}), output=tmp_path / "run") as trainer:
+        runner = StepRunner(trainer._session)
+        runner.step(0, StopRequest())
+        assert waits(lambda: runner.step(1, StopRequest())) == TRAINER
