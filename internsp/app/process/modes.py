@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from internsp.base import accelerator
 from internsp.errors import ConfigError
@@ -76,6 +77,7 @@ class Profiles:
         self._steps, self._memory, self._folder, self._rank = steps, memory, folder, rank
         self._device = device
         self._profiler: Any = None
+        self._recording = ExitStack()
 
     def before_step(self, step: int) -> None:
         """Start the profiler if ``step`` (from 1), which begins now, is the first chosen one."""
@@ -86,6 +88,9 @@ class Profiles:
             kinds.append(getattr(torch.profiler.ProfilerActivity, self._device.type.upper()))
         self._profiler = torch.profiler.profile(activities=kinds, record_shapes=True)
         if self._memory:
+            # A recomputation that stops early ends by an exception, which torch 2.11 loses while it
+            # records what its unwinding frees ("returned NULL without setting an exception").
+            self._recording.enter_context(set_checkpoint_early_stop(False))
             torch.cuda.memory._record_memory_history()
         self._profiler.start()
 
@@ -108,4 +113,5 @@ class Profiles:
             written.append(self._folder / f"memory-rank{self._rank}.pickle")
             torch.cuda.memory._dump_snapshot(str(written[1]))
             torch.cuda.memory._record_memory_history(enabled=None)
+            self._recording.close()
         return written
