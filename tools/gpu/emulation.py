@@ -117,14 +117,14 @@ def run_memory(options: Options, device: torch.device) -> dict[str, Any]:
     Returns:
         ``predicted``: shards, norms, slots and buffers, computed without measuring the device.
         ``late_allocations``: of pooled buffers after the second step. On a GPU also ``held``, the
-        measured bytes between steps, and ``peak`` next to ``predicted_peak``: those bytes plus the
-        activations of one plain forward.
+        measured bytes between steps, and ``peak`` next to ``predicted_peak``: those bytes plus
+        a shard's gradient each and what a plain pass takes (activations, temporary tensors).
     """
     ranks = options.size("emulated_ranks")
     model, weights = _model(options)
     with process_group("fake", ranks):
         mesh = ParallelMesh.create(weight=ranks, device_type=device.type)
-        activations = _activations(model, weights, device)
+        plain_pass = _pass_bytes(model, weights, device)
         gc.collect()
         before = allocated(device)
         link = make_link(device, Pace())
@@ -152,16 +152,29 @@ def run_memory(options: Options, device: torch.device) -> dict[str, Any]:
         if before is not None and held is not None and peak is not None:
             result["held"] = held - before
             result["peak"] = peak - before
-            result["predicted_peak"] = result["predicted"] + (activations or 0)
+            gradients = sum(p.to_local().nbytes for p in made.model.parameters())
+            result["predicted_peak"] = result["predicted"] + gradients + (plain_pass or 0)
         return result
 
 
-def _activations(model: Sizes, weights: Weights, device: torch.device) -> int | None:
-    """Peak bytes that a plain forward adds; ``None`` on a CPU."""
+def _pass_bytes(model: Sizes, weights: Weights, device: torch.device) -> int | None:
+    """Peak bytes that a plain forward and backward add, where each gradient is dropped as soon as
+    it is there; ``None`` on a CPU."""
     plain = _compute(model, weights, device, 1)
-    plain.seconds(device)
+
+    def drop(parameter: nn.Parameter) -> None:
+        parameter.grad = None
+
+    for parameter in plain.model.parameters():
+        parameter.register_post_accumulate_grad_hook(drop)
+
+    def once() -> None:
+        (plain.model(plain.x, plain.target) * plain.scale).backward()
+        plain.x.grad = None
+
+    once()
     before = allocated(device)
-    peak = peak_of(device, lambda: plain.model(plain.x, plain.target))
+    peak = peak_of(device, once)
     return None if peak is None or before is None else peak - before
 
 
