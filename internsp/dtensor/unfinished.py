@@ -8,6 +8,7 @@ these sums, as they do on one process and under torch's DDP, ``.grad`` must hold
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from internsp.base.autograd import in_backward
+from internsp.dtensor.asked import asked
 from internsp.dtensor.parameter import Member
 from internsp.dtensor.placed import grad_dtype, spec_with_dtype
 from internsp.errors import GradientError
@@ -26,6 +28,28 @@ M = TypeVar("M", bound=Member)
 _aten: Any = torch.ops.aten
 
 
+class _NoValues(Tensor):
+    """The local tensor of an :class:`UnfinishedGradient`, without memory."""
+
+    _of: weakref.ref[UnfinishedGradient]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """What autograd adds in C++ under a torch that does not ask the gradient's class
+        (:mod:`internsp.dtensor.asked`); every other operation raises."""
+        first: Any = args[0] if args else None
+        owner = first._of() if isinstance(first, _NoValues) else None
+        if owner is None:
+            raise GradientError("an unfinished gradient has no values")
+        if func is not _aten.add_.Tensor or owner._on_add is None or not in_backward():
+            raise owner._read_error()
+        owner._on_add(DTensor(args[1], owner._spec, requires_grad=False))
+        return first
+
+
+@asked
 class UnfinishedGradient(DTensor):
     """A gradient without values: it can be set to zero or dropped; every read raises (WP-9).
 
@@ -53,11 +77,14 @@ class UnfinishedGradient(DTensor):
         """
         parameter: Any = member.parameter
         like, dtype = parameter._local_tensor, grad_dtype(parameter)
-        local = torch.zeros((), dtype=dtype, device=like.device).expand(like.shape)
+        local = Tensor._make_wrapper_subclass(
+            _NoValues, like.shape, dtype=dtype, device=like.device
+        )  # type: ignore[attr-defined]
         spec = spec_with_dtype(parameter, dtype)
         made = DTensor.__new__(UnfinishedGradient, local, spec, requires_grad=False)
         made = cast("UnfinishedGradient", made)
         made._message, made._on_zero, made._on_add = message, on_zero, on_add
+        local._of = weakref.ref(made)
         return made
 
     def _read_error(self) -> GradientError:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from internsp.dtensor.asked import asked
 from internsp.dtensor.mixed import raw_grad
 from internsp.dtensor.parameter import ShardParameter
 from internsp.dtensor.unfinished import UnfinishedGradient
@@ -39,6 +40,7 @@ def guard_parameter(member: Member, owner: GradientOwner, rank: int) -> None:
     parameter._member, parameter._owner, parameter._rank = member, owner, rank
 
 
+@asked
 class GuardedParameter(ShardParameter):
     """A model's parameter whose gradient belongs to a :class:`ZeroOptimizer`."""
 

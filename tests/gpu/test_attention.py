@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
 
 from internsp.sp import AttentionMask, Documents
 from internsp.sp.kernels import KERNELS, SdpaKernel
-from internsp.sp.partial import CudaFlash, EagerAttention, choose_lse_kernel
+from internsp.sp.partial import BlockAttention, CudaFlash, EagerAttention, choose_lse_kernel
+from internsp.sp.ranges import kernel_calls
 from tests.unit.test_sp_part_kernels import CASES
+from tests.unit.test_sp_ranges import drawn
 
 CUDA = torch.device("cuda", 0)
 
@@ -63,3 +67,27 @@ def test_packed_documents_are_each_attended_alone(kernel: object, window: int | 
         strict=True,
     ):
         near(a, b)
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_parts_of_a_ring_merge_to_the_formula_over_all_keys(number: int) -> None:
+    drawn_ranges, spec, length = drawn(random.Random(number))
+    held = [ranges for ranges in drawn_ranges if ranges]
+    torch.manual_seed(number)
+    sizes = [(len(spec.documents), length, heads, 64) for heads in (4, 2, 2)]
+    q, k, v = (torch.randn(size, device=CUDA, dtype=torch.bfloat16) for size in sizes)
+    for queries in held:
+        rows = torch.cat([torch.arange(a, b, device=CUDA) for a, b in queries])
+        found = []
+        for kernel in (CudaFlash(), EagerAttention()):
+            parts = BlockAttention(q[:, rows], 64, (0, 0, 1, 1), spec, 0.1)
+            parts.kernel = kernel
+            out = torch.zeros(len(q), len(rows), 4, 64, device=CUDA)
+            lse = torch.full((len(q), 4, len(rows)), -torch.inf, device=CUDA)
+            for keys in held:
+                at = torch.cat([torch.arange(a, b, device=CUDA) for a, b in keys])
+                calls = kernel_calls(queries, keys, spec)
+                parts.forward(out, lse, k[:, at], v[:, at], calls)
+            found += [out, lse]
+        near(found[0], found[2])
+        near(found[1], found[3])
