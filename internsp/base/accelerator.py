@@ -114,13 +114,14 @@ def has_streams(device: torch.device) -> bool:
 
 def current_stream(device: torch.device) -> Callable[[], Any] | None:
     """A function that returns the current stream of ``device``; ``None`` without streams."""
-    return partial(torch.accelerator.current_stream, device) if has_streams(device) else None
+    # By its number: for a device torch looks up this machine's accelerator again in each call.
+    return partial(torch.accelerator.current_stream, device.index) if has_streams(device) else None
 
 
 def timed_event(device: torch.device) -> torch.Event:
     """An event with timing, recorded on the current stream. Does not block."""
     event = torch.Event(device, enable_timing=True)
-    event.record(torch.accelerator.current_stream(device))
+    event.record(torch.accelerator.current_stream(device.index))
     return event
 
 

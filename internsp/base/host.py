@@ -65,7 +65,7 @@ class _EventHandle:
         self._device, self._event = device, stream.record_event()
 
     def wait(self) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
+        torch.accelerator.current_stream(self._device.index).wait_event(self._event)
 
     def synchronize(self) -> None:
         self._event.synchronize()

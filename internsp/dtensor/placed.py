@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from internsp.dtensor.mixed import without_torch_function
 from internsp.errors import LayoutError
 
 _grad_dtype: Any = Tensor.grad_dtype.__get__  # type: ignore[union-attr]
+
+
+def dtensor_over(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """``local``, wherever it lies, as a ``DTensor`` of ``shape``; no copy, no message.
+
+    ``from_local`` copies what lies in host memory to the device of ``mesh``: a parameter of its own
+    beside the offloaded shard.
+    """
+    meta = TensorMeta(torch.Size(shape), strides(tuple(shape)), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), meta)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def dtensor_like(parameter: nn.Parameter, local: Tensor) -> DTensor:

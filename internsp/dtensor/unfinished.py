@@ -117,8 +117,11 @@ class UnfinishedGradient(DTensor):
     ) -> Any:
         first: Any = args[0] if args else None
         if func is _aten._foreach_zero_.default:
-            for gradient in first:
-                gradient.zero_()  # the list may hold real gradients, too
+            for gradient in first:  # the list may hold real gradients, too
+                if isinstance(gradient, UnfinishedGradient):
+                    gradient._on_zero()
+                else:
+                    gradient.zero_()
             return None
         if isinstance(first, UnfinishedGradient):
             if func is _aten.detach.default:  # `.grad.data.zero_()`

@@ -21,7 +21,7 @@ from internsp.dtensor.parameter import (
     detach_aliases,
     make_shard_parameter,
 )
-from internsp.dtensor.placed import dtensor_like, local_values, strides
+from internsp.dtensor.placed import dtensor_like, dtensor_over, local_values
 from internsp.dtensor.tensor_parallel import TensorPart, own_part
 from internsp.errors import LayoutError, StaleWeightError, StructureError
 from internsp.mesh import ParallelMesh, WeightAxis
@@ -89,14 +89,8 @@ class ModelParameter:
     ) -> None:
         """Make the module's parameter: a ``DTensor`` of ``shape`` over ``storage``."""
         self.storage = storage
-        whole = DTensor.from_local(
-            self.local(storage),
-            self.axis.param_mesh,
-            self.axis.placements(placement, self.tensor.placement if self.tensor else None),
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=strides(tuple(shape)),
-        )
+        placements = self.axis.placements(placement, self.tensor.placement if self.tensor else None)
+        whole = dtensor_over(self.local(storage), self.axis.param_mesh, placements, shape)
         self._counter = whole  # shares the parameter's version counter, and is faster to read
         self.parameter = make_shard_parameter(nn.Parameter(whole, requires_grad=trained), self)
 

@@ -50,8 +50,8 @@ class StandIn:
     def set_device_index(self, index: int) -> None:
         self.calls.append(("set_device_index", index))
 
-    def current_stream(self, device: torch.device) -> Any:
-        self.calls.append(("current_stream", device.index))
+    def current_stream(self, device: int) -> Any:
+        self.calls.append(("current_stream", device))
         return self.stream
 
     def synchronize(self, device: torch.device) -> None:
