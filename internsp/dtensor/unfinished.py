@@ -28,6 +28,10 @@ M = TypeVar("M", bound=Member)
 _aten: Any = torch.ops.aten
 
 
+def _flat(args: Iterable[Any]) -> list[Any]:
+    return [x for a in args for x in (a if isinstance(a, (list, tuple)) else (a,))]
+
+
 class _NoValues(Tensor):
     """The local tensor of an :class:`UnfinishedGradient`, without memory."""
 
@@ -39,14 +43,14 @@ class _NoValues(Tensor):
     ) -> Any:
         """What autograd adds in C++ under a torch that does not ask the gradient's class
         (:mod:`internsp.dtensor.asked`); every other operation raises."""
-        first: Any = args[0] if args else None
-        owner = first._of() if isinstance(first, _NoValues) else None
+        found = next((x for x in _flat(args) if isinstance(x, _NoValues)), None)
+        owner = None if found is None else found._of()
         if owner is None:
             raise GradientError("an unfinished gradient has no values")
         if func is not _aten.add_.Tensor or owner._on_add is None or not in_backward():
             raise owner._read_error()
         owner._on_add(DTensor(args[1], owner._spec, requires_grad=False))
-        return first
+        return args[0]
 
 
 @asked
@@ -132,8 +136,7 @@ class UnfinishedGradient(DTensor):
             if func is _aten.add_.Tensor and first._on_add is not None and in_backward():
                 first._on_add(args[1])
                 return first
-        flat = [x for a in args for x in (a if isinstance(a, (list, tuple)) else (a,))]
-        found = next((x for x in flat if isinstance(x, UnfinishedGradient)), None)
+        found = next((x for x in _flat(args) if isinstance(x, UnfinishedGradient)), None)
         raise found._read_error() if found is not None else GradientError("an unfinished gradient")
 
 
