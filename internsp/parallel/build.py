@@ -60,8 +60,8 @@ from internsp.wp.slots import MemoryPool, Unit, Units
 if TYPE_CHECKING:
     from internsp.modules.offload import ActivationOffload
     from internsp.modules.recompute import ContextFn
+    from internsp.wp.encode import Encoder
     from internsp.wp.near import NearSlices
-    from internsp.wp.quantize import Quantizer
 
 CollectivesFactory = Callable[..., Collectives]
 
@@ -276,7 +276,7 @@ def _make_chunk(
     reducer = GradientReducer(reductions, trace, Buffers(mesh.device, config.memory_pool))
     return Chunk(
         units, gathers[mesh.dense], gathers, between, pool, reducer, queue, trace,
-        _make_quantizer(mesh, config, examined, units), link, activations,
+        _make_encoder(mesh, config, examined, units), link, activations,
         _make_near(mesh, units, pool, over),
     )  # fmt: skip
 
@@ -297,22 +297,21 @@ def _make_near(
     return NearSlices(sliced, gathers, pool)
 
 
-def _make_quantizer(
+def _make_encoder(
     mesh: ParallelMesh, config: WeightParallelConfig, examined: Examined, units: Units
-) -> Quantizer | None:
-    names = {w.name for unit in examined.plan.units for w in unit.weights if w.quantized}
-    if not names:
-        return None
-    from internsp.wp.quantize import Quantizer
-
-    options = {each.name: each.options for each in examined.shardings}
-    kinds = {
-        weight: options[weight.name].custom_gather or options[weight.name].quantize
+) -> Encoder | None:
+    planned = {w.name: w.encoding for unit in examined.plan.units for w in unit.weights}
+    encodings = {
+        weight: encoding
         for unit in units.all
         for weight in unit.weights
-        if weight.name in names
+        if (encoding := planned[weight.name]) is not None
     }
-    return Quantizer(kinds, mesh.device, config.memory_pool)
+    if not encodings:
+        return None
+    from internsp.wp.encode import Encoder
+
+    return Encoder(encodings, mesh.device, config.memory_pool)
 
 
 def _activation_offload(

@@ -10,8 +10,7 @@ import torch
 
 from internsp.base.host import WEIGHTS
 from internsp.schedule.enclosing import Enclosing
-from internsp.schedule.packed import PackedShard
-from internsp.schedule.quantized import QuantizedShard
+from internsp.schedule.encoding import Encoding
 from internsp.schedule.terms import Parcel, Policy, Unit, groups_of, slot_sizes
 
 
@@ -45,8 +44,8 @@ class WeightLayout:
     cast."""
     coalesced: bool = False
     """Shares collectives with its small neighbors."""
-    quantized: QuantizedShard | PackedShard | None = None
-    """The form in which a shard is gathered, if it is quantized or a user's function packs it."""
+    encoding: Encoding | None = None
+    """How a shard is gathered as bytes, if it is quantized or a user's function packs it."""
     expert: bool = False
     """Is sharded over the experts' weight group, which is not the dense weights'."""
     dtypes: WeightDtypes = WeightDtypes()

@@ -22,7 +22,7 @@ weight that ``post`` has filled is used as the shard's gradient (straight-throug
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,16 +65,18 @@ class CustomAllGather:
 
 @dataclass(frozen=True)
 class PackedShard:
-    """The layout in bytes of what is sent for one shard. Pure; a plan uses it, too.
+    """A shard as the tensors that ``custom.pre`` returns for it.
 
     Attributes:
         name: of the weight, for errors.
+        custom: the user's functions.
         parts: shape, dtype, first byte and number of bytes of each tensor.
         nbytes: bytes that are sent for the shard.
         single_tensor: ``pre`` returned a tensor, not a tuple.
     """
 
     name: str
+    custom: CustomAllGather
     parts: tuple[tuple[torch.Size, torch.dtype, int, int], ...]
     nbytes: int
     single_tensor: bool
@@ -83,14 +85,20 @@ class PackedShard:
 
     @classmethod
     def of(
-        cls, name: str, custom: CustomAllGather, layout: ShardLayout, dtype: torch.dtype
-    ) -> PackedShard:
-        """The layout, from a call of ``custom.pre`` with a shard on the meta device.
+        cls, name: str, custom: CustomAllGather, layout: ShardLayout, dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+    ) -> PackedShard:  # fmt: skip
+        """The layout, from calls of the functions on the meta device, before anything runs.
 
-        So the number of bytes is known before anything runs.
+        Args:
+            dtype: of the shard.
+            compute_dtype: of the unsharded weight.
 
         Raises:
-            StructureError: ``custom.pre`` raises on the meta device, or returns no tensors.
+            StructureError: a function raises there; ``pre`` returns no tensors; or ``post`` writes
+                nothing and returns nothing, returns something else than the weight, or writes the
+                same values for all ranks, as one does who takes the first rank's part for a tuple's
+                first tensor.
         """
         shard = torch.empty(layout.shard_shape, dtype=dtype, device="meta")
         try:
@@ -107,93 +115,93 @@ class PackedShard:
             size = tensor.numel() * tensor.element_size()
             parts.append((tensor.shape, tensor.dtype, at, size))
             at += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return cls(name, tuple(parts), at, isinstance(returned, Tensor))
+        made = cls(name, custom, tuple(parts), at, isinstance(returned, Tensor))
+        whole = (layout.size, *layout.shard_shape)
+        made._require_filled(torch.empty(whole, dtype=compute_dtype, device="meta"))
+        return made
+
+    def used_in(self, dtype: torch.dtype) -> PackedShard:
+        """See :class:`internsp.schedule.encoding.Encoding`. ``post`` fills any dtype."""
+        return self
 
     @torch.no_grad()
-    def pack(self, custom: CustomAllGather, shard: Tensor, out: Tensor) -> None:
-        """Write what ``custom.pre`` returns for ``shard`` into ``out`` (uint8, flat).
+    def encode(self, shard: Tensor, sent: Tensor, scratch: Sequence[Tensor]) -> None:
+        """See :class:`internsp.schedule.encoding.Encoding`.
 
         Raises:
             StructureError: shapes or dtypes are not those of the shard on the meta device.
         """
-        given = custom.pre(shard)
-        returned = _tensors(self.name, custom, given)
+        given = self.custom.pre(shard)
+        returned = _tensors(self.name, self.custom, given)
         found = [(tensor.shape, tensor.dtype) for tensor in returned]
         wanted = [(shape, dtype) for shape, dtype, _, _ in self.parts]
         if found != wanted or isinstance(given, Tensor) != self.single_tensor:
             raise StructureError(
-                f"{import_path(custom.pre)}, the pre_all_gather of {self.name}, gave "
+                f"{import_path(self.custom.pre)}, the pre_all_gather of {self.name}, gave "
                 f"{_describe(found)} and has given {_describe(wanted)} of a shard on the meta "
                 "device: shapes and dtypes must not depend on values"
             )
         for tensor, (_, dtype, start, size) in zip(returned, self.parts, strict=True):
-            out[start : start + size].view(dtype).copy_(tensor.reshape(-1))
+            sent[start : start + size].view(dtype).copy_(tensor.reshape(-1))
 
     @torch.no_grad()
-    def unpack(self, custom: CustomAllGather, received: Tensor, out: Tensor) -> None:
-        """Fill ``out`` ``[ranks, rows, ...]`` from ``received`` ``[ranks, nbytes]``.
+    def decode(self, received: Tensor, out: Tensor) -> None:
+        """See :class:`internsp.schedule.encoding.Encoding`.
 
         Raises:
             StructureError: ``custom.post`` returned something that is not the unsharded weight.
         """
         parts = tuple(
-            received[:, start : start + size].view(dtype).unflatten(1, shape)
-            if shape
-            else received[:, start : start + size].view(dtype).squeeze(1)
+            received[:, start : start + size].view(dtype).view(len(received), *shape)
             for shape, dtype, start, size in self.parts
         )
-        returned = custom.post(parts[0] if self.single_tensor else parts, out)
+        returned = self.custom.post(parts[0] if self.single_tensor else parts, out)
         if returned is None or returned is out:
             return
         wanted = [(out.shape, out.dtype)]
-        kind = type(returned).__name__
-        if isinstance(returned, Tensor):
-            kind = _describe([(returned.shape, returned.dtype)])
-        if not isinstance(returned, Tensor) or [(returned.shape, returned.dtype)] != wanted:
+        given = [(returned.shape, returned.dtype)] if isinstance(returned, Tensor) else []
+        if not isinstance(returned, Tensor) or given != wanted:
+            kind = _describe(given) or type(returned).__name__
             raise StructureError(
-                f"{_post(self.name, custom)} returned {kind} where the unsharded weight is "
+                f"{self._post} returned {kind} where the unsharded weight is "
                 f"{_describe(wanted)} [ranks, rows, ...]: write it into the second argument, or "
                 "return a tensor of this shape and dtype"
             )
         out.copy_(returned)
 
-    def require_filled(
-        self, custom: CustomAllGather, layout: ShardLayout, dtype: torch.dtype
-    ) -> None:
-        """Check on the meta device that ``custom.post`` fills a weight of ``dtype``.
-
-        Raises:
-            StructureError: it raises there, writes nothing and returns nothing, returns something
-                else than the weight, or writes the same values for all ranks, as one does who takes
-                the first rank's part for a tuple's first tensor.
-        """
-        received = torch.empty(layout.size, self.nbytes, dtype=torch.uint8, device="meta")
-        out = torch.empty(layout.size, *layout.shard_shape, dtype=dtype, device="meta")
-        gets = f"a tensor {[layout.size, *self.parts[0][0]]}"
+    def _require_filled(self, out: Tensor) -> None:
+        """Check that ``custom.post`` fills ``out``, which is on the meta device."""
+        received = torch.empty(len(out), self.nbytes, dtype=torch.uint8, device="meta")
+        gets = f"a tensor {[len(out), *self.parts[0][0]]}"
         if not self.single_tensor:
-            gets = f"a tuple of {len(self.parts)}, the first {[layout.size, *self.parts[0][0]]}"
+            gets = f"a tuple of {len(self.parts)}, the first {[len(out), *self.parts[0][0]]}"
         try:
             with _Writes(out) as writes:
-                self.unpack(custom, received, out)
+                self.decode(received, out)
         except StructureError:
             raise
         except Exception as error:
             raise StructureError(
-                f"{_post(self.name, custom)} raised {type(error).__name__} ({error}) on the meta "
+                f"{self._post} raised {type(error).__name__} ({error}) on the meta "
                 f"device, on which it is tried first. It gets {gets}, as pre_all_gather returned "
                 f"of a shard, one after another for the ranks, and fills {list(out.shape)}"
             ) from error
         if writes.same_for_all is not None:
             raise StructureError(
-                f"{_post(self.name, custom)} writes {list(writes.same_for_all)} into the unsharded "
+                f"{self._post} writes {list(writes.same_for_all)} into the unsharded "
                 f"weight {list(out.shape)} [ranks, rows, ...], the same for every rank. It gets "
                 f"{gets}: write every rank's own rows"
             )
         if not writes.any:
             raise StructureError(
-                f"{_post(self.name, custom)} neither writes the unsharded weight into its second "
+                f"{self._post} neither writes the unsharded weight into its second "
                 "argument nor returns it"
             )
+
+    @property
+    def _post(self) -> str:
+        post = import_path(self.custom.post)
+        return f"{post}, the post_all_gather that a rule gives {self.name},"
 
 
 class _Writes(TorchDispatchMode):
@@ -237,10 +245,6 @@ class _Writes(TorchDispatchMode):
             if missing and math.prod(values) > 1 != self._ranks:
                 self.same_for_all = torch.Size(values)
         return func(*args, **(kwargs or {}))
-
-
-def _post(name: str, custom: CustomAllGather) -> str:
-    return f"{import_path(custom.post)}, the post_all_gather that a rule gives {name},"
 
 
 def _tensors(name: str, custom: CustomAllGather, returned: object) -> tuple[Tensor, ...]:

@@ -15,16 +15,15 @@ from internsp.mesh.shape import MeshShape
 from internsp.schedule.chunk import (
     ChunkLayout,
     EnclosingLayout,
-    Schedule,
     UnitLayout,
     WeightDtypes,
     WeightLayout,
     aligned,
     slot_bytes,
 )
+from internsp.schedule.encoding import Encoding, QuantizedShard
 from internsp.schedule.layout import ShardLayout
 from internsp.schedule.packed import PackedShard
-from internsp.schedule.quantized import QuantizedShard, buffer_bytes
 from internsp.schedule.terms import FORWARD, Policy
 from internsp.structure.assign import ParameterSharding, require_experts
 from internsp.structure.blocks import Structure, trigger_position
@@ -219,22 +218,6 @@ def _slices(assignment: ParameterSharding, size: int) -> int:
     return near
 
 
-def quantized_bytes(chunk: ChunkLayout, schedule: Schedule, shape: MeshShape) -> int:
-    """Bytes of the quantizer's buffers for a chunk that runs ``schedule``; exact (WP-1)."""
-    shards = {
-        weight.name: (weight.quantized, shape.axis(weight.expert).size)
-        for unit in chunk.units
-        for weight in unit.weights
-        if weight.quantized is not None
-    }
-    gathers = (
-        (a.kind == "AG", a.weight)
-        for a in schedule.actions
-        if a.kind in ("AG", "WAIT") and not a.near
-    )
-    return buffer_bytes(shards, gathers)
-
-
 def _head_unit(
     structure: Structure, shardings: Sequence[ParameterSharding], units: dict[str, UnitLayout]
 ) -> UnitLayout | None:
@@ -255,25 +238,26 @@ def _weight_layout(assignment: ParameterSharding, shape: MeshShape) -> WeightLay
     shard_bytes = layout.shard_numel * compute.itemsize
     sent = assignment.dtypes.reduce if assignment.dtypes.reduce and size > 1 else compute
     small = size > 1 and layout.padded_numel * compute.itemsize <= options.coalesce_bytes
-    quantized: QuantizedShard | PackedShard | None = None
+    encoding: Encoding | None = None
+    name, dtype = assignment.name, parameter.dtype
     if options.custom_gather is not None and size > 1:
-        quantized = PackedShard.of(assignment.name, options.custom_gather, layout, parameter.dtype)
-        quantized.require_filled(options.custom_gather, layout, compute)
+        encoding = PackedShard.of(name, options.custom_gather, layout, dtype, compute)
     elif options.quantize != "none" and assignment.block >= 0 and size > 1 and not small:
-        quantized = QuantizedShard.of(assignment.name, layout.shard_numel, compute, parameter.dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        encoding = QuantizedShard(name, options.quantize, layout.shard_numel, wide, compute)
     return WeightLayout(
-        assignment.name,
-        gather_bytes=(size - 1) * (shard_bytes if quantized is None else quantized.nbytes),
+        name,
+        gather_bytes=(size - 1) * (shard_bytes if encoding is None else encoding.nbytes),
         reduce_bytes=(size - 1) * layout.shard_numel * sent.itemsize,
         slot_bytes=aligned(layout.padded_numel * compute.itemsize),
-        shard_bytes=layout.shard_numel * parameter.dtype.itemsize,
+        shard_bytes=layout.shard_numel * dtype.itemsize,
         trainable=parameter.requires_grad,
-        needs_gather=size > 1 or compute != parameter.dtype or WEIGHTS in options.offload,
+        needs_gather=size > 1 or compute != dtype or WEIGHTS in options.offload,
         coalesced=small,
-        quantized=quantized,
+        encoding=encoding,
         gradient_bytes=layout.padded_numel * sent.itemsize,
         expert=assignment.expert and shape.separate,
-        dtypes=WeightDtypes(parameter.dtype, compute, sent, assignment.autocasts),
+        dtypes=WeightDtypes(dtype, compute, sent, assignment.autocasts),
         offload=frozenset(options.offload),
         slices=_slices(assignment, size),
         unsharded_bytes=layout.padded_numel * compute.itemsize,

@@ -112,11 +112,11 @@ class Contents:
         if self._state.pool.device.type != "cpu":
             return
         state, contents = self._state, self._state.queue.slots.contents
-        quantized = state.quantizer.weights if state.quantizer is not None else ()
+        encoded = state.encoder.encodings if state.encoder is not None else ()
         for weight, dtype in contents.items():
             comparable = (
                 dtype == weight.compute_dtype
-                and weight not in quantized
+                and weight not in encoded
                 and weight not in state.handles  # its gather is in flight
                 and weight.ready is None  # or an optimizer's all-gather of its new values is
             )

@@ -37,8 +37,8 @@ from internsp.wp.reduce import GradientReducer
 from internsp.wp.slots import MemoryPool, Units
 
 if TYPE_CHECKING:  # loaded where a model uses them
+    from internsp.wp.encode import Encoder
     from internsp.wp.near import NearSlices
-    from internsp.wp.quantize import Quantizer
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Chunk:
             (:class:`internsp.modules.offload.ActivationOffload`); ``None`` if there are none.
         handles: for each weight whose gather is in flight, its work handle.
         near: slices of blocks' weights within near groups, if configured.
-        quantizer: quantizes blocks' weights for their all-gathers, if configured.
+        encoder: quantizes or packs weights for their all-gathers, if configured.
         streams: whether the device has streams, so that each ``USE`` is reported to
             :class:`internsp.wp.slots.SlotStreams`.
         accumulation: where the pass that runs stands among the micro-batches of a step.
@@ -75,7 +75,7 @@ class Chunk:
     queue: GatherQueue[ShardedParameter]
     trace: Trace
     consumer: GradientConsumer = field(init=False)
-    quantizer: Quantizer | None = None
+    encoder: Encoder | None = None
     link: HostLink | None = None
     activations: Any = None
     near: NearSlices | None = None
@@ -195,11 +195,11 @@ class Chunk:
                     shard = near.slice_of(weight)
                 else:
                     weight.used_version = weight.current_version()
-                    if self.quantizer is not None and weight in self.quantizer.weights:
+                    if self.encoder is not None and weight in self.encoder.encodings:
                         shard = weight.fresh()
                         if self.link is not None and weight.hosted:
                             shard = self.link.copy_to_staging(shard)
-                        output, shard = self.quantizer.quantize(weight, shard, output, slot.streams)
+                        output, shard = self.encoder.encode(weight, shard)
                     elif self.link is not None and weight.hosted:
                         shard, copied = self._from_host(self.link, weight, output)
                     else:
@@ -247,14 +247,15 @@ class Chunk:
                 for other in handle.carries:
                     del self.handles[other]
                 self.collectives.wait(handle, name, action.weights[0].name, action.phase)
-                if self.quantizer is not None or self.near is not None:
+                if self.encoder is not None or self.near is not None:
                     self._arrived(handle.carries)
 
     def _arrived(self, weights: Sequence[ShardedParameter]) -> None:
-        """After the wait for a gather: dequantize into the slot; keep slices for near groups."""
-        # A gather within the near group moves slices of what was dequantized before.
-        far = self.near is None or self.near.from_whole_group(weights[0])
-        if far and self.quantizer is not None and weights[0] in self.quantizer.weights:
-            self.quantizer.dequantize(weights[0])
+        """After the wait for a gather: decode into the slot; keep slices for near groups."""
+        weight = weights[0]
+        # A gather within the near group moves slices of what was decoded before.
+        far = self.near is None or self.near.from_whole_group(weight)
+        if far and self.encoder is not None and weight in self.encoder.encodings:
+            self.encoder.decode(weight, self.pool.slots[weight.unit.slot].streams)
         if self.near is not None:
             self.near.save_slices(weights)

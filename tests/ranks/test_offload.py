@@ -180,7 +180,7 @@ def test_quantized_gathers_carry_the_same_bits() -> None:
             optimizer.step()
             optimizer.zero_grad()
         found.append([p.full_tensor() for p in twin.ours.parameters()])  # type: ignore[operator]
-    assert twin.communicator.state.quantizer is not None
+    assert twin.communicator.state.encoder is not None
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
 

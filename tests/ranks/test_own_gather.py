@@ -18,7 +18,8 @@ from internsp.parallel.parallelize import parallelize
 from internsp.schedule.simulate import simulate
 from internsp.structure.assign import plan_sharding
 from internsp.structure.blocks import read_structure
-from internsp.structure.units import chunk_layout, quantized_bytes
+from internsp.structure.units import chunk_layout
+from internsp.wp.encode import encoder_bytes
 from tests.support.models import CUT, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
@@ -90,9 +91,9 @@ def test_every_gradient_and_step_is_that_of_what_the_functions_make_of_the_weigh
         twin = Twin(make, mesh, checkpoint, plan=PLAN, **options)
         names = {f"layers.{i}.w1.weight": int(i == 2) for i in range(4)}
         names["embed.weight" if "memory_pool" in options else "head.weight"] = 0
-        quantizer = twin.communicator.state.quantizer
-        assert quantizer is not None
-        assert {w.name for w in quantizer.weights} == set(names)
+        encoder = twin.communicator.state.encoder
+        assert encoder is not None
+        assert {w.name for w in encoder.encodings} == set(names)
         plan = twin.communicator.plan
         assert plan is not None
         for unit in twin.ours.layers:  # frozen weights are gathered as well
@@ -116,8 +117,8 @@ def test_every_gradient_and_step_is_that_of_what_the_functions_make_of_the_weigh
                 optimizer.zero_grad()
             twin.check_parameters(f"{options} step {step}")
         schedule = simulate(plan, 1, options.get("overlap", True))  # type: ignore[arg-type]
-        assert quantizer.buffers.nbytes <= quantized_bytes(plan, schedule, mesh.shape)
-        sizes = {w.name: w.gather_bytes for u in plan.units for w in u.weights if w.quantized}
+        assert encoder.buffers.nbytes <= encoder_bytes(plan, schedule, mesh.shape)
+        sizes = {w.name: w.gather_bytes for u in plan.units for w in u.weights if w.encoding}
         assert sizes["layers.0.w1.weight"] == 7 * 6 * 4 + 8 + 16  # 42 in fp32, up to 176, and one
         assert all(n % 16 == 0 for n in sizes.values())
 

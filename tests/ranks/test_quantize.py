@@ -17,7 +17,7 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
 from internsp.schedule.simulate import simulate
-from internsp.structure.units import quantized_bytes
+from internsp.wp.encode import encoder_bytes
 from tests.support.compare import close
 from tests.support.models import Block, Tiny, Twin, raises
 from tests.support.pipeline import Case, batches, compare, make
@@ -64,9 +64,9 @@ class Rounding:
 
 
 def quantized_names(twin: Twin) -> set[str]:
-    quantizer = twin.communicator.state.quantizer
-    assert quantizer is not None
-    return {weight.name for weight in quantizer.weights}
+    encoder = twin.communicator.state.encoder
+    assert encoder is not None
+    return {weight.name for weight in encoder.encodings}
 
 
 CASES: tuple[tuple[str, dict[str, Any], ActivationCheckpointConfig | None], ...] = (
@@ -121,7 +121,7 @@ def test_gathers_and_buffers_are_those_of_the_plan() -> None:
             twin = Twin(WIDE, mesh, checkpoint, overlap=overlap, quantize=kind, **LARGE, **config)
             optimizer = torch.optim.SGD(twin.ours.parameters(), lr=0.1)
             state, plan = twin.communicator.state, twin.communicator.plan
-            assert state.quantizer is not None
+            assert state.encoder is not None
             assert plan is not None
             wanted = simulate(plan, 2, overlap)
             for step in range(3):
@@ -135,13 +135,13 @@ def test_gathers_and_buffers_are_those_of_the_plan() -> None:
                 assert twin.trace.lines(KINDS) == wanted.lines(), f"{kind} {config} {overlap}"
                 assert state.collectives.counters.gathered_bytes == wanted.nbytes("AG")
                 if step == 0:
-                    allocated = state.quantizer.buffers.allocations
+                    allocated = state.encoder.buffers.allocations
             if config.get("memory_pool", True):
-                stated = quantized_bytes(plan, wanted, mesh.shape)
-                assert state.quantizer.buffers.nbytes == stated
-                assert state.quantizer.buffers.allocations == allocated
+                stated = encoder_bytes(plan, wanted, mesh.shape)
+                assert state.encoder.buffers.nbytes == stated
+                assert state.encoder.buffers.allocations == allocated
             else:
-                assert state.quantizer.buffers.nbytes == 0
+                assert state.encoder.buffers.nbytes == 0
             one = next(w for u in plan.units for w in u.weights if w.name == "layers.0.w1.weight")
             numel = 23 * 22  # of 45 rows
             blocks = -(-numel // 128)
@@ -191,7 +191,7 @@ def piped(rank: int, world_size: int, case: Case) -> tuple[float, float, bool]:
     names = {
         weight.name
         for communicator in pipeline.communicators
-        for weight in (communicator.state.quantizer.weights if communicator.state.quantizer else ())
+        for weight in (communicator.state.encoder.encodings if communicator.state.encoder else ())
     }
     every: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(every, names)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from internsp.optim.bucket import Bucket
-from internsp.wp import collectives, parameter, quantize, reduce, slots
+from internsp.wp import collectives, encode, parameter, reduce, slots
 from internsp.wp.communicator import ChunkWeights, ISPCommunicator
 from internsp.wp.perform import Chunk
 
@@ -126,9 +126,9 @@ class Racing:
         around(ChunkWeights, "pre_backward", after=lambda c, weight: backward(c, [weight]))
         around(ISPCommunicator, "pre_backward_all", after=backward)
         around(
-            quantize.Quantizer, "dequantize",
-            before=lambda _, weight: self.require("AG", weight.name, "dequantization"),
-            after=lambda _, weight: self.write("AG", weight.name),
+            encode.Encoder, "decode",
+            before=lambda _, weight, streams: self.require("AG", weight.name, "decoding"),
+            after=lambda _, weight, streams: self.write("AG", weight.name),
         )  # fmt: skip
 
     def _watch_gradients(self) -> None:

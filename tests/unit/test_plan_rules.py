@@ -106,7 +106,7 @@ def test_how_weights_travel_is_said_for_some_of_them_alone() -> None:
             reduce_dtype="bfloat16",
         )
     )
-    assert {n for n, w in made.items() if w.quantized} == {f"layers.{i}.w1.weight" for i in (0, 1)}
+    assert {n for n, w in made.items() if w.encoding} == {f"layers.{i}.w1.weight" for i in (0, 1)}
     wide = {n for n, w in made.items() if w.dtypes.reduce == torch.float64}
     assert wide == {"layers.0.w2.weight"}
     alone = {n for n, w in made.items() if not w.coalesced}
@@ -115,8 +115,8 @@ def test_how_weights_travel_is_said_for_some_of_them_alone() -> None:
     wide = {n for n, w in back.items() if w.dtypes.reduce == torch.float32}
     assert wide == {"layers.0.w2.weight"}
     some = plan({"match": "**.w1", "quantize": "none"}, quantize="fp8", coalesce_bytes=0)
-    assert not any(w.quantized for n, w in weights(some).items() if ".w1." in n)
-    assert any(w.quantized for w in weights(some).values())
+    assert not any(w.encoding for n, w in weights(some).items() if ".w1." in n)
+    assert any(w.encoding for w in weights(some).values())
 
 
 def test_gradients_are_kept_wide_by_rule() -> None:

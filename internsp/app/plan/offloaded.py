@@ -141,4 +141,4 @@ def _wide(dtype: torch.dtype) -> int:
 
 
 def _staged(weight: WeightLayout) -> bool:
-    return weight.quantized is not None or weight.dtypes.gather != weight.dtypes.shard
+    return weight.encoding is not None or weight.dtypes.gather != weight.dtypes.shard

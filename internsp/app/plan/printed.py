@@ -46,7 +46,8 @@ from internsp.structure.blocks import read_structure
 from internsp.structure.dtypes import DTYPES
 from internsp.structure.kept import KeptBlocks
 from internsp.structure.rules import Rules, match_rules
-from internsp.structure.units import chunk_layout, quantized_bytes
+from internsp.structure.units import chunk_layout
+from internsp.wp.encode import encoder_bytes
 
 _LONGEST_STEP = 20_000  # micro-batches x blocks that are simulated within a minute
 _ENTRY_BYTES = 400  # of a tensor's entry in a checkpoint file, with its number of steps
@@ -155,15 +156,12 @@ def _memory(
     device_state = values + owned * wide * masters
     state = device_state + off.host[OPTIMIZER]
     peer = config.checkpoint.peer
-    quantized = []
-    if any(w.quantized for w in weights):
-        found = quantized_bytes(chunk, schedule, shape)
-        quantized = [("quantized shards in flight (exact)", found)]
+    encoded = encoder_bytes(chunk, schedule, shape)
     return [
         ("weight shards", shards - off.shards[WEIGHTS]),
         ("replicated parameters", small_bytes),
         ("unsharded weights (slots, exact)", sum(chunk.slots())),
-        *quantized,
+        *([("quantized shards in flight (exact)", encoded)] if encoded else []),
         *([("slices within near groups (exact)", slices)] if slices else []),
         ("reductions in flight (at most)", 2 * pending),
         ("sums on their way to the optimizer (at most)", exchange_buffer_bytes(chunk, shape)),
