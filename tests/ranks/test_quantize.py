@@ -177,6 +177,9 @@ def bfloat16(rank: int, world_size: int) -> list[float]:
     half = partial(Twin, WIDE, mesh, None, torch.float32, quantize="int8", compute_dtype="float16")
     words = "layers.0.w1.weight", "float16", "weight_parallel.quantize = 'none'"
     raises(ConfigError, partial(half, **LARGE), *words)
+    twin = Twin(WIDE, mesh, None, torch.float32, quantize="int8", **LARGE)
+    with torch.autocast("cpu", torch.float16):  # the scales' dtype follows autocast
+        raises(ConfigError, partial(twin.ours, *twin.batch()[1]), *words)
     return sums
 
 
