@@ -43,7 +43,6 @@ _UNCHANGED = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 without_torch_function: Any = torch._C._disabled_torch_function_impl
 """Call a function without ``__torch_function__``: function, types, arguments, options."""
-_tensor_class: Any = Tensor
 
 
 def read_each(read: Callable[[Any], Any], tensors: Iterable[Tensor]) -> list[Any]:
@@ -52,27 +51,8 @@ def read_each(read: Callable[[Any], Any], tensors: Iterable[Tensor]) -> list[Any
     return found
 
 
-def raw_property(name: str) -> Any:
-    """``Tensor``'s property of that name, read and set without ``__torch_function__``.
-
-    A read that goes through ``__torch_function__`` takes six times as long.
-    """
-    found = getattr(_tensor_class, name)
-    read, write = found.__get__, found.__set__
-
-    def get(self: Tensor) -> Any:
-        return without_torch_function(read, (), (self,), {})
-
-    def put(self: Tensor, value: Any) -> None:
-        without_torch_function(write, (), (self, value), {})
-
-    return property(get, put, doc=f"As ``Tensor.{name}``.")
-
-
-raw_grad: Any = raw_property("grad")
-"""What autograd itself has put into ``.grad``, without any check."""
-read_grad = _tensor_class.grad.__get__
-"""For :func:`read_each`: the same."""
+raw_grad: Any = Tensor.grad
+"""``Tensor``'s own ``.grad``, of any class: what autograd has put there, without any check."""
 
 
 class ParameterTensor(DTensor):
@@ -87,12 +67,6 @@ class ParameterTensor(DTensor):
         """The name of the parameter, or of the first one from which the value was computed."""
         name: str = self._member.name
         return name
-
-    grad = raw_grad
-    requires_grad = raw_property("requires_grad")
-    _version = raw_property("_version")
-    shape = property(lambda self: self._spec.tensor_meta.shape, doc="The unsharded shape.")
-    dtype = property(lambda self: self._spec.tensor_meta.dtype, doc="The dtype of its elements.")
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
         """As ``DTensor.redistribute``; the result keeps the name of the parameter.
@@ -226,7 +200,7 @@ def _write_target(func: Any, args: Any, options: Any) -> Any:
 
 def _result(func: Any, args: Any, options: Any, found: Any) -> Any:
     """What the call returns to the user, given the result ``found`` that torch has computed."""
-    if func in _UNCHANGED or getattr(func, "__self__", None) is _tensor_class.grad:
+    if func in _UNCHANGED or getattr(func, "__self__", None) is raw_grad:
         return found
     written = _write_target(func, args, options)
     if written is not None:

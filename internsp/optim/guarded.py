@@ -56,7 +56,7 @@ class GuardedParameter(ShardParameter):
         raises ``GradientError``, but which can be set to zero.
         """
         if not self._owner.unfinished:
-            return raw_grad.fget(self)  # type: ignore[no-any-return]
+            return raw_grad.__get__(self)  # type: ignore[no-any-return]
         why = (
             f"{self._member.name}.grad was read on rank {self._rank} between backward and "
             "ZeroOptimizer.step(): it is in flight or cut into slices, and the optimizer alone "
@@ -79,12 +79,12 @@ class GuardedParameter(ShardParameter):
         self._drop()
 
     def _drop(self) -> None:
-        raw_grad.fset(self, None)
+        raw_grad.__set__(self, None)
         if self._owner.unfinished:
             self._owner._drop_gradient(self._member, used=False)
 
     def _zero(self) -> None:
-        raw = raw_grad.fget(self)
+        raw = raw_grad.__get__(self)
         if raw is not None:
             raw.zero_()
         if self._owner.unfinished:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from internsp.dtensor.mixed import raw_grad, read_each, read_grad
+from internsp.dtensor.mixed import raw_grad, read_each
 from internsp.dtensor.unfinished import gradients_lost
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
@@ -325,12 +325,12 @@ class ZeroReducer:
             ones are added to the flat gradient.
         """
         members = [member for bucket in self._buckets for member in bucket.offsets]
-        gradients = read_each(read_grad, [member.parameter for member in members])
+        gradients = read_each(raw_grad.__get__, [member.parameter for member in members])
         taken: dict[Member, Tensor] = {}
         for member, raw in zip(members, gradients, strict=True):
             if raw is None:
                 continue
-            raw_grad.fset(member.parameter, None)
+            raw_grad.__set__(member.parameter, None)
             placements = member.parameter.placements  # type: ignore[attr-defined]
             local = raw.redistribute(placements=placements)._local_tensor
             if self._communicator.mean:  # all gradients are divided by the number of ranks later
