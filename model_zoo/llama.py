@@ -14,7 +14,7 @@ from internsp.layers import ParallelLinearWithCommExt
 from internsp.layers.rotary import RotaryTables, rotation
 from internsp.model_zoo.common import CausalLM, Device, Sizes
 from internsp.sp import DistributedAttention, SequenceLayout
-from internsp.sp.fused import NO_ROTATION
+from internsp.sp.heads import NO_ROTATION
 
 
 class LlamaAttention(nn.Module):

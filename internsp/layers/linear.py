@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from internsp.modules.parameters import open_weights, plain, weights_of
-from internsp.sp.fused import PendingOutput, has_foreign_hooks
 
 _OURS = open_weights.__module__  # where forwards are wrapped
 
@@ -32,14 +31,15 @@ class ParallelLinearWithCommExt(nn.Linear):
     shard_dim = 0
 
     def forward(self, input: Any) -> Tensor:
-        """The product with ``input``, a tensor or one that arrives and is multiplied in parts."""
-        if isinstance(input, PendingOutput):
-            return input.linear(self.weight, self.bias)
+        """The product with ``input``: a tensor, or a function of weight and bias that multiplies
+        one which arrives in parts."""
+        if not isinstance(input, Tensor) and callable(input):
+            return input(self.weight, self.bias)  # type: ignore[no-any-return]
         return F.linear(input, self.weight, self.bias)
 
     def can_compute_in_parts(self) -> bool:
         """Whether the result depends on weight and bias only, so that it can be computed in parts:
-        no user's hook, no other forward, and both are plain tensors."""
+        no other forward, and both are plain tensors."""
         forward: Any = self.__dict__.get("forward")
         while hasattr(forward, "__wrapped__"):
             if forward.__globals__["__name__"] != _OURS:
@@ -51,7 +51,6 @@ class ParallelLinearWithCommExt(nn.Linear):
         return (
             type(self).forward is own
             and self._parameters.keys() >= {"weight", "bias"}  # no parametrization
-            and not has_foreign_hooks(self)
             and all(weight.tensor is None for weight in weights_of(self).values())
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from internsp.sp.fused import Rotation
+from internsp.sp.heads import Rotation
 
 RotaryTables = tuple[Tensor, Tensor]
 """(cosine, sine), each ``[B, s, 1, head_dim / 2]``; the axis of size 1 is the heads'."""

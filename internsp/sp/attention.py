@@ -13,8 +13,8 @@ values (:mod:`.ring`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,19 +24,21 @@ from internsp.base.trace import Trace
 from internsp.errors import LayoutError
 from internsp.mesh.sequence import SequenceAxes
 from internsp.sp.dispatch import ring_ranges
-from internsp.sp.exchange import ExchangeGroup, PendingExchange, exchange, start_exchange
-from internsp.sp.fused import (
+from internsp.sp.exchange import (
+    ExchangeGroup,
     FinishedExchange,
-    FusedSublayer,
-    can_compute_in_parts,
-    has_foreign_hooks,
+    PendingExchange,
+    exchange,
+    start_exchange,
 )
-from internsp.sp.heads import HeadPlan
+from internsp.sp.heads import HeadPlan, Rotation
 from internsp.sp.kernels import AttentionMask, check_kernel, choose_kernel
 from internsp.sp.layout import SequenceLayout
-from internsp.sp.messages import ExchangeShape
 from internsp.sp.ranges import MaskSpec, Ranges
 from internsp.sp.ring import Ring, RingCache, ring_attention
+
+if TYPE_CHECKING:
+    from internsp.sp.gloo.fused import FusedSublayer
 
 _ROLES = ("q", "k", "v")
 
@@ -88,7 +90,8 @@ class DistributedAttention(nn.Module):
         self.group: ExchangeGroup | None = None
         self.rings: RingCache | None = None
         self.axes = SequenceAxes()
-        self.in_parts, self.overlap = False, True
+        self.parts: type[FusedSublayer] | None = None  # None: heads are exchanged as a whole
+        self.overlap = True
         self.plan = HeadPlan.create(heads, kv_heads, 1)
 
     def attach(
@@ -131,10 +134,12 @@ class DistributedAttention(nn.Module):
         self.axes = SequenceAxes(size, count) if axes is None else axes
         if not isinstance(group, ExchangeGroup) and not isinstance(ring, ExchangeGroup):
             self.axes.require_groups(_ranks(group), _ranks(ring))
-        gloo = (
-            not isinstance(group, ExchangeGroup) and size > 1 and dist.get_backend(group) == "gloo"
-        )
-        self.in_parts, self.overlap = in_parts and gloo, overlap
+        self.parts, self.overlap = None, overlap
+        messages = in_parts and size > 1 and not isinstance(group, ExchangeGroup)
+        if messages and dist.get_backend(group) == "gloo":
+            from internsp.sp.gloo.fused import FusedSublayer
+
+            self.parts = FusedSublayer
         self.rings = None
         if ring_group is not None and count > 1:
             self.rings = RingCache(ring_group, form, inner)
@@ -184,15 +189,13 @@ class DistributedAttention(nn.Module):
             ConfigError: a kernel that cannot compute this device, dtype or head_dim.
         """
         given = (q, k, v)
-        if (
-            isinstance(q, FinishedExchange)
-            and isinstance(k, FinishedExchange)
-            and isinstance(v, FinishedExchange)
-        ):
-            return self._local(q.wait(), k.wait(), v.wait(), layout)
+        finished = [x.wait() for x in given if isinstance(x, FinishedExchange)]
+        if len(finished) == 3:
+            return self._local(finished[0], finished[1], finished[2], layout)
         tensors = [x for x in given if isinstance(x, Tensor)]
-        if len(tensors) == 3 and self._uses_parts(tensors[0]):
-            fused, whole = self._exchange_in_parts(tensors, layout)
+        parts = self._parts_of(q)
+        if len(tensors) == 3 and parts is not None:
+            fused, whole = self._exchange_in_parts(parts, tensors, layout)
             return fused.gather_out(self._local(*whole, layout))
         pending = [
             x if isinstance(x, PendingExchange) else self.start(x, role, layout)
@@ -205,7 +208,7 @@ class DistributedAttention(nn.Module):
         self,
         x: Tensor,
         projections: Sequence[nn.Module],
-        rotations: Sequence[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]],
+        rotations: Sequence[Rotation],
         out_projection: nn.Module,
         layout: SequenceLayout | None = None,
     ) -> Tensor:
@@ -213,7 +216,7 @@ class DistributedAttention(nn.Module):
 
         The result is that of calling one after the other, which is what happens on one rank. Where
         heads are exchanged in parts (see :meth:`attach`), the products of linear layers are
-        computed in parts, too, while messages are in flight (:mod:`.fused`).
+        computed in parts, too, while messages are in flight (:mod:`.gloo`).
 
         Args:
             x: ``[B, s, hidden]``.
@@ -225,11 +228,12 @@ class DistributedAttention(nn.Module):
         Returns:
             The output of ``out_projection``.
         """
-        in_parts = self._uses_parts(x)
-        early = self.group is not None and not in_parts
-        in_parts = in_parts and not has_foreign_hooks(self)
-        if in_parts and all(can_compute_in_parts(linear) for linear in projections):
-            fused = self._fused(x, layout)
+        parts = self._parts_of(x)
+        early = self.group is not None and parts is None
+        if parts is not None and parts.is_hooked(self):
+            parts = None
+        if parts is not None and all(map(parts.can_compute, projections)):
+            fused = self._fused(parts, x, layout)
             whole = fused.project(x, projections, rotations)
         else:
             made: list[Any] = []
@@ -237,10 +241,10 @@ class DistributedAttention(nn.Module):
                 made.append(rotate(project(x).unflatten(-1, (-1, self.head_dim))))
                 if early:  # this exchange overlaps with the next projection
                     made[-1] = self.start(made[-1], role, layout)
-            if not in_parts:
+            if parts is None:
                 out: Tensor = out_projection(self(*made, layout).flatten(-2))
                 return out
-            fused, whole = self._exchange_in_parts(made, layout)
+            fused, whole = self._exchange_in_parts(parts, made, layout)
         return fused.out_projection(self(*map(FinishedExchange, whole), layout), out_projection)
 
     @torch.compiler.disable
@@ -274,31 +278,26 @@ class DistributedAttention(nn.Module):
             f"sequence={self.axes.size}"
         )
 
-    def _uses_parts(self, x: Any) -> bool:
-        """Whether heads of ``x`` are exchanged in parts; the same on all ranks."""
-        return (
-            self.in_parts
-            and isinstance(x, Tensor)
-            and x.device.type == "cpu"
-            and not torch.compiler.is_compiling()
-            and not torch.is_autocast_enabled("cpu")
-        )
+    def _parts_of(self, x: object) -> type[FusedSublayer] | None:
+        """What exchanges heads of ``x`` in parts; ``None``: they are exchanged as a whole."""
+        return self.parts if self.parts is not None and self.parts.takes(x) else None
 
     def _exchange_in_parts(
-        self, given: Sequence[Tensor], layout: SequenceLayout | None
+        self, parts: type[FusedSublayer], given: Sequence[Tensor], layout: SequenceLayout | None
     ) -> tuple[FusedSublayer, tuple[Tensor, Tensor, Tensor]]:
         """Exchange queries, keys and values of own positions in parts."""
         for x, role in zip(given, _ROLES, strict=True):
             self._check_shape(x, role, layout)
-        fused = self._fused(given[0], layout)
+        fused = self._fused(parts, given[0], layout)
         return fused, fused.exchange_qkv(*given)
 
-    def _fused(self, x: Tensor, layout: SequenceLayout | None) -> FusedSublayer:
-        """The :class:`FusedSublayer` of one forward, whose input is ``x [B, s, ...]``."""
+    def _fused(
+        self, parts: type[FusedSublayer], x: Tensor, layout: SequenceLayout | None
+    ) -> FusedSublayer:
+        """One forward, whose input is ``x [B, s, ...]``."""
         assert self.group is not None, "heads are exchanged in parts among several ranks only"
         lengths = self._lengths(x.shape[1], layout)
-        shape = ExchangeShape(self.plan, self._heads_rank, lengths, len(x), self.head_dim, x.dtype)
-        return FusedSublayer(self.group, shape, self.unit, self.overlap)
+        return parts(x, self.group, self.plan, lengths, self.head_dim, self.unit, self.overlap)
 
     @property
     def _ring_rank(self) -> int:

@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ from torch import Tensor
 from internsp.base.trace import Trace
 from internsp.errors import CollectiveError, LayoutError
 from internsp.sp.handles import HandleTable
+
+if TYPE_CHECKING:
+    from internsp.sp.gloo.messages import PeerExchanges
 
 
 @dataclass(eq=False)
@@ -68,7 +71,7 @@ class ExchangeGroup:
     rank: int
     size: int
     in_flight: dict[int, _InFlight] = field(default_factory=dict)
-    peer_exchanges: Any = None  # messages between pairs of ranks, see :mod:`.messages`
+    peer_exchanges: PeerExchanges | None = None  # messages between pairs of ranks
     handle: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -360,6 +363,13 @@ class PendingExchange:
             self._result = _finish(self._token, *self._spec)
             self._token = None
         return self._result
+
+
+class FinishedExchange(PendingExchange):
+    """Queries, keys or values ``[B, S, own heads, d]`` whose exchange in parts is complete."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(None, (), tensor)
 
 
 @torch.compiler.disable

@@ -10,12 +10,24 @@ and InternEvo, arXiv 2401.09149, which need the degree to divide the heads).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from internsp.errors import LayoutError
 
 Span = tuple[int, int]
+Rotation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+"""A linear function of projected queries or keys ``[B, s, h, d]`` that treats all heads alike (a
+rotary embedding), and its adjoint. Both keep the shape."""
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+NO_ROTATION: Rotation = (_identity, _identity)
 
 
 def even_sizes(total: int, size: int) -> tuple[int, ...]:

@@ -19,8 +19,10 @@ from internsp.errors import CollectiveError, LayoutError
 from internsp.layers import ParallelLinearWithCommExt
 from internsp.mesh import ParallelMesh
 from internsp.parallel.parallelize import parallelize
-from internsp.sp import DistributedAttention, SequenceLayout, fused, messages
-from internsp.sp.stages import QKV, exchange_order
+from internsp.sp import DistributedAttention, SequenceLayout
+from internsp.sp.gloo import fused, messages
+from internsp.sp.gloo.stages import QKV, exchange_order
+from internsp.sp.heads import NO_ROTATION
 from tests.support.compare import TOLERANCE, gradients
 from tests.support.parity import Case, batch, run_case
 from tests.support.ranks import ranks
@@ -376,7 +378,7 @@ def own_sublayer(out_features: int = 16) -> nn.Module:
     return made
 
 
-def run_own(own: Any, x: Tensor, turn: Any = fused.NO_ROTATION) -> Tensor:
+def run_own(own: Any, x: Tensor, turn: Any = NO_ROTATION) -> Tensor:
     made: Tensor = own.attend.sublayer(x, own.projections, (turn,) * 3, own.out)
     return made
 
@@ -402,7 +404,7 @@ def test_projections_may_have_another_dtype_than_their_input() -> None:
     own = own_sublayer()
     x = torch.randn(1, 3, 16)
     projections = [lambda x, p=p: p(x.double()) for p in own.projections]
-    rotations = (fused.NO_ROTATION,) * 3
+    rotations = (NO_ROTATION,) * 3
     found = own.attend.sublayer(x, projections, rotations, own.out)
     torch.testing.assert_close(found, run_own(own, x.double()), atol=1e-12, rtol=1e-10)
 
@@ -415,7 +417,7 @@ def test_blocks_that_are_left_out_leave_no_more_receives_posted_than_stages_of_a
     for number, block in enumerate(blocks):
         block.attend.unit = f"block {number}"  # type: ignore[union-attr]
     whole = own_sublayer()
-    whole.attend.in_parts = False  # type: ignore[union-attr]
+    whole.attend.parts = None  # type: ignore[union-attr]
     most = 0
     for step in range(60):
         x = torch.randn(1, 3, 16, dtype=torch.float64, requires_grad=True)

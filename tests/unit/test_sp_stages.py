@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from internsp.sp.stages import (
+from internsp.sp.gloo.stages import (
     COMPUTE,
     OWN,
     PREPOST,

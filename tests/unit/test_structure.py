@@ -296,6 +296,27 @@ def test_parallelize_loads_neither_the_application_nor_sequences_and_few_lines()
     assert sum(Path(file).read_text().count("\n") for file in loaded.values()) <= MOST_LINES
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_heads_in_parts_are_loaded_over_gloo_alone(backend: str) -> None:
+    """In a process whose attention is attached and run over two ranks that are not there."""
+    code = (
+        "import sys, torch, torch.distributed as dist\n"
+        "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
+        "import internsp.layers, internsp.model_zoo.llama, internsp.parallel.sequences\n"
+        "from internsp.sp import DistributedAttention\n"
+        "dist.init_process_group('fake', rank=0, world_size=2, store=FakeStore())\n"
+        "dist.get_backend = lambda _: sys.argv[1]\n"
+        "attend = DistributedAttention(2, 2, 4)\n"
+        "attend.attach(dist.group.WORLD, in_parts=True)\n"
+        "if sys.argv[1] != 'gloo': attend(*torch.ones(3, 1, 3, 2, 4))\n"
+        "print(*(name for name in sys.modules if name.startswith('internsp.sp.')))\n"
+    )
+    words = [sys.executable, "-c", code, backend]
+    shown = subprocess.run(words, check=True, cwd=ROOT, text=True, capture_output=True).stdout
+    assert "internsp.sp.attention" in shown.split()
+    assert ("internsp.sp.gloo" in shown.split()) == (backend == "gloo")
+
+
 def test_the_schedule_names_no_process_group() -> None:
     known = {name: text for name, text in sources().items() if below(name, "internsp.schedule")}
     assert len(known) > 10

@@ -10,7 +10,6 @@ from internsp.mesh.shape import MeshShape
 from internsp.sp.dispatch import FIXED_BALANCE, balance_ranges
 from internsp.sp.ranges import MaskSpec
 from internsp.sp.routes import routes
-from internsp.sp.stages import exchange_order
 from internsp.structure.dtypes import DTYPES
 
 
@@ -91,6 +90,8 @@ def head_exchange_lines(config: Config, shape: MeshShape, device: str, split: bo
         return [all_to_all + "sequence.exchange_in_parts = false."]
     if weights.compile:
         return [all_to_all + "blocks are compiled."]
+    from internsp.sp.gloo.stages import exchange_order
+
     made = exchange_order(0, shape.sequence_axes.heads, weights.overlap)
     products = "" if config.model.family == "llama" else " (the fused projection as a whole)"
     lines = [f"The attention of every block exchanges heads in parts{products}; on the first rank:"]

@@ -37,10 +37,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from internsp.errors import LayoutError
-from internsp.sp.exchange import ExchangeGroup, PendingExchange, phase_of
-from internsp.sp.handles import HandleTable
-from internsp.sp.messages import ExchangeKey, ExchangeShape, PeerExchange, peer_exchanges
-from internsp.sp.stages import (
+from internsp.sp.exchange import ExchangeGroup, phase_of
+from internsp.sp.gloo.messages import ExchangeKey, ExchangeShape, PeerExchange, peer_exchanges
+from internsp.sp.gloo.stages import (
     COMPUTE,
     OWN,
     PREPOST,
@@ -53,49 +52,36 @@ from internsp.sp.stages import (
     Action,
     exchange_order,
 )
+from internsp.sp.handles import HandleTable
+from internsp.sp.heads import HeadPlan, Rotation
 
 _order = lru_cache(maxsize=64)(exchange_order)
-
-
-Rotation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
-"""A linear function of projected queries or keys ``[B, s, h, d]`` that treats all heads alike (a
-rotary embedding), and its adjoint. Both keep the shape."""
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
 
 
 def _no_op() -> None:
     return
 
 
-NO_ROTATION: Rotation = (_identity, _identity)
-
-
-class FinishedExchange(PendingExchange):
-    """Queries, keys or values ``[B, S, own heads, d]`` whose exchange in parts is complete."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__(None, (), tensor)
-
-
 class FusedSublayer:
     """One forward of one attention sublayer with an exchange in parts, and its backward.
 
     Args:
-        unit: the attention module's name in the trace.
+        x: its input ``[B, s, ...]``.
         group: the ranks that share heads.
-        shape: the sizes of the messages.
-        overlap: see :func:`internsp.sp.stages.exchange_order`.
+        lengths: number of positions of each of them.
+        depth: elements of a head, ``d``.
+        unit: the attention module's name in the trace.
+        overlap: see :func:`internsp.sp.gloo.stages.exchange_order`.
     """
 
     def __init__(
-        self, group: ExchangeGroup, shape: ExchangeShape, unit: str, overlap: bool
-    ) -> None:
-        self.group, self.shape, self.unit, self.overlap = group, shape, unit, overlap
+        self, x: Tensor, group: ExchangeGroup, plan: HeadPlan, lengths: tuple[int, ...], depth: int,
+        unit: str, overlap: bool,
+    ) -> None:  # fmt: skip
+        self.group, self.unit, self.overlap = group, unit, overlap
+        self.shape = ExchangeShape(plan, group.rank, lengths, len(x), depth, x.dtype)
         self.order = _order(group.rank, group.size, overlap)
-        self.rotations = dict.fromkeys(QKV, NO_ROTATION)
+        self.rotations: dict[str, Rotation] = {}  # of each projection that is computed in parts
         self.sent_out: PeerExchange | None = None  # from the forward's sends to its wait
         self.sent_out_gradient: PeerExchange | None = None  # likewise in backward
         self.handle = _SUBLAYERS.add(self)
@@ -140,13 +126,43 @@ class FusedSublayer:
 
     # Called by the attention module
 
+    @staticmethod
+    def takes(x: object) -> bool:
+        """Whether heads of ``x`` are exchanged in parts; the same on all ranks."""
+        return (
+            isinstance(x, Tensor)
+            and x.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and not torch.is_autocast_enabled("cpu")
+        )
+
+    @staticmethod
+    def can_compute(linear: Any) -> bool:
+        """Whether a projection's products may be computed in parts, without calling the module."""
+        # Looked up on the class: a wrapper may forward attributes of the module that it wraps, and
+        # the wrapper's own forward would be skipped.
+        check = getattr(type(linear), "can_compute_in_parts", None)
+        return check is not None and check(linear) and not FusedSublayer.is_hooked(linear)
+
+    @staticmethod
+    def is_hooked(module: nn.Module) -> bool:
+        """Whether a call of ``module`` runs a hook of the user's, which would see only parts."""
+        everywhere: Any = nn.modules.module
+        if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+            return True
+        if module._backward_hooks or module._backward_pre_hooks or module._forward_hooks:
+            return True
+        before = [getattr(hook, "func", hook) for hook in module._forward_pre_hooks.values()]
+        packages = {str(getattr(hook, "__module__", "")).partition(".")[0] for hook in before}
+        return not packages <= {"internsp"}
+
     def project(
         self, x: Tensor, linears: Sequence[Any], rotations: Sequence[Rotation]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project ``x`` ``[B, s, hidden]`` to queries, keys and values, and exchange these.
 
         Args:
-            linears: the three projections; :func:`can_compute_in_parts` is true for each.
+            linears: the three projections; :meth:`can_compute` is true for each.
             rotations: the function applied to the output of each.
 
         Returns:
@@ -187,11 +203,16 @@ class FusedSublayer:
         Returns its output at this rank's positions. ``linear`` is called as a module, so that its
         hooks run.
         """
-        if can_compute_in_parts(linear):
-            made: Tensor = linear(PendingOutput(self, out, _SendOut.apply(self, out)))
-        else:
-            made = linear(self.gather_out(out).flatten(-2))
-        return made
+        if not self.can_compute(linear):
+            return linear(self.gather_out(out).flatten(-2))  # type: ignore[no-any-return]
+        token = _SendOut.apply(self, out)
+
+        def product(weight: Tensor, bias: Tensor | None) -> Tensor:
+            self.require_size("the out-projection", weight.shape[1], "out")
+            made: Tensor = _OutProjection.apply(self, out.detach(), token, weight, bias)
+            return made
+
+        return linear(product)  # type: ignore[no-any-return]
 
     def gather_out(self, out: Tensor) -> Tensor:
         """Exchange attention's output: all heads at own positions, ``[B, s, heads, d]``."""
@@ -199,48 +220,7 @@ class FusedSublayer:
         return whole.unflatten(-1, (self.shape.plan.heads, self.shape.depth))
 
 
-class PendingOutput:
-    """Attention's output, passed to a linear layer in place of a tensor before it has arrived."""
-
-    def __init__(self, sublayer: FusedSublayer, out: Tensor, token: Tensor) -> None:
-        self._sublayer, self._out, self._token = sublayer, out, token
-
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As ``F.linear`` with a weight ``[out, in]``: returns ``[B, s, out]``.
-
-        Raises:
-            LayoutError: ``in`` is not the number of features of all heads.
-        """
-        self._sublayer.require_size("the out-projection", weight.shape[1], "out")
-        made: Tensor = _OutProjection.apply(
-            self._sublayer, self._out.detach(), self._token, weight, bias
-        )
-        return made
-
-
 _SUBLAYERS: HandleTable[FusedSublayer] = HandleTable("attention sublayer")
-
-
-def can_compute_in_parts(linear: Any) -> bool:
-    """Whether a projection's products may be computed in parts, without calling the module."""
-    # Looked up on the class: a wrapper may forward attributes of the module that it wraps, and the
-    # wrapper's own forward would be skipped.
-    check = getattr(type(linear), "can_compute_in_parts", None)
-    return check is not None and bool(check(linear))
-
-
-def has_foreign_hooks(module: nn.Module) -> bool:
-    """Whether a call of ``module`` runs a hook that is not internsp's, and would see only parts."""
-    everywhere: Any = nn.modules.module
-    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
-        return True
-    if module._backward_hooks or module._backward_pre_hooks or module._forward_hooks:
-        return True
-    return any(_package_of(hook) != "internsp" for hook in module._forward_pre_hooks.values())
-
-
-def _package_of(hook: Any) -> str:
-    return str(getattr(getattr(hook, "func", hook), "__module__", "")).partition(".")[0]
 
 
 # Forward. Selective checkpointing keeps the results of these operators.

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from internsp.errors import CollectiveError, LayoutError
 from internsp.sp.exchange import ExchangeGroup
+from internsp.sp.gloo.stages import QKV, peers_of
 from internsp.sp.heads import HeadPlan
-from internsp.sp.stages import QKV, peers_of
 
 # An exception may leave an exchange without a wait; beyond this count the oldest is dropped.
 _MOST_IN_FLIGHT = 64
@@ -296,5 +296,4 @@ def peer_exchanges(group: ExchangeGroup) -> PeerExchanges:
     """The exchanges of ``group``."""
     if group.peer_exchanges is None:
         group.peer_exchanges = PeerExchanges()
-    found: PeerExchanges = group.peer_exchanges
-    return found
+    return group.peer_exchanges
