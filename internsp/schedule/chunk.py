@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from internsp.base.host import WEIGHTS
 from internsp.schedule.enclosing import Enclosing
-from internsp.schedule.encoding import Encoding
 from internsp.schedule.terms import Parcel, Policy, Unit, groups_of, slot_sizes
+
+if TYPE_CHECKING:  # loaded where a model uses it
+    from internsp.schedule.encoding import Encoding
 
 
 @dataclass(frozen=True)

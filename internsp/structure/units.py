@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,7 +22,6 @@ from internsp.schedule.chunk import (
     aligned,
     slot_bytes,
 )
-from internsp.schedule.encoding import Encoding, QuantizedShard
 from internsp.schedule.layout import ShardLayout
 from internsp.schedule.packed import PackedShard
 from internsp.schedule.terms import FORWARD, Policy
@@ -30,6 +30,9 @@ from internsp.structure.blocks import Structure, trigger_position
 from internsp.structure.effect import require_effect
 from internsp.structure.kept import choose_kept_blocks
 from internsp.structure.prefetch import KEYS
+
+if TYPE_CHECKING:
+    from internsp.schedule.encoding import Encoding
 
 
 def make_policy(config: WeightParallelConfig, structure: Structure) -> Policy:
@@ -243,6 +246,8 @@ def _weight_layout(assignment: ParameterSharding, shape: MeshShape) -> WeightLay
     if options.custom_gather is not None and size > 1:
         encoding = PackedShard.of(name, options.custom_gather, layout, dtype, compute)
     elif options.quantize != "none" and assignment.block >= 0 and size > 1 and not small:
+        from internsp.schedule.encoding import QuantizedShard
+
         wide = torch.promote_types(dtype, torch.float32)
         encoding = QuantizedShard(name, options.quantize, layout.shard_numel, wide, compute)
     return WeightLayout(
