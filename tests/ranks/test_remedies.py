@@ -10,10 +10,10 @@ from __future__ import annotations
 import ast
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -33,12 +33,11 @@ from tests.support.compare import check, close, gradients
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, Block, Reordered, Tiny, Twin
 from tests.support.ranks import ranks
+from tests.support.remedies import ROOT, Remedy, require_tests, run, text_of
 
-ROOT = Path(__file__).parents[2]
 ROOMS = ("modules", "dtensor", "wp", "base/autograd.py")
 FULL = ActivationCheckpointConfig(mode="full")
 
-Remedy = Callable[[], None] | str
 NONE: dict[str, Remedy] = {}
 # The remedy where data decide which blocks a rank runs.
 OTHER_DATA = (
@@ -52,6 +51,7 @@ def right(
     checkpoint: Any = None,
     before: Callable[[Any], Any] = lambda model: None,
     after: Callable[[Any], Any] = lambda model: None,
+    degrees: Mapping[str, int] = MappingProxyType({"weight": 2}),
     **config: Any,
 ) -> Twin:
     """Two backwards of a model in which the remedy was done, on two ranks and on one process.
@@ -59,6 +59,7 @@ def right(
     Args:
         before: done to the model before ``parallelize``.
         after: done to both models afterwards.
+        degrees: of the mesh.
     """
 
     def made() -> nn.Module:
@@ -66,7 +67,7 @@ def right(
         before(model)
         return model
 
-    twin = Twin(made, mesh_of(2), checkpoint, **config)
+    twin = Twin(made, mesh_of(**degrees), checkpoint, **config)
     for model in (twin.plain, twin.ours):
         after(model)
     for number in range(2):
@@ -903,19 +904,11 @@ def texts() -> Iterator[tuple[str, str, str]]:
         for node in nodes:
             made = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
             if made and node.func.id.endswith("Error") and node.args:  # type: ignore[union-attr]
-                yield f"{path.name}:{node.lineno}", _text(node.args[0]), beside  # type: ignore
+                yield f"{path.name}:{node.lineno}", text_of(node.args[0]), beside  # type: ignore
             if isinstance(node, ast.FunctionDef) and node.name.startswith("_message"):
                 returned = next(n for n in ast.walk(node) if isinstance(n, ast.Return))
                 assert returned.value is not None
-                yield f"{path.name}:{node.lineno}", _text(returned.value), beside
-
-
-def _text(node: ast.expr) -> str:
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_text(value) for value in node.values)
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    return "{" + ast.unparse(node.value if isinstance(node, ast.FormattedValue) else node) + "}"
+                yield f"{path.name}:{node.lineno}", text_of(returned.value), beside
 
 
 def test_every_error_text_is_in_the_table_and_names_the_remedies_of_its_row() -> None:
@@ -933,28 +926,13 @@ def test_every_error_text_is_in_the_table_and_names_the_remedies_of_its_row() ->
 
 
 def test_the_tests_that_run_remedies_elsewhere_exist() -> None:
-    elsewhere = {r for row in REMEDIES.values() for r in row.values() if isinstance(r, str)}
-    for named in sorted(elsewhere):
-        path, _, name = named.partition("::")
-        tree = ast.parse((ROOT / path).read_text())
-        tests = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
-        assert name in tests, f"{named} is not there"
+    require_tests(REMEDIES)
 
 
-RUN = {
-    f"{piece} > {words}": remedy
-    for piece, row in REMEDIES.items()
-    for words, remedy in row.items()
-    if not isinstance(remedy, str)
-}
 PARTS = 6
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 @ranks(2)
 def test_every_remedy_that_an_error_text_names_works(part: int) -> None:
-    for name in sorted(RUN)[part::PARTS]:
-        try:
-            RUN[name]()
-        except Exception as error:
-            raise AssertionError(f"the remedy of: {name}") from error
+    run(REMEDIES, part, PARTS)
