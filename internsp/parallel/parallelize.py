@@ -159,11 +159,13 @@ def examine(
     structure = read_structure(
         model, config.trigger, config.blocks, config.prefetch_triggers, config.plan
     )
-    if config.compile and any(block.trigger_module is not None for block in structure.blocks):
+    inside = [block for block in structure.blocks if block.trigger_module is not None]
+    if config.compile and inside:
         raise ConfigError(
-            f"weight_parallel.compile compiles whole blocks, but trigger {config.trigger!r} lies "
-            "inside a block, where no hook of ours may run (WP-13): set weight_parallel.trigger = "
-            "'qkv' (the block's entry) and no prefetch_triggers"
+            "weight_parallel.compile compiles whole blocks, but the prefetch trigger "
+            f"{inside[0].trigger_name} lies inside {inside[0].name}, where no hook of ours may run "
+            "(WP-13): set weight_parallel.trigger = 'qkv' (the block's entry) and no "
+            "prefetch_triggers, and the same in rules"
         )
     if config.unexpected_order == "learn" and structure.enclosing:
         raise ConfigError(

@@ -307,13 +307,17 @@ def _block(
                 if inner and (matches(inner, pattern) or matches(inner.split(".")[-1], pattern)):
                     full = inner if len(part.modules) == 1 else f"{prefix}.{inner}"
                     return replace(entry, trigger_name=full, trigger_module=child)
-    if around >= 0 and not rule_options.keys() & {"trigger", "prefetch_triggers"}:
+    by_rule = rule_options.keys() & {"trigger", "prefetch_triggers"}
+    if around >= 0 and not by_rule:
         return entry  # not every part of a block has a trigger module: its entry is the trigger
+    key = "prefetch_triggers in its rule" if by_rule else "weight_parallel.prefetch_triggers"
+    remedy = f"set {key}, candidates: {_trigger_candidates(module)}"
+    if not any(True for _ in module.children()):
+        remedy = "it has none: set trigger = 'qkv', its entry, in a rule for it"
     raise StructureError(
         f"no prefetch trigger {trigger!r} in block {part.name}: none of its modules is named "
         f"{', '.join(patterns or usual)}{''.join(_meant_trigger(p, [module]) for p in patterns)}; "
-        "set weight_parallel.prefetch_triggers, candidates: "
-        f"{_trigger_candidates(module)}"
+        f"{remedy}"
     )
 
 

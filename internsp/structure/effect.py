@@ -158,16 +158,19 @@ def _quantizable(facts: _Facts) -> list[ParameterSharding]:
 
 
 def _nothing_to_quantize(facts: _Facts) -> str:
-    largest = max(facts.in_blocks, key=_numel, default=None)
-    size = "there is none in a block"
-    if largest is not None:
-        nbytes = human(_numel(largest) * largest.dtypes.compute.itemsize)
-        size = f"the largest is {largest.name} ({nbytes})"
+    if not facts.in_blocks:
+        return "no block has a sharded parameter; leave it out"
+    rules = {"quantize", "pre_all_gather"}
+    free = [s for s in facts.in_blocks if not facts.rules_of(s, rules)]
+    if not free:
+        return "rules say what every sharded weight of the blocks is gathered as; leave it out"
+    largest = max(free, key=_numel)
     return (
         "no sharded weight of a block is larger than coalesce_bytes "
         f"({facts.config.coalesce_bytes}), other than those of which rules say what they are "
-        f"gathered as; {size}. Lower it, or name weights in a rule with quantize, which takes them "
-        "whatever their size"
+        f"gathered as; the largest is {largest.name} "
+        f"({human(_numel(largest) * largest.dtypes.compute.itemsize)}). Lower it, or name weights "
+        "in a rule with quantize, which takes them whatever their size"
     )
 
 

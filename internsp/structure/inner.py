@@ -54,7 +54,7 @@ def divide_into_units(blocks: Sequence[Named], rules: Rules) -> list[UnitModules
         kind = matched_rule.rule.unit
         if name in numbers:
             if kind == "each":
-                raise StructureError(f"{matched_rule}: {name} is a unit already")
+                raise StructureError(f"{matched_rule}: {name} is a unit already: leave it out")
             merged.setdefault(matched_rule, []).append(numbers[name])
             continue
         around = next((n for b, n in numbers.items() if name.startswith(f"{b}.")), None)

@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks.test_remedies import right
+from internsp.config import ActivationCheckpointConfig, PlanRule, WeightParallelConfig
+from internsp.mesh.shape import MeshShape
+from internsp.parallel.parallelize import examine
+from tests.ranks.test_remedies import FULL, right
 from tests.support.meshes import mesh_of
-from tests.support.models import Tiny, Twin
+from tests.support.models import Block, Tiny, Twin
 from tests.support.ranks import ranks
 from tests.support.remedies import Table, require_complete, run
 
-ROOMS = ["parallel"]
+ROOMS = ["parallel", "structure"]
 
 
 # ranks that differ
@@ -48,6 +51,65 @@ def unequal_counts() -> None:
     (twin.plain(ids, labels) / labels.numel()).backward()
     (twin.ours(ids[own], labels[own]) / labels.numel()).backward()
     twin.check_gradients("a sum over unequal counts")
+
+
+# models without the usual names, and rules of their own
+
+
+class Stacked(Tiny):
+    """Its blocks are in ``stack``, a name that is not a usual one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.stack = self._modules.pop("layers")
+
+    @property
+    def layers(self) -> Any:  # type: ignore[override]
+        return self.stack
+
+
+class Untriggered(Block):
+    """Its out-projection is ``last``, a name that is not a usual one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = self._modules.pop("wo")
+
+    @property
+    def wo(self) -> Any:  # type: ignore[override]
+        return self.last
+
+
+def with_rules(given: Any) -> Any:
+    return type("Ruled", (Tiny,), {"weight_parallel_plan": given})
+
+
+def tied_experts(model: Any) -> None:
+    model.layers[1].w1.weight = model.layers[0].w1.weight
+
+
+def four(**options: Any) -> Tiny:
+    return Tiny(layers=4)
+
+
+KEEP = {"keep_unsharded": True}
+MERGED = [{"match": "layers.*", "unit": "one"}]
+SMALL_BLOCKS = [{"match": "layers", "min_shard_elements": 9999}]
+WITH_EXPERTS = {"weight": 2, "expert_weight": 1}
+EACH_Q = [{"match": "layers.*.q", "unit": "each"}]
+plans = partial(partial, right)
+ruled = partial(plans, four)
+
+
+def compiled_with_a_rule() -> None:
+    """Another rule of the same block than one of its trigger; compiled it is in other tests."""
+    plan = [{"match": "layers.0", "trigger": "qkv", "prefetch_depth": 2}]
+    config = WeightParallelConfig(compile=True, trigger="qkv", plan=plan)
+    examine(Tiny(), config, None, MeshShape(2, weight=2))
+
+
+def tiled(tiles: int = 2, module: str = "w2", **config: Any) -> None:
+    right(checkpoint=ActivationCheckpointConfig(tiles=tiles, tiled=[module]), **config)
 
 
 OWN_GATHERS = (
@@ -98,8 +160,8 @@ PARALLEL: Table = {
     },
     "communicator is a {type(communicator).__name__}": {"give a WPCommunicator": OWN_GATHERS},
     "where no hook of ours may run (WP-13)": {
-        "set weight_parallel.trigger = 'qkv' (the block's entry) and no prefetch_triggers":
-            COMPILED,
+        "(WP-13): set weight_parallel.trigger = 'qkv' (the block's entry) and no": COMPILED,
+        "and the same in rules": compiled_with_a_rule,
     },
     "learns an order of blocks, but a rule of the plan makes": {
         # either of the two that contradict each other
@@ -128,7 +190,159 @@ PARALLEL: Table = {
     },
     "sequence.own_attention = True has no effect": {"leave it out": ONE_ATTENTION},
 }  # fmt: skip
-TABLE: Table = PARALLEL
+OWNERS = "tests/ranks/test_experts.py::test_gradients_norms_and_steps_equal_one_process"
+RULES = (
+    "tests/ranks/test_plan_rules.py::"
+    "test_gradients_are_one_process_whatever_the_rules_and_the_plan_is_what_runs"
+)
+QUANTIZED_BY_RULE = (
+    "tests/ranks/test_plan_rules.py::"
+    "test_weights_quantized_by_rule_in_two_ways_are_rounded_and_no_others"
+)
+SLICES = (
+    "tests/ranks/test_near_slices.py::"
+    "test_gathers_from_slices_train_as_one_process_and_bring_what_the_plan_says"
+)
+STRUCTURE: Table = {
+    "does not declare that it sends": {
+        "Make the mesh with expert = 1 and shard all experts over expert_weight": OWNERS,
+        "expert_ranks = mesh.expert on the module that does so": OWNERS,
+    },
+    "the model declares expert_ranks =": {
+        "build the model for the mesh's expert degree, or the mesh for the model's": OWNERS
+    },
+    "is an expert's and a scalar": {
+        "give it a dimension":
+            "tests/ranks/test_experts_state.py::"
+            "test_even_small_parameters_of_owned_experts_are_cut_and_never_summed_over_owners",
+    },
+    "an expert's weight is shared with another module": {
+        "untie it": plans(degrees=WITH_EXPERTS, experts=["layers.0.w1"]),
+        "change weight_parallel.experts":
+            plans(before=tied_experts, degrees=WITH_EXPERTS, experts=["layers.*.w1"]),
+    },
+    "set {key}, candidates": {
+        "weight_parallel.prefetch_triggers":
+            plans(partial(Tiny, Untriggered), prefetch_triggers=["last"]),
+        "prefetch_triggers in its rule":
+            plans(plan=[{"match": "layers.0", "prefetch_triggers": ["w2"]}]),
+    },
+    "it has none: set trigger": {
+        "set trigger = 'qkv', its entry, in a rule for it":
+            plans(blocks=["layers.*", "head"], plan=[{"match": "head", "trigger": "qkv"}]),
+    },
+    "no transformer blocks found by the usual names": {
+        "set weight_parallel.blocks": plans(Stacked, blocks=["stack.*"]),
+    },
+    "activation_checkpoint recomputes some of the blocks of": {
+        "recompute all of them": plans(checkpoint=FULL, plan=MERGED), "or none": plans(plan=MERGED),
+    },
+    "a weight belongs to one unit; make the patterns": {
+        "match one level only, and have a rule of weight_parallel.plan set unit":
+            plans(blocks=["layers.*"], plan=EACH_Q),
+    },
+    # options without an effect
+    "no parameter of the model is sharded": {
+        "lower min_shard_elements": plans(prefetch_depth=2),
+        "leave the option out": plans(min_shard_elements=1 << 40),
+    },
+    "(or expert), or leave the option out": {
+        "make it with expert_weight (or expert)":
+            plans(degrees=WITH_EXPERTS, experts=["layers.*.w1"]),
+        "leave the option out": right,
+    },
+    "other than those of which rules say": {
+        "Lower it": ROUNDED, "name weights in a rule with quantize": QUANTIZED_BY_RULE,
+    },
+    "no block has a sharded parameter; leave": {"leave it out": plans(plan=SMALL_BLOCKS)},
+    "rules say what every sharded weight of the blocks": {"leave it out": QUANTIZED_BY_RULE},
+    "is a unit already: leave": {
+        "leave it out": plans(plan=[{"match": "layers.*.q", "unit": "each"}]),
+    },
+    "rules decide it for every block": {
+        "leave one of them out": plans(plan=[{"match": "layers.0", **KEEP}], keep_unsharded=1),
+    },
+    "all blocks stay unsharded (keep_unsharded": {
+        'keep_unsharded = "all"': plans(keep_unsharded="all"), "leave one of them out": SLICES,
+    },
+    "nothing is cast without weight_parallel.compute_dtype": {
+        "set that, too": plans(compute_dtype="float64", cast_inputs=False),
+    },
+    '= "experts" has no effect: the mesh': {
+        "make it with expert_weight (or expert)":
+            plans(degrees=WITH_EXPERTS, plan=[{"match": "layers.*.w1", "axis": "experts"}]),
+        "leave it out": right,
+    },
+    "has no effect beside prefetch_triggers": {
+        "leave one out": plans(plan=[{"match": "layers.0", "trigger": "mlp"}]),
+        "which replace it": plans(plan=[{"match": "layers.0", "prefetch_triggers": ["w2"]}]),
+    },
+    "has no effect: what rules quantize or pack": {"leave it out": QUANTIZED_BY_RULE},
+    "has no effect: the blocks stay unsharded, so": {
+        "leave it out": plans(plan=[{"match": "layers", **KEEP}]),
+    },
+    "has no effect: the blocks have no sharded parameter": {
+        "leave it out": plans(plan=SMALL_BLOCKS),
+    },
+    "has no effect: no block comes after": {"leave it out": right},
+    "decides when weights are gathered and freed": {
+        "leave it out": OWN_GATHERS, "take the library's": RULES,
+    },
+    # units and their rules
+    "lies in no block (they are": {
+        "name it in weight_parallel.blocks":
+            plans(blocks=["layers.*", "head"], trigger="qkv"),
+    },
+    "is set twice, by": {
+        "let their patterns match different things": plans(plan=[
+            {"match": f"layers.{i}", "prefetch_depth": i, "unit": "one"} for i in range(2)
+        ]),
+    },
+    "and is needed first: name": {
+        "name it too": ruled(plan=[{"match": "layers.0", "forward_prefetch": ["layers.{1-2}"]}]),
+    },
+    "and prefetch_depth is for both directions": {
+        "leave one of them out": ruled(plan=[{"match": "layers.1", "prefetch_depth": 2}]),
+        "prefetch_depth of": ruled(plan=[{"match": "layers.1", "forward_prefetch": 2}]),
+    },
+    "weight_parallel_plan of {type(model).__name__} is a": {
+        "give a list of rules (internsp.PlanRule": plans(
+            with_rules([PlanRule(match="layers.0", prefetch_depth=0)])
+        ),
+        "or mappings)": plans(with_rules([{"match": "layers.0", "prefetch_depth": 0}])),
+        "or a method that returns one":
+            plans(with_rules(lambda self: [{"match": "layers.0", "prefetch_depth": 0}])),
+    },
+    "weight_parallel_plan of {type(model).__name__}: rule": {
+        "give an internsp.PlanRule or a mapping of its keys":
+            plans(with_rules([{"match": "layers.0", "prefetch_depth": 0}])),
+    },
+    "activation_checkpoint.tiles: no feed-forward": {
+        "name it in activation_checkpoint.tiled": tiled,
+    },
+    "which parallelize() does not know: give": {"give a number of tiles": tiled},
+    "whose tiles would gather it each": {
+        "out of activation_checkpoint.tiled": partial(tiled, plan=EACH_Q),
+        "or the unit out of the plan": tiled,
+    },
+    "has a unit that is not a block (unit in": {"leave the rule out": COMPILED},
+    "of which a smaller near group is": {
+        "choose one of these": SLICES,
+        "or 0 (keep_unsharded keeps blocks unsharded)":
+            plans(reshard_after_forward=0, keep_unsharded="all"),
+    },
+    "gathers each weight as soon as there is room": {
+        "choose another trigger for all": plans(plan=[{"match": "layers.0", "prefetch_depth": 2}]),
+    },
+    "gathers each weight alone, one ahead": {
+        'set granularity = "block"': plans(plan=[{"match": "layers.0", "coalesce_bytes": 400}]),
+    },
+    "holds none of the blocks, the smallest": {
+        "give more": plans(keep_unsharded="1 MiB"), "a number of blocks": plans(keep_unsharded=1),
+        "or leave it out": right,
+    },
+}  # fmt: skip
+TABLE: Table = {**PARALLEL, **STRUCTURE}
 
 
 def test_what_errors_say_to_do_is_in_the_table() -> None:

@@ -131,7 +131,10 @@ WEIGHTS: Entries = {
                 "the largest is layers.0.w1.weight (312 B)",
                 {"quantize": "int8", "coalesce_bytes": 335}),
         Refused({"quantize": "int8", "plan": [{"match": "layers", "quantize": "fp8"}]},
-                "other than those of which"),
+                "rules say what every sharded weight of the blocks is gathered as; leave it out"),
+        Refused({"quantize": "int8", "plan": SMALL_BLOCKS}, "no block has a sharded parameter"),
+        Refused({"quantize": "int8", "coalesce_bytes": 320, "plan": [
+            {"match": "layers.*.w1", "quantize": "fp8"}]}, "the largest is layers.0.w2.weight"),
     )[1:],
     "compute_dtype": Acts("floating inputs are cast to it, whatever the weights are"),
     "cast_inputs": [

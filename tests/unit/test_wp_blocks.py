@@ -87,6 +87,15 @@ def test_patterns_find_blocks_and_prefetch_triggers_with_any_name() -> None:
         (partial(read_structure, Tiny(), blocks=("layers", "layers.*")), ["layers.0 lies inside"]),
         (partial(read_structure, Tiny(), "attention"), ["'attention'", "layers.0", "q, wo"]),
         (partial(read_structure, nn.Linear(2, 2)), ["no module list in this model"]),
+        (
+            partial(read_structure, Tiny(), prefetch_triggers=("w2",),
+                    plan=[PlanRule(match="layers.0", trigger="attention")]),
+            ["in block layers.0", "set prefetch_triggers in its rule, candidates: norm, q, wo"],
+        ),
+        (
+            partial(read_structure, Tiny(), blocks=("layers.*", "head")),
+            ["in block head", "it has none: set trigger = 'qkv', its entry, in a rule for it"],
+        ),
     ],
 )
 def test_what_matches_nothing_or_too_much_is_refused_with_candidates(
