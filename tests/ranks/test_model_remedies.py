@@ -17,12 +17,14 @@ from internsp.config import ActivationCheckpointConfig, PlanRule, WeightParallel
 from internsp.mesh.shape import MeshShape
 from internsp.parallel.parallelize import examine
 from tests.ranks.test_remedies import FULL, right
+from tests.ranks.test_rolling import Sometimes
+from tests.ranks.test_rules_memory import Borrowing
 from tests.support.meshes import mesh_of
 from tests.support.models import Block, Tiny, Twin
 from tests.support.ranks import ranks
 from tests.support.remedies import Table, require_complete, run
 
-ROOMS = ["parallel", "structure"]
+ROOMS = ["parallel", "structure", "schedule"]
 
 
 # ranks that differ
@@ -88,6 +90,10 @@ def tied_experts(model: Any) -> None:
     model.layers[1].w1.weight = model.layers[0].w1.weight
 
 
+def borrowing(**options: Any) -> Tiny:
+    return Borrowing()
+
+
 def four(**options: Any) -> Tiny:
     return Tiny(layers=4)
 
@@ -106,6 +112,17 @@ def compiled_with_a_rule() -> None:
     plan = [{"match": "layers.0", "trigger": "qkv", "prefetch_depth": 2}]
     config = WeightParallelConfig(compile=True, trigger="qkv", plan=plan)
     examine(Tiny(), config, None, MeshShape(2, weight=2))
+
+
+def used_again(**config: Any) -> None:
+    """A weight is used twice in a later forward."""
+    twin = Twin(partial(Tiny, Sometimes), mesh_of(2), **config)
+    for twice in (False, True):
+        for model in (twin.plain, twin.ours):
+            model.layers[0].twice = twice  # type: ignore[index, union-attr, assignment]
+        twin.backward()
+        twin.check_gradients(f"used {'twice' if twice else 'once'}")
+        twin.zero_grad()
 
 
 def tiled(tiles: int = 2, module: str = "w2", **config: Any) -> None:
@@ -342,7 +359,41 @@ STRUCTURE: Table = {
         "or leave it out": right,
     },
 }  # fmt: skip
-TABLE: Table = {**PARALLEL, **STRUCTURE}
+PACKED = (
+    "tests/ranks/test_own_gather.py::"
+    "test_every_gradient_and_step_is_that_of_what_the_functions_make_of_the_weights"
+)
+RETURNED = (
+    "tests/ranks/test_own_gather.py::test_a_weight_that_is_returned_is_copied_into_its_slot"
+)
+SCHEDULE: Table = {
+    "the pre_all_gather of {name}, gave a": {
+        "give a tensor":
+            "tests/ranks/test_own_gather.py::"
+            "test_gradients_of_a_plain_loop_and_functions_of_one_tensor",
+        "or a tuple of tensors": PACKED,
+    },
+    "returned {kind} where the unsharded weight is": {
+        "write it into the second argument": PACKED,
+        "or return a tensor of this shape and dtype": RETURNED,
+    },
+    "the same for every rank. It": {"write every rank's own rows": PACKED},
+    "for a shard {list(shard.shape)} on the meta device": {
+        "return tensors of the right shapes and dtypes there": PACKED
+    },
+    "weight_parallel.quantize cannot take": {
+        "compute in {known}": ROUNDED, "set weight_parallel.quantize = 'none'": right,
+    },
+    "blocks must run in the declared order and use": {
+        "blocks must run in the declared order": right,
+        "use a weight no more often than in a forward before":
+            "tests/ranks/test_rolling.py::"
+            "test_a_second_use_that_comes_unexpectedly_names_both_holders_and_is_known_afterwards",
+        'trigger = "out_proj"': partial(used_again, trigger="out_proj"),
+        "unexpected_order = 'gather'": plans(borrowing, unexpected_order="gather"),
+    },
+}  # fmt: skip
+TABLE: Table = {**PARALLEL, **STRUCTURE, **SCHEDULE}
 
 
 def test_what_errors_say_to_do_is_in_the_table() -> None:

@@ -31,22 +31,22 @@ SAYS_WHAT_TO_DO = re.compile(
 
 def advice(rooms: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """Each string of the rooms that says what to do: its place, its source without the quotes, and
-    all strings of its file, of which a text may be made. Docstrings, logs and help are none."""
+    all strings of its room, of which a text may be made. Docstrings, logs and help are none."""
     for room in rooms:
         folder = ROOT / "internsp" / room
-        for path in sorted(folder.rglob("*.py")) or [folder]:
-            tree = ast.parse(path.read_text())
-            nodes = list(ast.walk(tree))
-            beside = "\n".join(
-                n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)
-            )
-            unread = {id(part) for node in nodes for part in _no_texts(node)}
-            for node in nodes:
+        trees = {p: ast.parse(p.read_text()) for p in sorted(folder.rglob("*.py")) or [folder]}
+        nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+        beside = "\n".join(
+            n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        )
+        unread = {id(part) for node in nodes for part in _no_texts(node)}
+        for path, tree in trees.items():
+            for node in ast.walk(tree):
                 string = isinstance(node, ast.Constant) and isinstance(node.value, str)
                 if (string or isinstance(node, ast.JoinedStr)) and id(node) not in unread:
-                    found = text_of(node)
+                    found = text_of(node)  # type: ignore[arg-type]
                     if " " in found and SAYS_WHAT_TO_DO.search(found):
-                        yield f"{path.relative_to(ROOT)}:{node.lineno}", found, beside
+                        yield f"{path.relative_to(ROOT)}:{node.lineno}", found, beside  # type: ignore[attr-defined]
 
 
 def _no_texts(node: ast.AST) -> Iterator[ast.AST]:
