@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from internsp.parallel.parallelize import parallelize
 from tests.support.experts import Case as Mixed
 from tests.support.experts import Pair
 from tests.support.meshes import mesh_of
-from tests.support.models import raises
+from tests.support.models import Tiny, Twin, raises
 from tests.support.ranks import ranks, run_ranks
 from tests.support.zero import MUON, Case, alone, batch, little, setup, share, train, whole
 
@@ -128,6 +129,28 @@ def declared(rank: int, world: int) -> list[tuple[float, int]]:
 def test_a_class_that_is_declared_to_need_whole_matrices_has_them() -> None:
     for found in run_ranks(declared, 4):
         assert all(apart < 1e-10 and taken == STEPS for apart, taken in found), found
+
+
+class Damped(torch.optim.SGD):
+    """Its first step takes the gradient whole, later ones half of it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.05, momentum=0.9, dampening=0.5)
+
+
+@ranks(2)
+def test_slices_of_matrices_that_no_step_had_used_begin_anew() -> None:
+    twin = Twin(partial(Tiny, layers=2), mesh_of(2))
+    ours = ZeroOptimizer(twin.communicator, Damped, whole_matrix=True)
+    saved = ours.local_state_dict()
+    for step in range(2):
+        theirs = Damped(twin.plain.parameters())
+        twin.backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        twin.check_parameters(f"a first step, {step}")
+        ours.load_local_state_dict(saved)
 
 
 def traveling(rank: int, world: int, optimizer: str) -> tuple[list[Any], int, int]:
