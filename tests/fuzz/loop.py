@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 import internsp
 from internsp.wp.communicator import ISPCommunicator
 from tests.fuzz.draw import Case
-from tests.fuzz.shapes import Drawn, PlannedError, loss_of
+from tests.fuzz.shapes import Drawn, PlannedError, loss_of, whole
 
 Note = Callable[[str, dict[str, Any]], None]
 
@@ -307,9 +307,8 @@ class Side:
         self.model.load_state_dict(self.model.state_dict())
 
     def _do_whole(self) -> None:
-        whole = {n: p.full_tensor() if isinstance(p, DTensor) else p
-                 for n, p in self.named.items()}  # fmt: skip
-        self.note(f"{self.where}: whole parameters", {n: v.detach() for n, v in whole.items()})
+        found = {n: whole(p).detach() for n, p in self.named.items()}
+        self.note(f"{self.where}: whole parameters", found)
 
     def _do_keep(self) -> None:
         """What a program keeps of its best step: whole weights, and the optimizer's state."""
@@ -406,8 +405,8 @@ class Side:
 
 def _squares(parameters: list[nn.Parameter]) -> Tensor:
     """A penalty on whole weights, which a program reads outside the model."""
-    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in parameters]
-    return sum((w.square().sum() for w in whole), torch.zeros((), dtype=torch.float64))
+    squares = (whole(p).square().sum() for p in parameters)
+    return sum(squares, torch.zeros((), dtype=torch.float64))
 
 
 def _write(p: nn.Parameter, how: str) -> None:

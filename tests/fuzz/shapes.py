@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 BASES = ("plain", "odd", "single", "bare", "conv", "grouped", "deep")
@@ -23,7 +24,7 @@ IN_BLOCK = (
     "returns_weight", "returns_view", "returns_transposed", "functional", "frozen_norm",
     "frozen_weight", "frozen_block", "unused", "buffer", "aux_tuple", "aux_dict", "aux_data",
     "nested", "custom", "detached", "two_outputs", "dropped_output", "weight_norm", "table",
-    "passing_module", "view_output", "gate",
+    "passing_module", "view_output", "gate", "full_tensor",
 )  # fmt: skip
 
 BESIDE = (
@@ -31,6 +32,7 @@ BESIDE = (
     "root_matrix", "root_scalar", "adapter", "adapter_idle", "two_heads", "bag", "root_list",
     "counter", "head_bias", "frozen_embedding", "frozen_head", "no_norm", "same_block_twice",
     "run_twice", "reversed", "skipped", "shared_weight_of_blocks", "expert_beside", "sequential",
+    "full_tensor_of_any",
 )  # fmt: skip
 
 OUTPUTS = ("loss", "logits", "tuple", "dict", "dataclass")
@@ -212,6 +214,8 @@ class Block(nn.Module):
             self.branch = nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, width))
         if "absent" in f:
             self.absent = nn.Linear(width, width)
+        if "full_tensor" in f:
+            self.past = nn.Linear(width, width)
         if "unused" in f:
             self.unused = nn.Linear(width, width)
         if "nested" in f:
@@ -262,7 +266,7 @@ class Block(nn.Module):
             raise PlannedError("inside a block")
         x = x + self.out_proj(self.attend(h))
         x = self._linear(x, use)
-        x = self._reading(x)
+        x = self._reading(x, use)
         hidden = F.gelu(self.fc1(x)) if self.base != "bare" else torch.tanh(x)
         x = x + self.fc2(hidden) * 0.5
         if "late_matrix" in f:
@@ -331,7 +335,7 @@ class Block(nn.Module):
             x = x + torch.tanh(self.normed(x))
         return x
 
-    def _reading(self, x: Tensor) -> Tensor:
+    def _reading(self, x: Tensor, use: int) -> Tensor:
         f = self.features
         if "returns_weight" in f:
             x = x + torch.tanh(x) @ self.gives_weight()
@@ -348,6 +352,11 @@ class Block(nn.Module):
             x = x + torch.tanh(x @ self.named["a"])
         if "detached" in f:
             x = x + torch.tanh(x.detach())
+        if "full_tensor" in f:  # past the module, and by the module on some ranks
+            named = dict(self.past.named_parameters())
+            x = x + torch.tanh(x @ whole(named["weight"]) + whole(named["bias"]))
+            if use >> 1 & 1:
+                x = x + 0.3 * self.past(x)
         return x
 
     def _answer(self, x: Tensor) -> Any:
@@ -359,6 +368,11 @@ class Block(nn.Module):
         if "aux_data" in f:
             return Answer(self.aux(x).square().mean(), x)
         return x
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """The parameter as a plain tensor, whose gradient is summed over ranks."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def opened(output: Any) -> tuple[Tensor, Tensor | None]:
@@ -512,6 +526,9 @@ class Drawn(nn.Module):
         x = self.norm(x)
         if "two_heads" in f:
             extra = extra + self.second(x).square().mean()
+        if "full_tensor_of_any" in f:
+            named = [p for p in self.parameters() if p.ndim]
+            extra = extra + whole(named[len(named) // 2]).square().mean()
         logits = F.linear(x, self.embed.weight) if self.head is None else self.head(x)
         if self.output == "logits":
             return logits
