@@ -147,7 +147,7 @@ class _Replay(TorchDispatchMode):
         if self.position >= len(self.kept) or self.kept[self.position][0] is not func:
             raise OrderError(
                 f"Recompute of a checkpointed block calls {name} where its forward did not. A "
-                "block must run the same operators both times; use checkpointing mode 'full'."
+                "block must run the same operators both times."
             )
         _, held, versions = self.kept[self.position]
         if _versions(held) != versions:
@@ -165,7 +165,7 @@ def _restored(held: Any) -> Any:
 def _write_error(operator: Any) -> OrderError:
     return OrderError(
         f"A kept result of {operator._schema.name} was written to in place after it was made. "
-        "Write to a clone, or use checkpointing mode 'full'."
+        "Write to a clone."
     )
 
 

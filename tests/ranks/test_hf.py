@@ -343,3 +343,25 @@ def test_an_attention_with_a_mask_of_its_own_stops_the_forward() -> None:
     parallelize(model, mesh)
     words = "model.layers.1.self_attn.attention", "not made by the model's mask function"
     raises(StructureError, lambda: model(**hf.plain_batch(0)), *words)
+
+
+@ranks(2)
+def test_what_cut_sequences_refuse_is_right_where_they_are_whole() -> None:
+    twin = HuggingTwin("llama", mesh_of(2))
+    for model in (twin.plain, twin.ours):
+        block = model.model.layers[1]
+        block.self_attn = OwnMask(block.self_attn)
+    twin.compare(hf.plain_batch, "a mask of its own")
+
+
+@ranks(2)
+def test_a_model_that_makes_positions_of_its_tokens_takes_those_that_it_is_given() -> None:
+    twin = HuggingTwin("roberta", mesh_of(1, 2))
+    raises(LayoutError, lambda: twin.ours(**hf.plain_batch(0)), "makes position_ids of its tokens")
+
+    def with_positions(data: int) -> dict[str, Any]:
+        batch = hf.plain_batch(data)
+        length = batch["input_ids"].shape[1]
+        return batch | {"position_ids": torch.arange(1, length + 1).repeat(2, 1)}
+
+    twin.compare(with_positions, "given positions")

@@ -42,6 +42,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**_LLAMA, **_EXPERTS, "sliding_window": None, "router_aux_loss_coef": 0.5},
     "gpt2": {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32, "resid_pdrop": 0.0,
              "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attn_implementation": "eager"},
+    "roberta": {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2,
+                "num_attention_heads": 6, "max_position_embeddings": 32, "is_decoder": True,
+                "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }  # fmt: skip
 
 
