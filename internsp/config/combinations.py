@@ -81,7 +81,7 @@ def too_small_a_share(again: ActivationCheckpointConfig, blocks: int) -> str | N
     share = again.fraction * blocks
     if again.mode == "none" or again.blocks is not None or not share or round(share):
         return None
-    return f"{again.fraction:g} of {blocks} blocks is less than one; raise it, or name blocks"
+    return f"{again.fraction:g} of {blocks} blocks is less than one; raise it or set blocks instead"
 
 
 def _order(weights: WeightParallelConfig) -> Iterator[Mistake]:
@@ -141,7 +141,8 @@ def _recompute(
     if off and "mode" not in again.model_fields_set:
         for key in ("fraction", "blocks", "reentrant"):
             if getattr(again, key) != usual[key].default:
-                text = 'no block recomputes; set mode to "full" or "selective", or leave it out'
+                modes = '"full"' if key == "reentrant" else '"full" or "selective"'
+                text = f"no block recomputes; set mode to {modes}, or leave it out"
                 yield (f"activation_checkpoint.{key}", mode), text
         if again.offload not in (None, 0):
             text = 'no block recomputes, so there is no saved input to offload; set mode to "full"'
@@ -151,7 +152,8 @@ def _recompute(
         yield ("activation_checkpoint.fraction", "activation_checkpoint.blocks"), text
     elif not off and (again.blocks == () or (again.blocks is None and not again.fraction)):
         key = "fraction" if again.blocks is None else "blocks"
-        text = f'"{again.mode}" recomputes no block then; set mode = "none", or name blocks'
+        more = "or raise it" if key == "fraction" else "or name some"
+        text = f'"{again.mode}" recomputes no block then; set mode = "none", {more}'
         yield (f"activation_checkpoint.{key}", mode), text
     if again.mode == "selective" and again.reentrant:
         text = 'torch\'s reentrant form cannot be selective; set it to false, or mode = "full"'

@@ -24,9 +24,6 @@ from tests.support.models import Block, Tiny, Twin
 from tests.support.ranks import ranks
 from tests.support.remedies import Table, require_complete, run
 
-ROOMS = ["parallel", "structure", "schedule"]
-
-
 # ranks that differ
 
 
@@ -123,6 +120,10 @@ def used_again(**config: Any) -> None:
         twin.backward()
         twin.check_gradients(f"used {'twice' if twice else 'once'}")
         twin.zero_grad()
+
+
+def recomputing(mode: str = "full", **options: Any) -> Any:
+    return plans(checkpoint=ActivationCheckpointConfig(mode=mode, **options))  # type: ignore
 
 
 def tiled(tiles: int = 2, module: str = "w2", **config: Any) -> None:
@@ -393,17 +394,101 @@ SCHEDULE: Table = {
         "unexpected_order = 'gather'": plans(borrowing, unexpected_order="gather"),
     },
 }  # fmt: skip
-TABLE: Table = {**PARALLEL, **STRUCTURE, **SCHEDULE}
+RINGS = "tests/ranks/test_sp_ring.py::test_every_form_equals_one_process"
+DOUBLE = "tests/ranks/test_double_ring.py::test_loss_and_every_gradient_equal_one_process"
+IN_A_FILE = (
+    "tests/unit/test_plan_rules.py::test_rules_are_written_and_read_again_as_they_were_given"
+)
+CONFIG: Table = {
+    '"learn" in a pipeline': {
+        "declare them as they run and leave it out":
+            "tests/ranks/test_pipeline_parity.py::"
+            "test_loss_every_gradient_and_every_message_are_as_they_should_be",
+    },
+    "blocks is less than one": {
+        "raise it": recomputing(fraction=0.5), "set blocks instead": recomputing(blocks=(0,)),
+    },
+    "gathers weight by weight in any case": {
+        'use granularity = "block"': plans(trigger="rolling"),
+    },
+    'unused with trigger = "rolling"': {
+        "remove them": plans(trigger="rolling"),
+        "or choose another trigger": plans(prefetch_triggers=["w2"]),
+    },
+    'unused with granularity = "module"': {"leave it out": plans(granularity="module")},
+    "of a ring of one rank": {
+        "make a mesh with parallel.ring": RINGS, 'or use "auto"': ONE_ATTENTION,
+    },
+    "torch's reentrant form cannot be selective": {
+        "set it to false": recomputing(mode="selective"),
+        'or mode = "full"': recomputing(reentrant=True),
+    },
+    "a compiled block cannot compute in tiles": {
+        "set tiles = 1": COMPILED, "or compile = false": tiled,
+    },
+    "unused with one tile": {"set activation_checkpoint.tiles": tiled},
+    "decides when weights are gathered": {
+        "leave it out": OWN_GATHERS, "or take the library's": right,
+    },
+    "lies inside a compiled block": {
+        'use trigger = "qkv" or "rolling" and no prefetch_triggers': COMPILED
+    },
+    "so there is no saved input to offload": {
+        'set mode to "full"':
+            "tests/ranks/test_activation_offload.py::"
+            "test_loss_every_gradient_and_a_step_equal_one_process",
+    },
+    "unused where activation_checkpoint.blocks is given": {
+        "leave one of them out": recomputing(fraction=0.5),
+        "activation_checkpoint.blocks": recomputing(blocks=(0,)),
+    },
+    "is unused with prefetch_triggers, which": {
+        "remove one": plans(trigger="mlp"), "prefetch_triggers": plans(prefetch_triggers=["w2"]),
+    },
+    "{inner} is of no effect with": {
+        'set ring_form = "double"': DOUBLE, "or leave it out": RINGS,
+    },
+    "no block recomputes; set mode": {
+        "set mode to {modes}": recomputing(reentrant=True),
+        '"full" or "selective"': recomputing(mode="selective", blocks=(0,)),
+        "or leave it out": right,
+    },
+    "recomputes no block then": {
+        'set mode = "none"': recomputing(mode="none"), "or raise it": recomputing(fraction=0.5),
+        "or name some": recomputing(blocks=(1,)),
+    },
+    "choose one of {choices}": {"choose one of": DOUBLE},
+    'use ring_form = "ring"': {'use ring_form = "ring"': RINGS},
+    "give a function, or its import path": {
+        "give a function": PACKED, 'or its import path "package.module:function"': PACKED,
+    },
+    "{why}; set model.family": {
+        'set model.family = "hf"':
+            "tests/ranks/test_train_hf.py::"
+            "test_a_folder_trains_as_on_one_process_and_as_its_documents_one_by_one",
+    },
+    "pre_all_gather and post_all_gather need": {"give both": PACKED},
+    "prefetch_depth sets both": {
+        "give it": ruled(plan=[{"match": "layers.1", "prefetch_depth": 2}]),
+        "or them": ruled(plan=[
+            {"match": "layers.1", "forward_prefetch": 2, "backward_prefetch": 0}
+        ]),
+    },
+    "write a rule, [[weight_parallel.plan]]": {
+        "write a rule":
+            "tests/unit/test_config.py::test_a_key_that_was_is_answered_with_what_it_became",
+    },
+    "is a list of tables": {"write [[{name}]] for each": IN_A_FILE},
+}  # fmt: skip
+TABLES = {"parallel": PARALLEL, "structure": STRUCTURE, "schedule": SCHEDULE, "config": CONFIG}
 
 
-def test_what_errors_say_to_do_is_in_the_table() -> None:
-    require_complete(ROOMS, TABLE)
+@pytest.mark.parametrize("room", TABLES)
+def test_what_errors_say_to_do_is_in_the_table(room: str) -> None:
+    require_complete([room], TABLES[room])
 
 
-PARTS = 2
-
-
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("room", TABLES)
 @ranks(2)
-def test_a_remedy_that_an_error_names_works(part: int) -> None:
-    run(TABLE, part, PARTS)
+def test_a_remedy_that_an_error_names_works(room: str) -> None:
+    run(TABLES[room])

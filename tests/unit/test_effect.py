@@ -253,7 +253,8 @@ RULES: Entries = {
 NONE_RECOMPUTES = "no block recomputes"
 FULL = {"mode": "full"}
 RECOMPUTE: Entries = {
-    "mode": [Refused({**FULL, "fraction": 0.0}, '"full" recomputes no block then', FULL)],
+    "mode": [Refused({**FULL, "fraction": 0.0}, 'recomputes no block then; set mode = "none", or '
+                     "raise it", {**FULL, "fraction": 0.5})],
     "fraction": [
         Refused({"fraction": 0.5}, f"fraction: {NONE_RECOMPUTES}", {"fraction": 0.5, **FULL}),
         Refused({**FULL, "fraction": 0.5, "blocks": (1,)}, "fraction: unused where"),
@@ -265,7 +266,8 @@ RECOMPUTE: Entries = {
         Refused({**FULL, "blocks": ()}, 'blocks: "full" recomputes no block then'),
     ],
     "reentrant": [
-        Refused({"reentrant": True}, f"reentrant: {NONE_RECOMPUTES}", {"reentrant": True, **FULL}),
+        Refused({"reentrant": True}, f'reentrant: {NONE_RECOMPUTES}; set mode to "full", or leave',
+                {"reentrant": True, **FULL}),
         Refused({"mode": "selective", "reentrant": True}, "cannot be selective"),
     ],
     "offload": [Refused({"offload": 1}, "offload: no block recomputes", {"offload": 1, **FULL})],
