@@ -15,9 +15,9 @@ from internsp.model_zoo.common import Block
 from internsp.optim import ZeroOptimizer, step_together
 from internsp.pipeline import split_model
 from internsp.sp import SequenceLayout
-from tests.support.compare import TOLERANCE
+from tests.support.compare import TOLERANCE, check, gradients
 from tests.support.pipeline import Case, batches, gradient_gaps, make, plain_loss
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
 Alter = Callable[[nn.Module], None]
 
@@ -201,3 +201,24 @@ def test_weights_that_a_weight_part_would_get_wrong_are_refused(two: bool, why: 
     for error in errors:
         assert re.search(why, error), error
         assert "1F1B" in error
+
+
+@ranks(2)
+def test_such_weights_are_right_where_one_backward_computes_both_gradients() -> None:
+    """What the refusal proposes: another schedule, or blocks that recompute."""
+    for two in (True, False):
+        for case in (
+            Case("1F1B", layers=5),
+            Case("ZBVZeroBubble", chunks=2, layers=5, checkpoint={"mode": "full"}),
+        ):
+            pipeline, plain = make(case, alter=_add_branch(two, alone=not two))
+            pipeline.step(batches(case, pipeline.mesh))
+            plain_loss(case, plain, pipeline.mesh.data).backward()
+            wanted = gradients(plain)
+            found = {
+                name: gradient for name, gradient in gradients(*pipeline.chunks).items()
+                # Stages send zeros where no gradient comes through.
+                if wanted[name] is not None
+                or (gradient is not None and gradient.to_local().any())  # type: ignore[attr-defined]
+            }  # fmt: skip
+            check(found, {name: wanted[name] for name in found}, f"{two} {case.schedule}")

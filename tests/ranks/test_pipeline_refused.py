@@ -94,6 +94,15 @@ def test_a_pattern_that_matches_nothing_in_the_whole_model_is_refused_by_name() 
         assert "'expert' matches no parameter" in experts
 
 
+@ranks(2)
+def test_a_pattern_of_all_blocks_changes_nothing() -> None:
+    case = Case(weights={"blocks": ("layers.*",)})
+    pipeline, plain = make(case)
+    found = compare(case, pipeline, plain, pipeline.step(batches(case, pipeline.mesh)))
+    assert found.loss < TOLERANCE
+    assert found.gradient < TOLERANCE
+
+
 class _Asks(SchedulerHook):
     pipeline: Pipeline
 

@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.remedies import Table, require_complete, run
 
-NOT_RUN: dict[str, str] = {}  # a package to install
+NOT_RUN: dict[str, str] = {}  # a package to install, or a device
+NO_ADVICE: dict[str, str] = {}  # words that only look like it
 
 SP_UNIT = "tests/unit/test_sp_attention.py::"
 FORMULA = SP_UNIT + "test_attention_equals_the_formula_with_its_gradients"
@@ -123,7 +124,89 @@ SP: Table = {
     },
 }  # fmt: skip
 
-TABLES = {"sp": SP}
+PIPE = (
+    "tests/ranks/test_pipeline_parity.py::"
+    "test_loss_every_gradient_and_every_message_are_as_they_should_be"
+)
+TENSOR = (
+    "tests/ranks/test_tensor_parallel.py::"
+    "test_gradients_norm_and_steps_of_layers_cut_twice_are_one_processs"
+)
+EVALUATED = "tests/ranks/test_pipeline_train.py::test_steps_and_evaluations_equal_one_process"
+ALL_BLOCKS = (
+    "tests/ranks/test_pipeline_refused.py::test_a_pattern_of_all_blocks_changes_nothing"
+)
+EQUALIZED = (
+    "tests/ranks/test_pipeline_tied.py::"
+    "test_copies_that_were_written_or_stepped_apart_are_refused_and_made_equal"
+)
+SHAPES = (
+    "tests/ranks/test_pipeline_dtypes.py::"
+    "test_micro_batches_of_another_number_or_shape_are_refused_before_anything_runs"
+)
+TIED = "tests/ranks/test_pipeline_tied.py::"
+TIED_RIGHT = TIED + "test_gradients_norm_and_steps_are_one_processs_under_every_schedule"
+BOTH_GRADIENTS = (
+    "tests/ranks/test_pipeline_frozen.py::"
+    "test_such_weights_are_right_where_one_backward_computes_both_gradients"
+)
+PIPELINE: Table = {
+    "blocks cannot be split into {stages} chunks": {
+        "choose fewer stages or chunks": PIPE, "or more layers": PIPE,
+    },
+    "leaves out some of layers.0": {"leave it empty": PIPE, 'or set "layers.*"': ALL_BLOCKS},
+    "tensor ranks is not supported": {
+        "make the mesh with tensor = 1": PIPE, "or pipeline = 1": TENSOR,
+    },
+    "equalize() of a pipeline was called": {"call it between two steps": EQUALIZED},
+    "step() or evaluate() of a pipeline was called": {"call it between steps": EVALUATED},
+    "copies of tied weights are not equal": {
+        "Write, freeze and step all of them alike": TIED_RIGHT,
+        "Pipeline.equalize() copies the first stage's values": EQUALIZED,
+    },
+    "but they are disabled here": {"use evaluate()": EVALUATED},
+    "a loss is one number, but the criterion gave": {
+        "give labels": PIPE,
+        "or a criterion that sums":
+            TIED + "test_stages_of_ones_own_say_what_is_tied",
+    },
+    "matches none of layers.0": {"leave blocks empty": PIPE, 'or set "layers.*"': ALL_BLOCKS},
+    "stages exchange hidden states of one shape": {
+        "pad the batch": SHAPES, "or make another Pipeline": PIPE,
+    },
+    "pipeline.schedule {name}": {"choose one of": PIPE},
+    "give Pipeline.create the right shape": {
+        "give Pipeline.create the right shape (None: torch finds it out)": SHAPES,
+        "and every micro-batch the same one": SHAPES,
+    },
+    "cannot compute weight gradients separately": {
+        "Take a schedule with a full backward (1F1B, Interleaved1F1B)": BOTH_GRADIENTS,
+        "or recompute a block of each chunk (activation_checkpoint)": BOTH_GRADIENTS,
+    },
+    "has a ZeroOptimizer for a chunk with tied weights": {
+        "make the Pipeline first, which finds tied weights, then the optimizers":
+            TIED + "test_a_zero_optimizer_steps_and_clips_as_one_process",
+    },
+    "pipeline ranks tie different weights": {"make the same model on every rank": TIED_RIGHT},
+    "copies of one weight must be sharded alike": {
+        "Name all of them where a rule of the plan names one":
+            TIED + "test_a_tied_weight_of_any_mesh_is_one_weight",
+        "or untie them": PIPE,
+    },
+}  # fmt: skip
+RESTARTED = (
+    "tests/ranks/test_elastic.py::"
+    "test_a_run_goes_on_by_itself_after_a_rank_died_and_ends_with_the_same_bytes"
+)
+FAILURE: Table = {
+    "and with it the causes that other ranks had": {
+        "see its log": "tests/ranks/test_last_words.py::test_a_process_that_ends_leaves_its_cause"
+    },
+    "cannot go on: {fatal}. Restart": {"Restart the job": RESTARTED},
+    "because the ranks are at different points": {"Restart the job from a checkpoint": RESTARTED},
+    "wait timeout": NO_ADVICE,
+}  # fmt: skip
+TABLES = {"sp": SP, "pipeline": PIPELINE, "failure": FAILURE}
 
 
 @pytest.mark.parametrize("room", TABLES)
