@@ -136,6 +136,22 @@ def test_a_checkpoint_without_what_the_optimizer_keeps_in_its_groups_is_refused(
         assert torch.equal(parameter.full_tensor(), 2.0 * before[name]), "nothing was loaded"
 
 
+@ranks(1)
+def test_counts_of_two_groups_go_on_in_groups_as_they_were_and_in_no_other(tmp_path: Path) -> None:
+    settings = {"name": "schedulefree:SGDScheduleFree"}
+    two = config({}, optimizer={**settings, "groups": [{"match": "head", "lr": 0.1}]})
+    path = save(Session.create(two), tmp_path, 1, "two")
+    content = manifest.read(path).model_dump(mode="json")
+    values = content["values"]
+    values |= {n: 7 for n in values if n.endswith("group[k]") and "head" in n}
+    write_manifest(path, content)
+    with pytest.raises(ConfigError, match=r"saved with k = .*: form the groups as they were"):
+        checkpoint.load(Session.create(config({}, optimizer=settings)), path)
+    session = Session.create(two)
+    checkpoint.load(session, path)
+    assert sorted(group["k"] for group in session.optimizer.param_groups) == [0, 0, 7]
+
+
 @pytest.mark.unmeasured
 @pytest.mark.parametrize(
     ("changes", "meshes"),

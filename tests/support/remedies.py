@@ -17,11 +17,11 @@ Table = Mapping[str, Mapping[str, Remedy]]
 
 _VERBS = (
     "add attach begin belongs broadcast build call cast change choose clone close compute "
-    "copy declare define detach divide do drop export feed fill fix freeze gather give go "
-    "hold hook install keep leave let load look lower make map mark move name omit pad pass "
-    "pip plan point put raise read recompute redistribute register remove rename repeat "
-    "replace restart resume return run save see seed select set shard split start step take "
-    "train try turn unfreeze untie use wait write"
+    "copy declare define detach divide do drop export feed fill fix form freeze gather give "
+    "go hold hook install keep leave let load look lower make map mark move name omit pad "
+    "pass pip plan point put raise read recompute redistribute register remove rename repeat "
+    "replace restart resume return run save see seed select set shard split start take try "
+    "turn unfreeze untie use wait write"
 )
 SAYS_WHAT_TO_DO = re.compile(
     rf"(?:^|[:;,.(] |, or | or | and )(?:first |only |then |not )*(?:{_VERBS.replace(' ', '|')})\b",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from internsp.app.config.sections import CheckpointConfig
 from tests.support.remedies import Table, require_complete, run
 
 NOT_RUN: dict[str, str] = {}  # a package to install, or a device
@@ -206,7 +207,68 @@ FAILURE: Table = {
     "because the ranks are at different points": {"Restart the job from a checkpoint": RESTARTED},
     "wait timeout": NO_ADVICE,
 }  # fmt: skip
-TABLES = {"sp": SP, "pipeline": PIPELINE, "failure": FAILURE}
+def never_resumes() -> None:
+    """Also where a launcher starts ranks again, under which a run resumes by itself."""
+    given = CheckpointConfig(resume="never")
+    assert not given.from_own_folder(elastic=True)
+    assert given.named is None
+    assert CheckpointConfig().from_own_folder(elastic=True)
+
+
+GOES_ON = "tests/ranks/test_train.py::test_a_resumed_run_goes_on_as_if_it_had_not_stopped"
+ANY_MESH = (
+    "tests/ranks/test_checkpoint_meshes.py::"
+    "test_every_mesh_saves_the_same_bytes_of_what_another_has_saved"
+)
+EARLIER = (
+    "tests/ranks/test_writers.py::"
+    "test_tensorboard_has_every_row_once_also_of_steps_that_were_done_again"
+)
+SKIPPED = (
+    "tests/ranks/test_train_not_finite.py::"
+    "test_weights_that_are_not_finite_are_neither_saved_nor_resumed_from"
+)
+LATEST = "tests/unit/test_checkpoint_folder.py::"
+CHECKPOINT: Table = {
+    'or checkpoint.resume = "never" to start afresh': {
+        "give the path of another": GOES_ON, 'checkpoint.resume = "never"': never_resumes,
+    },
+    "Set them as they were": {
+        "Set them as they were": GOES_ON, 'checkpoint.resume = "never"': never_resumes,
+    },
+    "is not resumed from; give": {"give the path of an earlier checkpoint": EARLIER},
+    "but on this machine sequence {here.sequences}": NOT_RUN,  # another version of numpy
+    "which this optimizer needs to go on": {
+        "resume with its own class": ANY_MESH, 'checkpoint.resume = "never"': never_resumes,
+    },
+    "has no {name}; resume": {"resume with its own model": GOES_ON},
+    "here it is {str(value.dtype)": {"resume with its own model": GOES_ON},
+    "form the groups as they were": {
+        "form the groups as they were (optimizer.groups)":
+            "tests/ranks/test_checkpoint_meshes.py::"
+            "test_counts_of_two_groups_go_on_in_groups_as_they_were_and_in_no_other",
+    },
+    "Weights and optimizer are those of before: look": {
+        "lower optimizer.lr": GOES_ON, "or raise train.max_skipped_steps": SKIPPED,
+    },
+    "which is no checkpoint beside it: give": {
+        "give {latest.parent}":
+            LATEST + "test_a_latest_that_names_no_checkpoint_beside_it_is_refused_by_name_and_"
+            "passed_over",
+        "or one step-* in it": EARLIER,
+    },
+    "checkpoint.peer = true needs Linux": {"set it to false": GOES_ON},
+    "checkpoint.peer = true keeps copies": {
+        "start with torchrun --max-restarts":
+            "tests/ranks/test_peer.py::"
+            "test_torchrun_goes_on_from_memory_with_the_same_bytes_and_leaves_nothing",
+        "or set it to false": GOES_ON,
+    },
+    "start() has prepared": NO_ADVICE,
+}  # fmt: skip
+TABLES = {
+    "sp": SP, "pipeline": PIPELINE, "failure": FAILURE, "app/checkpoint": CHECKPOINT,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("room", TABLES)

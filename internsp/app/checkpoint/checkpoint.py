@@ -130,7 +130,7 @@ def load(session: Session, path: Path, copies: PeerCopies | None = None) -> Resu
         raise ConfigError(f"{chosen / MANIFEST}: {error}") from None
     if refused:
         lines = [f"checkpoint.resume: {chosen} was trained with other settings:", *refused]
-        remedy = "Set them as they were, or start afresh without --resume."
+        remedy = 'Set them as they were, or start afresh with checkpoint.resume = "never".'
         raise ConfigError("\n  ".join(lines) + f"\n{remedy}")
     here = _position(session, content.data.sequences, content.data.tokens)
     if content.data.fingerprint != here.fingerprint:
