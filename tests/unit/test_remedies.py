@@ -6,10 +6,14 @@ it and compares, or a function here. Rooms that train models have tables in `tes
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 
+from internsp.app.config import load_config
 from internsp.app.config.sections import CheckpointConfig
-from tests.support.remedies import Table, require_complete, run
+from tests.support.remedies import Remedy, Table, require_complete, run
 
 NOT_RUN: dict[str, str] = {}  # a package to install, or a device
 NO_ADVICE: dict[str, str] = {}  # words that only look like it
@@ -266,8 +270,168 @@ CHECKPOINT: Table = {
     },
     "start() has prepared": NO_ADVICE,
 }  # fmt: skip
+def accepted(world: int = 1, **sections: Any) -> Remedy:
+    """A configuration that is taken as it is."""
+    return partial(load_config, sections, world_size=world)  # type: ignore[return-value]
+
+
+JSONL = {"source": "jsonl", "paths": ["."]}
+TABLE_OF = {"evaluation": [{"name": "a", **JSONL}]}
+TWO_STAGES = {"pipeline": 2}
+IN_FOLDERS = "tests/unit/test_config_hf.py::"
+CHATS = (
+    "tests/unit/test_chat.py::"
+    "test_a_chat_is_what_its_template_says_and_the_assistants_words_count"
+)
+APP_CONFIG: Table = {
+    'is not supported with model.family = "hf"; use': {
+        "use 1": IN_FOLDERS + "test_other_names_of_sizes_are_read",
+    },
+    'unused with {prefix}source = "stdlib"': {
+        'set {prefix}source to "text", "jsonl" or': accepted(data={**JSONL, "source": "text"}),
+    },
+    "set it above 0, or leave the tables out": {
+        "set it above 0": accepted(data=TABLE_OF, train={"eval_batches": 1}),
+        "or leave the tables out": accepted(train={"eval_batches": 0}),
+    },
+    "there are not two texts to average": {
+        "give tables [[data.evaluation]]": accepted(data=TABLE_OF, train={"eval_average": True}),
+    },
+    "uses the held-out loss, and there is none": {
+        "set data.held_out": accepted(
+            data={"held_out": 0.1}, train={"early_stop": 2, "eval_every": 1}
+        ),
+        "or eval_average": accepted(
+            data={"evaluation": [{"name": n, **JSONL} for n in "ab"], "held_out": 0},
+            train={"early_stop": 2, "eval_every": 1, "eval_average": True},
+        ),
+    },
+    "float16 has no range for scales": {
+        f"{verb} {dtype}": accepted(
+            train={"dtype": dtype}, weight_parallel={"quantize": "fp8"}
+        ) for verb, dtype in (("use", "bfloat16"), ("or", "float32"))
+    },
+    "divides by all valid tokens itself": {
+        'use "sum"': accepted(weight_parallel={"reduction": "sum"}),
+    },
+    "for loops without a ZeroOptimizer, which internsp train has; leave": {
+        "leave it out": accepted(),
+    },
+    "do not fit": {
+        "use a multiple of": accepted(
+            2, parallel=TWO_STAGES, train={"micro_batches": 6, "global_batch": 6},
+            pipeline={"schedule": "Interleaved1F1B", "chunks": 2},
+        ),
+    },
+    'unused with schedule = "{optimizer.schedule}"': {
+        'set it to "wsd"': accepted(optimizer={"schedule": "wsd", "decay_steps": 3}),
+    },
+    "steps all parameters: set": {
+        'optimizer.rest = "adamw", or': accepted(
+            optimizer={"name": "adafactor", "rest": "adamw", "rest_lr": 1e-3}
+        ),
+        "optimizer.lr": accepted(optimizer={"lr": 1e-3}),
+    },
+    "needs the steps: set": {
+        "set train.torch_profile": accepted(
+            train={"memory_snapshot": True, "torch_profile": [1, 2]}
+        ),
+    },
+    "too long for the name of a folder": {"use at most 200": accepted(train={"name": "x" * 200})},
+    "{hf_folder.FILE} has no {names}": {
+        "set model.{key}": IN_FOLDERS + "test_a_size_that_config_json_lacks_may_be_given",
+    },
+    "{hf_folder.FILE} of model.path says": {
+        "leave it out":
+            IN_FOLDERS + "test_sizes_are_those_of_config_json_and_survive_the_resolved_file",
+    },
+    '"{given.format}" needs rows': {'set {prefix}source to "jsonl" or "parquet"': CHATS},
+    '"{given.format}" needs the chat template': {
+        "set data.tokenizer": CHATS, "to a folder that transformers reads": CHATS,
+    },
+    "is the name of another figure; choose": {
+        "choose one": accepted(data=TABLE_OF),
+    },
+    "another is called {part.called}, too: give": {
+        "give it a name": accepted(
+            data={"mixture": [{"name": n, "weight": 1.0, **JSONL} for n in "ab"]}
+        ),
+    },
+    "chunks without a pipeline": {
+        "set parallel.pipeline above 1": accepted(
+            2, parallel=TWO_STAGES, train={"micro_batches": 2, "global_batch": 2},
+            pipeline={"schedule": "Interleaved1F1B", "chunks": 2},
+        ),
+        "or use 1": accepted(pipeline={"chunks": 1}),
+    },
+    "{name} has no momentum": {
+        "set {betas}": accepted(optimizer={"betas": [0.8, 0.9]}),
+        'optimizer.name = "sgd"': accepted(optimizer={"name": "sgd", "momentum": 0.9}),
+    },
+    "{name} has none": {"leave it out": accepted(optimizer={"name": "sgd"})},
+    "a step would take more from every weight": {
+        "lower one of them": accepted(optimizer={"lr": 1.0, "weight_decay": 0.9}),
+    },
+    "whole matrices; leave": {"leave it out": accepted(optimizer={"name": "muon"})},
+    "group {number}: {group.optimizer} is neither": {
+        "give {both}": accepted(
+            optimizer={"name": "muon", "groups": [{"match": "head", "optimizer": "adamw"}]}
+        ),
+    },
+    "set optimizer.rest, too": {
+        "set optimizer.rest, too": accepted(optimizer={
+            "name": "adafactor", "rest": "adamw",
+            "groups": [{"match": "head", "optimizer": "adamw"}],
+        }),
+    },
+    'unused without "wandb" in report.writers': {
+        "add it": accepted(report={"writers": ["wandb"], "wandb_project": "p"}),
+        "or leave this out": accepted(),
+    },
+    "{text}; change one": {
+        "change one": accepted(model={"heads": 4, "hidden_size": 64}),
+        "or give model.head_dim": accepted(
+            model={"heads": 3, "hidden_size": 64, "head_dim": 16, "kv_heads": 3}
+        ),
+    },
+    "unused with data.mixture": {
+        "leave it out": accepted(data={"mixture": [{"weight": 1.0, **JSONL}]}),
+    },
+    "is a section: write": {
+        "write [{written}] and its keys below": accepted(train={"steps": 3}),
+    },
+    "or a class as": {
+        "give {', '.join(OPTIMIZERS)}": accepted(optimizer={"name": "sgd"}),
+        'or a class as "package.module:Class"': accepted(optimizer={"name": "torch.optim:SGD"}),
+    },
+    "write an argument as": {
+        'write an argument as "name = value", a text in quotes': accepted(
+            optimizer={"name": "torch.optim:SGD", "options": ["momentum = 0.9", 'foreach = "a"']}
+        ),
+    },
+    "parameters take {held / 2 ** 40} TiB": {
+        "check hidden_size, layers, heads, head_dim, intermediate_size": accepted(),
+        "or raise parallel.weight": accepted(
+            1024, model={"layers": 1 << 11, "hidden_size": 1 << 16, "heads": 512},
+            parallel={"weight": 1024}, train={"global_batch": 1024},
+        ),
+    },
+    "features take {inputs / 2 ** 40} TiB": {
+        "lower it or train.global_batch": accepted(),
+        "or raise train.micro_batches or parallel.sequence": accepted(
+            model={"hidden_size": 1 << 14, "heads": 128},
+            data={"sequence_length": 1 << 20}, train={"global_batch": 2048, "micro_batches": 2048},
+        ),
+    },
+    # lists of names
+    "name options rest whole_matrix": NO_ADVICE,
+    "seed dtype": NO_ADVICE,
+    "name micro_batches eval_every": NO_ADVICE,
+    "save every keep_last": NO_ADVICE,
+}  # fmt: skip
 TABLES = {
     "sp": SP, "pipeline": PIPELINE, "failure": FAILURE, "app/checkpoint": CHECKPOINT,
+    "app/config": APP_CONFIG,
 }  # fmt: skip
 
 

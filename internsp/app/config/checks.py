@@ -291,8 +291,8 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     optimizer, fields = config.optimizer, type(config.optimizer).model_fields
     name, rest = optimizer.name, optimizer.rest_name
     if optimizer.momentum and name in ("adamw", "adafactor"):
-        hint = "set optimizer.betas, or " if name == "adamw" else "set "
-        text = f'{name} has no momentum; {hint}optimizer.name = "sgd"'
+        betas = "optimizer.betas, or " if name == "adamw" else ""
+        text = f'{name} has no momentum; set {betas}optimizer.name = "sgd"'
         yield Problem(("optimizer.momentum", "optimizer.name"), text)
     unused = {"betas": rest != "adamw", "eps": rest != "adamw"}
     if name not in OPTIMIZERS:
@@ -328,7 +328,8 @@ def _rest(config: Config) -> Iterator[Problem]:
     optimizer = config.optimizer
     name, rest = optimizer.name, optimizer.rest_name
     if optimizer.rest_lr is not None and rest == name:
-        text = f'{name} steps all parameters: set optimizer.rest = "adamw", or optimizer.lr'
+        rest = 'optimizer.rest = "adamw", or ' if name != "adamw" else ""
+        text = f"{name} steps all parameters: set {rest}optimizer.lr"
         yield Problem(("optimizer.rest_lr", "optimizer.rest"), text)
     if optimizer.whole_matrix is not None and name in OPTIMIZERS:
         known = name in ("adafactor", "muon")
