@@ -14,6 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 Remedy = Callable[[], None] | str
 Table = Mapping[str, Mapping[str, Remedy]]
+NOT_RUN: dict[str, Remedy] = {}  # the row of a package to install, or a device
+NO_ADVICE: dict[str, Remedy] = {}  # that of words that only look like advice
 
 _VERBS = (
     "add attach begin belongs broadcast build call cast change choose clone close compute "

@@ -116,10 +116,11 @@ def _require_enough(found: Documents, what: str, data: DataConfig, name: str) ->
     least = data.sequence_length if data.pack else 2
     if len(found) < least:
         remedy = "" if what == "training" else ", raise data.held_out (0: no evaluation)"
+        lower = ", set it lower" * data.pack  # where documents are not packed it is two anyway
         of = f" of {name!r}" if name else ""
         raise ConfigError(
             f"data.sequence_length: a sequence takes {least} tokens but the {what} text{of} has "
-            f"{len(found)}: lower it, give more text{remedy}"
+            f"{len(found)}: give more text{lower}{remedy}"
         )
 
 

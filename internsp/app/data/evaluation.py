@@ -47,11 +47,11 @@ class Evaluation:
         rows = rows_of_documents(found, data, 0, tokenizer)
         if not rows.available:
             least = data.sequence_length if data.pack else 2
+            lower = "set data.sequence_length lower, " * data.pack
             where = ", ".join(given.paths) or "the standard library"
             raise ConfigError(
                 f"data.evaluation: {given.name!r} has {len(found)} tokens in {where}, and a "
-                f"sequence takes {least}: give more text, lower data.sequence_length, or leave "
-                "the table out"
+                f"sequence takes {least}: give more text, {lower}or leave the table out"
             )
         return cls(given.name, rows)
 

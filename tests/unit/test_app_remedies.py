@@ -1,0 +1,356 @@
+"""What errors of the application say to do is done by what these tables name: test_remedies.py."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from internsp.app.config import load_config
+from internsp.app.config.sections import CheckpointConfig, DataConfig
+from internsp.app.data.batches import DataSource
+from tests.support.remedies import (
+    NO_ADVICE,
+    NOT_RUN,
+    Remedy,
+    Table,
+    require_complete,
+    run,
+)
+
+
+def never_resumes() -> None:
+    """Also where a launcher starts ranks again, under which a run resumes by itself."""
+    given = CheckpointConfig(resume="never")
+    assert not given.from_own_folder(elastic=True)
+    assert given.named is None
+    assert CheckpointConfig().from_own_folder(elastic=True)
+
+
+GOES_ON = "tests/ranks/test_train.py::test_a_resumed_run_goes_on_as_if_it_had_not_stopped"
+ANY_MESH = (
+    "tests/ranks/test_checkpoint_meshes.py::"
+    "test_every_mesh_saves_the_same_bytes_of_what_another_has_saved"
+)
+EARLIER = (
+    "tests/ranks/test_writers.py::"
+    "test_tensorboard_has_every_row_once_also_of_steps_that_were_done_again"
+)
+SKIPPED = (
+    "tests/ranks/test_train_not_finite.py::"
+    "test_weights_that_are_not_finite_are_neither_saved_nor_resumed_from"
+)
+LATEST = "tests/unit/test_checkpoint_folder.py::"
+CHECKPOINT: Table = {
+    'or checkpoint.resume = "never" to start afresh': {
+        "give the path of another": GOES_ON, 'checkpoint.resume = "never"': never_resumes,
+    },
+    "Set them as they were": {
+        "Set them as they were": GOES_ON, 'checkpoint.resume = "never"': never_resumes,
+    },
+    "is not resumed from; give": {"give the path of an earlier checkpoint": EARLIER},
+    "but on this machine sequence {here.sequences}": NOT_RUN,  # another version of numpy
+    "which this optimizer needs to go on": {
+        "resume with its own class": ANY_MESH, 'checkpoint.resume = "never"': never_resumes,
+    },
+    "has no {name}; resume": {"resume with its own model": GOES_ON},
+    "here it is {str(value.dtype)": {"resume with its own model": GOES_ON},
+    "form the groups as they were": {
+        "form the groups as they were (optimizer.groups)":
+            "tests/ranks/test_checkpoint_meshes.py::"
+            "test_counts_of_two_groups_go_on_in_groups_as_they_were_and_in_no_other",
+    },
+    "Weights and optimizer are those of before: look": {
+        "lower optimizer.lr": GOES_ON, "or raise train.max_skipped_steps": SKIPPED,
+    },
+    "which is no checkpoint beside it: give": {
+        "give {latest.parent}":
+            LATEST + "test_a_latest_that_names_no_checkpoint_beside_it_is_refused_by_name_and_"
+            "passed_over",
+        "or one step-* in it": EARLIER,
+    },
+    "checkpoint.peer = true needs Linux": {"set it to false": GOES_ON},
+    "checkpoint.peer = true keeps copies": {
+        "start with torchrun --max-restarts":
+            "tests/ranks/test_peer.py::"
+            "test_torchrun_goes_on_from_memory_with_the_same_bytes_and_leaves_nothing",
+        "or set it to false": GOES_ON,
+    },
+    "start() has prepared": NO_ADVICE,
+}  # fmt: skip
+def accepted(world: int = 1, **sections: Any) -> Remedy:
+    """A configuration that is taken as it is."""
+    return partial(load_config, sections, world_size=world)  # type: ignore[return-value]
+
+
+JSONL = {"source": "jsonl", "paths": ["."]}
+TABLE_OF = {"evaluation": [{"name": "a", **JSONL}]}
+TWO_STAGES = {"pipeline": 2}
+IN_FOLDERS = "tests/unit/test_config_hf.py::"
+CHATS = (
+    "tests/unit/test_chat.py::"
+    "test_a_chat_is_what_its_template_says_and_the_assistants_words_count"
+)
+APP_CONFIG: Table = {
+    'is not supported with model.family = "hf"; use': {
+        "use 1": IN_FOLDERS + "test_other_names_of_sizes_are_read",
+    },
+    'unused with {prefix}source = "stdlib"': {
+        'set {prefix}source to "text", "jsonl" or': accepted(data={**JSONL, "source": "text"}),
+    },
+    "set it above 0, or leave the tables out": {
+        "set it above 0": accepted(data=TABLE_OF, train={"eval_batches": 1}),
+        "or leave the tables out": accepted(train={"eval_batches": 0}),
+    },
+    "there are not two texts to average": {
+        "give tables [[data.evaluation]]": accepted(data=TABLE_OF, train={"eval_average": True}),
+    },
+    "uses the held-out loss, and there is none": {
+        "set data.held_out": accepted(
+            data={"held_out": 0.1}, train={"early_stop": 2, "eval_every": 1}
+        ),
+        "or eval_average": accepted(
+            data={"evaluation": [{"name": n, **JSONL} for n in "ab"], "held_out": 0},
+            train={"early_stop": 2, "eval_every": 1, "eval_average": True},
+        ),
+    },
+    "float16 has no range for scales": {
+        f"{verb} {dtype}": accepted(
+            train={"dtype": dtype}, weight_parallel={"quantize": "fp8"}
+        ) for verb, dtype in (("use", "bfloat16"), ("or", "float32"))
+    },
+    "divides by all valid tokens itself": {
+        'use "sum"': accepted(weight_parallel={"reduction": "sum"}),
+    },
+    "for loops without a ZeroOptimizer, which internsp train has; leave": {
+        "leave it out": accepted(),
+    },
+    "do not fit": {
+        "use a multiple of": accepted(
+            2, parallel=TWO_STAGES, train={"micro_batches": 6, "global_batch": 6},
+            pipeline={"schedule": "Interleaved1F1B", "chunks": 2},
+        ),
+    },
+    'unused with schedule = "{optimizer.schedule}"': {
+        'set it to "wsd"': accepted(optimizer={"schedule": "wsd", "decay_steps": 3}),
+    },
+    "steps all parameters: set": {
+        'optimizer.rest = "adamw", or': accepted(
+            optimizer={"name": "adafactor", "rest": "adamw", "rest_lr": 1e-3}
+        ),
+        "optimizer.lr": accepted(optimizer={"lr": 1e-3}),
+    },
+    "needs the steps: set": {
+        "set train.torch_profile": accepted(
+            train={"memory_snapshot": True, "torch_profile": [1, 2]}
+        ),
+    },
+    "too long for the name of a folder": {"use at most 200": accepted(train={"name": "x" * 200})},
+    "{hf_folder.FILE} has no {names}": {
+        "set model.{key}": IN_FOLDERS + "test_a_size_that_config_json_lacks_may_be_given",
+    },
+    "{hf_folder.FILE} of model.path says": {
+        "leave it out":
+            IN_FOLDERS + "test_sizes_are_those_of_config_json_and_survive_the_resolved_file",
+    },
+    '"{given.format}" needs rows': {'set {prefix}source to "jsonl" or "parquet"': CHATS},
+    '"{given.format}" needs the chat template': {
+        "set data.tokenizer": CHATS, "to a folder that transformers reads": CHATS,
+    },
+    "is the name of another figure; choose": {
+        "choose one": accepted(data=TABLE_OF),
+    },
+    "another is called {part.called}, too: give": {
+        "give it a name": accepted(
+            data={"mixture": [{"name": n, "weight": 1.0, **JSONL} for n in "ab"]}
+        ),
+    },
+    "chunks without a pipeline": {
+        "set parallel.pipeline above 1": accepted(
+            2, parallel=TWO_STAGES, train={"micro_batches": 2, "global_batch": 2},
+            pipeline={"schedule": "Interleaved1F1B", "chunks": 2},
+        ),
+        "or use 1": accepted(pipeline={"chunks": 1}),
+    },
+    "{name} has no momentum": {
+        "set {betas}": accepted(optimizer={"betas": [0.8, 0.9]}),
+        'optimizer.name = "sgd"': accepted(optimizer={"name": "sgd", "momentum": 0.9}),
+    },
+    "{name} has none": {"leave it out": accepted(optimizer={"name": "sgd"})},
+    "a step would take more from every weight": {
+        "lower one of them": accepted(optimizer={"lr": 1.0, "weight_decay": 0.9}),
+    },
+    "whole matrices; leave": {"leave it out": accepted(optimizer={"name": "muon"})},
+    "group {number}: {group.optimizer} is neither": {
+        "give {both}": accepted(
+            optimizer={"name": "muon", "groups": [{"match": "head", "optimizer": "adamw"}]}
+        ),
+    },
+    "set optimizer.rest, too": {
+        "set optimizer.rest, too": accepted(optimizer={
+            "name": "adafactor", "rest": "adamw",
+            "groups": [{"match": "head", "optimizer": "adamw"}],
+        }),
+    },
+    'unused without "wandb" in report.writers': {
+        "add it": accepted(report={"writers": ["wandb"], "wandb_project": "p"}),
+        "or leave this out": accepted(),
+    },
+    "{text}; change one": {
+        "change one": accepted(model={"heads": 4, "hidden_size": 64}),
+        "or give model.head_dim": accepted(
+            model={"heads": 3, "hidden_size": 64, "head_dim": 16, "kv_heads": 3}
+        ),
+    },
+    "unused with data.mixture": {
+        "leave it out": accepted(data={"mixture": [{"weight": 1.0, **JSONL}]}),
+    },
+    "is a section: write": {
+        "write [{written}] and its keys below": accepted(train={"steps": 3}),
+    },
+    "or a class as": {
+        "give {', '.join(OPTIMIZERS)}": accepted(optimizer={"name": "sgd"}),
+        'or a class as "package.module:Class"': accepted(optimizer={"name": "torch.optim:SGD"}),
+    },
+    "write an argument as": {
+        'write an argument as "name = value", a text in quotes': accepted(
+            optimizer={"name": "torch.optim:SGD", "options": ["momentum = 0.9", 'foreach = "a"']}
+        ),
+    },
+    "parameters take {held / 2 ** 40} TiB": {
+        "check hidden_size, layers, heads, head_dim, intermediate_size": accepted(),
+        "or raise parallel.weight": accepted(
+            1024, model={"layers": 1 << 11, "hidden_size": 1 << 16, "heads": 512},
+            parallel={"weight": 1024}, train={"global_batch": 1024},
+        ),
+    },
+    "features take {inputs / 2 ** 40} TiB": {
+        "lower it or train.global_batch": accepted(),
+        "or raise train.micro_batches or parallel.sequence": accepted(
+            model={"hidden_size": 1 << 14, "heads": 128},
+            data={"sequence_length": 1 << 20}, train={"global_batch": 2048, "micro_batches": 2048},
+        ),
+    },
+    # lists of names
+    "name options rest whole_matrix": NO_ADVICE,
+    "seed dtype": NO_ADVICE,
+    "name micro_batches eval_every": NO_ADVICE,
+    "save every keep_last": NO_ADVICE,
+}  # fmt: skip
+
+
+def data(text: str, **settings: Any) -> Remedy:
+    """A source of texts that gives rows."""
+
+    def made() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "t.txt").write_text(text)
+            given = DataConfig(source="text", paths=(folder,), sequence_length=8, **settings)
+            assert DataSource.create(given, global_batch=1).train_batch(0).ids.numel() > 1
+
+    return made
+
+
+TOKENS = (
+    "tests/ranks/test_batch_tokens.py::"
+    "test_a_step_takes_rows_in_their_order_until_they_have_the_tokens"
+)
+INDEX = "tests/unit/test_index.py::"
+ROWS = "tests/unit/test_rows.py::"
+EVALUATED = "tests/ranks/test_evaluation.py::test_a_texts_loss_is_that_of_its_own_sequences"
+DATA: Table = {
+    ", raise data.held_out": {
+        "raise data.held_out": data("two words " * 9, held_out=0.5),
+        "(0: no evaluation)": data("two words " * 9, held_out=0.0),
+    },
+    "a sequence takes {least} tokens but": {
+        "give more text": data("two words " * 20, held_out=0.5),
+    },
+    ", set it lower": {"set it lower": data("two words", held_out=0.0)},
+    "sequences have {found} tokens that the loss": {
+        "lower it": TOKENS, "or raise data.sequence_length": TOKENS,
+    },
+    "need the chat template of a tokenizer": {
+        "give a folder that transformers reads, with chat_template.jinja": CHATS,
+    },
+    "so that its tokens are not known": {
+        "mark them in the template by {% generation %} and {% endgeneration %}": CHATS,
+    },
+    "tokens in {where}, and a sequence": {
+        "give more text": EVALUATED, "or leave the table out": data("two words " * 99),
+    },
+    "set data.sequence_length lower": {"set data.sequence_length lower": EVALUATED},
+    "differs from that of rank 0": {
+        "give a folder that all ranks see":
+            INDEX + "test_several_that_make_one_index_at_once_all_read_it",
+    },
+    "which rank 0 has made or found, cannot": {
+        "give a folder that all ranks see":
+            INDEX + "test_several_that_make_one_index_at_once_all_read_it",
+    },
+    "needs the package {name}": NOT_RUN,
+    "is not UTF-8 ({error.reason}): save": {
+        "save it as UTF-8": ROWS + "test_a_row_is_an_object_a_line_or_of_one_list",
+    },
+    "the index {target} cannot be written": {
+        "give another folder by data.index_dir":
+            INDEX + "test_an_index_that_cannot_be_written_says_where_else_and_leaves_nothing",
+        'data.index = "never"': INDEX + "test_an_index_gives_the_sequences_that_memory_gives",
+    },
+    "was cut while it was read": {
+        "start the run again":
+            INDEX + "test_an_index_is_reused_until_its_data_or_what_made_it_change",
+    },
+    "is no regular file and has more than": {"save it to a file": data("two words " * 99)},
+}  # fmt: skip
+HUGGING = (
+    "tests/ranks/test_train_hf.py::"
+    "test_a_folder_trains_as_on_one_process_and_as_its_documents_one_by_one"
+)
+MODELS: Table = {
+    "does not keep packed documents apart": {"set data.pack = false": HUGGING},
+    'model.family = "hf" needs transformers': NOT_RUN,
+    "{name} in {folder} {text}; set": {'set model.family = "hf"': HUGGING},
+}
+LONGEST = (
+    "tests/unit/test_plan_longest.py::"
+    "test_the_longest_sequence_fits_and_one_token_a_rank_more_does_not"
+)
+PLAN: Table = {
+    "{text} is no size": {'write a number and a unit, as "80 GiB"': LONGEST},
+    "are too many to plan one by one": {
+        "plan fewer micro-batches":
+            "tests/unit/test_plan.py::"
+            "test_micro_batches_reuse_the_blocks_that_are_still_in_their_slots",
+    },
+    "use of an unsharded weight": NO_ADVICE,
+}
+AROUND = "tests/unit/test_environment.py::test_a_whole_environment_and_none_at_all_are_right"
+PROCESS: Table = {
+    "start with torchrun, which sets all": {
+        "start with torchrun": AROUND, "or unset them to start local processes": AROUND,
+    },
+    "torch keeps a history of CUDA's memory": {
+        "leave it out": accepted(),
+        "or set parallel.device":
+            "tests/ranks/test_modes.py::"
+            "test_a_snapshot_of_memory_is_of_the_chosen_steps_and_ends_with_them",
+    },
+}  # fmt: skip
+TABLES = {
+    "checkpoint": CHECKPOINT, "config": APP_CONFIG, "data": DATA, "models": MODELS, "plan": PLAN,
+    "process": PROCESS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("room", TABLES)
+def test_what_errors_say_to_do_is_in_the_table(room: str) -> None:
+    require_complete([f"app/{room}"], TABLES[room])
+
+
+@pytest.mark.parametrize("room", TABLES)
+def test_a_remedy_that_an_error_names_works(room: str) -> None:
+    run(TABLES[room])
