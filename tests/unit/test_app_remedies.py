@@ -340,15 +340,173 @@ PROCESS: Table = {
             "test_a_snapshot_of_memory_is_of_the_chosen_steps_and_ends_with_them",
     },
 }  # fmt: skip
+ADVICE = "tests/unit/test_advice.py::"
+REPORT: Table = {
+    "keep each sequence group on the fastest links": {
+        "keep each sequence group on the fastest links":
+            ADVICE + "test_exchanges_name_their_block_and_leave_the_link_to_them",
+    },
+    ", or lower parallel.sequence from": {
+        "lower parallel.sequence":
+            ADVICE + "test_exchanges_name_their_block_and_leave_the_link_to_them",
+    },
+    "Set weight_parallel.overlap = true": {
+        "Set weight_parallel.overlap = true":
+            ADVICE + "test_without_overlap_the_first_advice_is_to_turn_it_on",
+    },
+    "is not a row of metrics": {
+        "remove the line": "tests/unit/test_metrics.py::test_a_broken_line_in_the_middle_is_named",
+        "or start the run under another name": accepted(train={"name": "another"}),
+    },
+    "needs a package that is not installed": NOT_RUN,
+}  # fmt: skip
+OWN = "tests/ranks/test_trainer.py::"
+OWN_RIGHT = OWN + "test_own_model_loss_data_and_optimizer_step_as_on_one_process"
+NO_EFFECT = OWN + "test_what_a_part_of_ones_own_would_leave_without_effect_is_refused"
+SESSION: Table = {
+    "{settings.name} takes none; set": {
+        "set it to 0, here and in groups": accepted(
+            optimizer={"name": "torch.optim:Rprop", "weight_decay": 0.0}
+        ),
+    },
+    "Trainer: optimizer gives": {
+        "return internsp.ZeroOptimizer(communicator, torch.optim.Adam, lr=...)": OWN_RIGHT,
+    },
+    "data determines its batches": {"set it to 0": NO_EFFECT},
+    "data have no held-out loss": {
+        "set it to 0": NO_EFFECT,
+        "and call trainer.stop() in a callback":
+            OWN + "test_callbacks_are_told_in_order_on_every_rank_and_one_rank_may_stop_all",
+    },
+    "a model of your own is not split into stages": {
+        "set parallel.pipeline = 1": OWN_RIGHT,
+        "or use internsp.Pipeline in a loop of your own":
+            "tests/ranks/test_pipeline_tied.py::test_stages_of_ones_own_say_what_is_tied",
+    },
+    "of your model is on the meta device": {
+        "give it values, the same on every rank (torch.manual_seed)": OWN_RIGHT,
+    },
+    "Trainer: loss is for a model of your own": {"give model, too": OWN_RIGHT},
+    "both compute parts of the same sequences": {"choose them by mesh.data_rank": OWN_RIGHT},
+    "a model of your own applies its own dropout": {"set it to 0": NO_EFFECT},
+    "train.tokens: in the first sequences": {
+        "raise data.sequence_length":
+            "tests/ranks/test_batch_tokens.py::"
+            "test_a_run_of_so_many_tokens_ends_with_the_step_that_reaches_them",
+    },
+}  # fmt: skip
+STARTS = "tests/unit/test_preflight.py::test_a_run_that_can_start_leaves_nothing_behind"
+TEMPORARY = (
+    "tests/unit/test_preflight.py::test_a_temporary_folder_in_which_no_socket_can_be_is_told"
+)
+DEVICE = "tests/unit/test_preflight.py::test_a_device_that_is_missing_is_told"
+LAUNCH: Table = {
+    "did not come where the others waited": {
+        "raise parallel.timeout_seconds":
+            "tests/ranks/test_lookout.py::test_a_rank_that_comes_back_soon_is_waited_for",
+    },
+    "a checkpoint takes {human(needed)}": {
+        "give another folder": STARTS,
+        "or checkpoint.save = false":
+            "tests/unit/test_preflight.py::"
+            "test_no_room_for_temporary_files_or_a_checkpoint_is_told",
+    },
+    "so that processes cannot meet by sockets": {"set TMPDIR to a shorter one": TEMPORARY},
+    'device on this machine; use "cpu"': {
+        'use "cpu" or "auto"': accepted(parallel={"device": "auto"}),
+    },
+    "processes need a device each": {
+        "start {there}": DEVICE, 'or set parallel.device = "cpu"': STARTS,
+    },
+    "no folder for temporary files can be written": {
+        "make room": TEMPORARY, "or set TMPDIR": TEMPORARY,
+    },
+    "being the root of a file system": {
+        "give a folder below it":
+            "tests/unit/test_preflight.py::"
+            "test_a_run_in_the_current_folder_is_moved_aside_like_any_other",
+    },
+}  # fmt: skip
+TRAIN: Table = {
+    "replicas of weights are not equal": {
+        "and resume from the newest checkpoint": GOES_ON, "look at the machines": GOES_ON,
+    },
+    "the run's folder {path} cannot be written": {"choose another train.name or --output": STARTS},
+    "is in use by": {
+        "wait until it has ended or stop it":
+            "tests/unit/test_run_lock.py::test_a_second_run_is_refused_with_the_first_ones_process",
+        "or choose another train.name or --output": STARTS,
+        "remove {folder / NAME}":
+            "tests/unit/test_run_lock.py::"
+            "test_a_lock_whose_file_was_removed_or_moved_holds_nothing_for_the_next",
+    },
+    "so there is nothing to learn": {
+        "raise data.sequence_length or train.global_batch": GOES_ON,
+        "or set data.pack = false": HUGGING,
+    },
+    "a Trainer runs in this process alone": {
+        "start the program with torchrun or srun": OWN + "test_a_program_trains",
+        "set it to 1": OWN + "test_the_documents_own_program_runs",
+        "or call internsp.train": OWN + "test_a_program_trains",
+    },
+    "a run is trained once": {
+        "make another Trainer to go on": OWN + "test_a_resumed_rank_has_its_own_buffers_again",
+    },
+}  # fmt: skip
+CLI: Table = {
+    "is out of range": NO_ADVICE,
+    "give the folder of a run, or several": {
+        "give the folder of a run, or several":
+            "tests/unit/test_report_command.py::"
+            "test_runs_side_by_side_have_a_table_curves_and_the_settings_that_differ",
+    },
+    "is there already: name": {
+        "name another folder":
+            "tests/unit/test_wheel.py::"
+            "test_init_writes_any_bundled_configuration_and_overwrites_none",
+    },
+}  # fmt: skip
+THEIRS = (
+    "tests/ranks/test_transformers_trainer.py::"
+    "test_a_run_logs_and_becomes_what_one_process_does"
+)
+CLIENTS: Table = {
+    "has no length, by which an evaluation": {
+        "give evaluate() and predict() a data set with a length": THEIRS,
+    },
+    "do it to the model before parallelize()": {
+        "do it to the model before parallelize()":
+            "tests/ranks/test_transformers_trainer.py::"
+            "test_a_trainer_that_replaces_the_models_forward_trains_as_on_one_process",
+    },
+    "the launcher gives {args.world_size}": {"start with torchrun": THEIRS},
+    "make it with pipeline = 1": {"make it with pipeline = 1": THEIRS},
+    "make it with tensor = 1": {"make it with tensor = 1": THEIRS},
+    "the loss is divided here, leave": {"leave 'sum'": THEIRS},
+    "fp16: use bf16": {
+        "compute_dtype = 'bfloat16'":
+            "tests/ranks/test_dtypes.py::"
+            "test_parameters_whose_rule_says_none_compute_in_it_while_others_are_cast",
+    },
+    "torch_compile: set compile = True": {
+        "set compile = True in WeightParallelConfig":
+            "tests/ranks/test_rules_compile.py::"
+            "test_compiled_blocks_equal_eager_with_the_same_messages",
+    },
+    "save_on_each_node: give": {"give all machines one output_dir": THEIRS},
+    "model_init: give": {"give the model that parallelize() has cut": THEIRS},
+    "only a ZeroOptimizer of this communicator": {"or set optim": THEIRS},
+}  # fmt: skip
 TABLES = {
-    "checkpoint": CHECKPOINT, "config": APP_CONFIG, "data": DATA, "models": MODELS, "plan": PLAN,
-    "process": PROCESS,
+    "app/checkpoint": CHECKPOINT, "app/config": APP_CONFIG, "app/data": DATA, "app/models": MODELS,
+    "app/plan": PLAN, "app/process": PROCESS, "app/report": REPORT, "app/session": SESSION,
+    "app/launch": LAUNCH, "app/train": TRAIN, "app/cli": CLI, "clients": CLIENTS,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("room", TABLES)
 def test_what_errors_say_to_do_is_in_the_table(room: str) -> None:
-    require_complete([f"app/{room}"], TABLES[room])
+    require_complete([room], TABLES[room])
 
 
 @pytest.mark.parametrize("room", TABLES)
