@@ -116,6 +116,9 @@ def test_what_needs_a_closed_mesh_is_refused_by_name_and_parameters_keep_their_s
     raises(MeshError, optimizer.step, "was closed")
     for name, parameter in twin.ours.named_parameters():
         assert torch.equal(parameter.to_local(), held[name]), name
+    again = twin_on(create())
+    again.backward()
+    again.check_gradients("on a new mesh, as the text says")
     with pytest.raises(AttributeError, match="a ParallelMesh has no 'wieght_group'"):
         getattr(create(), "wieght_group")  # noqa: B009 - misspelled on purpose
 

@@ -6,9 +6,17 @@ it and compares, or a function here. Rooms that train models have tables in `tes
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from tests.support.remedies import NO_ADVICE, NOT_RUN, Table, require_complete, run
+from internsp.mesh.shape import MeshShape
+from tests.ranks import test_model_remedies, test_optim_remedies, test_remedies
+from tests.support.remedies import NO_ADVICE, NOT_RUN, Remedy, Table, require_complete, run
+from tests.unit import test_app_remedies
+from tests.unit.test_structure import FLOORS
 
 SP_UNIT = "tests/unit/test_sp_attention.py::"
 FORMULA = SP_UNIT + "test_attention_equals_the_formula_with_its_gradients"
@@ -203,7 +211,123 @@ FAILURE: Table = {
     "because the ranks are at different points": {"Restart the job from a checkpoint": RESTARTED},
     "wait timeout": NO_ADVICE,
 }  # fmt: skip
-TABLES = {"sp": SP, "pipeline": PIPELINE, "failure": FAILURE}
+DEVICE_MESH = (
+    "tests/ranks/test_device_mesh.py::test_loss_and_gradients_on_a_users_mesh_are_one_processs"
+)
+PROGRAMS = (
+    "tests/ranks/test_documents.py::"
+    "test_the_programs_of_a_loop_of_ones_own_make_its_mesh_and_unfreeze_a_head"
+)
+RINGS = "tests/ranks/test_sp_ring.py::test_every_form_equals_one_process"
+EXPERTS = "tests/ranks/test_experts.py::test_gradients_norms_and_steps_equal_one_process"
+
+
+def degrees(world: int, **sizes: Any) -> Remedy:
+    """A mesh that can be."""
+    return partial(MeshShape, world, **sizes)  # type: ignore[return-value]
+
+
+MESH: Table = {
+    "have no names: give": {"give init_device_mesh its mesh_dim_names": DEVICE_MESH},
+    "give the one of all ranks, of which it may": {
+        "give the one of all ranks": DEVICE_MESH, "and name all of its axes": DEVICE_MESH,
+    },
+    "which cross: one of the two must": {
+        "Shard weights over both": DEVICE_MESH, "or sequences": DEVICE_MESH,
+    },
+    "is left without a meaning": {"name it in": DEVICE_MESH},
+    "along one axis weights are sharded, or": {"or replicated": DEVICE_MESH},
+    "cannot be used any more: close": {
+        "close it after its last use":
+            "tests/ranks/test_mesh_close.py::"
+            "test_each_rank_closes_when_it_has_done_and_what_is_in_flight_arrives",
+        "or make a new mesh and call parallelize() on a model for it":
+            "tests/ranks/test_mesh_close.py::"
+            "test_what_needs_a_closed_mesh_is_refused_by_name_and_parameters_keep_their_shards",
+    },
+    "no process group: start": {
+        "start the program with torchrun": PROGRAMS,
+        "`internsp train`": "tests/ranks/test_tutorial.py::"
+            "test_a_page_of_the_tutorial_does_what_it_says",
+        "or call torch.distributed.init_process_group first": DEVICE_MESH,
+    },
+    "the clocks of collectives overflow": NO_ADVICE,
+    "device on this machine; use 'cpu'": {"use 'cpu'": FORMS},
+    "ranks ask for different meshes": {"start every rank with the same configuration": FORMS},
+    "this mesh has no tensor ranks": {"give ParallelMesh.create(tensor=...)": TENSOR},
+    "this rank could not meet the others": {"start all ranks with one launcher": PROGRAMS},
+    "near = {near}: choose": {"choose which ranks are neighbors, one of": RINGS},
+    "that share heads and {list(ring)} of a ring": {"attach those of one mesh": RINGS},
+    "but attention is split over {self}": {
+        "make it with ring = mesh.ring and near = mesh.near": RINGS,
+    },
+    "ranks of a pipeline stage (world": {"choose": degrees(4, weight=2)},
+    "near={self.near} names no axis": {"choose one of {NEAR}": degrees(4, sequence=4, near="ring")},
+    "does not divide the world of": {"choose one of": degrees(4, pipeline=2)},
+    "ranks of a pipeline stage; choose one of": {"choose one of": degrees(4, tensor=2)},
+    "does not divide the sequence degree of": {
+        "choose one of": degrees(4, sequence=4, ring=2),
+    },
+    "together with an axis for experts": {
+        "shard the experts' weights over the same ranks as all others": degrees(4, tensor=2),
+    },
+    "replicas of a weight shard; choose": {"choose one of": degrees(4, weight=2, zero=2)},
+    "group do not ascend": {
+        "make the DeviceMesh of ranks that ascend": DEVICE_MESH, "put the axes": DEVICE_MESH,
+    },
+}  # fmt: skip
+LAYERS: Table = {
+    "dropout of {tuple(x.shape)} needs": {
+        "see internsp.layers.dropout":
+            "tests/unit/test_dropout.py::"
+            "test_a_part_of_the_positions_has_its_part_of_the_mask",
+    },
+    "norm = 'apex' was asked for": {
+        "choose norm = 'torch' or 'auto'":
+            "tests/unit/test_layers_small.py::test_auto_takes_torch_without_apex_and_says_so",
+    },
+}
+LLAMA = (
+    "tests/unit/test_zoo.py::"
+    "test_llama_equals_a_plain_implementation_in_logits_loss_and_every_gradient"
+)
+ZOO: Table = {
+    "is not a multiple of model.heads": {
+        "change one of them": LLAMA, "or set model.head_dim": LLAMA,
+    },
+    "a model with dropout needs to know": {
+        "SequenceLayout.create(ids, row_keys=internsp.row_keys(seed, numbers))":
+            "tests/unit/test_dropout.py::"
+            "test_a_model_drops_in_training_alone_by_the_rows_that_it_is_told",
+        "or model.eval()":
+            "tests/unit/test_dropout.py::"
+            "test_a_model_drops_in_training_alone_by_the_rows_that_it_is_told",
+    },
+    "is on the meta device; give": {
+        "give it memory before its values":
+            "tests/unit/test_zoo_build.py::"
+            "test_a_model_built_on_meta_and_materialized_equals_one_built_at_once",
+    },
+    "but the sequence layout is of": {"pass layout.input_ids, this rank's part": FORMS},
+}  # fmt: skip
+NAMED = "tests/unit/test_names.py::test_patterns_mean_what_trying_every_way_means"
+NAMES: Table = {
+    "has a [: write": {"write {a-b} for numbers from a to b": NAMED},
+    "write the smaller number first": {"write the smaller number first": NAMED},
+}
+TABLES = {
+    "sp": SP, "pipeline": PIPELINE, "failure": FAILURE, "mesh": MESH, "layers": LAYERS,
+    "model_zoo": ZOO, "base/names.py": NAMES, "errors": {},
+}  # fmt: skip
+
+
+def test_every_room_has_a_table() -> None:
+    """Those of rooms below the application that train models, and of the application, elsewhere."""
+    paths = [*TABLES, *test_app_remedies.TABLES, *test_model_remedies.TABLES]
+    paths += [*test_remedies.ROOMS, *test_optim_remedies.ROOMS]
+    rooms = {path.removesuffix(f"/{Path(path).name}") if path.endswith(".py") else path
+             for path in paths}  # fmt: skip
+    assert {room.replace("/", ".") for room in rooms} == {r for floor in FLOORS for r in floor}
 
 
 @pytest.mark.parametrize("room", TABLES)
