@@ -229,6 +229,10 @@ def fitted(case: Case) -> Case:
         options.pop("coalesce_bytes", None)
     if case.expert_weight is None:
         options.pop("experts", None)
+    if any("full_tensor" in block for block in case.blocks):
+        # Some ranks run the module whose weight all read whole. Without overlap these wait for its
+        # reduction, and the others for the gradient of full_tensor(): refused on all ranks.
+        options.pop("overlap", None)
     if {"run_twice", "reversed", "skipped", "same_block_twice"} & set(case.beside):
         options["unexpected_order"] = "gather"
     if case.expert_weight is not None and "experts" not in options:
