@@ -162,6 +162,11 @@ class DeviceClock:
         mark.synchronize()
         return self._began + self._base.elapsed_time(mark) / 1e3
 
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds from one mark to another, also over a restart. Blocks until ``end``."""
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
 
 def device_clock(device: torch.device) -> DeviceClock | None:
     """A clock for work on ``device``; ``None`` without streams, where the host's clock is right."""

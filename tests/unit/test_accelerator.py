@@ -133,6 +133,7 @@ def test_streams_events_memory_and_random_state_are_the_devices_own(stand_in: St
     assert isinstance(clock, DeviceClock)
     first, second = clock.mark(), clock.mark()
     assert clock.seconds(second) - clock.seconds(first) == pytest.approx(1.0)
+    assert clock.between(first, second) == pytest.approx(1.0)
     # Synchronized before the clock's base is recorded, which would otherwise wait for earlier work.
     sync, stream = ("synchronize", 1), ("current_stream", 1)
     assert stand_in.calls == [stream, sync, stream, sync, stream, stream]

@@ -186,6 +186,9 @@ class LateClock:
     def seconds(self, mark: tuple[str, int]) -> float:
         return self.times[mark[1]]
 
+    def between(self, start: tuple[str, int], end: tuple[str, int]) -> float:
+        return self.times[end[1]] - self.times[start[1]]
+
 
 def test_a_trace_with_a_clock_gives_the_devices_times_once_they_are_known() -> None:
     clock = LateClock([10.0, 11.0, 11.5, 14.0, 15.0])
@@ -206,6 +209,16 @@ def test_a_trace_with_a_clock_gives_the_devices_times_once_they_are_known() -> N
     assert clock.restarts == 1
     trace.begin_step()
     assert trace.exposed_seconds == 0.0
+
+
+def test_a_step_without_events_never_restarts_the_clock_and_knows_its_waits() -> None:
+    """A restart makes the host wait until the device is idle."""
+    clock = LateClock([1.0, 1.25])
+    trace = Trace(enabled=False, clock=clock)
+    trace.begin_step()
+    trace.waited(trace.now(), trace.now())
+    assert trace.exposed_seconds == pytest.approx(0.25)
+    assert clock.restarts == 0
 
 
 def test_a_wait_counts_once_however_often_it_is_asked_for() -> None:
