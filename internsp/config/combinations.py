@@ -25,6 +25,10 @@ LEARN_IN_A_PIPELINE = (
     '"learn" in a pipeline: the passes of a step are planned before it, in the order in which '
     "blocks are declared; declare them as they run and leave it out"
 )
+OWN_DECIDES = (
+    "has no effect: a communicator of your own decides when weights are gathered and freed; leave "
+    "it out, or take the library's (docs/own_communicator.md)"
+)
 OF_ORDER = (
     "memory_pool", "prefetch_depth", "trigger", "granularity", "prefetch_triggers",
     "reshard_after_forward", "keep_unsharded", "pending_blocks", "unexpected_order",
@@ -56,11 +60,7 @@ def mistakes(
     usual = type(weights).model_fields
     for key in OF_ORDER if own else ():
         if getattr(weights, key) != usual[key].default:
-            text = (
-                "has no effect: a communicator of your own decides when weights are gathered and "
-                "freed; leave it out, or take the library's (docs/own_communicator.md)"
-            )
-            yield (f"weight_parallel.{key}",), text
+            yield (f"weight_parallel.{key}",), OWN_DECIDES
 
 
 def require_none(found: Iterable[Mistake]) -> None:

@@ -145,7 +145,9 @@ def _end_after_collection(groups: list[dist.ProcessGroup]) -> None:
         if not groups:
             gc.callbacks.remove(collected)
 
-    groups[:] = [group for group in groups if _is_gloo(group)]
+    groups[:] = [
+        group for group in groups if _is_registered(group) and dist.get_backend(group) == "gloo"
+    ]
     gc.callbacks.append(collected)
 
 
@@ -160,10 +162,6 @@ def _references(groups: list[dist.ProcessGroup]) -> list[int]:
         counts[i] -= sum(group in table for table in registry)
         counts[i] -= sum(each is group for entries in lists for each in entries)
     return counts
-
-
-def _is_gloo(group: dist.ProcessGroup) -> bool:
-    return _is_registered(group) and dist.get_backend(group) == "gloo"
 
 
 def _is_registered(group: Any) -> bool:

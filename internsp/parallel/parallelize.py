@@ -230,9 +230,11 @@ def recomputed_blocks(config: ActivationCheckpointConfig | None, blocks: int) ->
         StructureError: the configuration names a block that does not exist.
         ConfigError: it means less than one block.
     """
-    if config is not None and (less := too_small_a_share(config, blocks)):
+    if config is None:
+        return set()
+    if less := too_small_a_share(config, blocks):
         raise ConfigError(f"activation_checkpoint.fraction: {less}")
-    chosen = set(config.selected(blocks)) if config is not None else set()
+    chosen = set(config.selected(blocks))
     wrong = sorted(i for i in chosen if not 0 <= i < blocks)
     if wrong:
         raise StructureError(

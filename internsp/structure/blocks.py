@@ -197,7 +197,13 @@ def _blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Mod
                     f"{_block_candidates(named)}"
                 )
             chosen += [hit for hit in hits if hit not in chosen]
-        _refuse_nested(chosen)
+        for name, _ in chosen:
+            if inner := [n for n, _ in chosen if n.startswith(name + ".")]:
+                raise StructureError(
+                    f"block {inner[0]} lies inside block {name}: a weight belongs to one unit; "
+                    "make the patterns of weight_parallel.blocks match one level only, and have a "
+                    'rule of weight_parallel.plan set unit = "each" for the inner ones'
+                )
         return chosen
     lists = [
         (n, m)
@@ -261,17 +267,6 @@ def _trigger_candidates(block: nn.Module) -> str:
     named = [(n, m) for n, m in block.named_modules() if n]
     linear = [n for n, m in named if any(True for _ in m.parameters(recurse=False))]
     return ", ".join(linear) or "none"
-
-
-def _refuse_nested(chosen: list[tuple[str, nn.Module]]) -> None:
-    for name, _ in chosen:
-        inner = [n for n, _ in chosen if n.startswith(name + ".")]
-        if inner:
-            raise StructureError(
-                f"block {inner[0]} lies inside block {name}: a weight belongs to one unit; "
-                "make the patterns of weight_parallel.blocks match one level only, and have a rule "
-                'of weight_parallel.plan set unit = "each" for the inner ones'
-            )
 
 
 def _block_lists(named: list[tuple[str, nn.Module]]) -> list[str]:

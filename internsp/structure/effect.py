@@ -7,13 +7,14 @@ What contradicts another option, whatever the model, is in :mod:`internsp.config
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from internsp.base.sizes import human
 from internsp.config import WeightParallelConfig
+from internsp.config.combinations import OWN_DECIDES
 from internsp.errors import ConfigError, StructureError
 from internsp.mesh.shape import MeshShape
 from internsp.structure.assign import ParameterSharding
@@ -77,9 +78,8 @@ class _Facts:
     shape: MeshShape
 
     def is_set(self, key: str) -> bool:
-        return bool(
-            getattr(self.config, key) != type(self.config).model_fields[key].default
-        )
+        default = type(self.config).model_fields[key].default
+        return bool(getattr(self.config, key) != default)
 
     @property
     def sharded(self) -> list[ParameterSharding]:
@@ -117,16 +117,15 @@ def _without_effect(facts: _Facts) -> Iterator[tuple[str, str]]:
             "the mesh has no axis for experts; make it with expert_weight (or expert), or leave "
             "the option out"
         )
-    if config.quantize != "none" and not _quantizable(facts):
-        yield "quantize", _nothing_to_quantize(facts)
-    if config.reshard_after_forward and not facts.in_blocks:
-        yield "reshard_after_forward", "no block has a sharded parameter; leave it out"
-    if config.keep_unsharded not in (None, 0):
-        blocks = range(len(facts.structure.blocks))
-        if not facts.in_blocks:
-            yield "keep_unsharded", "no block has a sharded parameter; leave it out"
-        elif all(facts.keeps(block) is not None for block in blocks):
-            yield "keep_unsharded", "rules decide it for every block; leave one of them out"
+    if not facts.in_blocks:
+        for key in filter(facts.is_set, ("quantize", "reshard_after_forward", "keep_unsharded")):
+            if getattr(config, key):
+                yield key, "no block has a sharded parameter; leave it out"
+    if config.quantize != "none" and (why := _nothing_to_quantize(facts)):
+        yield "quantize", why
+    blocks = range(len(facts.structure.blocks))
+    if config.keep_unsharded and all(facts.keeps(block) is not None for block in blocks):
+        yield "keep_unsharded", "rules decide it for every block; leave one of them out"
     if config.keep_unsharded == "all" and config.reshard_after_forward:
         yield "reshard_after_forward", (
             'all blocks stay unsharded (keep_unsharded = "all"), so that none is gathered from '
@@ -143,34 +142,25 @@ def _without_effect(facts: _Facts) -> Iterator[tuple[str, str]]:
         yield "cast_inputs", "nothing is cast without weight_parallel.compute_dtype; set that, too"
 
 
-def _quantizable(facts: _Facts) -> list[ParameterSharding]:
-    """The weights that ``weight_parallel.quantize`` quantizes where they are sharded over ranks."""
-    found = []
-    for sharding in facts.in_blocks:
-        options, size = sharding.options, facts.shape.axis(sharding.expert).size
-        if facts.rules_of(sharding, {"quantize", "pre_all_gather"}):
-            continue
-        rows = -(-sharding.shape[sharding.dim] // size) * size
-        padded = _numel(sharding) // max(sharding.shape[sharding.dim], 1) * rows
-        if padded * sharding.dtypes.compute.itemsize > options.coalesce_bytes:
-            found.append(sharding)
-    return found
-
-
 def _nothing_to_quantize(facts: _Facts) -> str:
-    if not facts.in_blocks:
-        return "no block has a sharded parameter; leave it out"
+    """Why ``weight_parallel.quantize`` quantizes no weight, also where it is sharded over ranks;
+    empty if it quantizes some."""
     rules = {"quantize", "pre_all_gather"}
     free = [s for s in facts.in_blocks if not facts.rules_of(s, rules)]
     if not free:
         return "rules say what every sharded weight of the blocks is gathered as; leave it out"
+    for sharding in free:
+        size, length = facts.shape.axis(sharding.expert).size, sharding.shape[sharding.dim]
+        padded = _numel(sharding) // max(length, 1) * (-(-length // size) * size)
+        if padded * sharding.dtypes.compute.itemsize > sharding.options.coalesce_bytes:
+            return ""
     largest = max(free, key=_numel)
+    nbytes = human(_numel(largest) * largest.dtypes.compute.itemsize)
     return (
         "no sharded weight of a block is larger than coalesce_bytes "
         f"({facts.config.coalesce_bytes}), other than those of which rules say what they are "
-        f"gathered as; the largest is {largest.name} "
-        f"({human(_numel(largest) * largest.dtypes.compute.itemsize)}). Lower it, or name weights "
-        "in a rule with quantize, which takes them whatever their size"
+        f"gathered as; the largest is {largest.name} ({nbytes}). Lower it, or name weights in a "
+        "rule with quantize, which takes them whatever their size"
     )
 
 
@@ -185,7 +175,7 @@ def _numel(sharding: ParameterSharding) -> int:
 
 def _without_effect_in_rule(matched: MatchedRule, facts: _Facts) -> Iterator[tuple[str, str]]:
     """Keys of a configured rule that have no effect, and why."""
-    own = [s for s in facts.shardings if _matches(matched, s)]
+    own = [s for s in facts.shardings if any(matched.applies_to(o.full_name) for o in s.owners)]
     blocks = [
         i for i, block in enumerate(facts.structure.blocks)
         if any(matched.applies_to(name) for name, _ in block.modules)
@@ -254,27 +244,16 @@ def _changes_nothing(
             )
     if options.get("keep_unsharded") and not any(s.block in blocks for s in facts.in_blocks):
         yield "keep_unsharded", "has no effect: the blocks have no sharded parameter; leave it out"
-    order = [("forward_prefetch", max), ("backward_prefetch", min)]
-    for key, end in order:
+    for key, end in (("forward_prefetch", max), ("backward_prefetch", min)):
         last = end(range(len(facts.structure.blocks)))
         follows = key == "forward_prefetch" and facts.structure.head is not None
         if options.get(key) and set(blocks) == {last} and not follows:
             yield key, "has no effect: no block comes after the matched one; leave it out"
 
 
-def _matches(matched: MatchedRule, sharding: ParameterSharding) -> bool:
-    return any(matched.applies_to(owner.full_name) for owner in sharding.owners)
-
-
 def _require_of_own(structure: Structure) -> None:
     """Refuse rules of what a user's communicator decides: when weights are gathered and freed."""
     for matched in structure.rules.matched:
-        keys: Iterable[str] = matched.rule.options().keys() & {
-            *BLOCK_KEYS, "reshard_after_forward",
-        }  # fmt: skip
+        keys = matched.rule.options().keys() & {*BLOCK_KEYS, "reshard_after_forward"}
         for key in sorted(keys) if matched.origin == FROM_CONFIG else ():
-            raise StructureError(
-                f"{matched}: {key} has no effect: a communicator of your own decides when weights "
-                "are gathered and freed; leave it out, or take the library's "
-                "(docs/own_communicator.md)"
-            )
+            raise StructureError(f"{matched}: {key} {OWN_DECIDES}")

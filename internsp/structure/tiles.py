@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -53,7 +52,12 @@ def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) 
             if not any(name.startswith(f"{outer}.") for outer, _ in mine):
                 mine.append((name, module))
         if not mine and not config.tiled:
-            raise _no_feed_forward(prefix, block, patterns)
+            children = ", ".join(child for child, _ in block.named_children()) or "none"
+            raise StructureError(
+                f"activation_checkpoint.tiles: no feed-forward found in block {prefix} by the "
+                f"usual names ({', '.join(patterns)}); name it in activation_checkpoint.tiled; "
+                f"candidates: {children}"
+            )
         found += [Tiling(f"{prefix}.{name}", module) for name, module in mine]
     for pattern in config.tiled:
         if pattern not in used:
@@ -72,11 +76,3 @@ def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) 
                 f"{tiling.name} out of activation_checkpoint.tiled, or the unit out of the plan"
             )
     return found
-
-
-def _no_feed_forward(name: str, block: nn.Module, patterns: Sequence[str]) -> StructureError:
-    children = ", ".join(child for child, _ in block.named_children()) or "none"
-    return StructureError(
-        f"activation_checkpoint.tiles: no feed-forward found in block {name} by the usual names "
-        f"({', '.join(patterns)}); name it in activation_checkpoint.tiled; candidates: {children}"
-    )

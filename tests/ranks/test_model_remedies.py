@@ -303,9 +303,6 @@ STRUCTURE: Table = {
         "leave it out": plans(plan=SMALL_BLOCKS),
     },
     "has no effect: no block comes after": {"leave it out": right},
-    "decides when weights are gathered and freed": {
-        "leave it out": OWN_GATHERS, "take the library's": RULES,
-    },
     # units and their rules
     "lies in no block (they are": {
         "name it in weight_parallel.blocks":
@@ -428,7 +425,7 @@ CONFIG: Table = {
     },
     "unused with one tile": {"set activation_checkpoint.tiles": tiled},
     "decides when weights are gathered": {
-        "leave it out": OWN_GATHERS, "or take the library's": right,
+        "leave it out": OWN_GATHERS, "take the library's": RULES,
     },
     "lies inside a compiled block": {
         'use trigger = "qkv" or "rolling" and no prefetch_triggers': COMPILED
