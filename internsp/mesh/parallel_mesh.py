@@ -205,6 +205,7 @@ class ParallelMesh:
         self._owned: OwnedGroups | None = None
         self.is_closed = False
         self._near_groups: dict[tuple[str, int], dist.ProcessGroup] = {}
+        self._reading_meshes: dict[tuple[str, bool], DeviceMesh] = {}
         self.world_size = shape.world_size
         self.weight, self.sequence, self.pipeline = shape.weight, shape.sequence, shape.pipeline
         self.data, self.replicas, self.zero = shape.data, shape.replicas, shape.zero_size
@@ -405,6 +406,7 @@ class ParallelMesh:
         self.is_closed = True
         self.users.end(f"this ParallelMesh ({self.describe()}) was closed on rank {self.rank}")
         self._near_groups.clear()
+        self._reading_meshes.clear()
         found = {group for axis in self.axes for group in axis.param_mesh.get_all_groups()}
         for name in [*vars(self)]:
             if isinstance(vars(self)[name], (dist.ProcessGroup, WeightAxis, DeviceMesh)):
@@ -461,13 +463,37 @@ class ParallelMesh:
         if (axis.name, ranks) not in self._near_groups:
             everyone = dist.get_process_group_ranks(axis.weight_group)
             first = axis.rank // ranks * ranks
-            timeout = timedelta(seconds=self.timeout_seconds)
-            self._near_groups[axis.name, ranks] = dist.new_group(
-                everyone[first : first + ranks], timeout=timeout, use_local_synchronization=True
-            )
-            if self._owned is not None:
-                self._owned.add(self._near_groups[axis.name, ranks])
+            self._near_groups[axis.name, ranks] = self._add_group(everyone[first : first + ranks])
         return self._near_groups[axis.name, ranks]
+
+    def _add_group(self, ranks: list[int]) -> dist.ProcessGroup:
+        timeout = timedelta(seconds=self.timeout_seconds)
+        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        if self._owned is not None:
+            self._owned.add(group)
+        return group
+
+    def reading_mesh(self, axis: WeightAxis, replicas: bool = False) -> DeviceMesh:
+        """The dimension of the replicas in ``axis.param_mesh`` alone, or all others, with groups of
+        their own in which no pass has anything in flight: data may decide the moment of a read.
+
+        The first call with these arguments is collective over the ranks of the mesh.
+        """
+        if (axis.name, replicas) not in self._reading_meshes:
+            of = axis.param_mesh
+            names = (of.mesh_dim_names or ())[:1] if replicas else (of.mesh_dim_names or ())[1:]
+            groups = [of.get_group(name) for name in names]
+            ranks = [dist.get_process_group_ranks(group) for group in groups]
+            self._reading_meshes[axis.name, replicas] = DeviceMesh.from_group(
+                [
+                    group if len(own) == 1 else self._add_group(own)
+                    for group, own in zip(groups, ranks, strict=True)
+                ],
+                of.device_type,
+                mesh=torch.tensor(ranks[0]) if replicas else of.mesh[axis.replica_rank],
+                mesh_dim_names=tuple(f"{name}_read" for name in names),
+            )  # fmt: skip
+        return self._reading_meshes[axis.name, replicas]
 
     @property
     def tensor_mesh(self) -> DeviceMesh:
@@ -491,6 +517,7 @@ class ParallelMesh:
         groups = [self.sequence_group, self.heads_group, self.ring_group, self.expert_group]
         for axis in self.axes:
             groups += [axis.weight_group, axis.gradient_group, axis.replica_group]
+        groups += [g for mesh in self._reading_meshes.values() for g in mesh.get_all_groups()]
         return list(dict.fromkeys([*groups, *self._near_groups.values()]))
 
     @property

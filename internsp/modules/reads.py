@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from internsp.base.autograd import in_backward, no_second_derivatives
-from internsp.dtensor.placed import dtensor_like, grad_dtype
+from internsp.base.autograd import in_backward
 from internsp.errors import StructureError
 from internsp.modules.parameters import ParameterHandle, Scope, view
 from internsp.modules.wrapping import Wrapping
-from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
+from internsp.wp.parameter import Member, ReplicatedParameter
 
 
 class ForwardReads:
@@ -49,9 +46,10 @@ class ForwardReads:
         self._require_sum(member)
         if isinstance(member, ReplicatedParameter):
             return view(_ReplicaHandle((member,)))
-        factor = self._communicator.mesh.shape.stage_size if self._communicator.mean else 1
-        whole: Tensor = _Whole.apply(member.parameter, member, factor)  # type: ignore[no-untyped-call]
-        return whole
+        from internsp.modules.whole import read_whole  # few programs need it
+
+        mesh = self._communicator.mesh
+        return read_whole(member, mesh, mesh.shape.stage_size if self._communicator.mean else 1)
 
     def refuse(self, member: Member, what: str) -> None:
         """Refuse other reads in a forward, whose gradient no rank would sum.
@@ -113,35 +111,3 @@ class _ReplicaHandle(ParameterHandle):
         super().unshard()
         local: Tensor = self.weights[0].parameter._local_tensor  # type: ignore[attr-defined]
         return (local.detach().clone(),)
-
-
-class _Whole(torch.autograd.Function):
-    """An all-gather of a parameter; its backward is the reduce-scatter of all ranks' gradients."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, parameter: Any, member: ShardedParameter, factor: int
-    ) -> Tensor:
-        ctx.member, ctx.factor = member, factor
-        member.wait_until_ready()
-        whole: Tensor = parameter.detach().full_tensor()
-        local = parameter._local_tensor
-        return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        if torch.is_grad_enabled():
-            no_second_derivatives()
-        member: ShardedParameter = ctx.member
-        parameter: Any = member.parameter
-        if member.meet_all is not None:
-            member.meet_all(f"the gradient of full_tensor() of {member.name}")
-        mesh = parameter.device_mesh
-        own = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous()
-        # Tensor ranks compute the same with a parameter of a layer that is not tensor parallel.
-        each = [Replicate() if n == "tensor" else Partial() for n in mesh.mesh_dim_names or ()]
-        parts = DTensor.from_local(own, mesh, each, run_check=False)
-        total = parts.redistribute(placements=parameter.placements).to_local()
-        like = parameter._local_tensor
-        total = (total / ctx.factor).to(device=like.device, dtype=grad_dtype(parameter))
-        return dtensor_like(parameter, total), None, None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -119,6 +119,40 @@ def test_full_tensor_in_a_forward_is_averaged_where_gradients_are() -> None:
         (twin.plain(*everybody) / 2).backward()
         twin.ours(*mine).backward()
         twin.check_gradients(f"a mean, {config}")
+
+
+class Sometimes(Past):
+    """Runs the module of a weight that it reads whole on one rank alone."""
+
+    runs = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(x @ whole(dict(self.past.named_parameters())["weight"]))
+        return super().forward(x + self.past(x) * 0.3 if self.runs else x)
+
+
+@pytest.mark.parametrize("weight", [1, 2])
+@ranks(2)
+def test_full_tensor_is_right_where_only_some_ranks_run_the_weights_module(weight: int) -> None:
+    """What a rank has in flight when it comes to the sum depends on what it runs."""
+    for config in ({}, ROLLING):
+        twin = Twin(partial(Tiny, Sometimes, layers=3), mesh_of(weight), **config)
+        for step in range(2):
+            everybody, mine = twin.batch()
+            for rank in range(2):
+                for layer in twin.plain.layers:  # type: ignore[union-attr]
+                    layer.runs = rank == step
+                rows = slice(2 * rank, 2 * rank + 2)
+                twin.plain(everybody[0][rows], everybody[1][rows]).backward()
+            for layer in twin.ours.layers:  # type: ignore[union-attr]
+                layer.runs = twin.mesh.rank == step
+            twin.ours(*mine).backward()
+            twin.check_gradients(f"step {step}")
+            twin.zero_grad()
 
 
 class Apart(Tiny):
