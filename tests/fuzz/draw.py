@@ -230,9 +230,11 @@ def fitted(case: Case) -> Case:
     if case.expert_weight is None:
         options.pop("experts", None)
     if any("full_tensor" in block for block in case.blocks):
-        # Some ranks run the module whose weight all read whole. Without overlap these wait for its
-        # reduction, and the others for the gradient of full_tensor(): refused on all ranks.
+        # Some ranks run modules that others do not, and all of them meet in full_tensor(). A rank
+        # that waits at once, for a reduction or for a gather of that module alone, waits for those
+        # that have come there: refused on all ranks.
         options.pop("overlap", None)
+        options.pop("granularity", None)
     if {"run_twice", "reversed", "skipped", "same_block_twice"} & set(case.beside):
         options["unexpected_order"] = "gather"
     if case.expert_weight is not None and "experts" not in options:
