@@ -293,7 +293,8 @@ class ZeroReducer:
         self._state.collectives.wait(exchange.handle, bucket.name, "", "finish")
         exchange.handle.keep = ()
         dtype = bucket.master.dtype
-        exchange.total = between.zero.sum_output(exchange.buffers[-1], exchange.buffers[0], dtype)
+        transport = between.zero.transport
+        exchange.total = transport.sum_output(exchange.buffers[-1], exchange.buffers[0], dtype)
         for buffer in exchange.buffers:
             self._state.reducer.buffers.release(buffer)
         exchange.handle = between.zero_replica.all_reduce(exchange.total, bucket.name)

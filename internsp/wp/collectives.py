@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.utils._pytree import tree_leaves
 
-from internsp.base.accelerator import Arrival, Stream, current_stream
+from internsp.base.accelerator import Arrival, Stream, current_stream, has_streams
 from internsp.base.trace import CompletionThread, Trace, Work, call_when_done
 from internsp.failure.comm_context import UNCOUNTED, CommContext, Counters
 from internsp.failure.rank_report import WaitedCollective
@@ -114,6 +114,107 @@ class Handle:
     """There also: the streams that stand behind it (WP-4)."""
 
 
+class Transport:
+    """How one group's messages travel: by its backend's collectives, or between pairs of ranks.
+
+    Nothing blocks. A transfer starts after what the current stream has queued, and a wait makes the
+    current stream wait for the transfer.
+
+    Attributes:
+        direct: messages travel between pairs of ranks, over gloo in host memory.
+        blocking_waits: gloo copies a device's tensors through the host, and its waits block it.
+        tag: of the launch that is being made, the same on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._gloo = dist.get_backend(group) == "gloo"
+        self.blocking_waits = self._gloo and has_streams(device)
+        self.direct = self._gloo and device.type == "cpu" and self.size <= MOST_DIRECT
+        self.tag = 0
+        # torch.distributed's functions check every tensor, which costs time at twenty collectives a
+        # block, and our layouts are right: call the group's own methods.
+        self._gather = getattr(group, "all_gather_single", group._allgather_base)
+        self._exchange = getattr(group, "all_to_all_single", group.alltoall_base)
+        self._gather_options, self._exchange_options = AllgatherOptions(), AllToAllOptions()
+        self._gather_options.asyncOp = self._exchange_options.asyncOp = True
+
+    def all_gather(self, output: Tensor, shard: Tensor) -> Work:
+        """All-gather ``shard`` into ``output``, where this rank's part may lie already."""
+        if self.direct:
+            parts = output.view(self.size, *shard.shape).unbind()
+            if parts[self.rank].data_ptr() != shard.data_ptr():
+                parts[self.rank].copy_(shard)
+            return send_pairs(self.group, parts, [shard] * self.size, self.tag)
+        return self._gather(output, shard, self._gather_options)
+
+    def all_gathers(self, outputs: list[Tensor], shards: list[Tensor]) -> Work:
+        """All-gather several shards in one launch."""
+        if self.blocking_waits:  # gloo brings each through the host
+            pairs = zip(outputs, shards, strict=True)
+            return WorkHandles([self.all_gather(output, shard) for output, shard in pairs])
+        if self._gloo:
+            mine = torch.cat([shard.view(-1) for shard in shards])
+            flat = mine.new_empty(self.size * mine.numel())
+            gather = self._gather(flat, mine, self._gather_options)
+            return FlatGather(gather, flat.view(self.size, -1), outputs)
+        return self.group.allgather_into_tensor_coalesced(outputs, shards, self._gather_options)
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> Work:
+        """Send part ``p`` of ``input`` to rank ``p``; see :meth:`sum_output`."""
+        if self.direct:
+            received = output.view(self.size, -1).unbind()
+            sent = input.view(self.size, -1).unbind()
+            return send_pairs(self.group, received, sent, self.tag)
+        return self._exchange(output, input, [], [], self._exchange_options)
+
+    def exchange_parts(
+        self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Work:
+        """Send ``sent[p]`` elements of ``input`` to rank ``p``, get ``received[p]``."""
+        if not self.direct:
+            return self._exchange(
+                output, input, list(received), list(sent), self._exchange_options
+            )
+        outputs, inputs = output.split(list(received)), input.split(list(sent))
+        outputs[self.rank].copy_(inputs[self.rank])
+        others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        group, tag = self.group, self.tag
+        works: list[Work] = [group.recv([outputs[p]], p, tag) for p in others[::-1] if received[p]]
+        works += [group.send([inputs[p]], p, tag) for p in others if sent[p]]
+        return WorkHandles(works, group)
+
+    def sum_output(
+        self, received: Tensor, input: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The sum of the parts that :meth:`all_to_all` has received; called after the wait.
+
+        Messages between pairs are added part by part: torch would first make all parts wide.
+
+        Args:
+            received, input: ``output`` and ``input`` of the reduce-scatter.
+            dtype: dtype of the sum; ``None``: fp32 or wider (design.md 8).
+
+        Returns:
+            ``[part]``, in memory of its own.
+        """
+        dtype = dtype or torch.promote_types(received.dtype, torch.float32)
+        rows = received.view(self.size, -1)
+        if not self.direct:
+            return rows.sum(0, dtype=dtype)
+        parts = [*rows.unbind()]
+        parts[self.rank] = input.view(self.size, -1)[self.rank]  # was not sent to itself
+        first, *others = parts
+        if others and first.dtype == dtype:
+            total = first + others.pop(0)
+        else:
+            total = first.to(dtype, copy=True)
+        for part in others:
+            total += part
+        return total
+
+
 class Collectives:
     """Launches one group's collectives and waits for them, counting launches, bytes and waits.
 
@@ -136,30 +237,19 @@ class Collectives:
         device: torch.device = CPU,
     ) -> None:
         self.group = group
-        self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
+        self.transport = Transport(group, device)
+        self.size, self.rank = self.transport.size, self.transport.rank
         self.overlap = overlap
         self.trace = trace
         self.counters = counters
         self.comm_context = comm_context or CommContext()
         self._index = self.comm_context.register(group.group_name)
-        self._tag = 0  # message tag of the launch that is being made
         self._bases: dict[tuple[str, int], int] = {}  # hashes for tags, by weight and bytes
         self._names = (group.group_name,)
         self._device = device
         self._current = current_stream(device)
-        # On device tensors, gloo's threads copy through the host and its waits block the host.
-        self._gloo = dist.get_backend(group) == "gloo"
-        self._blocking_waits = self._gloo and self._current is not None
-        self._direct = self._gloo and device.type == "cpu" and self.size <= MOST_DIRECT
         self._observer: torch.Stream | None = None
         self._completion_thread = CompletionThread()
-        # torch.distributed's functions check every tensor, which costs time at twenty collectives a
-        # block, and our layouts are right: call the group's own methods.
-        self._gather = getattr(group, "all_gather_single", group._allgather_base)
-        self._exchange = getattr(group, "all_to_all_single", group.alltoall_base)
-        self._gather_options, self._exchange_options = AllgatherOptions(), AllToAllOptions()
-        self._gather_options.asyncOp = self._exchange_options.asyncOp = True
 
     def all_gather(
         self,
@@ -183,9 +273,10 @@ class Collectives:
             for output, shard in zip(outputs, shards, strict=True):
                 output.copy_(shard)
         if len(shards) > 1:
-            return self.launch(self._send_all_gathers, (outputs, shards), "AG", unit, nbytes, phase)
-        tensors = outputs[0], shards[0]
-        return self.launch(self._send_all_gather, tensors, "AG", unit, nbytes, phase)
+            both, send = (outputs, shards), self.transport.all_gathers
+            return self.launch(send, both, "AG", unit, nbytes, phase)
+        one = outputs[0], shards[0]
+        return self.launch(self.transport.all_gather, one, "AG", unit, nbytes, phase)
 
     def reduce_scatter(
         self, output: Tensor, input: Tensor, unit: str, weights: Mapping[str, int], phase: str
@@ -193,15 +284,15 @@ class Collectives:
         """Reduce-scatter ``input`` ``[size * part]``: send part ``p`` to rank ``p``.
 
         ``output`` ``[size * part]`` receives this rank's part from every rank; after the wait,
-        :meth:`sum_output` adds them up. A part may hold shards of several small ``weights``, one
-        after another; the values of ``weights`` are the shards' numbers of elements. Does not block
-        unless ``overlap`` is off.
+        :meth:`Transport.sum_output` adds them up. A part may hold shards of several small
+        ``weights``, one after another; the values of ``weights`` are the shards' numbers of
+        elements. Does not block unless ``overlap`` is off.
         """
         others = (self.size - 1) * input.itemsize
         self.counters.reduced_bytes += others * (input.numel() // self.size)
         self.counters.reductions += 1
         nbytes = {weight: others * numel for weight, numel in weights.items()}
-        return self.launch(self._send_all_to_all, (output, input), "RS", unit, nbytes, phase)
+        return self.launch(self.transport.all_to_all, (output, input), "RS", unit, nbytes, phase)
 
     def exchange(self, output: Tensor, input: Tensor, unit: str) -> Handle:
         """:meth:`reduce_scatter` of reduced gradients between replicas."""
@@ -210,7 +301,7 @@ class Collectives:
         nbytes = (self.size - 1) * input.nbytes // self.size
         self.counters.reduced_bytes += nbytes
         self.counters.reductions += 1
-        send, waits = self._send_all_to_all, "finish"
+        send, waits = self.transport.all_to_all, "finish"
         return self.launch(send, (output, input), "EX", unit, {"": nbytes}, "backward", waits)
 
     def all_gather_parameters(self, output: Tensor, input: Tensor, bucket: str) -> Handle:
@@ -223,7 +314,7 @@ class Collectives:
         self.counters.gathers += self.size > 1
         if self.size == 1 and output.data_ptr() != input.data_ptr():
             output.copy_(input)
-        send, weights = self._send_all_gather, {"": nbytes}
+        send, weights = self.transport.all_gather, {"": nbytes}
         return self.launch(send, (output, input), "PUBLISH", bucket, weights, "step", "publish")
 
     def exchange_parts(
@@ -247,8 +338,8 @@ class Collectives:
         nbytes = (sum(received) - received[self.rank]) * output.itemsize
         self.counters.gathered_bytes += nbytes if self.size > 1 else 0
         self.counters.gathers += self.size > 1
-        tensors = output, input, received, sent
-        return self.launch(self._send_parts, tensors, "MATRIX", unit, {weight: total}, "step")
+        send, tensors = self.transport.exchange_parts, (output, input, received, sent)
+        return self.launch(send, tensors, "MATRIX", unit, {weight: total}, "step")
 
     def all_reduce(self, tensor: Tensor, unit: str, weight: str = "") -> Handle:
         """All-reduce ``tensor`` in place (sum). Does not block unless ``overlap`` is off."""
@@ -301,7 +392,7 @@ class Collectives:
         if trace.enabled:
             work = self._stamped(work, events)
         number = comm_context.counts[self._index]
-        launched = WaitedCollective(self._names, self._index, number, self._tag)
+        launched = WaitedCollective(self._names, self._index, number, self.transport.tag)
         handle = Handle(work, events, tensors, launch=launched)
         if self._current is not None:
             handle.stream, handle.arrival = self._current(), Arrival()
@@ -321,37 +412,8 @@ class Collectives:
         if base is None:
             text = f"{comm_context.model} {index} {weight} {nbytes}"
             base = self._bases[weight, nbytes] = crc32(text.encode())
-        self._tag = (base ^ count * _SPREAD) & _TAG_BITS
-        comm_context.recent_tags[index].append(self._tag)
-
-    def sum_output(
-        self, received: Tensor, input: Tensor, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """The sum of the parts that :meth:`reduce_scatter` has received; called after the wait.
-
-        Messages between pairs are added part by part: torch would first make all parts wide.
-
-        Args:
-            received, input: ``output`` and ``input`` of the reduce-scatter.
-            dtype: dtype of the sum; ``None``: fp32 or wider (design.md 8).
-
-        Returns:
-            ``[part]``, in memory of its own.
-        """
-        dtype = dtype or torch.promote_types(received.dtype, torch.float32)
-        rows = received.view(self.size, -1)
-        if not self._direct:
-            return rows.sum(0, dtype=dtype)
-        parts = [*rows.unbind()]
-        parts[self.rank] = input.view(self.size, -1)[self.rank]  # was not sent to itself
-        first, *others = parts
-        if others and first.dtype == dtype:
-            total = first + others.pop(0)
-        else:
-            total = first.to(dtype, copy=True)
-        for part in others:
-            total += part
-        return total
+        self.transport.tag = (base ^ count * _SPREAD) & _TAG_BITS
+        comm_context.recent_tags[index].append(self.transport.tag)
 
     def wait(self, handle: Handle, unit: str, weight: str, phase: str) -> None:
         """Wait for ``handle`` on the current stream (CPU: block).
@@ -388,51 +450,6 @@ class Collectives:
             for event in handle.events:
                 trace.finish(event, end)
 
-    # The functions that send; an emulated link (tools/gpu/link.py) overrides the first three. They
-    # do not block. A transfer starts after what the current stream has queued, and a wait makes the
-    # current stream wait for the transfer.
-
-    def _send_all_gather(self, output: Tensor, shard: Tensor) -> Work:
-        if self._direct:
-            parts = output.view(self.size, *shard.shape).unbind()
-            if parts[self.rank].data_ptr() != shard.data_ptr():  # it may lie there already
-                parts[self.rank].copy_(shard)
-            return send_pairs(self.group, parts, [shard] * self.size, self._tag)
-        return self._gather(output, shard, self._gather_options)
-
-    def _send_all_gathers(self, outputs: list[Tensor], shards: list[Tensor]) -> Work:
-        if self._blocking_waits:  # gloo brings each through the host
-            pairs = zip(outputs, shards, strict=True)
-            return WorkHandles([self._send_all_gather(output, shard) for output, shard in pairs])
-        if self._gloo:
-            mine = torch.cat([shard.view(-1) for shard in shards])
-            flat = mine.new_empty(self.size * mine.numel())
-            gather = self._gather(flat, mine, self._gather_options)
-            return FlatGather(gather, flat.view(self.size, -1), outputs)
-        return self.group.allgather_into_tensor_coalesced(outputs, shards, self._gather_options)
-
-    def _send_all_to_all(self, output: Tensor, input: Tensor) -> Work:
-        if self._direct:
-            received = output.view(self.size, -1).unbind()
-            sent = input.view(self.size, -1).unbind()
-            return send_pairs(self.group, received, sent, self._tag)
-        return self._exchange(output, input, [], [], self._exchange_options)
-
-    def _send_parts(
-        self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> Work:
-        if not self._direct:
-            return self._exchange(
-                output, input, list(received), list(sent), self._exchange_options
-            )
-        outputs, inputs = output.split(list(received)), input.split(list(sent))
-        outputs[self.rank].copy_(inputs[self.rank])
-        others = [(self.rank + i) % self.size for i in range(1, self.size)]
-        group, tag = self.group, self._tag
-        works: list[Work] = [group.recv([outputs[p]], p, tag) for p in others[::-1] if received[p]]
-        works += [group.send([inputs[p]], p, tag) for p in others if sent[p]]
-        return WorkHandles(works, group)
-
     def _arrived(self) -> Handle:
         """The handle of what the current stream itself has queued: nothing is to be waited for."""
         return Handle(None, arrival=None if self._current is None else Arrival(self._current()))
@@ -455,13 +472,13 @@ class Collectives:
             for event in events:
                 self.trace.finish(event, end)
 
-        if self._current is not None and not self._blocking_waits:
+        if self._current is not None and not self.transport.blocking_waits:
             if self._observer is None:
                 self._observer = torch.Stream(self._device)
             with self._observer:  # waits for the collective; no other stream waits for this one
                 work.wait()
                 stamp(self.trace.now())
-        elif self._direct and isinstance(work, WorkHandles):
+        elif self.transport.direct and isinstance(work, WorkHandles):
             return self._completion_thread.watch(work, stamp)
         elif isinstance(work, FlatGather):
             call_when_done(work.gather, stamp)

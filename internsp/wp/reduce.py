@@ -174,7 +174,7 @@ class GradientReducer:
         if weights[0].layout.size == 1 and pending.packed is None:
             weights[0].borrow_grad(output)  # a weight group of one: the gradient is the sum
         else:
-            total = collectives.sum_output(output, pending.input)
+            total = collectives.transport.sum_output(output, pending.input)
             if len(weights) == 1:
                 weights[0].add_reduced_grad(total.view(weights[0].layout.shard_shape))
             else:

@@ -48,11 +48,13 @@ def allocated(work: Any) -> Counter[int]:
 def without_copies(collectives: Collectives) -> None:
     """All-gather small weights one by one: gloo's collective for several allocates and copies."""
 
+    transport = collectives.transport
+
     def send_all(outputs: list[Tensor], shards: list[Tensor]) -> WorkHandles:
         pairs = zip(outputs, shards, strict=True)
-        return WorkHandles([collectives._send_all_gather(o, s) for o, s in pairs])
+        return WorkHandles([transport.all_gather(o, s) for o, s in pairs])
 
-    collectives._send_all_gathers = send_all  # type: ignore[method-assign]
+    transport.all_gathers = send_all  # type: ignore[method-assign]
 
 
 def counted(rank: int, world_size: int) -> list[tuple[str, int, dict[int, int]]]:

@@ -21,8 +21,8 @@ SHARD = (15,)
 
 def made(direct: bool, trace: Trace | None = None) -> Collectives:
     collectives = Collectives(dist.group.WORLD, True, trace or Trace(), Counters())
-    assert collectives._direct, "gloo, host tensors, few ranks"
-    collectives._direct = direct
+    assert collectives.transport.direct, "gloo, host tensors, few ranks"
+    collectives.transport.direct = direct
     return collectives
 
 
@@ -48,7 +48,8 @@ def test_messages_between_pairs_bring_the_bits_of_a_collective(rank: int, world_
                 handles.append(collectives.reduce_scatter(received[i], sent[i], "u", {"w": 7}, "b"))
             for handle in reversed(handles):
                 collectives.wait(handle, "u", "w", "forward")
-            totals = [collectives.sum_output(r, s) for r, s in zip(received, sent, strict=True)]
+            summed = collectives.transport.sum_output
+            totals = [summed(r, s) for r, s in zip(received, sent, strict=True)]
             found.append((torch.stack(slots), torch.stack(totals)))
         for whole, pair in zip(*found, strict=True):
             assert torch.equal(whole, pair), dtype
@@ -96,9 +97,9 @@ def test_ranks_out_of_step_get_an_error_and_never_the_wrong_weight() -> None:
 @ranks(2)
 def test_only_host_tensors_of_few_ranks_travel_so(world_size: int) -> None:
     collectives = Collectives(dist.group.WORLD, True, Trace(), Counters())
-    assert collectives._direct == (world_size <= MOST_DIRECT)
+    assert collectives.transport.direct == (world_size <= MOST_DIRECT)
     cut = Collectives(dist.group.WORLD, True, Trace(), Counters(), device=torch.device("meta"))
-    assert not cut._direct, "gloo sends device tensors by collectives only"
+    assert not cut.transport.direct, "gloo sends device tensors by collectives only"
 
 
 @ranks(1)

@@ -13,7 +13,7 @@ class Late:
     """An all-gather that runs only in ``wait``; until then its output is NaN.
 
     Args:
-        real: the function that gathers (``Collectives._send_all_gather``).
+        real: the function that gathers (``Transport.all_gather``).
     """
 
     def __init__(self, real: Any, output: Tensor, piece: Tensor) -> None:
@@ -27,8 +27,8 @@ class Late:
 def publish_late(communicator: ISPCommunicator) -> None:
     """Delay the parameter all-gathers of a communicator, before or after ``ZeroOptimizer``."""
     for between in communicator.state.between.values():
-        publication = between.publication
-        real = publication._send_all_gather
-        publication._send_all_gather = (  # type: ignore[method-assign]
+        transport = between.publication.transport
+        real = transport.all_gather
+        transport.all_gather = (  # type: ignore[method-assign]
             lambda output, piece, real=real: Late(real, output, piece)
         )

@@ -23,7 +23,7 @@ from internsp.pipeline import MicroBatch, Pipeline
 from internsp.sp import DistributedAttention, Documents, SequenceLayout
 from internsp.sp.dispatch import FIXED_BALANCE
 from internsp.sp.partial import BlockAttention
-from internsp.wp.collectives import Collectives
+from internsp.wp.collectives import Transport
 from tests.support.compare import TOLERANCE, gap, gaps, gradients, on_all_stages
 from tests.support.covering import Row
 from tests.support.meshes import mesh_of
@@ -216,8 +216,8 @@ def faulty(rank: int, world: int, fault: str) -> tuple[list[str], list[str]]:
         elif "boundaries" in fault:
             patch.setattr(SequenceLayout, "create", _without_documents())
         elif fault.startswith("gradients"):
-            held = Collectives.sum_output
-            patch.setattr(Collectives, "sum_output", lambda *given: held(*given) / world)
+            held = Transport.sum_output
+            patch.setattr(Transport, "sum_output", lambda *given: held(*given) / world)
         apart = run_row(row, averaged=fault.startswith("a loss"))
     return right, [name for name, value in apart.items() if not value <= 1e-6]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from internsp.base.trace import CompletionThread
-from internsp.wp.collectives import Collectives, WorkHandles
+from internsp.wp.collectives import Transport, WorkHandles
 
 
 class Gate:
@@ -87,14 +87,14 @@ def test_gathers_of_one_launch_are_one_message_unless_gloo_would_read_device_mem
     gloo: bool, blocking: bool, messages: list[str]
 ) -> None:
     sent: list[str] = []
-    collectives: Any = object.__new__(Collectives)
-    collectives._gloo, collectives._blocking_waits = gloo, blocking
-    collectives.size, collectives._gather_options = 2, None
-    collectives.group = SimpleNamespace(
+    transport: Any = object.__new__(Transport)
+    transport._gloo, transport.blocking_waits = gloo, blocking
+    transport.size, transport._gather_options = 2, None
+    transport.group = SimpleNamespace(
         allgather_into_tensor_coalesced=lambda outputs, shards, options: sent.append("coalesced")
     )
-    collectives._gather = lambda output, shard, options: sent.append(f"flat {len(shard)}")
-    collectives._send_all_gather = lambda output, shard: sent.append(str(len(shard)))
+    transport._gather = lambda output, shard, options: sent.append(f"flat {len(shard)}")
+    transport.all_gather = lambda output, shard: sent.append(str(len(shard)))
     shards = [torch.zeros(1), torch.zeros(2)]
-    collectives._send_all_gathers([torch.zeros(2), torch.zeros(4)], shards)
+    transport.all_gathers([torch.zeros(2), torch.zeros(4)], shards)
     assert sent == messages

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from internsp.wp.collectives import Collectives, Work
+from internsp.wp.collectives import Collectives, Transport, Work
 
 Copies = Sequence[tuple[Tensor, Tensor]]
 """Pairs of tensors of equal shape, target and source; each is transferred in two halves."""
@@ -258,12 +259,18 @@ class EmulatedCollectives(Collectives):
 
     def __init__(self, *args: Any, link: Link, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
+        self.transport = _EmulatedTransport(self.group, self._device, link)
+
+
+class _EmulatedTransport(Transport):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, link: Link) -> None:
+        super().__init__(group, device)
         self._link = link
 
-    def _send_all_gather(self, output: Tensor, shard: Tensor) -> Work:
-        return self._send_all_gathers([output], [shard])
+    def all_gather(self, output: Tensor, shard: Tensor) -> Work:
+        return self.all_gathers([output], [shard])
 
-    def _send_all_gathers(self, outputs: list[Tensor], shards: list[Tensor]) -> Work:
+    def all_gathers(self, outputs: list[Tensor], shards: list[Tensor]) -> Work:
         copies, nbytes = [], 0
         for output, shard in zip(outputs, shards, strict=True):
             rows = output.view(self.size, -1)
@@ -271,6 +278,6 @@ class EmulatedCollectives(Collectives):
             nbytes += (self.size - 1) * shard.numel() * shard.element_size()
         return self._link.send(copies, nbytes)
 
-    def _send_all_to_all(self, output: Tensor, pieces: Tensor) -> Work:
+    def all_to_all(self, output: Tensor, pieces: Tensor) -> Work:
         sent = pieces.numel() * pieces.element_size() * (self.size - 1) // self.size
         return self._link.send([(output.view(-1), pieces.view(-1))], sent)
