@@ -10,7 +10,6 @@ shard. Results of operations on it outside of a forward keep its name
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +34,13 @@ class Reads(Protocol):
         """Raise in a forward, where the gradient of ``what`` would not be summed."""
 
 
+class Meet(Protocol):
+    """Raises unless all ranks that take part in a collective reach it."""
+
+    def __call__(self, what: str, everyone: bool = False) -> None:
+        """With ``everyone``, all that hold a part or a replica take part; else one replica's."""
+
+
 class StepCount:
     """How many optimizer steps have written some parameters: what ``foreach`` and fused operations
     write no version counter shows.
@@ -49,9 +55,8 @@ class Member(Protocol):
     """What a ``ShardParameter`` belongs to: a sharded weight or a replicated parameter."""
 
     name: str
-    dtype: torch.dtype
     parameter: nn.Parameter
-    meet: Callable[[str], None] | None
+    meet: Meet | None
     """Called before a collective on the parameter: raises unless all ranks of its mesh reach it."""
 
     reads: Reads | None
@@ -68,6 +73,10 @@ class Member(Protocol):
 
     aliases: Aliases
     """Results of ``detach`` that are still alive, by ``id``."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it is stored."""
 
     @property
     def requires_grad(self) -> bool:

@@ -55,8 +55,8 @@ class _Whole(torch.autograd.Function):
             no_second_derivatives()
         member: ShardedParameter = ctx.member
         parameter: Any = member.parameter
-        if member.meet_all is not None:
-            member.meet_all(f"the gradient of full_tensor() of {member.name}")
+        if member.meet is not None:
+            member.meet(f"the gradient of full_tensor() of {member.name}", everyone=True)
         own = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous()
         # Tensor ranks compute the same with a parameter of a layer that is not tensor parallel.
         names = parameter.device_mesh.mesh_dim_names[1:]

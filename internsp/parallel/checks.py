@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -126,25 +126,33 @@ class AddedParameterCheck:
 def register_read_checks(weights: Sequence[ShardedParameter], recovery: StageRecovery) -> None:
     """Make ``full_tensor()`` of a weight on some ranks only raise there, and abort no group.
 
-    Sets ``weight.meet``, which ``full_tensor()`` calls before its all-gather, and
-    ``weight.meet_all``, which its backward calls before the sum over all ranks.
+    Sets ``weight.meet``, which ``full_tensor()`` calls before its all-gather, and its backward
+    before the sum over all ranks.
     """
     consensus: dict[tuple[object, str], Consensus] = {}
     for weight in weights:
         axis = weight.axis
         grid = axis.param_mesh.mesh
 
-        def meeting(of: str, ranks: list[int], axis: Any = axis) -> Callable[[str], None] | None:
+        def among(of: str, ranks: list[int], axis: Any = axis) -> Consensus | None:
             if len(ranks) == 1:
                 return None
             if (axis, of) not in consensus:
                 name = f"{recovery.shared_name}/{axis.name}/{of}"
                 consensus[axis, of] = recovery.among(name, ranks)
-            return partial(consensus[axis, of].same, "reads")
+            return consensus[axis, of]
 
         replica = axis.replica_rank
-        weight.meet = meeting(str(replica), grid[replica].flatten().tolist())
-        weight.meet_all = meeting("all", grid.flatten().tolist())
+        of_replica = among(str(replica), grid[replica].flatten().tolist())
+        weight.meet = partial(_meet, of_replica, among("all", grid.flatten().tolist()))
+
+
+def _meet(
+    replica: Consensus | None, all_ranks: Consensus | None, what: str, everyone: bool = False
+) -> None:
+    consensus = all_ranks if everyone else replica
+    if consensus is not None:
+        consensus.same("reads", what)
 
 
 class FrozenParameterCheck:

@@ -527,7 +527,7 @@ class ISPCommunicator(ChunkWeights):
         """See :class:`internsp.mesh.owned.MeshUser`."""
         self.recovery.guard.close()
 
-        def refuse(what: str) -> None:
+        def refuse(what: str, everyone: bool = False) -> None:
             raise self.mesh.users.refusal(what)
 
         for weight in self.replicated.sharded:

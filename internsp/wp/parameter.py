@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from internsp.base.trace import Work
 from internsp.dtensor.mixed import read_each, without_torch_function
 from internsp.dtensor.parameter import (
     Aliases,
+    Meet,
     Reads,
     StepCount,
     detach_aliases,
@@ -43,7 +44,6 @@ class ModelParameter:
         device: the device that computes with it.
         axis: the mesh axis over which it is sharded or replicated; dense weights and experts may
             have different ones.
-        dtype: dtype in which it is stored.
         tensor: its placement on the tensor ranks; ``None`` if its layer is not tensor parallel.
         ready: the optimizer's all-gather of new values into ``storage`` (WP-3), until it was
             waited for, which sets it to ``None``; on a device with streams until the next one.
@@ -54,10 +54,8 @@ class ModelParameter:
         tied: name in the whole model of a weight that other pipeline stages hold, too; else empty.
         counted: whether norms and checkpoints count this copy; of several copies the first one is.
         meet: called before ``full_tensor()`` with what is to be gathered; raises unless all ranks
-            call it (:func:`internsp.parallel.checks.register_read_checks`). ``None``: no
-            check.
-        meet_all: as ``meet``, of all ranks that hold a part or a replica of it: called before a
-            sum over them.
+            call it (:func:`internsp.parallel.checks.register_read_checks`). With ``everyone``:
+            before a sum, of all ranks that hold a part or a replica of it. ``None``: no check.
         reads: reads it in a forward (:class:`internsp.modules.reads.ForwardReads`).
         aliases: tensors that ``p.data`` and ``p.detach()`` returned
             (:mod:`internsp.dtensor.parameter`).
@@ -66,20 +64,20 @@ class ModelParameter:
     tied = ""
     counted = True
     shares_slot = True
-    offload: frozenset[str] = frozenset()
-    shape: torch.Size
-    device: torch.device
     storage: Tensor
     parameter: nn.Parameter
     communicator: Any
 
-    def __init__(self, name: str, parameter: nn.Parameter, axis: WeightAxis) -> None:
-        self.name, self.dtype, self.axis = name, parameter.dtype, axis
+    def __init__(
+        self, name: str, parameter: nn.Parameter, axis: WeightAxis, shape: Sequence[int],
+        device: torch.device, offload: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        self.shape, self.device, self.offload = torch.Size(shape), device, frozenset(offload)
+        self.name, self.axis = name, axis
         self.tensor = TensorPart.of(parameter)
         self.ready: Work | None = None
         self.stepped = StepCount()
-        self.meet: Callable[[str], None] | None = None
-        self.meet_all: Callable[[str], None] | None = None
+        self.meet: Meet | None = None
         self.reads: Reads | None = None
         self.aliases: Aliases = {}
         self._unseen_writes = 0
@@ -93,6 +91,11 @@ class ModelParameter:
         whole = dtensor_over(self.local(storage), self.axis.param_mesh, placements, shape)
         self._counter = whole  # shares the parameter's version counter, and is faster to read
         self.parameter = make_shard_parameter(nn.Parameter(whole, requires_grad=trained), self)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it is stored."""
+        return self.storage.dtype
 
     @property
     def name_in_model(self) -> str:
@@ -219,16 +222,12 @@ class ShardedParameter(ModelParameter):
             ``None`` if there is none. In host memory where gradients are offloaded: read
             :meth:`reduced`.
         borrowed: ``reduced_grad`` is autograd's own tensor; see :meth:`own_reduced_grad`.
-        compute_dtype: dtype in which it is gathered; the shard is cast before (WP-1).
+        compute_dtype: dtype in which it is gathered now; the shard is cast before (WP-1).
         base_compute_dtype: ``compute_dtype`` where no autocast changes it.
         sent_as: configured dtype of its reductions; ``None``: the compute dtype, as always in a
             weight group of one.
         trained: whether it required a gradient when the last forward began, on all ranks.
-        reduce_dtype, gradient_bytes: dtype of its reductions, and bytes of the padded gradient.
-        slot_nbytes: bytes of the padded unsharded weight in the configured compute dtype.
         link: copies its offloaded tensors; ``None`` if the chunk offloads nothing.
-        hosted: whether the shard (``storage`` and the parameter) lies in host memory.
-        needs_wait: whether its gather comes from other ranks or the host, and is waited for.
         needs_gather: false if the shard already is the unsharded weight.
         autocasts: whether an active autocast decides the compute dtype (a linear layer's weight).
         unit: the unit in which it is gathered: its block, or one outside of the blocks.
@@ -256,29 +255,21 @@ class ShardedParameter(ModelParameter):
         offload: Collection[str] = (),
         link: HostLink | None = None,
     ) -> None:
-        super().__init__(name, parameter, axis)
-        self.layout, self.shape = layout, torch.Size(layout.shape)
-        self.rank = axis.rank
-        self._valid = layout.valid_rows(axis.rank)
+        super().__init__(name, parameter, axis, layout.shape, device, offload)
+        self.layout, self.link = layout, link
         self.sent_as = sent_as if layout.size > 1 else None
-        self.use_dtype(compute_dtype or parameter.dtype)
-        self.base_compute_dtype = self.compute_dtype
-        self.slot_nbytes = layout.padded_numel * self.compute_dtype.itemsize
-        self.link, self.offload = link, frozenset(offload)
-        self.hosted = WEIGHTS in self.offload
-        self.needs_wait = layout.size > 1 or self.hosted
-        self.needs_gather = self.needs_wait or self.compute_dtype != self.dtype
+        self.compute_dtype = self.base_compute_dtype = compute_dtype or parameter.dtype
+        self.needs_gather = self.needs_wait or self.compute_dtype != parameter.dtype
         # torch itself autocasts a weight that needs no gather, as on one process.
         self.autocasts = autocasts and self.compute_dtype == torch.float32 and self.needs_gather
-        self.device = device
         self._sum: HostSum | None = None
         self.reduced_grad: Tensor | None = None
         self.borrowed = False
         self.used_version: VersionAndDtype | None = None
         if self.hosted and link is not None:
-            storage = link.zeros(WEIGHTS, layout.shard_shape, self.dtype)
+            storage = link.zeros(WEIGHTS, layout.shard_shape, parameter.dtype)
         else:
-            storage = self.zeros(self.dtype)
+            storage = self.zeros(parameter.dtype)
         if parameter.device.type != "meta":
             with torch.no_grad():
                 rows = layout.cut(own_part(parameter), self.rank)
@@ -290,13 +281,44 @@ class ShardedParameter(ModelParameter):
         self.trained = parameter.requires_grad
         self._register(storage, Shard(layout.dim), shape, self.trained)
 
+    @property
+    def rank(self) -> int:
+        """This rank's number in the weight group."""
+        return self.axis.rank
+
+    @property
+    def hosted(self) -> bool:
+        """Whether the shard (``storage`` and the parameter) lies in host memory."""
+        return WEIGHTS in self.offload
+
+    @property
+    def needs_wait(self) -> bool:
+        """Whether its gather comes from other ranks or the host, and is waited for."""
+        return self.layout.size > 1 or self.hosted
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Dtype of its reductions."""
+        return self.sent_as or self.compute_dtype
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the padded gradient in the dtype of its reductions."""
+        return self.layout.padded_numel * self.reduce_dtype.itemsize
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of the padded unsharded weight in the configured compute dtype."""
+        return self.layout.padded_numel * self.base_compute_dtype.itemsize
+
     def zeros(self, dtype: torch.dtype) -> Tensor:
         """Zeros like the padded shard, on the device that computes."""
         return torch.zeros(self.layout.shard_shape, dtype=dtype, device=self.device)
 
     def local(self, storage: Tensor) -> Tensor:
         """The valid rows of a tensor like ``storage``, dimensions in the parameter's order."""
-        rows = storage if self._valid == self.layout.rows else storage[: self._valid]
+        valid = self.layout.valid_rows(self.rank)
+        rows = storage if valid == self.layout.rows else storage[:valid]
         return rows.movedim(0, self.layout.dim) if self.layout.dim else rows
 
     def own(self, values: Tensor) -> Tensor:
@@ -312,12 +334,6 @@ class ShardedParameter(ModelParameter):
         super().relocate(storage)
         self._flat = storage.data.view(-1)
 
-    def use_dtype(self, dtype: torch.dtype) -> None:
-        """Gather it in ``dtype`` from now on, and reduce its gradient accordingly."""
-        self.compute_dtype = dtype
-        self.reduce_dtype = self.sent_as or dtype
-        self.gradient_bytes = self.layout.padded_numel * self.reduce_dtype.itemsize
-
     def current_version(self) -> VersionAndDtype:
         """Version and dtype that contents of a slot must have to be this weight's (WP-11)."""
         return self.version(), self.compute_dtype
@@ -331,7 +347,7 @@ class ShardedParameter(ModelParameter):
         """
         version, dtype = used_version
         if dtype is not self.compute_dtype:  # autocast had set this dtype in the view's forward
-            self.use_dtype(dtype)
+            self.compute_dtype = dtype
         if version != self.version():
             raise stale(self.name, dist.get_rank())
 
@@ -462,16 +478,14 @@ class ReplicatedParameter(ModelParameter):
         mesh: ParallelMesh,
         compute_dtype: torch.dtype | None,
     ) -> None:
-        super().__init__(name, parameter, mesh.dense)
+        mine = own_part(parameter)
+        super().__init__(name, parameter, mesh.dense, mine.shape, mesh.device)
         self.communicator = self
         self.compute_dtype = compute_dtype or parameter.dtype
         self.used_version = -1
-        mine = own_part(parameter)
-        self.shape = mine.shape
         storage = torch.zeros(mine.shape, dtype=parameter.dtype, device=mesh.device)
         if parameter.device.type != "meta":
             storage.copy_(mine)
-        self.device = storage.device
         self._register(storage, Replicate(), parameter.shape, parameter.requires_grad)
 
     def require_version(self, used_version: int) -> None:
