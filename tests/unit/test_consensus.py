@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from internsp.failure import consensus
 from internsp.failure.consensus import Consensus
 from internsp.failure.recovery import Recovery
+from internsp.parallel.checks import register_read_checks
 
 SECONDS = 20.0
 
@@ -108,3 +111,19 @@ def test_the_first_cause_stays_unless_its_own_rank_knows_better(
     assert second.first("cause/0", "later") == "unknown"
     assert first.first("cause/0", "known", replaces="unknown") == "known"
     assert second.known("cause/0") == "known"
+
+
+def test_a_read_meets_the_ranks_of_its_replica_and_a_sum_meets_all() -> None:
+    asked: list[tuple[list[int], str]] = []
+
+    def among(name: str, group: list[int]) -> Any:
+        return SimpleNamespace(same=lambda topic, what: asked.append((group, what)))
+
+    mesh = SimpleNamespace(mesh=torch.tensor([[0, 1], [2, 3]]))
+    axis = type("Axis", (), {"param_mesh": mesh, "replica_rank": 1, "name": "dense"})
+    weight: Any = SimpleNamespace(axis=axis)
+    recovery: Any = SimpleNamespace(shared_name="model", among=among)
+    register_read_checks([weight], recovery)
+    weight.meet("full_tensor()")
+    weight.meet("its gradient", everyone=True)
+    assert asked == [([2, 3], "full_tensor()"), ([0, 1, 2, 3], "its gradient")]
