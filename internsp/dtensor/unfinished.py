@@ -46,7 +46,7 @@ class _NoValues(Tensor):
         found = next((x for x in _flat(args) if isinstance(x, _NoValues)), None)
         owner = None if found is None else found._of()
         if owner is None:
-            raise GradientError("an unfinished gradient has no values")
+            raise GradientError("an unfinished gradient")
         if func is not _aten.add_.Tensor or owner._on_add is None or not in_backward():
             raise owner._read_error()
         owner._on_add(DTensor(args[1], owner._spec, requires_grad=False))

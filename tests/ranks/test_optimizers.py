@@ -296,7 +296,7 @@ def test_what_an_optimizer_does_not_take_is_refused_by_name() -> None:
         ('[[optimizer.groups]]\nmatch = "a"\nlr = "x"', "group 1: lr: expected a number"),
         ('name = "a:B"\neps = 1e-3', "only for adamw and sgd"),
         ('name = "muno"', "did you mean muon?"),
-        ("rest_lr = 1e-3", 'adamw steps all parameters: set optimizer.rest = "adamw"'),
+        ("rest_lr = 1e-3", "adamw steps all parameters: set optimizer.lr"),
         ('name = "muon"\nwhole_matrix = false', "muon needs whole matrices; leave it out"),
         ("whole_matrix = true", "adamw does not need whole matrices; leave it out"),
         ('name = "adafactor"\nmomentum = 0.9', "adafactor has no momentum"),
