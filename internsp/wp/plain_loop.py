@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from internsp.base.host import OPTIMIZER
+from internsp.dtensor.mixed import without_torch_function
 from internsp.dtensor.placed import grad_dtype
 from internsp.dtensor.unfinished import UnfinishedGradients
 from internsp.errors import ConfigError
@@ -99,7 +100,8 @@ class PlainLoop:
             self.placeholders.set_placeholders(self._state.reducer.had_gradient)
         else:
             self.placeholders.restore_grad()
-            self._finalize_gradients()
+            # Each read and write of a parameter's `.grad` would go through `__torch_function__`.
+            without_torch_function(self._finalize_gradients, (), (), {})
             self._completed = True
 
     def reset(self, earlier: bool, step: bool) -> None:
