@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+import internsp
 from internsp.app.checkpoint.folder import candidates
 from internsp.app.config import Config
 from internsp.app.plan.printed import make_plan
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import StepMetrics, read_metrics
 from internsp.app.train.run import train
+from internsp.app.train.step import StepRunner
 from internsp.errors import ConfigError
+from internsp.sp import SequenceLayout
 from tests.support.ranks import run_ranks
 
 TEXT = Path(__file__).parents[1] / "data"
@@ -207,6 +215,38 @@ def test_a_stop_asked_of_one_rank_ends_all_after_the_step_with_checkpoint_and_re
     for rank in (0, 1):
         trace = json.loads((tmp_path / "run" / "traces" / f"rank{rank}.json").read_text())
         assert any(row["name"].startswith("RS layers.1") for row in trace["traceEvents"])
+
+
+def test_a_step_without_a_token_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
+    """The tokens are read after backward, and before any weight changes."""
+    losses = []
+    for empty in (True, False):
+        with internsp.Trainer(config(), output=tmp_path / str(empty)) as trainer:
+            session = trainer._session
+            runner = StepRunner(session)
+            runner.step(0, StopRequest())
+            if empty:
+                before = [whole(p) for p in session.modules[0].parameters()]
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(runner, "_layout", partial(without_tokens, runner._layout))
+                    with pytest.raises(ConfigError, match="so there is nothing to learn"):
+                        runner.step(1, StopRequest())
+                after = [whole(p) for p in session.modules[0].parameters()]
+                assert all(map(torch.equal, before, after))
+            losses.append([runner.step(n, StopRequest()).metrics.loss for n in (1, 2)])
+    assert losses[0] == losses[1]
+
+
+def whole(parameter: Any) -> Tensor:
+    found: Tensor = parameter.full_tensor()
+    return found.clone()
+
+
+def without_tokens(layout_of: Callable[..., SequenceLayout], *given: Any) -> SequenceLayout:
+    found = layout_of(*given)
+    return replace(
+        found, labels=torch.full_like(found.labels, -100), valid_tokens=0, total_valid_tokens=0
+    )
 
 
 def test_a_fresh_run_sets_an_older_one_aside(tmp_path: Path) -> None:
