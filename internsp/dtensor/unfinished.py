@@ -28,8 +28,9 @@ M = TypeVar("M", bound=Member)
 _aten: Any = torch.ops.aten
 
 
-def _flat(args: Iterable[Any]) -> list[Any]:
-    return [x for a in args for x in (a if isinstance(a, (list, tuple)) else (a,))]
+def _flat(args: Iterable[Any], kwargs: dict[str, Any] | None) -> list[Any]:
+    given = [*args, *(kwargs or {}).values()]
+    return [x for a in given for x in (a if isinstance(a, (list, tuple)) else (a,))]
 
 
 class _NoValues(Tensor):
@@ -43,7 +44,7 @@ class _NoValues(Tensor):
     ) -> Any:
         """What autograd adds in C++ under a torch that does not ask the gradient's class
         (:mod:`internsp.dtensor.asked`); every other operation raises."""
-        found = next((x for x in _flat(args) if isinstance(x, _NoValues)), None)
+        found = next((x for x in _flat(args, kwargs) if isinstance(x, _NoValues)), None)
         owner = None if found is None else found._of()
         if owner is None:
             raise GradientError("an unfinished gradient")
@@ -136,7 +137,7 @@ class UnfinishedGradient(DTensor):
             if func is _aten.add_.Tensor and first._on_add is not None and in_backward():
                 first._on_add(args[1])
                 return first
-        found = next((x for x in _flat(args) if isinstance(x, UnfinishedGradient)), None)
+        found = next((x for x in _flat(args, kwargs) if isinstance(x, UnfinishedGradient)), None)
         raise found._read_error() if found is not None else GradientError("an unfinished gradient")
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from internsp.base.accelerator import copy_to
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import Collectives, all_reduce
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, trained, unflatten
@@ -121,9 +122,7 @@ class ReplicatedParameters:
         if all(flags):
             region.fill_(1)
             return
-        # From pinned memory, queued on the stream: the host must not wait for the device.
-        host = torch.tensor(flags, dtype=region.dtype, pin_memory=region.device.type != "cpu")
-        region.copy_(host, non_blocking=True)
+        region.copy_(copy_to(region.device, torch.tensor(flags, dtype=region.dtype)))
 
     def reduce(
         self, had_gradient: dict[ShardedParameter, bool], collectives: Collectives
