@@ -235,7 +235,7 @@ class ZeroReducer:
         self._state.reducer.had_gradient.clear()
         self._communicator.replicated.reset()
         for weight in self._communicator.replicated.sharded:
-            weight.drop_reduced_grad()
+            weight.reduced.drop()
 
     # between replicas
 
@@ -248,7 +248,7 @@ class ZeroReducer:
         for member, start in bucket.offsets.items():
             assert isinstance(member, ShardedParameter), "replicated parameters have no parcel"
             part = packed[start : start + member.storage.numel()]
-            total = member.take_reduced()
+            total = member.reduced.take()
             if total is None:  # unused on this rank, but perhaps used on others: zeros
                 part.zero_()
             else:

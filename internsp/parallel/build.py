@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from internsp.base.host import HostLink
+from internsp.base.host import HostLink, HostPool
 from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.failure.comm_context import CommContext, Counters
@@ -126,9 +126,10 @@ def build(
         strict=config.unexpected_order == "error",
         limit=layout.pending_bytes,
     )
+    activations = _activation_offload(mesh, checkpoint, examined)
     chunk = _make_chunk(
         mesh, config, examined, units, queue, trace, link,
-        _activation_offload(mesh, checkpoint, examined), own is None, make_collectives,
+        activations.pool if activations is not None else None, own is None, make_collectives,
     )  # fmt: skip
     recovery = StageRecovery(mesh, chunk.collectives.comm_context)
     # Of all tensor ranks' stages: they have the same names, shapes and frozen parameters.
@@ -169,7 +170,7 @@ def build(
     scopes = Scopes(model, structure, examined.recomputed, communicator)
     _bind(communicator, roots, ForwardReads(communicator, scopes.all, examined.split), own)
     _put(model, shardings, members, scopes)
-    _register(model, structure, config, checkpoint, communicator, enclosing, scopes)
+    _register(model, structure, config, checkpoint, communicator, enclosing, scopes, activations)
     return communicator
 
 
@@ -251,7 +252,7 @@ def _make_chunk(
     queue: GatherQueue[ShardedParameter],
     trace: Trace,
     link: HostLink | None,
-    activations: ActivationOffload | None,
+    activations: HostPool | None,
     library: bool,
     make_collectives: CollectivesFactory,
 ) -> Chunk:
@@ -366,16 +367,17 @@ def _bind(
     register_read_checks(replicated.sharded, communicator.recovery)
     for member in replicated.all_parameters():
         member.reads = reads
-    head = communicator.head
+    of_unit: dict[object, WPCommunicator] = {**roots}
+    if communicator.head is not None:
+        of_unit[communicator.head.unit] = communicator.head
     for weight in replicated.sharded:
-        outer = head if head is not None and weight.unit is head.unit else communicator
-        weight.communicator = roots.get(weight.unit, outer)
+        weight.assign(of_unit.get(weight.unit, communicator))
     if own is not None:
         from internsp.wp.users import UsersCommunicator
 
         wrapped = UsersCommunicator(chunk, events, own)
         for weight in replicated.sharded:
-            weight.communicator = wrapped
+            weight.assign(wrapped)
 
 
 class Scopes:
@@ -459,6 +461,7 @@ def _register(
     communicator: ISPCommunicator,
     enclosing: Sequence[Enclosing[ShardedParameter]],
     scopes: Scopes,
+    activations: ActivationOffload | None,
 ) -> None:
     """Register all hooks."""
     hooked = [
@@ -489,7 +492,7 @@ def _register(
         dtype,
         config.compile,
         _context_fn(checkpoint),
-        communicator.state.activations,
+        activations,
     )
     register_casts(casts)
     keep_parameters_in_place(model, communicator.parameters_of)

@@ -35,7 +35,7 @@ def follow(*weights: ShardedParameter) -> None:
 def _lower(weight: ShardedParameter, dtype: torch.dtype | None) -> None:
     wanted = dtype or weight.base_compute_dtype
     if weight.autocasts and wanted is not weight.compute_dtype:
-        weight.compute_dtype = wanted
+        weight.compute_in(wanted)
 
 
 class Autocast:

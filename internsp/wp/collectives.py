@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
@@ -36,6 +36,9 @@ from internsp.base.accelerator import Arrival, Stream, current_stream, has_strea
 from internsp.base.trace import CompletionThread, Trace, Work, call_when_done
 from internsp.failure.comm_context import UNCOUNTED, CommContext, Counters
 from internsp.failure.rank_report import WaitedCollective
+
+if TYPE_CHECKING:  # a handle names weights and knows nothing of them
+    from internsp.wp.parameter import ShardedParameter
 
 CPU = torch.device("cpu")
 _TAG_BITS = 0x3FFFFFFF
@@ -102,9 +105,9 @@ class Handle:
     work: Work | None
     """``None`` once it has been waited for."""
     events: list[int] = field(default_factory=list)
-    keep: tuple[Any, ...] = field(default=(), repr=False)
+    keep: tuple[object, ...] = field(default=(), repr=False)
     """Tensors the collective reads or writes, and lists of them: kept until the wait (WP-6)."""
-    carries: Sequence[Any] = ()
+    carries: Sequence[ShardedParameter] = ()
     """The weights of this launch; the caller sets and reads them."""
     launch: WaitedCollective | None = None
     """Which launch it is, where the :class:`CommContext` counts it."""
@@ -352,7 +355,7 @@ class Collectives:
     def launch(
         self,
         send: Callable[..., Work | None],
-        tensors: tuple[Any, ...],
+        tensors: tuple[object, ...],
         kind: str,
         unit: str,
         weights: Mapping[str, int],

@@ -13,11 +13,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Generic
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import TypeVar  # with a default, which typing has from Python 3.13 on
 
 from internsp.base.autograd import NO_TASK, graph_task
 from internsp.errors import MeshError, OrderError, StaleWeightError, StructureError
@@ -29,19 +30,20 @@ from internsp.schedule.terms import BACKWARD, FORWARD, RECOMPUTE
 from internsp.wp.autocast import follow
 from internsp.wp.consumer import GradientConsumer
 from internsp.wp.events import Events
-from internsp.wp.parameter import Member, ShardedParameter
+from internsp.wp.parameter import Member, ModelParameter, ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.plain_loop import PlainLoop
 from internsp.wp.replicated import ReplicatedParameters
 from internsp.wp.slots import Unit
 
+P = TypeVar("P", bound=ModelParameter, default=ShardedParameter)
 
-class WPCommunicator(ABC):
+
+class WPCommunicator(ABC, Generic[P]):
     """Gathers weights and reduces their gradients for layers.
 
     An implementation needs the four abstract methods (``docs/own_communicator.md`` has one of sixty
     lines, for :func:`internsp.parallelize`); the defaults of the others are right for any.
-
     """
 
     @property
@@ -50,7 +52,7 @@ class WPCommunicator(ABC):
         return False
 
     @abstractmethod
-    def unshard(self, weight: ShardedParameter) -> Tensor:
+    def unshard(self, weight: P) -> Tensor:
         """The unsharded weight, for use now, in forward or in a recompute.
 
         Waits for this weight's gather only. While a graph that was made with the weight is alive,
@@ -58,49 +60,49 @@ class WPCommunicator(ABC):
         """
 
     @abstractmethod
-    def release(self, weight: ShardedParameter) -> None:
+    def release(self, weight: P) -> None:
         """The layer's forward is over; the unsharded weight is not read until its backward."""
 
     @abstractmethod
-    def pre_backward(self, weight: ShardedParameter) -> None:
+    def pre_backward(self, weight: P) -> None:
         """The layer's backward is about to run: the values that :meth:`unshard` gave must be at the
         same address again."""
 
     @abstractmethod
-    def on_grad_ready(self, weight: ShardedParameter, gradient: Tensor) -> None:
+    def on_grad_ready(self, weight: P, gradient: Tensor) -> None:
         """The unsharded gradient of one use is ready: start its reduction, without waiting."""
 
-    def pre_backward_of_function(self, weight: ShardedParameter) -> None:
+    def pre_backward_of_function(self, weight: P) -> None:
         """:meth:`pre_backward` for functions that may run before the block's recompute."""
         self.pre_backward(weight)
 
-    def may_unshard_in_backward(self, weight: ShardedParameter) -> bool:
+    def may_unshard_in_backward(self, weight: P) -> bool:
         """In backward: whether ``weight`` may be unsharded here, because all ranks use it here."""
         return True
 
     # for a block that unshards all its weights at its entry
 
-    def unshard_all(self, weights: Sequence[ShardedParameter]) -> list[Tensor]:
+    def unshard_all(self, weights: Sequence[P]) -> list[Tensor]:
         """:meth:`unshard` of each."""
         return [self.unshard(weight) for weight in weights]
 
-    def release_all(self, weights: Sequence[ShardedParameter]) -> None:
+    def release_all(self, weights: Sequence[P]) -> None:
         """:meth:`release` of each."""
         for weight in weights:
             self.release(weight)
 
-    def pre_backward_all(self, weights: Sequence[ShardedParameter]) -> None:
+    def pre_backward_all(self, weights: Sequence[P]) -> None:
         """:meth:`pre_backward_of_function` of each, the last used first."""
         for weight in reversed(weights):
             self.pre_backward_of_function(weight)
 
-    def on_grads_ready(self, ready: Sequence[tuple[ShardedParameter, Tensor]]) -> None:
+    def on_grads_ready(self, ready: Sequence[tuple[P, Tensor]]) -> None:
         """:meth:`on_grad_ready` of each, with its last gradient from this run of the block."""
         for weight, gradient in ready:
             self.on_grad_ready(weight, gradient)
 
 
-class ChunkWeights(WPCommunicator):
+class ChunkWeights(WPCommunicator[ShardedParameter]):
     """Sharded weights of a chunk: reports each call of a layer to the gather queue, and performs
     the actions that the queue returns.
 

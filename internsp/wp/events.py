@@ -416,7 +416,7 @@ class Events:
             chunk.near.reset()
         chunk.consumer.discard()
         for weight in replicated.sharded:
-            weight.drop_reduced_grad()
+            weight.reduced.drop()
         replicated.reset()
         self._forward_open, self.backward, self._nested = False, -1, False
         self._graphs = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from internsp.base.bits import same_bits
-from internsp.base.host import GRADIENTS, WEIGHTS, HostLink, HostSum
+from internsp.base.host import GRADIENTS, WEIGHTS, HostLink
 from internsp.base.trace import Work
 from internsp.dtensor.mixed import read_each, without_torch_function
 from internsp.dtensor.parameter import (
@@ -27,6 +27,12 @@ from internsp.dtensor.tensor_parallel import TensorPart, own_part
 from internsp.errors import LayoutError, StaleWeightError, StructureError
 from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.schedule.layout import ShardLayout
+from internsp.wp.reduced import ReducedGradient
+
+if TYPE_CHECKING:  # these hold weights; a weight only names them
+    from internsp.wp.communicator import WPCommunicator
+    from internsp.wp.replicated import ReplicatedParameters
+    from internsp.wp.slots import Unit
 
 VersionAndDtype = tuple[int, torch.dtype]
 
@@ -66,7 +72,7 @@ class ModelParameter:
     shares_slot = True
     storage: Tensor
     parameter: nn.Parameter
-    communicator: Any
+    communicator: WPCommunicator[Member]
 
     def __init__(
         self, name: str, parameter: nn.Parameter, axis: WeightAxis, shape: Sequence[int],
@@ -91,6 +97,11 @@ class ModelParameter:
         whole = dtensor_over(self.local(storage), self.axis.param_mesh, placements, shape)
         self._counter = whole  # shares the parameter's version counter, and is faster to read
         self.parameter = make_shard_parameter(nn.Parameter(whole, requires_grad=trained), self)
+
+    def assign(self, communicator: WPCommunicator[Self]) -> None:
+        """Let ``communicator`` unshard it and reduce its gradient."""
+        # Layers hand it weights of either class, each to its own communicator.
+        self.communicator = cast("WPCommunicator[Member]", communicator)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -217,17 +228,15 @@ class ShardedParameter(ModelParameter):
     tensor parallel, ``layout`` describes this tensor rank's part.
 
     Attributes:
-        reduced_grad: the sum of the finished reductions whose results have not gone to replicas,
-            ``.grad`` or an optimizer yet, like ``storage`` but fp32 or wider (unless ``borrowed``);
-            ``None`` if there is none. In host memory where gradients are offloaded: read
-            :meth:`reduced`.
-        borrowed: ``reduced_grad`` is autograd's own tensor; see :meth:`own_reduced_grad`.
+        reduced: its reduced gradient.
         compute_dtype: dtype in which it is gathered now; the shard is cast before (WP-1).
         base_compute_dtype: ``compute_dtype`` where no autocast changes it.
         sent_as: configured dtype of its reductions; ``None``: the compute dtype, as always in a
             weight group of one.
+        reduce_dtype: dtype of its reductions now.
+        gradient_bytes: bytes of the padded gradient in that dtype.
         trained: whether it required a gradient when the last forward began, on all ranks.
-        link: copies its offloaded tensors; ``None`` if the chunk offloads nothing.
+        needs_wait: whether its gather comes from other ranks or the host, and is waited for.
         needs_gather: false if the shard already is the unsharded weight.
         autocasts: whether an active autocast decides the compute dtype (a linear layer's weight).
         unit: the unit in which it is gathered: its block, or one outside of the blocks.
@@ -238,7 +247,7 @@ class ShardedParameter(ModelParameter):
     """
 
     slices = 0
-    unit: Any
+    unit: Unit
     flat: Tensor
     unsharded: Tensor
 
@@ -256,15 +265,15 @@ class ShardedParameter(ModelParameter):
         link: HostLink | None = None,
     ) -> None:
         super().__init__(name, parameter, axis, layout.shape, device, offload)
-        self.layout, self.link = layout, link
+        self.layout = layout
         self.sent_as = sent_as if layout.size > 1 else None
-        self.compute_dtype = self.base_compute_dtype = compute_dtype or parameter.dtype
+        self.base_compute_dtype = compute_dtype or parameter.dtype
+        self.compute_in(self.base_compute_dtype)
+        self.needs_wait = layout.size > 1 or self.hosted
         self.needs_gather = self.needs_wait or self.compute_dtype != parameter.dtype
         # torch itself autocasts a weight that needs no gather, as on one process.
         self.autocasts = autocasts and self.compute_dtype == torch.float32 and self.needs_gather
-        self._sum: HostSum | None = None
-        self.reduced_grad: Tensor | None = None
-        self.borrowed = False
+        self.reduced = ReducedGradient(layout.shard_shape, link if GRADIENTS in offload else None)
         self.used_version: VersionAndDtype | None = None
         if self.hosted and link is not None:
             storage = link.zeros(WEIGHTS, layout.shard_shape, parameter.dtype)
@@ -292,24 +301,14 @@ class ShardedParameter(ModelParameter):
         return WEIGHTS in self.offload
 
     @property
-    def needs_wait(self) -> bool:
-        """Whether its gather comes from other ranks or the host, and is waited for."""
-        return self.layout.size > 1 or self.hosted
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        """Dtype of its reductions."""
-        return self.sent_as or self.compute_dtype
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the padded gradient in the dtype of its reductions."""
-        return self.layout.padded_numel * self.reduce_dtype.itemsize
-
-    @property
     def slot_nbytes(self) -> int:
         """Bytes of the padded unsharded weight in the configured compute dtype."""
         return self.layout.padded_numel * self.base_compute_dtype.itemsize
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Gather it in ``dtype`` from now on, and reduce its gradients in it unless configured."""
+        self.compute_dtype, self.reduce_dtype = dtype, self.sent_as or dtype
+        self.gradient_bytes = self.layout.padded_numel * self.reduce_dtype.itemsize
 
     def zeros(self, dtype: torch.dtype) -> Tensor:
         """Zeros like the padded shard, on the device that computes."""
@@ -347,7 +346,7 @@ class ShardedParameter(ModelParameter):
         """
         version, dtype = used_version
         if dtype is not self.compute_dtype:  # autocast had set this dtype in the view's forward
-            self.compute_dtype = dtype
+            self.compute_in(dtype)
         if version != self.version():
             raise stale(self.name, dist.get_rank())
 
@@ -395,59 +394,6 @@ class ShardedParameter(ModelParameter):
             self.local(self.storage).copy_(local)
         return self._flat
 
-    def add_reduced_grad(self, total: Tensor) -> None:
-        """Add ``total`` (like ``storage``, fp32 or wider) to the reduced gradient.
-
-        Takes ``total`` over: the caller must not use it again.
-        """
-        if self.link is not None and GRADIENTS in self.offload:
-            if self._sum is None:
-                self._sum = HostSum(self.link, total.numel(), total.dtype)
-            self._sum.add(total)
-            self.reduced_grad = self._sum.values.view(self.layout.shard_shape)
-            return
-        before = self.reduced_grad
-        self.reduced_grad = total if before is None else self.own_reduced_grad().add_(total)
-
-    def borrow_grad(self, gradient: Tensor) -> None:
-        """:meth:`add_reduced_grad` of a tensor that autograd owns; copied when it is written to."""
-        if GRADIENTS in self.offload:
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            self.add_reduced_grad(gradient.to(wide, copy=True))
-            return
-        if self.reduced_grad is not None:
-            self.own_reduced_grad().add_(gradient.view(self.layout.shard_shape))
-            return
-        self.reduced_grad, self.borrowed = gradient.view(self.layout.shard_shape), True
-
-    def reduced(self) -> Tensor | None:
-        """``reduced_grad`` on the device."""
-        if self._sum is None or self.reduced_grad is None:
-            return self.reduced_grad
-        return self._sum.to_device().view(self.layout.shard_shape)
-
-    def own_reduced_grad(self) -> Tensor:
-        """:meth:`reduced` in fp32 or wider and in memory of its own, to be changed in place."""
-        assert self.reduced_grad is not None, "the caller has looked"
-        if self._sum is not None:
-            return self._sum.to_device().view(self.layout.shard_shape)
-        if self.borrowed:
-            wide = torch.promote_types(self.reduced_grad.dtype, torch.float32)
-            self.reduced_grad, self.borrowed = self.reduced_grad.to(wide, copy=True), False
-        return self.reduced_grad
-
-    def take_reduced(self) -> Tensor | None:
-        """:meth:`reduced`, and drop it: later gradients are a new sum."""
-        total = self.reduced_grad if self._sum is None else self.reduced()
-        self.drop_reduced_grad()
-        return total
-
-    def drop_reduced_grad(self) -> None:
-        """Drop the reduced gradient."""
-        self.reduced_grad, self.borrowed = None, False
-        if self._sum is not None:
-            self._sum.clear()
-
 
 class ReplicatedParameter(ModelParameter):
     """A parameter of which every rank holds a replica; a ``DTensor`` on the mesh of dense weights.
@@ -467,9 +413,9 @@ class ReplicatedParameter(ModelParameter):
     """
 
     shares_slot = False  # a write by the user is noticed when its gradient is ready
-    sums: Any
+    sums: ReplicatedParameters
     index: int
-    total: Any = None
+    total: Tensor | None = None
 
     def __init__(
         self,
@@ -480,7 +426,8 @@ class ReplicatedParameter(ModelParameter):
     ) -> None:
         mine = own_part(parameter)
         super().__init__(name, parameter, mesh.dense, mine.shape, mesh.device)
-        self.communicator = self
+        # Layers call what is defined below, and no more, for a weight that shares no slot.
+        self.assign(cast("WPCommunicator[ReplicatedParameter]", self))
         self.compute_dtype = compute_dtype or parameter.dtype
         self.used_version = -1
         storage = torch.zeros(mine.shape, dtype=parameter.dtype, device=mesh.device)
@@ -527,9 +474,8 @@ class ReplicatedParameter(ModelParameter):
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Add a gradient of this rank to the flat gradient. No message."""
-        if self.total is None:
-            self.sums.gradient()  # allocates it
-        self.total.add_(gradient)
+        total = self.sums.views()[self.index] if self.total is None else self.total
+        total.add_(gradient)
         self.sums.given.add(self.index)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from internsp.base.host import CopyHandle, HostLink
+from internsp.base.host import CopyHandle, HostLink, HostPool
 from internsp.base.trace import Trace
 from internsp.mesh import WeightAxis
 from internsp.schedule import terms
@@ -56,8 +56,7 @@ class Chunk:
         queue: decides which actions follow from an event.
         consumer: takes reduced gradients: a plain loop, or an optimizer.
         link: copies offloaded tensors to and from the host; ``None`` if none are offloaded.
-        activations: offloaded activations of blocks that are recomputed
-            (:class:`internsp.modules.offload.ActivationOffload`); ``None`` if there are none.
+        activations: host memory of offloaded activations; ``None`` if none are offloaded.
         handles: for each weight whose gather is in flight, its work handle.
         near: slices of blocks' weights within near groups, if configured.
         encoder: quantizes or packs weights for their all-gathers, if configured.
@@ -77,7 +76,7 @@ class Chunk:
     consumer: GradientConsumer = field(init=False)
     encoder: Encoder | None = None
     link: HostLink | None = None
-    activations: Any = None
+    activations: HostPool | None = None
     near: NearSlices | None = None
     streams: bool = field(init=False)
     accumulation: Accumulation = field(init=False)

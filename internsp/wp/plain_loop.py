@@ -126,10 +126,10 @@ class PlainLoop:
         if not weight.requires_grad and weight not in self._state.reducer.had_gradient:
             self._in_flight.append(None)
             return
-        if weight.reduced_grad is None:
-            weight.add_reduced_grad(weight.zeros(_sum_dtype(weight)))
-        mine = weight.own_reduced_grad()
-        weight.drop_reduced_grad()  # a later gradient must not be added to a tensor in flight
+        if weight.reduced.total is None:
+            weight.reduced.add(weight.zeros(_sum_dtype(weight)))
+        mine = weight.reduced.own()
+        weight.reduced.drop()  # a later gradient must not be added to a tensor in flight
         collectives = self._state.between[weight.axis].replica
         handle = collectives.all_reduce(mine, "", weight.name)
         self._in_flight.append((weight, mine, handle))
@@ -183,16 +183,16 @@ class PlainLoop:
         hosted: list[tuple[ShardedParameter, Tensor]] = []
         sharded = replicated.sharded
         for weight, used, wanted in zip(sharded, used_sharded, trained(sharded), strict=True):
-            total = self.sums.pop(weight) if weight in self.sums else weight.reduced()
+            total = self.sums.pop(weight) if weight in self.sums else weight.reduced.on_device()
             if used and wanted and total is not None:
                 value = total.div_(ranks) if mean else total
-                if weight.hosted and weight.link is not None:
+                if state.link is not None and weight.hosted:
                     value = value.to(grad_dtype(weight.parameter))
-                    hosted.append((weight, weight.link.empty("grad", value.shape, value.dtype)))
-                    weight.link.copy_to_host([(hosted[-1][1], value)])
+                    hosted.append((weight, state.link.empty("grad", value.shape, value.dtype)))
+                    state.link.copy_to_host([(hosted[-1][1], value)])
                 else:
                     _accumulate(weight, value)
-            weight.drop_reduced_grad()
+            weight.reduced.drop()
         if state.link is not None:
             state.link.synchronize()
         for weight, value in hosted:
@@ -220,10 +220,10 @@ def _copy_shared_gradients(weights: Iterable[ShardedParameter]) -> None:
     """Copy a gradient of autograd that two weights borrow: each is about to be changed in place."""
     seen: set[int] = set()
     for weight in weights:
-        if weight.reduced_grad is not None and weight.borrowed:
-            address = weight.reduced_grad.data_ptr()
+        if weight.reduced.total is not None and weight.reduced.borrowed:
+            address = weight.reduced.total.data_ptr()
             if address in seen:
-                weight.own_reduced_grad()
+                weight.reduced.own()
             seen.add(address)
 
 
@@ -255,9 +255,9 @@ def discard_sums(
         replicated.discard(member, used)
         return
     state.reducer.unsharded_sums.drop(member)
-    if member.reduced_grad is not None:
-        wide = torch.promote_types(member.reduced_grad.dtype, torch.float32)
-        member.drop_reduced_grad()
-        member.add_reduced_grad(member.zeros(wide))
+    if member.reduced.total is not None:
+        wide = torch.promote_types(member.reduced.total.dtype, torch.float32)
+        member.reduced.drop()
+        member.reduced.add(member.zeros(wide))
     if member in state.reducer.had_gradient:
         state.reducer.had_gradient[member] &= used

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from internsp.base.accelerator import Stream, Turns, current_stream
-from internsp.base.host import GRADIENTS, HostSum
+from internsp.base.host import HostSum
 from internsp.base.trace import Trace
 from internsp.mesh import WeightAxis
 from internsp.schedule.layout import ShardLayout
@@ -172,15 +172,15 @@ class GradientReducer:
         pending.handle.keep = ()
         output = pending.output
         if weights[0].layout.size == 1 and pending.packed is None:
-            weights[0].borrow_grad(output)  # a weight group of one: the gradient is the sum
+            weights[0].reduced.borrow(output)  # a weight group of one: the gradient is the sum
         else:
             total = collectives.transport.sum_output(output, pending.input)
             if len(weights) == 1:
-                weights[0].add_reduced_grad(total.view(weights[0].layout.shard_shape))
+                weights[0].reduced.add(total.view(weights[0].layout.shard_shape))
             else:
                 parts = unflatten(total, [weight.storage for weight in weights])
                 for weight, part in zip(weights, parts, strict=True):
-                    weight.add_reduced_grad(part)
+                    weight.reduced.add(part)
             if weights[0].layout.size > 1:
                 self.buffers.release(output)
             if pending.packed is not None:
@@ -308,11 +308,12 @@ class UnshardedSums:
         Returns:
             That sum; ``None`` if they are not offloaded.
         """
-        if weight.link is None or GRADIENTS not in weight.offload:
+        link = weight.reduced.link
+        if link is None:
             return None
         if total is None:
             if weight not in self._hosted:
-                self._hosted[weight] = HostSum(weight.link, part.numel(), part.dtype)
+                self._hosted[weight] = HostSum(link, part.numel(), part.dtype)
             total = self._hosted[weight]
             total.clear()
         total.add(part, self.buffers.release)

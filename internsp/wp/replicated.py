@@ -109,7 +109,7 @@ class ReplicatedParameters:
         """
         index = member.index
         if index in self.given:
-            member.total.zero_()
+            self.views()[index].zero_()
             if not used:
                 self.given.remove(index)
 

@@ -46,7 +46,7 @@ class PlainGradients:
     """Gradients in ``.grad``, for a training loop without ``ZeroOptimizer``."""
 
     def __init__(self) -> None:
-        self._before: dict[Member, Any] = {}
+        self._before: dict[Member, Tensor | None] = {}
 
     def trains(self, member: Member) -> bool:
         """See :class:`StepGradients`."""
@@ -80,7 +80,7 @@ class PlainGradients:
         if before is None:
             parameter.grad = dtensor_like(parameter, made)
         else:
-            before._local_tensor.add_(made)
+            before._local_tensor.add_(made)  # type: ignore[attr-defined]
             parameter.grad = before
 
     def discard_step(self) -> None:

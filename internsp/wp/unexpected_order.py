@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from internsp.failure.recovery import StageRecovery
 from internsp.schedule.chunk import ChunkLayout
 from internsp.schedule.learned import with_run_order
 from internsp.schedule.learned_passes import LearnedPasses
+from internsp.schedule.terms import Parcel
 from internsp.wp.contents import Contents
 from internsp.wp.parameter import Member, ShardedParameter
 from internsp.wp.perform import Chunk
@@ -282,7 +282,9 @@ class OrderLearner:
         return layout, passes
 
 
-def completion_order(parcels: Sequence[Any], order: Sequence[Unit]) -> list[Any]:
+def completion_order(
+    parcels: Sequence[Parcel[ShardedParameter]], order: Sequence[Unit]
+) -> list[Parcel[ShardedParameter]]:
     """The parcels of replica exchanges in the order in which backward completes them.
 
     Blocks that do not run are complete only at the end of a step, so they come last.

@@ -16,7 +16,7 @@ from internsp.wp.perform import Chunk
 class UsersCommunicator(WPCommunicator):
     """Wraps a user's own implementation.
 
-    That implementation hands reduced gradients to :meth:`ShardedParameter.add_reduced_grad`;
+    That implementation hands reduced gradients to :attr:`ShardedParameter.reduced`;
     exchange between replicas, ``.grad`` and optimizers go on from there.
     """
 

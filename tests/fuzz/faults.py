@@ -15,6 +15,7 @@ from internsp.wp.contents import Contents
 from internsp.wp.parameter import ReplicatedParameter, ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.reduce import GradientReducer, UnshardedSums
+from internsp.wp.reduced import ReducedGradient
 
 
 def put_in(name: str, rank: int) -> None:
@@ -61,9 +62,9 @@ def lost_accumulation(rank: int) -> None:
     """A second micro-batch's reduced gradient replaces the first one's."""
 
     def wrong(self: Any, total: Any) -> None:
-        self.reduced_grad = total
+        self.total = total
 
-    ShardedParameter.add_reduced_grad = wrong  # type: ignore[method-assign]
+    ReducedGradient.add = wrong  # type: ignore[method-assign]
 
 
 def lost_whole_sum(rank: int) -> None:

@@ -240,8 +240,8 @@ def summed(rank: int, world_size: int) -> list[float]:
     state.reducer.ready[weight] = one
     state.perform(state.queue.reduce(unit, weight))
     state.finish_reductions()
-    assert weight.reduced_grad is not None
-    values: list[float] = weight.reduced_grad.unique().tolist()
+    assert weight.reduced.total is not None
+    values: list[float] = weight.reduced.total.unique().tolist()
     return values
 
 

@@ -139,6 +139,7 @@ def test_it_unshards_in_the_dtype_of_the_autocast_around_the_use() -> None:
         autocasts=True, device=torch.device("cpu"), base_compute_dtype=torch.float32,
         compute_dtype=torch.float32, current_version=lambda: 7,
     )  # fmt: skip
+    weight.compute_in = partial(setattr, weight, "compute_dtype")
     own: Any = SimpleNamespace(unshard=lambda weight: (weight.compute_dtype, weight.used_version))
     wrapped = UsersCommunicator(None, None, own)  # type: ignore[arg-type]
     with torch.autocast("cpu", torch.bfloat16):

@@ -386,3 +386,27 @@ def test_nothing_in_the_schedule_is_typed_any() -> None:
     """An attribute typed ``Any`` hides an arrow to an upper floor."""
     for path in sorted(Path(internsp.schedule.__path__[0]).glob("*.py")):
         assert not re.search(r"\bAny\b", path.read_text()), path.name
+
+
+def test_no_attribute_of_weights_or_hooks_is_typed_any() -> None:
+    hooks = Path(internsp.modules.__path__[0], "hooks.py")
+    for path in (*sorted(Path(internsp.wp.__path__[0]).glob("*.py")), hooks):
+        assert not attributes_typed_any(path.read_text()), path.name
+
+
+def attributes_typed_any(source: str) -> list[str]:
+    """Fields of classes and attributes of ``self`` whose annotation says ``Any``."""
+    tree = ast.parse(source)
+    fields = [each for n in ast.walk(tree) if isinstance(n, ast.ClassDef) for each in n.body]
+    return [
+        ast.unparse(node.target)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign)
+        and (node in fields or isinstance(node.target, ast.Attribute))
+        and re.search(r"\bAny\b", ast.unparse(node.annotation))
+    ]
+
+
+def test_an_attribute_typed_any_is_found() -> None:
+    source = "class A:\n  x: dict[str, Any]\n  def f(self):\n    self.y: Any = 1\n    z: Any = 2"
+    assert attributes_typed_any(source) == ["x", "self.y"]

@@ -28,7 +28,7 @@ def components(session: Session) -> list[tuple[str, int]]:
         if link is not None:
             rows.append((STAGED, link.staging_bytes))
         if communicator.state.activations is not None:
-            hosted.append((HOSTED[ACTIVATIONS], communicator.state.activations.pool.peak))
+            hosted.append((HOSTED[ACTIVATIONS], communicator.state.activations.peak))
         for name, nbytes in (*rows, *optimizer.memory(), *hosted):
             total[name] = total.get(name, 0) + nbytes
     return list(total.items())
