@@ -324,15 +324,20 @@ class Program:
                 events.append(("use", head, weight, BACKWARD))
                 if with_gradients and (weight.trained or not self.orderly):
                     events.append(("backward.grad_ready", head, weight, False))
+        again: list[Unit[Weight]] = []  # units that the recompute of a whole block has run
         for number, unit in reversed([*enumerate(self.chunk.run)]):
             if draw.random() < 0.1:
                 continue
             if unit.around >= 0:
                 events.append(("backward.enclosing.pre_backward", all_ranks))
+                if unit.recomputed and not again and draw.random() < 0.8:
+                    again = [each for each in self.chunk.blocks if each.around >= 0]
+                    for each in again:
+                        self.recompute(each)
             run = number if self.chunk.order or draw.random() < 0.5 else None
             events.append(("backward.pre_backward", unit, all_ranks, run))
             self.noise()
-            if unit.recomputed:
+            if unit.recomputed and unit not in again:
                 self.recompute(unit)
             if unit.unshard_at_entry and not unit.recomputed:
                 events.append(("use_all", unit, BACKWARD, True))
