@@ -117,6 +117,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 measured.add(test)
         if folder == "gpu":
             item.add_marker(pytest.mark.gpu)
+        if folder == "tools":  # they run when a page is made, and no user has them
+            item.add_marker(pytest.mark.thorough)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
     items.sort(key=seconds, reverse=True)

@@ -63,7 +63,7 @@ def missing(shown: list[str], printed: str) -> str | None:
 
 
 # Other tests run these two with smaller sizes: agents that restart ranks (test_elastic), plans of
-# the longest sequence (unit/test_longest).
+# the longest sequence (tools/test_longest).
 LONG = {"failure", "long_sequence"}
 
 

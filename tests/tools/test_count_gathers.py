@@ -18,6 +18,7 @@ def rows(rank: int, world_size: int) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.slow(6)
+@pytest.mark.ranks
 def test_the_small_case_is_as_the_document_says() -> None:
     cells, *others = run_ranks(rows, WORLD, timeout=120)
     assert all(other == cells for other in others)
