@@ -76,7 +76,7 @@ $(STAMPS)/torch:
 	mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/train: $(STAMPS)/torch pyproject.toml
-	$(PIP) --editable .
+	$(PIP) --editable '.[train]'
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/torch pyproject.toml

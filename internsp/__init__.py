@@ -116,7 +116,12 @@ else:  # hidden from type checkers, to which any name would exist otherwise
         if name in _MODULES:
             value = importlib.import_module(f"{__name__}.{name}")
         elif name in _HOMES:
-            value = getattr(importlib.import_module(_HOMES[name]), name)
+            try:
+                value = getattr(importlib.import_module(_HOMES[name]), name)
+            except ModuleNotFoundError as error:
+                from internsp.base.extras import explained
+
+                raise explained(error, f"internsp.{name}") from error
         else:
             raise AttributeError(f"module 'internsp' has no attribute {name!r}")
         globals()[name] = value

@@ -1,5 +1,5 @@
 """The ``internsp`` command."""
 
-from internsp.app.cli.command import main
+from internsp.app.cli.entry import main
 
 __all__ = ["main"]
