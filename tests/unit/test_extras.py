@@ -1,4 +1,4 @@
-"""Without the extra ``[train]``: torch, numpy and pydantic serve the library; the command says more."""
+"""Without the extra ``[train]``: three packages serve the library, and the command says what lacks."""
 
 from __future__ import annotations
 
