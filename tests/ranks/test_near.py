@@ -152,7 +152,7 @@ def test_what_travels_in_a_step_is_what_the_plan_says(rank: int, near: str, mode
 
 @pytest.mark.parametrize(
     "names", [
-        pytest.param(("ring near, a pipeline", "heads 2 x ring 4"), marks=pytest.mark.slow(8)),
+        pytest.param(("ring near, a pipeline", "heads 2 x ring 4"), marks=pytest.mark.thorough(8)),
         pytest.param(("heads near, a pipeline", "heads 4 x ring 2"), marks=pytest.mark.thorough(8)),
     ],
     ids=" and ".join,

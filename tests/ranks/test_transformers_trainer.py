@@ -251,7 +251,10 @@ def compare(
 
 @pytest.mark.parametrize(
     ("world", "sequence"),
-    [(2, 1), (2, 2), pytest.param(4, 1, marks=pytest.mark.thorough(6)), (4, 2)],
+    [
+        (2, 1), pytest.param(2, 2, marks=pytest.mark.thorough(8)),
+        pytest.param(4, 1, marks=pytest.mark.thorough(6)), (4, 2),
+    ],
     ids=["two, whole", "two, cut sequences", "four, whole", "four, cut sequences"],
 )
 def test_a_run_logs_and_becomes_what_one_process_does(
