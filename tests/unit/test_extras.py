@@ -1,4 +1,4 @@
-"""Without the extra ``[train]``: three packages serve the library, and the command says what lacks."""
+"""Without the extra ``[train]``: three packages serve the library; the command says what lacks."""
 
 from __future__ import annotations
 
