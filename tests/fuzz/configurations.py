@@ -36,7 +36,7 @@ from rich.console import Console
 
 from internsp.app.config import Config, load_config, read_config
 from internsp.app.launch.preflight import check_before_start
-from internsp.app.plan.printed import print_plan
+from internsp.app.plan.screen import print_plan
 from internsp.app.process.environment import launched
 from internsp.config.words import listed
 from internsp.errors import InternspError

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from internsp import model_zoo, parallelize
-from internsp.app.plan.printed import make_plan
+from internsp.app.plan.step import make_plan
 from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
 from internsp.config import SequenceConfig, WeightParallelConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from internsp.app.plan.printed import make_plan
+from internsp.app.plan.step import make_plan
 from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
 from internsp.sp import SequenceLayout

@@ -12,7 +12,7 @@ import torch
 from internsp.app.config import Config
 from internsp.app.plan import offloaded
 from internsp.app.plan.offloaded import HOSTED, PASSING, STAGED, STEPPING
-from internsp.app.plan.printed import make_plan
+from internsp.app.plan.step import make_plan
 from internsp.app.session.session import Session
 from internsp.app.train import run
 from internsp.base import host

@@ -11,7 +11,7 @@ import torch
 
 from internsp import model_zoo
 from internsp.app.config import Config
-from internsp.app.plan.printed import make_plan
+from internsp.app.plan.step import make_plan
 from internsp.app.process.stop import StopRequest
 from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner

@@ -21,7 +21,7 @@ from internsp.app.checkpoint.files import FilePlan
 from internsp.app.checkpoint.peer import PeerCopies
 from internsp.app.checkpoint.saver import Saver
 from internsp.app.plan.offloaded import COPIED, WRITTEN
-from internsp.app.plan.printed import make_plan
+from internsp.app.plan.step import make_plan
 from internsp.app.process.stop import StopRequest
 from internsp.app.session.session import Session
 from internsp.app.train.run import train

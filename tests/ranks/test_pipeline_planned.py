@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from internsp.app.config import Config
 from internsp.app.plan.pipeline import make_pipeline_plan
-from internsp.app.plan.printed import print_plan
+from internsp.app.plan.screen import print_plan
 from internsp.app.process.stop import StopRequest
 from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from internsp.app.config import load_config
-from internsp.app.plan.printed import print_plan
+from internsp.app.plan.screen import print_plan
 from internsp.config import PlanRule
 from tests.support.ranks import run_ranks
 

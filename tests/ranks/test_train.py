@@ -17,7 +17,7 @@ from torch import Tensor
 import internsp
 from internsp.app.checkpoint.folder import candidates
 from internsp.app.config import Config
-from internsp.app.plan.printed import make_plan
+from internsp.app.plan.step import make_plan
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import StepMetrics, read_metrics
 from internsp.app.train.run import train

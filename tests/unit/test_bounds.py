@@ -11,7 +11,7 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
 from internsp.app.config import Config, read_config, sections
-from internsp.app.plan.printed import print_plan
+from internsp.app.plan.screen import print_plan
 from internsp.errors import ConfigError, MeshError
 from internsp.mesh import ParallelMesh
 from internsp.structure.kept import blocks_within

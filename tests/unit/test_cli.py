@@ -230,13 +230,14 @@ def test_an_error_of_the_project_is_told_without_a_traceback(joined, capsys):
 
 def test_plan_gets_the_world_of_the_launcher_or_the_local_processes(monkeypatch, capsys):
     module = types.SimpleNamespace(
-        print_plan=lambda config, size, picture: print(config.train.name, size, picture)
+        print_plan=lambda config, size, *files: print(config.train.name, size, *files)
     )
-    monkeypatch.setitem(sys.modules, "internsp.app.plan.printed", module)
+    monkeypatch.setitem(sys.modules, "internsp.app.plan.screen", module)
     assert cli.main(["plan", "good.toml", "--launch.processes", "2"]) == 0
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert cli.main(["plan", "good.toml"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["good 2 None", "good 8 None"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["good 2 None None None", "good 8 None None None"]
 
 
 def _configured(**train) -> Config:

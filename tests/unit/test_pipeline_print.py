@@ -14,7 +14,7 @@ from rich.table import Table
 from internsp.app import cli
 from internsp.app.config import Config
 from internsp.app.plan.pipeline import make_pipeline_plan, tables
-from internsp.app.plan.printed import print_plan
+from internsp.app.plan.screen import listing, print_plan
 from internsp.errors import ConfigError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -37,7 +37,7 @@ def config(**changes: dict[str, object]) -> Config:
 def printed(settings: Config, picture: Path | None = None) -> str:
     out = io.StringIO()
     print_plan(settings, 4, Console(file=out, width=160), picture)
-    return out.getvalue()
+    return out.getvalue() + listing(settings, make_pipeline_plan(settings, 4))
 
 
 def test_the_plan_shows_every_rank_and_what_other_schedules_would_gather() -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from internsp.app.config import Config
 from internsp.app.config.tiles import tile_count
+from internsp.app.models.factory import build_model
+from internsp.app.plan import screen
+from internsp.app.plan.longest import MemoryBudget
 from internsp.app.plan.pipeline import make_pipeline_plan
-from internsp.app.plan.printed import Plan, make_plan, print_plan
+from internsp.app.plan.screen import block_lines, listing, print_plan
+from internsp.app.plan.step import Plan, make_plan
 from internsp.base.sizes import human
 from internsp.errors import ConfigError, StructureError
 
@@ -109,10 +115,8 @@ def test_experts_are_planned_over_their_own_groups() -> None:
     assert memory["optimizer state"] == 2 * ((shards[0] + small) // 4 + shards[1] // 2)
     two_largest = TABLE + max(BLOCK, TABLE)
     assert memory["reductions in flight (at most)"] == 2 * two_largest
-    out = io.StringIO()
-    print_plan(config(**changes), 8, Console(file=out, width=160, soft_wrap=True))
-    text = out.getvalue()
-    assert "expert weight" in text
+    text = everything(config(**changes), 8)
+    assert "on 8 ranks: data 4, sequence 2, weight 2, zero 4, expert weight 4" in text
     assert "of it experts, over 4 ranks" in text
     rows = [line for line in text.splitlines() if line.strip("│ ").startswith("6 ")]
     places = [" ".join(row.replace("│", " ").split()) for row in rows]
@@ -134,13 +138,28 @@ def test_impossible_degrees_are_all_told_before_anything_is_built() -> None:
     assert "sequence" in str(refused.value)
 
 
-def test_the_print_has_mesh_bytes_memory_and_every_action() -> None:
+def everything(settings: Config, world: int) -> str:
+    """What the command prints, and what it writes with ``--schedule``."""
     out = io.StringIO()
-    print_plan(config(), 4, Console(file=out, width=120, soft_wrap=True))
-    text = out.getvalue()
+    print_plan(settings, world, Console(file=out, width=200, soft_wrap=True))
+    make = make_plan if settings.parallel.pipeline == 1 else make_pipeline_plan
+    return out.getvalue() + listing(settings, make(settings, world))
+
+
+def test_the_screen_says_whether_it_fits_and_the_file_has_every_action(tmp_path: Path) -> None:
+    out, file = io.StringIO(), tmp_path / "schedule.txt"
+    settings = config()
+    print_plan(settings, 4, Console(file=out, width=120, soft_wrap=True), schedule=file)
+    screen, text = out.getvalue(), file.read_text()
+    assert len(screen.splitlines()) < 50
+    plan = make_plan(settings, 4)
+    count = sum(p.numel() for p in build_model(settings).parameters())
+    assert screen.startswith(f"{count:,} parameters in 4 blocks, on 4 ranks: data 2, sequence 2")
+    needed = sum(size for _, size in MemoryBudget(settings, 4).at(32)[0])
+    assert needed > sum(size for _, size in plan.memory), "activations are in it"
+    assert f"fits: a rank needs {human(needed)}, and this machine has " in screen
+    assert str(file) in screen
     assert "Mesh of 4 ranks" in text
-    assert "unsharded weights (slots, exact)" in text
-    plan = make_plan(config(), 4)
     for action in plan.schedule.actions:
         assert action.weight in text
     assert f"({len(plan.schedule.actions)} actions a rank)" in text
@@ -152,9 +171,7 @@ def test_the_print_has_mesh_bytes_memory_and_every_action() -> None:
 def test_who_is_near_is_printed_and_what_each_kind_of_ranks_sends(near: str, pipeline: int) -> None:
     axes = {"sequence": 4, "ring": 2, "near": near, "pipeline": pipeline}
     settings = config(parallel=axes, train={"global_batch": 4, "micro_batches": 2})
-    out = io.StringIO()
-    print_plan(settings, 4 * pipeline, Console(file=out, width=200, soft_wrap=True))
-    text = out.getvalue()
+    text = everything(settings, 4 * pipeline)
     assert f"Sequence of 4 ranks = heads 2 x ring 2, the ranks of the {near} near." in text
     rows = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
     second = "1 0 0 1 0 1" if near == "heads" else "1 0 0 1 1 0"  # its ring rank, that of heads
@@ -201,20 +218,38 @@ def test_it_says_how_each_blocks_attention_exchanges_heads(name: str) -> None:
     changes, told = WAYS[name]
     parallel = {"sequence": 2, "device": "cpu"} | changes.get("parallel", {})
     settings = config(**{**changes, "parallel": parallel})
-    out = io.StringIO()
-    print_plan(settings, 2 * settings.parallel.pipeline, Console(file=out, soft_wrap=True))
-    assert told in out.getvalue()
+    text = everything(settings, 2 * settings.parallel.pipeline)
+    assert told in text
     ordered = (
         "output gradient: RECEIVE out from 1, COMPUTE out for 1, SEND out to 1, PREPOST out, OWN"
     )
     in_parts = name in ("linear projections", "fused", "split backward")
-    assert (ordered in out.getvalue()) == in_parts
+    assert (ordered in text) == in_parts
 
 
 def test_no_exchange_is_told_of_where_every_rank_has_all_heads() -> None:
-    out = io.StringIO()
-    print_plan(config(parallel={"sequence": 1}), 2, Console(file=out, soft_wrap=True))
-    assert "exchanges heads" not in out.getvalue()
+    assert "exchanges heads" not in everything(config(parallel={"sequence": 1}), 2)
+
+
+def test_the_way_of_a_blocks_weights_is_that_of_the_schedule() -> None:
+    plan = make_plan(config(weight_parallel={"min_shard_elements": 64, "coalesce_bytes": 0}), 2)
+    first, *lines = block_lines(plan.chunk, plan.schedule)
+    assert first == "The weights of layers.1 in a step:"
+    told = [" ".join(line.split()) for line in lines]
+    block = human(BLOCK // 2)
+    assert told[0] == f"forward weight gather while layers.0 runs, {block} in 7 collectives"
+    assert f"backward weight gather while layers.3 runs, {block} in 7 collectives" in told
+    assert f"backward gradient reduction, {block} in 7 collectives" in told
+    assert told.index("forward use") < told.index("backward use")
+
+
+def test_a_step_that_does_not_fit_says_so_and_what_takes_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(screen, "_memory_here", lambda settings: 1000)
+    text = everything(config(), 4)
+    assert "does NOT fit: a rank needs " in text
+    assert re.search(r"\d+% of it are .*\. Less: ", text)
 
 
 def test_a_step_of_so_many_tokens_is_planned_for_some_and_sums_over_several() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from internsp.app.config import Config, read_config
 from internsp.app.models.factory import build_model
-from internsp.app.plan.printed import print_plan
+from internsp.app.plan.screen import print_plan
 from internsp.config import PlanRule, WeightParallelConfig
 from internsp.errors import ConfigError, LayoutError, StructureError
 from internsp.mesh.shape import MeshShape

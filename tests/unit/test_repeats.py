@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from internsp.app.config import Config
-from internsp.app.plan.printed import make_plan, print_plan
 from internsp.app.plan.repeats import Item, Repeat, fold, ranges
+from internsp.app.plan.screen import print_plan
+from internsp.app.plan.step import make_plan
 
 
 def unfolded(repeats: list[Repeat]) -> list[Item]:

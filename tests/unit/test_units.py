@@ -13,7 +13,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from internsp.app.config import Config
-from internsp.app.plan.printed import make_plan, print_plan
+from internsp.app.plan.screen import print_plan
+from internsp.app.plan.step import make_plan
 from internsp.config import WeightParallelConfig
 from internsp.errors import ConfigError, StructureError
 from internsp.mesh.shape import MeshShape

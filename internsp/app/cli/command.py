@@ -36,12 +36,14 @@ File = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG.toml"
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Print the mesh, the schedule of one step, bytes and memory; runs nothing."""
+    """Print whether a step fits, its bytes and its memory; runs nothing."""
 
     config: File
     """The configuration; internsp init --config documented writes one of every key."""
     picture: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """SVG file for a picture of a pipeline's schedule."""
+    schedule: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """File for the mesh by rank and every action of the step."""
     longest: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
     """Memory of a rank ("80 GiB"): print the longest sequence that fits, and its settings."""
     host_memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
@@ -103,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _perform(command: Any, config: Config, around: Launched) -> int:
     try:
         if isinstance(command, _Plan):
-            from internsp.app.plan.printed import print_plan
+            from internsp.app.plan.screen import print_plan
 
             size = around.world_size or config.launch.processes
             if command.longest is not None:
@@ -112,7 +114,7 @@ def _perform(command: Any, config: Config, around: Launched) -> int:
                 wanted, host = command.longest, command.host_memory
                 print_output(lambda: print_longest(config, size, wanted, host))
                 return 0
-            print_output(lambda: print_plan(config, size, picture=command.picture))
+            print_output(lambda: print_plan(config, size, None, command.picture, command.schedule))
             return 0
         return _train(config, command.output or Path("runs") / config.train.name, around.rank)
     except InternspError as error:

@@ -116,7 +116,7 @@ def ranks_label(ranks: Sequence[int]) -> str:
     return f"pipeline rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
 
 
-def memory_by_rank(rows: Mapping[str, Sequence[int]]) -> Table:
+def memory_by_rank(rows: Mapping[str, Sequence[int]], title: str) -> Table:
     """Table of components and their bytes on each pipeline rank; equal ranks share a column.
 
     Args:
@@ -124,7 +124,6 @@ def memory_by_rank(rows: Mapping[str, Sequence[int]]) -> Table:
     """
     columns = list(zip(*rows.values(), strict=True))
     same = equal_ranks(columns)
-    title = "Memory of a rank, without activations"
     sums = [
         dict(with_sums(list(zip(rows, columns[ranks[0]], strict=True)))) for ranks in same.values()
     ]

@@ -12,8 +12,8 @@ from internsp.app.plan.activations import ActivationModel
 from internsp.app.plan.classes import table
 from internsp.app.plan.in_flight import BUFFERS, PipelineActivations
 from internsp.app.plan.offloaded import HOSTED, STEPPING
-from internsp.app.plan.pipeline import make_pipeline_plan
-from internsp.app.plan.printed import make_plan, rank_memory
+from internsp.app.plan.pipeline import PipelinePlan, make_pipeline_plan
+from internsp.app.plan.step import Plan, make_plan, rank_memory
 from internsp.app.process import terminal
 from internsp.base.host import ACTIVATIONS
 from internsp.base.sizes import human, size_in_bytes
@@ -62,19 +62,24 @@ class MemoryBudget:
     Args:
         process: bytes that a process takes before it builds a model, where the CPU computes; they
             get a row of their own.
+
+    Attributes:
+        plan: the planned step.
     """
+
+    plan: Plan | PipelinePlan
 
     def __init__(self, config: Config, world_size: int, process: int = 0) -> None:
         self.stages: PipelineActivations | None = None
         if config.parallel.pipeline > 1:
-            pipeline = make_pipeline_plan(config, world_size)
+            pipeline = self.plan = make_pipeline_plan(config, world_size)
             self.stages = PipelineActivations(config, pipeline)
             memory = [
                 list(rank_memory(config, pipeline, rank).items()) for rank in pipeline.ranks
             ]
             shape = pipeline.shape
         else:
-            plan = make_plan(config, world_size)
+            plan = self.plan = make_plan(config, world_size)
             self.activations = ActivationModel(config, plan.shape)
             memory, shape = [list(plan.memory)], plan.shape
         self.ranks = [_RankMemory(rows, process) for rows in memory]

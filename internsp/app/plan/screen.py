@@ -1,0 +1,292 @@
+"""What ``internsp plan`` prints: one screen, and the whole schedule into a file."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from internsp.app.config import Config
+from internsp.app.models.factory import build_model, device_type
+from internsp.app.plan.classes import (
+    memory_by_rank,
+    print_mesh,
+    rules_lines,
+    schedule_lines,
+    table,
+)
+from internsp.app.plan.longest import MemoryBudget, Rows
+from internsp.app.plan.matrices import MatrixTraffic
+from internsp.app.plan.offloaded import with_sums
+from internsp.app.plan.pipeline import PipelinePlan, print_schedules, tables
+from internsp.app.plan.sequences import head_exchange_lines
+from internsp.app.plan.step import Plan, check_length, traffic
+from internsp.app.process import terminal
+from internsp.base.sizes import human
+from internsp.errors import ConfigError
+from internsp.mesh import MeshShape
+from internsp.schedule.chunk import ChunkLayout, Schedule
+from internsp.structure.rules import Rules, match_rules
+
+KINDS = {
+    "AG": "weight gather",
+    "RS": "gradient reduction",
+    "USE": "use",
+    "FINISH": "sum into the shards",
+    "EX": "exchange between replicas",
+}
+KEPT = "activations that are kept"
+LEVERS = {
+    KEPT: 'activation_checkpoint.mode = "full" keeps one input of each block',
+    "block or loss at work": "activation_checkpoint.tiles and train.loss_chunk compute over parts "
+    "of the sequence",
+    "weight shards": "parallel.weight over more ranks, or weight_parallel.offload",
+    "unsharded weights (slots, exact)": "weight_parallel.prefetch_depth = 0 takes one slot less, "
+    "and a plan of units cuts a block into several",
+    "reductions in flight (at most)": "weight_parallel.pending_blocks = 1 has one block's on their "
+    "way",
+    "gradient sums": 'weight_parallel.offload = ["gradients"], or more weight ranks',
+    "unsharded gradient sums (full accumulation)": 'weight_parallel.accumulation = "sharded"',
+    "optimizer state": 'more ranks share it (parallel.zero), or weight_parallel.offload = '
+    '["optimizer"]',
+}
+"""What makes the largest component smaller."""
+
+
+def print_plan(
+    config: Config,
+    world_size: int,
+    console: Console | None = None,
+    picture: Path | None = None,
+    schedule: Path | None = None,
+) -> None:
+    """Print the plan of a step; of a pipeline, that of every rank.
+
+    Args:
+        picture: file for a picture of a pipeline's schedule (SVG).
+        schedule: file for the mesh by rank and every action of the step.
+
+    Raises:
+        ConfigError: degrees that do not fit; or the step is too long to simulate; or a file cannot
+            be written, or ``picture`` is given without a pipeline.
+    """
+    console = console or terminal.console()
+    check_length(config)
+    if picture is not None and config.parallel.pipeline == 1:
+        raise ConfigError("--picture: there is no pipeline to draw (parallel.pipeline = 1)")
+    budget = MemoryBudget(config, world_size)
+    plan = budget.plan
+    if isinstance(plan, PipelinePlan) and picture is not None:
+        _write("--picture", picture, plan.picture())
+    if schedule is not None:
+        _write("--schedule", schedule, listing(config, plan))
+    console.print(_title(config, plan.shape), markup=False)
+    found = [budget.at(config.data.sequence_length, rank) for rank in range(len(budget.ranks))]
+    _print_verdict(config, [here for here, _ in found], console)
+    if config.train.batch_tokens:
+        console.print(
+            f"A step has as many micro-batches as {config.train.batch_tokens:,} tokens need "
+            f"(train.batch_tokens); planned are {config.train.micro_batches}."
+        )
+    _print_rules(_rules(plan, config), console)
+    if isinstance(plan, Plan):
+        console.print(_traffic_table(plan))
+        for line in block_lines(plan.chunk, plan.schedule):
+            console.print(line, markup=False)
+        if plan.kept.blocks:
+            console.print(plan.kept.line())
+        console.print(_units_line(plan.chunk))
+    else:
+        _print_stages(plan, config, console)
+    console.print(_memory_table(config, found))
+    named = [("the picture", picture), ("the whole schedule", schedule)]
+    for what, path in named:
+        if path is not None:
+            console.print(f"{what} is in {path}", markup=False)
+    if schedule is None:
+        console.print("--schedule FILE writes the mesh by rank and every action of the step")
+
+
+def _title(config: Config, shape: MeshShape) -> str:
+    """Parameters, ranks and their degrees, in a line."""
+    count = sum(p.numel() for p in build_model(config).parameters())
+    degrees = {
+        "pipeline": shape.pipeline, "data": shape.data, "sequence": shape.sequence,
+        "weight": shape.weight, "zero": shape.zero_size,
+    }  # fmt: skip
+    told = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+    if shape.separate:
+        owners = [f"expert {shape.expert}"] if shape.expert > 1 else []
+        told += [*owners, f"expert weight {shape.experts.size}"]
+    axes = f" (sequence of {shape.sequence_axes})" if shape.ring > 1 else ""
+    on = f"{shape.world_size} ranks: " + (", ".join(told) or "each alone")
+    on = "1 rank" if shape.world_size == 1 else on + axes
+    return f"{count:,} parameters in {config.model.layers} blocks, on {on}"
+
+
+def _rules(plan: Plan | PipelinePlan, config: Config) -> Rules:
+    if isinstance(plan, Plan):
+        return plan.rules
+    return match_rules(build_model(config), config.weight_parallel.plan)
+
+
+def _print_rules(rules: Rules, console: Console) -> None:
+    if rules.matched:
+        console.print("[bold]Rules of the plan[/bold]")
+    for line in rules_lines(rules):
+        console.print(line, markup=False)
+
+
+def _traffic_table(plan: Plan) -> Table:
+    rows: list[tuple[object, ...]] = []
+    units = (*plan.chunk.blocks, *plan.chunk.root_units, plan.chunk.head)
+    experts = {w.name for u in units if u is not None for w in u.weights if w.expert}
+    for kind in ("AG", "RS"):
+        schedule = plan.schedule
+        rows.append((KINDS[kind], schedule.count(kind), human(schedule.nbytes(kind))))
+        near = [a.nbytes for a in schedule.actions if a.kind == kind and a.near]
+        if near:
+            rows.append(("  of it within near groups", len(near), human(sum(near))))
+        if experts:
+            own = [a.nbytes for a in schedule.actions if a.kind == kind and a.weight in experts]
+            size = plan.shape.experts.size
+            rows.append((f"  of it experts, over {size} ranks", len(own), human(sum(own))))
+    rows += [(name, "", human(nbytes)) for name, nbytes in plan.traffic.rows(plan.shape)]
+    if plan.matrices.exchanges:
+        name = "matrices to and from owners (mean)"
+        rows.append((name, plan.matrices.exchanges, human(plan.matrices.received)))
+    title = "Collectives of one step, payload a rank receives"
+    return table(title, ("<what", "count", "bytes"), rows)
+
+
+def block_lines(chunk: ChunkLayout, schedule: Schedule) -> Iterator[str]:
+    """The way of one block's weights in the first micro-batch: what happens while which unit runs.
+
+    The block is one in the middle, whose gathers are those of most.
+    """
+    block = chunk.run_order[(len(chunk.blocks) - 1) // 2]
+    own = {weight.name for weight in block.weights}
+    unit_of = {w.name: unit.name for unit in chunk.units for w in unit.weights}
+    yield f"The weights of {block.name} in a step:"
+    running, told = "", list[tuple[str, str, str]]()
+    for action in schedule.actions:
+        if action.kind == "USE":
+            running = unit_of.get(action.weight, running)
+        if action.weight in own and action.kind in KINDS:
+            key = (KINDS[action.kind], action.phase, running)
+            if key not in told:
+                told.append(key)
+    for kind, phase, where in told:
+        again = [
+            a for a in schedule.actions
+            if a.weight in own and KINDS.get(a.kind) == kind and a.phase == phase
+        ]  # fmt: skip
+        nbytes = sum(a.nbytes for a in again)
+        amount = f", {human(nbytes)} in {len(again)} collectives" if nbytes else ""
+        at = "" if where in ("", block.name) else f" while {where} runs"
+        yield f"  {phase:<10} {kind}{at}{amount}"
+
+
+def _units_line(chunk: ChunkLayout) -> str:
+    """A line on the memory of unsharded weights: the largest unit, all slots, the minimum."""
+    largest = max(chunk.blocks, key=lambda unit: unit.slot_bytes)
+    return (
+        f"{len(chunk.blocks)} units are gathered in turn, the largest {largest.name} "
+        f"({human(largest.slot_bytes)}): slots of {human(sum(chunk.slots()))}, at least "
+        f"{human(chunk.min_slot_bytes())} (prefetch_depth = 0, none kept)"
+    )
+
+
+def _print_stages(plan: PipelinePlan, config: Config, console: Console) -> None:
+    for printed in tables(config, plan):
+        console.print(printed)
+    for number, rank in enumerate(plan.ranks):
+        each = [MatrixTraffic.of(config, plan.shape, chunk.shardings) for chunk in rank.chunks]
+        if exchanges := sum(one.exchanges for one in each):
+            received = human(sum(one.received for one in each))
+            console.print(
+                f"Pipeline rank {number}: a step has {exchanges} exchanges of matrices to and from "
+                f"owners, {received} received (mean)"
+            )
+        blocks = sum(len(chunk.blocks) for chunk in rank.chunks)
+        again = sum(chunk.recomputed for chunk in rank.chunks)
+        for name, nbytes in traffic(config, plan.shape, blocks, again).rows(plan.shape):
+            console.print(f"Pipeline rank {number}: {name}: {human(nbytes)} a step")
+        if any(chunk.plan.policy.kept for chunk in rank.chunks):
+            line = rank.kept(config.weight_parallel.overlap).line()
+            console.print(f"Pipeline rank {number}: {line}")
+    console.print("Simulated with the messages between ranks: no rank waits forever.")
+
+
+def _print_verdict(config: Config, memory: Sequence[Rows], console: Console) -> None:
+    """Whether the step fits, and what makes the largest component of the fullest rank smaller."""
+    needed = [sum(nbytes for _, nbytes in rows) for rows in memory]
+    full = needed.index(max(needed))
+    limit = _memory_here(config)
+    if limit is None:
+        verdict = f"a rank needs {human(needed[full])} of its device"
+    else:
+        fits = "fits" if needed[full] <= limit else "does NOT fit"
+        verdict = f"{fits}: a rank needs {human(needed[full])}, and this machine has {human(limit)}"
+    console.print(verdict, markup=False)
+    name, nbytes = max(memory[full], key=lambda row: row[1])
+    lever = next((text for what, text in LEVERS.items() if name.startswith(what)), None)
+    again = config.activation_checkpoint
+    if lever == LEVERS[KEPT] and again.mode == "full":
+        part = "activation_checkpoint.fraction = 1 recomputes every block; "
+        lever = ("" if again.fraction == 1 else part) + (
+            "activation_checkpoint.offload puts their inputs into host memory"
+        )
+    if lever is not None:
+        share = f"{nbytes / needed[full]:.0%} of it are {name}"
+        console.print(f"{share}. Less: {lever}", markup=False)
+
+
+def _memory_table(config: Config, found: Sequence[tuple[Rows, Rows]]) -> Table:
+    """Components in the memory of the device and of the host; equal pipeline ranks together."""
+    title = f"Memory of a rank, with sequences of {config.data.sequence_length:,} tokens"
+    memory = [dict((*here, *there)) for here, there in found]
+    if len(memory) == 1:
+        rows = [(name, human(nbytes)) for name, nbytes in with_sums([*memory[0].items()])]
+        return table(title, ("<component", "bytes"), rows)
+    names = dict.fromkeys(name for mine in memory for name in mine)  # ranks may lack rows
+    return memory_by_rank({n: [mine.get(n, 0) for mine in memory] for n in names}, title)
+
+
+def _memory_here(config: Config) -> int | None:
+    """Bytes that this machine has for a rank; ``None`` if the run's device is not here."""
+    if device_type(config) == "cuda":
+        if not torch.cuda.is_available():
+            return None
+        return int(torch.cuda.mem_get_info()[1])
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return pages // config.launch.processes
+
+
+def listing(config: Config, plan: Plan | PipelinePlan) -> str:
+    """The mesh by rank, how attention exchanges heads, and every action."""
+    out = io.StringIO()
+    console = Console(file=out, width=160, soft_wrap=True)
+    print_mesh(plan.shape, console)
+    split = isinstance(plan, PipelinePlan) and plan.kind.splits_backward
+    for line in head_exchange_lines(config, plan.shape, device_type(config), split):
+        console.print(line, markup=False)
+    if isinstance(plan, PipelinePlan):
+        print_schedules(plan, console)
+        return out.getvalue()
+    console.print(f"Schedule of one step ({len(plan.schedule.actions)} actions a rank)")
+    for line in schedule_lines(plan.schedule):
+        console.print(f"  {line}", markup=False)
+    return out.getvalue()
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}") from error
