@@ -117,8 +117,7 @@ class Section(BaseModel):
         if unknown:
             from internsp.config.words import unknown_key
 
-            names = list(cls.model_fields)
-            raise ValueError("; ".join(unknown_key(key, names) for key in unknown))
+            raise ValueError("; ".join(unknown_key(key, cls) for key in unknown))
         return data
 
     @model_validator(mode="before")

@@ -12,8 +12,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from internsp.base.names import ANY_TEXT, FOLDER_NAME, nearest, plain
+from internsp.base.names import ANY_TEXT, FOLDER_NAME, nearest
 from internsp.base.sizes import meant_size
+from internsp.config.former import answer
 
 Schema = Mapping[str, Any]
 """The JSON schema of a key, from pydantic: type, choices, default, description."""
@@ -24,26 +25,6 @@ _FITS = {
 }
 _MOST_ITEMS = 8  # entries of a list that a message shows
 _MOST_LISTED = 30  # mistakes that a message shows
-TO_SEQUENCE = {
-    "cuts_own_sequences": "own_attention", "exchange_in_parts": "exchange_in_parts",
-    "ring_form": "ring_form", "inner_ring": "inner_ring", "head_output": "head_output",
-}  # fmt: skip
-"""Keys that ``[weight_parallel]`` had, by their names in ``[sequence]``."""
-_RULE = "write a rule, [[weight_parallel.plan]] with"
-FORMER = {
-    **{
-        key: f"it is sequence.{now} now; in a program, sequence = SequenceConfig({now} = ...)"
-        for key, now in TO_SEQUENCE.items()
-    },
-    "quantize_min_elements": "quantize takes what is larger than coalesce_bytes; for other weights "
-    f'{_RULE} match = "NAME" and quantize = "none" (or "int8", "fp8")',
-    "embedding_cut": f'for "hidden" {_RULE} match = "embed" (the name of the embedding) and '
-    "shard_dim = 1",
-    "own_dtype": f'{_RULE} match = "**.norm.*" (names of parameters, not of their modules) '
-    'and compute_dtype = "none" (and reduce_dtype = "none" beside a weight_parallel.reduce_dtype)',
-    "replicate_below": "it is min_shard_elements now, also in a rule: elements, not bytes",
-}
-"""Keys that have moved or gone: what is written instead."""
 _TABLES = {"plan": "rule", "groups": "group"}
 
 
@@ -86,11 +67,12 @@ def _mistakes(
                 yield key, describe_error(schemas(cls)[key], values[key], detail)
 
 
-def unknown_key(key: str, names: Sequence[str]) -> str:
+def unknown_key(key: str, cls: type[BaseModel]) -> str:
     """The mistake of a ``key`` that a section does not have: what it became, or a near name."""
+    names = list(cls.model_fields)
     near = nearest(key, names)
     hint = f"did you mean {near}?" if near else f"its keys: {', '.join(names)}"
-    return f"unknown key {key!r}; {FORMER.get(plain(key), hint)}"
+    return f"unknown key {key!r}; {answer(section_name(cls), key) or hint}"
 
 
 def listed(heading: str, found: Sequence[object]) -> str:

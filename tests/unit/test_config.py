@@ -28,8 +28,9 @@ from internsp.config import (
     Section,
     WeightParallelConfig,
 )
+from internsp.config.former import GONE, MOVED, answer
 from internsp.config.model import ModelConfig
-from internsp.config.words import FORMER, listed
+from internsp.config.words import listed, table_class
 from internsp.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -470,28 +471,46 @@ def test_a_section_made_in_a_program_names_the_nearest_of_its_keys(key: str, hin
         WeightParallelConfig(**{key: 1})
 
 
-@pytest.mark.parametrize("key", FORMER)
-def test_a_key_that_was_is_answered_with_what_it_became(key: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"unknown key '{key}'; {FORMER[key]}")):
-        WeightParallelConfig(**{key: 1})
-    told = f"weight_parallel.{key}: unknown key; {FORMER[key]}"
-    for values, overrides, prefix in (
-        ({"weight_parallel": {key: 1}}, None, ""),
-        ({}, {f"weight-parallel.{key.replace('_', '-')}": "1"}, "--"),
-    ):
-        assert [str(p) for p in read_config(values, overrides)[1]] == [prefix + told]
-    for section, name in re.findall(r"\b(weight_parallel|sequence)\.(\w+)", FORMER[key]):
-        assert name in sections()[section].model_fields
-    if rule := FORMER[key].partition("write a rule, [[weight_parallel.plan]] with ")[2]:
+@pytest.mark.parametrize("name", [*MOVED, *GONE])
+def test_a_key_that_was_is_answered_with_what_it_became(name: str) -> None:
+    at, _, key = name.rpartition(".")
+    section, _, tables = at.partition(".")
+    told = answer(at, key)
+    assert told
+    given = {section: {tables: [{"match": "a", key: 1}]} if tables else {key: 1}}
+    assert any(str(problem).endswith(f"; {told}") for problem in read_config(given)[1])
+    if not tables:
+        line = f"--{name}: unknown key; {told}"
+        option = {f"{section.replace('_', '-')}.{key.replace('_', '-')}": "1"}
+        assert [str(p) for p in read_config({}, option)[1]] == [line]
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            sections()[section](**{key: 1})
+
+
+@pytest.mark.parametrize("name", MOVED.values())
+def test_what_a_key_became_is_a_key(name: str) -> None:
+    section, key, *inner = name.split(".")
+    cls = sections()[section]
+    if inner:
+        cls, (key,) = table_class(cls, key), inner
+    assert key in cls.model_fields
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_the_rule_that_replaces_a_key_is_accepted(name: str) -> None:
+    if rule := GONE[name].instead.partition("write a rule, [[weight_parallel.plan]] with ")[2]:
         words = re.sub(r" \(.*?\)", "", rule).replace(" and ", ", ")
         load_config({"weight_parallel": {"plan": [tomllib.loads(f"rule = {{ {words} }}")["rule"]]}})
 
 
-def test_a_rules_former_key_is_answered_too() -> None:
-    values = {"weight_parallel": {"plan": [{"match": "embed", "replicate_below": 9}]}}
-    (problem,) = read_config(values)[1]
-    told = f"unknown key 'replicate_below'; {FORMER['replicate_below']}"
-    assert str(problem) == f"weight_parallel.plan: rule 1: {told}"
+def test_a_name_that_was_elsewhere_leads_there_if_nothing_here_is_like_it() -> None:
+    for values, told in (
+        ({"train": {"ring_form": "double"}}, "did you mean sequence.ring_form?"),
+        ({"train": {"embedding_cut": "hidden"}}, 'for "hidden" write a rule'),
+        ({"own_dtype": []}, "write a rule"),
+    ):
+        (problem,) = read_config(values)[1]
+        assert f"; {told}" in str(problem)
 
 
 @pytest.mark.parametrize(

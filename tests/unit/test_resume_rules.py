@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from internsp.app.config import Config, sections
-from internsp.app.config.resume import _GONE, RULES, Rule, compare, parse_saved
-from internsp.config.words import FORMER, TO_SEQUENCE
+from internsp.app.config.resume import RULES, Rule, compare, parse_saved
+from internsp.config.former import GONE, MOVED
 from internsp.errors import ConfigError
 
 
@@ -86,35 +86,41 @@ def test_a_key_that_has_gone_since_is_told_and_its_rule_is_taken_over(
     refused, taken = compare(saved, now, 1, 1)
     assert refused == []
     assert taken[0] == (
-        f"weight_parallel.{key}: {json.dumps(value)} in the checkpoint; {FORMER[key]}"
+        f"weight_parallel.{key}: {json.dumps(value)} in the checkpoint; "
+        f"{GONE[f'weight_parallel.{key}'].instead}"
     )
     assert [line.partition(":")[0] for line in taken[1:]] == ["weight_parallel.plan"]
-    usual = {**saved, "weight_parallel": {key: _GONE[key]}}
+    usual = {**saved, "weight_parallel": {key: GONE[f"weight_parallel.{key}"].usual}}
     assert compare(usual, Config(), 1, 1) == ([], [])
     assert compare(usual, now, 1, 1)[0][0].startswith("weight_parallel.plan: []")
 
 
-@pytest.mark.parametrize(("dtype", "least"), [("float32", 26), ("bfloat16", 51)])
-def test_a_saved_rules_bytes_are_read_as_elements(dtype: str, least: int) -> None:
-    saved = Config.model_validate({"train": {"dtype": dtype}}).model_dump(mode="json")
-    saved["weight_parallel"]["plan"] = [{"match": ["embed"], "replicate_below": 101}]
-    (rule,) = parse_saved(saved)["weight_parallel"]["plan"]
-    assert rule == {"match": ("embed",), "min_shard_elements": least}
-    for damaged in ([3], {"match": "x"}, 3, [{"match": ["embed"], "replicate_below": "x"}]):
-        saved["weight_parallel"]["plan"] = damaged
-        with pytest.raises(ConfigError, match=r"its configuration: weight_parallel\.plan: "):
-            parse_saved(saved)
-
-
-def test_keys_of_sequences_that_were_saved_elsewhere_are_read() -> None:
+def test_a_kept_configuration_is_read_under_the_names_that_its_run_knew() -> None:
     own = Config.model_validate({
         "parallel": {"sequence": 4, "ring": 4},
         "sequence": {"own_attention": True, "ring_form": "double", "inner_ring": 2},
     })  # fmt: skip
     saved = own.model_dump(mode="json")
-    values = saved.pop("sequence")
-    saved["weight_parallel"] |= {old: values[new] for old, new in TO_SEQUENCE.items()}
+    for old, new in MOVED.items():
+        (section, key), (to, name) = old.split("."), new.split(".")
+        saved[section][key] = saved[to].pop(name)
     assert Config.model_validate(parse_saved(saved)) == own
+    assert compare(saved, own, 4, 4) == ([], [])
+
+
+def test_a_kept_configuration_is_refused_by_name_if_only_the_old_release_can_do_it() -> None:
+    saved = Config().model_dump(mode="json")
+    saved["weight_parallel"]["plan"] = [{"match": ["embed"], "replicate_below": 101}]
+    with pytest.raises(ConfigError, match=r"weight_parallel\.plan\.replicate_below = 101 has gone"):
+        parse_saved(saved)
+
+
+@pytest.mark.parametrize("plan", [[3], {"match": "x"}, 3, [{"match": ["x"], "quantize": 3}]])
+def test_a_damaged_kept_configuration_is_refused_by_name(plan: Any) -> None:
+    with pytest.raises(ConfigError, match=r"its configuration: weight_parallel\.plan: "):
+        parse_saved({"weight_parallel": {"plan": plan}, "train": {}})
+    with pytest.raises(ConfigError, match="its configuration has no section sequence"):
+        parse_saved({"weight_parallel": {"ring_form": "auto"}, "sequence": 3})
 
 
 def test_what_has_no_bearing_is_not_mentioned() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from internsp.base.names import nearest, plain
-from internsp.config.words import FORMER, one_line
+from internsp.config.former import answer
+from internsp.config.words import one_line
 
 Names = Mapping[str, tuple[str, ...]]
 
@@ -42,12 +43,12 @@ ELSEWHERE = {
     "drop_rate": "model.dropout",
     "embd_pdrop": "model.embedding_dropout",
 }
-# Options that do not exist here, by their names elsewhere or of before.
+# Options that do not exist here, by their names elsewhere.
 _ATTENTION = (
     "there is none: attention kernels draw masks of their own, which would differ from mesh to "
     "mesh; model.dropout drops of what attention adds"
 )
-ABSENT = FORMER | dict.fromkeys(
+ABSENT = dict.fromkeys(
     ("attention_dropout", "attn_dropout", "attn_pdrop", "attn_drop_rate"), _ATTENTION
 )
 
@@ -102,10 +103,13 @@ def nearest_key(section: str, key: str, names: Names, prefix: str = "") -> Probl
     """The problem of an unknown ``key`` in a known ``section``."""
     full = {f"{s}.{k}": k for s, keys in names.items() for k in keys}
     word = plain(key)
-    if word in ABSENT:
-        return Problem((f"{section}.{_short(key)}",), f"unknown key; {ABSENT[word]}", prefix)
     elsewhere = ELSEWHERE.get(word) or next((f for f, k in full.items() if k == word), None)
     near = nearest(key, names[section])
+    told = ABSENT.get(word) or answer(section, key)
+    if told is None and elsewhere is None and near is None:
+        told = answer("", key)
+    if told:
+        return Problem((f"{section}.{_short(key)}",), f"unknown key; {told}", prefix)
     if elsewhere is None and near is None:
         # Only the name of another key can be meant now; be strict, since there are many.
         found = difflib.get_close_matches(word, list(full.values()), n=1, cutoff=0.75)
@@ -156,7 +160,8 @@ def not_a_section(written: str, names: Names, prefix: str = "") -> Problem:
     near = nearest(written, [f"{s}.{k}" for s, keys in names.items() for k in keys])
     right = owner or near
     hint = f"; did you mean {prefix}{right}?" if right else ""
-    hint = f"; {ABSENT[plain(written)]}" if plain(written) in ABSENT else hint
+    told = ABSENT.get(plain(written)) or (None if owner else answer("", written))
+    hint = f"; {told}" if told else hint
     text = "unknown option" if prefix else "is outside any section"
     return Problem((_short(written),), text + hint, prefix)
 

@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from internsp.app.config import Config, sections
-from internsp.app.config.sizes import ITEM_BYTES
-from internsp.config.words import FORMER, TO_SEQUENCE, mistakes
+from internsp.config.former import GONE, translated
+from internsp.config.words import mistakes
 from internsp.errors import ConfigError
 
 
@@ -80,8 +80,6 @@ _KEYS: dict[str, dict[Rule, str]] = {
     "launch": {Rule.FREE: "processes threads"},
 }
 
-_GONE = {"quantize_min_elements": 16384, "embedding_cut": "vocabulary", "own_dtype": []}
-"""Keys that ``[weight_parallel]`` had and that rules say now, with their defaults."""
 _SHARDING_KEYS = (
     "ignore", "min_shard_elements", "shard_dim", "axis", "compute_dtype", "reduce_dtype",
     "quantize", "pre_all_gather", "post_all_gather",
@@ -103,7 +101,7 @@ def compare(
 
     Args:
         saved: the checkpoint's configuration as JSON; missing keys have their defaults. Keys that
-            have gone since are told: what they said may be a rule of ``weight_parallel.plan`` now.
+            have gone since are told: what they said may be a rule now.
         saved_on: number of ranks of the run that saved it.
         world_size: number of ranks of the run that resumes.
 
@@ -116,14 +114,13 @@ def compare(
     given = parse_saved(saved), config.model_dump()
     before, now = _resolved(given[0], saved_on), _resolved(given[1], world_size)
     refused, taken = [], []
-    weights = saved.get("weight_parallel", {})
-    gone = [key for key, usual in _GONE.items() if weights.get(key, usual) != usual]
-    for key in gone:
-        told = f"weight_parallel.{key}: {_text(weights[key])} in the checkpoint"
-        taken.append(f"{told}; {FORMER[key]}")
+    lost = translated(saved)[1]
+    for key, value in lost.items():
+        taken.append(f"{key}: {_text(value)} in the checkpoint; {GONE[key].instead}")
+    by_rule = any(key.startswith("weight_parallel.") for key in lost)
     for key, value in now.items():
         old, rule = before[key], RULES[key]
-        if gone and key == "weight_parallel.plan":  # what it says instead is told, not refused
+        if by_rule and key == "weight_parallel.plan":  # what it says instead is told, not refused
             rule = Rule.TAKEN
         if old == value or rule is Rule.FREE:
             continue
@@ -141,9 +138,17 @@ def compare(
 
 
 def parse_saved(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """``saved`` by section, with values in the keys' types, without keys that no longer exist."""
+    """``saved`` by section, with values in the keys' types, under today's names.
+
+    Raises:
+        ConfigError: it is no configuration, or says what only an earlier release can do.
+    """
     found = {}
-    saved = _translated(saved)
+    saved, lost = translated(saved)
+    for key, value in lost.items():
+        if GONE[key].needed:
+            told = f"its configuration: {key} = {_text(value)} has gone: {GONE[key].instead}"
+            raise ConfigError(f"{told}; the release that wrote it reads it")
     for name, cls in sections().items():
         given = saved.get(name, {})
         if not isinstance(given, Mapping):
@@ -155,28 +160,6 @@ def parse_saved(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             key, text = next(mistakes(cls, known, error))
             raise ConfigError(f"its configuration: {name}.{key}: {text}") from None
     return found
-
-
-def _translated(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``saved`` with today's keys: those of sequences in their section, a rule's in elements."""
-    weights, train = (saved.get(section) for section in ("weight_parallel", "train"))
-    if not isinstance(weights, Mapping) or not isinstance(train, Mapping):
-        return saved
-    moved = {new: weights[old] for old, new in TO_SEQUENCE.items() if old in weights}
-    item = ITEM_BYTES.get(str(train.get("dtype")), 4)
-    rules = weights.get("plan", ())
-    if isinstance(rules, list | tuple):
-        rules = [_in_elements(rule, item) for rule in rules]
-    return {"sequence": moved, **saved, "weight_parallel": {**weights, "plan": rules}}
-
-
-def _in_elements(rule: Any, item: int) -> Any:
-    """A rule whose ``replicate_below`` is ``min_shard_elements``, of ``item`` bytes each."""
-    below = rule.get("replicate_below") if isinstance(rule, Mapping) else None
-    if not isinstance(below, int):
-        return rule
-    kept = {key: value for key, value in rule.items() if key != "replicate_below"}
-    return {**kept, "min_shard_elements": -(-below // item)}
 
 
 def _resolved(dumped: dict[str, dict[str, Any]], world_size: int) -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""Keys of earlier releases: where each is now, or what is written instead of it.
+
+A line a key: in :data:`MOVED` if another name says the same, in :data:`GONE` if none does. The old
+name is answered in a file, on a command line and in a program, and read from the configuration that
+a run has kept. A line stays for one release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from internsp.base.names import plain
+
+
+class Gone(NamedTuple):
+    """What is told of a key that has gone.
+
+    Attributes:
+        usual: the default that it had, as JSON: a kept configuration with it says nothing.
+        instead: what to write, or that nothing is to be written; completes "unknown key; ...".
+        needed: a run that had another value cannot be read.
+    """
+
+    usual: Any
+    instead: str
+    needed: bool = False
+
+
+_RULE = "write a rule, [[weight_parallel.plan]] with"
+
+MOVED = {
+    "weight_parallel.cuts_own_sequences": "sequence.own_attention",
+    "weight_parallel.exchange_in_parts": "sequence.exchange_in_parts",
+    "weight_parallel.ring_form": "sequence.ring_form",
+    "weight_parallel.inner_ring": "sequence.inner_ring",
+    "weight_parallel.head_output": "sequence.head_output",
+}
+"""``section.key``, or ``section.list.key`` of the tables in a list, by the former name. A list is
+named as it is now."""
+
+GONE = {
+    "weight_parallel.quantize_min_elements": Gone(
+        16384,
+        "quantize takes what is larger than coalesce_bytes; for other weights "
+        f'{_RULE} match = "NAME" and quantize = "none" (or "int8", "fp8")',
+    ),
+    "weight_parallel.embedding_cut": Gone(
+        "vocabulary",
+        f'for "hidden" {_RULE} match = "embed" (the name of the embedding) and shard_dim = 1',
+    ),
+    "weight_parallel.own_dtype": Gone(
+        [],
+        f'{_RULE} match = "**.norm.*" (names of parameters, not of their modules) and '
+        'compute_dtype = "none" (and reduce_dtype = "none" beside a weight_parallel.reduce_dtype)',
+    ),
+    "weight_parallel.plan.replicate_below": Gone(
+        None, "it is min_shard_elements now, also in a rule: elements, not bytes", needed=True
+    ),
+}
+"""By the same names."""
+
+
+def answer(section: str, key: str) -> str | None:
+    """What became of ``key``; ``None`` if no release had it.
+
+    Args:
+        section: ``section``, or ``section.list`` of a table, where it is written; empty: any.
+    """
+    former = (old.rpartition(".") for old in (*MOVED, *GONE))
+    found = [f"{at}.{old}" for at, _, old in former if old == plain(key) and section in ("", at)]
+    if not found:
+        return None
+    name = found[0]
+    if name in GONE:
+        return GONE[name].instead
+    before, (now, _, key) = name.rpartition(".")[0], MOVED[name].rpartition(".")
+    if now == before:
+        return f"it is {key} now"
+    program = f"; in a program, sequence = SequenceConfig({key} = ...)"
+    return f"it is {now}.{key} now{program * (before == 'weight_parallel')}"
+
+
+def translated(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A configuration that a run has kept, under today's names, and its keys that have gone.
+
+    Returns:
+        The sections, without what has gone; and what of that had another value than its default,
+        by name.
+    """
+    found = {name: dict(v) if isinstance(v, Mapping) else v for name, v in saved.items()}
+    for old, new in MOVED.items():
+        key, (to, _, name) = old.rpartition(".")[2], new.rpartition(".")
+        for holder in _holders(found, old):
+            if key in holder:
+                there = holder if to == old.rpartition(".")[0] else found.setdefault(to, {})
+                if isinstance(there, dict):
+                    there.setdefault(name, holder.pop(key))
+    lost = {}
+    for old, gone in GONE.items():
+        key = old.rpartition(".")[2]
+        for holder in _holders(found, old):
+            if key in holder and (value := holder.pop(key)) != gone.usual:
+                lost[old] = value
+    return found, lost
+
+
+def _holders(found: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    """The section that holds a key, or each table of the list."""
+    section, key, *inner = name.split(".")
+    values = found.get(section)
+    if not isinstance(values, dict):
+        return
+    if not inner:
+        yield values
+        return
+    if isinstance(values.get(key), list | tuple):
+        tables = values[key] = [dict(t) if isinstance(t, Mapping) else t for t in values[key]]
+        yield from (table for table in tables if isinstance(table, dict))
