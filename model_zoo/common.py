@@ -146,7 +146,6 @@ class CausalLM(nn.Module):
         self.loss_options: dict[str, Any] = {}
         vocabulary, hidden = config.vocab_size, config.hidden_size
         self.embed = ParallelEmbeddingWithCommExt(vocabulary, hidden, device=device, dtype=dtype)
-        self.embedding_dropout = Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(
             Block(config, attention, device, dtype) for _ in range(config.layers)
         )
@@ -195,8 +194,6 @@ class CausalLM(nn.Module):
         h: Tensor = self.embed(input_ids)
         rotary = self.rotary(input_ids, layout, h.dtype, start)
         tokens = self.token_keys(input_ids, layout, row_keys) if self.training else None
-        if tokens is not None:
-            h = self.embedding_dropout(h, block_keys(tokens, 0))
         for number, block in enumerate(self.layers, 1):
             # No keys are passed without dropout: a program's own blocks need no such argument.
             keys = () if tokens is None else (block_keys(tokens, number),)
@@ -238,7 +235,7 @@ class CausalLM(nn.Module):
         Raises:
             LayoutError: there are no row keys, which identify the rows of the data.
         """
-        if not (self.config.dropout or self.config.embedding_dropout):
+        if not self.config.dropout:
             return None
         index = torch.arange(x.shape[1], device=x.device) if layout is None else layout.index
         keys = row_keys if layout is None else layout.row_keys

@@ -52,7 +52,7 @@ def words(given: Arguments, kind: str, output: Path) -> list[str]:
         "data.sequence_length": "128",
         "train.steps": str(given.steps),
         "train.eval_batches": "4",
-        "train.sample_bytes": "0",
+        "train.sample_tokens": "0",
         "train.log_every": str(given.steps),
         "checkpoint.save": "false",
         "weight_parallel.quantize": kind,

@@ -121,7 +121,7 @@ def configuration(folder: Path) -> Path:
         "weight_parallel": {"min_shard_elements": 256},
         "optimizer": {"min_lr_ratio": 1.0},
         "train": {
-            "steps": 1_000_000_000, "global_batch": BATCH, "micro_batches": 2, "sample_bytes": 0,
+            "steps": 1_000_000_000, "global_batch": BATCH, "micro_batches": 2, "sample_tokens": 0,
             "eval_batches": 0, "log_every": 1000,
         },
         "checkpoint": {"every": EVERY, "keep_last": 2, "resume": "auto"},
@@ -138,7 +138,8 @@ class WatchedWork:
         words = [sys.executable, "-m", "internsp", "train", str(config)]
         words += ["--output", str(folder / "run"), "--launch.processes", str(segment.world)]
         for key, degree in segment.mesh.items():
-            words += [f"--parallel.{key}", str(degree)]
+            section = "sequence" if key == "ring" else "parallel"
+            words += [f"--{section}.{key}", str(degree)]
         self.segment, self.metrics = segment, folder / "run" / "metrics.jsonl"
         self.log = folder / "log.txt"
         (folder / "tmp").mkdir(exist_ok=True)

@@ -30,8 +30,8 @@ OWN_DECIDES = (
     "it out, or take the library's (docs/own_communicator.md)"
 )
 OF_ORDER = (
-    "memory_pool", "prefetch_depth", "trigger", "granularity", "prefetch_triggers",
-    "reshard_after_forward", "keep_unsharded", "pending_blocks", "unexpected_order",
+    "memory_pool", "prefetch_depth", "gather_before", "granularity", "gather_before_modules",
+    "near_ranks", "keep_unsharded", "reductions_in_flight", "unexpected_order",
 )  # fmt: skip
 """Options of ``weight_parallel`` that a communicator of the user's own replaces."""
 
@@ -85,31 +85,35 @@ def too_small_a_share(again: ActivationCheckpointConfig, blocks: int) -> str | N
 
 
 def _order(weights: WeightParallelConfig) -> Iterator[Mistake]:
-    granularity, trigger = "weight_parallel.granularity", "weight_parallel.trigger"
-    triggers = "weight_parallel.prefetch_triggers"
+    granularity, trigger = "weight_parallel.granularity", "weight_parallel.gather_before"
+    triggers = "weight_parallel.gather_before_modules"
     usual = type(weights).model_fields
     by_module = weights.granularity == "module"
     # WP-13: an all-gather cannot start inside a compiled region.
     if weights.compile and by_module:
         text = 'gathers module by module; a compiled block needs "block"'
         yield (granularity, "weight_parallel.compile"), text
-    if weights.trigger == "rolling" and by_module:
+    if weights.gather_before == "rolling" and by_module:
         text = 'gathers weight by weight in any case; use granularity = "block"'
         yield (trigger, granularity), text
-    inside = weights.trigger not in ("qkv", "rolling") or bool(weights.prefetch_triggers)
-    if weights.trigger == "rolling" and weights.prefetch_triggers:
-        text = 'unused with trigger = "rolling"; remove them or choose another trigger'
+    inside = weights.gather_before not in ("qkv", "rolling") or bool(weights.gather_before_modules)
+    if weights.gather_before == "rolling" and weights.gather_before_modules:
+        text = 'unused with gather_before = "rolling"; remove them or choose another'
         yield (triggers, trigger), text
     elif weights.compile and inside:
         text = (
-            'lies inside a compiled block; use trigger = "qkv" or "rolling" and no '
-            "prefetch_triggers"
+            'lies inside a compiled block; use gather_before = "qkv" or "rolling" and no '
+            "gather_before_modules"
         )
-        yield (triggers if weights.prefetch_triggers else trigger, "weight_parallel.compile"), text
-    elif weights.prefetch_triggers and weights.trigger not in (
-        usual["trigger"].default, "attention",  # where the out-projection comes after it
+        key = triggers if weights.gather_before_modules else trigger
+        yield (key, "weight_parallel.compile"), text
+    elif weights.gather_before_modules and weights.gather_before not in (
+        usual["gather_before"].default, "attention",  # where the out-projection comes after it
     ):  # fmt: skip
-        text = f'"{weights.trigger}" is unused with prefetch_triggers, which replace it; remove one'
+        text = (
+            f'"{weights.gather_before}" is unused with gather_before_modules, which replace it; '
+            "remove one"
+        )
         yield (trigger, triggers), text
     if by_module and weights.coalesce_bytes not in (0, usual["coalesce_bytes"].default):
         text = 'unused with granularity = "module", which gathers each weight alone; leave it out'
@@ -119,14 +123,14 @@ def _order(weights: WeightParallelConfig) -> Iterator[Mistake]:
 def _ring(sequence: SequenceConfig, ring: int) -> Iterator[Mistake]:
     form, inner = sequence.ring_form, sequence.inner_ring
     if form != "auto" and ring == 1:
-        text = f'"{form}" of a ring of one rank: make a mesh with parallel.ring, or use "auto"'
-        yield ("sequence.ring_form", "parallel.ring"), text
+        text = f'"{form}" of a ring of one rank: make a mesh with a ring, or use "auto"'
+        yield ("sequence.ring_form", "sequence.ring"), text
     elif form == "double":
         choices = [n for n in range(2, ring) if ring % n == 0]
         if inner not in choices:
             text = f"{inner} does not split into smaller rings the {ring} ranks"
             remedy = f"choose one of {choices}" if choices else 'use ring_form = "ring"'
-            yield ("sequence.inner_ring", "parallel.ring"), f"{text}; {remedy}"
+            yield ("sequence.inner_ring", "sequence.ring"), f"{text}; {remedy}"
     elif inner > 1:
         text = f'{inner} is of no effect with "{form}"; set ring_form = "double", or leave it out'
         yield ("sequence.inner_ring", "sequence.ring_form"), text
@@ -161,6 +165,6 @@ def _recompute(
     if again.tiles != 1 and weights.compile:
         text = "a compiled block cannot compute in tiles; set tiles = 1, or compile = false"
         yield ("activation_checkpoint.tiles", "weight_parallel.compile"), text
-    if again.tiled and again.tiles == 1:
+    if again.tiled_modules and again.tiles == 1:
         text = "unused with one tile; set activation_checkpoint.tiles"
-        yield ("activation_checkpoint.tiled", "activation_checkpoint.tiles"), text
+        yield ("activation_checkpoint.tiled_modules", "activation_checkpoint.tiles"), text

@@ -27,7 +27,7 @@ class Gone(NamedTuple):
     needed: bool = False
 
 
-_RULE = "write a rule, [[weight_parallel.plan]] with"
+_RULE = "write a rule, [[weight_parallel.rules]] with"
 
 MOVED = {
     "weight_parallel.cuts_own_sequences": "sequence.own_attention",
@@ -35,11 +35,44 @@ MOVED = {
     "weight_parallel.ring_form": "sequence.ring_form",
     "weight_parallel.inner_ring": "sequence.inner_ring",
     "weight_parallel.head_output": "sequence.head_output",
+    "weight_parallel.trigger": "weight_parallel.gather_before",
+    "weight_parallel.prefetch_triggers": "weight_parallel.gather_before_modules",
+    "weight_parallel.experts": "weight_parallel.expert_parameters",
+    "weight_parallel.plan": "weight_parallel.rules",
+    "weight_parallel.reshard_after_forward": "weight_parallel.near_ranks",
+    "weight_parallel.pending_blocks": "weight_parallel.reductions_in_flight",
+    "parallel.ring": "sequence.ring",
+    "parallel.near": "sequence.fast_links",
+    "parallel.balance": "sequence.balance",
+    "parallel.zero": "parallel.optimizer_ranks",
+    "activation_checkpoint.tiled": "activation_checkpoint.tiled_modules",
+    "optimizer.rest": "optimizer.other",
+    "train.tokens": "train.stop_after_tokens",
+    "train.sample_bytes": "train.sample_tokens",
+    "train.compare_replicas": "train.compare_replicas_every",
+    "weight_parallel.rules.trigger": "weight_parallel.rules.gather_before",
+    "weight_parallel.rules.prefetch_triggers": "weight_parallel.rules.gather_before_modules",
+    "weight_parallel.rules.reshard_after_forward": "weight_parallel.rules.near_ranks",
 }
 """``section.key``, or ``section.list.key`` of the tables in a list, by the former name. A list is
 named as it is now."""
 
 GONE = {
+    "model.embedding_dropout": Gone(0.0, "it has gone; model.dropout drops in every block"),
+    "optimizer.rest_lr": Gone(
+        None,
+        'write [[optimizer.groups]] with match = ["embed", "head", "**.*norm*"] (what '
+        "optimizer.other steps) and lr",
+    ),
+    "optimizer.whole_matrix": Gone(
+        None,
+        "adafactor and muon say it themselves; for a class of your own make the optimizer in a "
+        "program, Trainer(optimizer = ...)",
+        needed=True,
+    ),
+    "optimizer.loss_scale_growth_interval": Gone(
+        1000, "it is 1000 steps; for another number make the optimizer in a program"
+    ),
     "weight_parallel.quantize_min_elements": Gone(
         16384,
         "quantize takes what is larger than coalesce_bytes; for other weights "
@@ -54,7 +87,7 @@ GONE = {
         f'{_RULE} match = "**.norm.*" (names of parameters, not of their modules) and '
         'compute_dtype = "none" (and reduce_dtype = "none" beside a weight_parallel.reduce_dtype)',
     ),
-    "weight_parallel.plan.replicate_below": Gone(
+    "weight_parallel.rules.replicate_below": Gone(
         None, "it is min_shard_elements now, also in a rule: elements, not bytes", needed=True
     ),
 }

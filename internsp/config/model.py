@@ -53,8 +53,6 @@ class ModelConfig(Section):
     """Standard deviation of the initial weights."""
     dropout: Dropped = 0.0
     """Share of what attention and feed-forward add that training drops, the same on any mesh."""
-    embedding_dropout: Dropped = 0.0
-    """Share of the embeddings that training drops."""
 
     @model_validator(mode="before")
     @classmethod

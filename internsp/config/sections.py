@@ -154,7 +154,7 @@ class PlanRule(Section):
     shard_dim: Annotated[int, Field(ge=-64, le=63)] = 0
     """Dimension on which the weights are sharded; negative ones count from the last."""
     axis: Literal["dense", "experts"] = "dense"
-    """Axis of the mesh over which they are sharded; replaces experts."""
+    """Axis of the mesh over which they are sharded; replaces expert_parameters."""
     coalesce_bytes: Amount = 65536
     """Weights up to this many bytes unsharded share collectives with their neighbors."""
     compute_dtype: Dtype | None = None
@@ -175,7 +175,7 @@ class PlanRule(Section):
     """Function that fills the unsharded weight from what all ranks have sent."""
     offload: Offload = ()
     """What of them lies in host memory, as in [weight_parallel]; empty: nothing."""
-    reshard_after_forward: Amount = 0
+    near_ranks: Amount = 0
     """Near ranks that keep slices of blocks' weights after a step's first all-gather; 0: none."""
     keep_unsharded: bool = False
     """Whether the blocks stay unsharded in a step; what is configured counts among the others."""
@@ -185,9 +185,9 @@ class PlanRule(Section):
     """Blocks that these gather ahead in forward: how many, or patterns of names, in order."""
     backward_prefetch: Ahead = 1
     """The same in backward, whose order is the reverse."""
-    trigger: Trigger = "out_proj"
+    gather_before: Trigger = "out_proj"
     """Before what in the blocks the next one's gather starts; qkv: their entry."""
-    prefetch_triggers: Patterns = ()
+    gather_before_modules: Patterns = ()
     """Patterns of the module names in the blocks to trigger at; empty: those of the trigger."""
 
     @model_validator(mode="after")
@@ -226,19 +226,19 @@ class WeightParallelConfig(Section):
     """Keep unsharded weights in preallocated slots."""
     prefetch_depth: Depth = 1
     """Blocks gathered ahead; they take prefetch_depth + 1 slots, so that 0 has the lowest peak."""
-    trigger: Literal["qkv", "attention", "out_proj", "mlp", "rolling"] = "out_proj"
+    gather_before: Literal["qkv", "attention", "out_proj", "mlp", "rolling"] = "out_proj"
     """Before what in a block the next one's gather starts; qkv: its entry; rolling: by weight."""
     granularity: Literal["block", "module"] = "block"
     """What is gathered and awaited together."""
-    prefetch_triggers: Patterns = ()
+    gather_before_modules: Patterns = ()
     """Patterns of the module names to trigger at; empty: the defaults of the trigger."""
     blocks: Patterns = ()
     """Patterns of the block names ("layers.*"); empty: the defaults of known families."""
-    experts: Patterns = ("experts",)
+    expert_parameters: Patterns = ("experts",)
     """Patterns of consecutive parts of the names of experts' parameters."""
-    plan: Annotated[tuple[PlanRule, ...], Field(strict=False, max_length=1000)] = ()
-    """Rules for some modules or parameters alone, each a table [[weight_parallel.plan]]."""
-    reshard_after_forward: Amount = 0
+    rules: Annotated[tuple[PlanRule, ...], Field(strict=False, max_length=1000)] = ()
+    """Rules for some modules or parameters alone, each a table [[weight_parallel.rules]]."""
+    near_ranks: Amount = 0
     """Near ranks that keep slices of blocks' weights after a step's first all-gather; 0: none."""
     keep_unsharded: Kept = None
     """Blocks of a chunk that stay unsharded in a step: none, a number, a size ("2 GiB"), or all."""
@@ -248,14 +248,14 @@ class WeightParallelConfig(Section):
     """Parameters with fewer elements are replicated, not sharded."""
     coalesce_bytes: Amount = 65536
     """Weights up to this many bytes unsharded share collectives with their neighbors."""
-    pending_blocks: Few = 2
+    reductions_in_flight: Few = 2
     """Unsharded gradients in flight, in blocks; the oldest is finished at the limit."""
     unexpected_order: Literal["error", "gather", "learn"] = "error"
     """Blocks in another order than declared: stop; gather each as it comes; or the first step's."""
     compare_ranks: bool = True
     """When a model is made parallel: compare the first values of the ranks by checksums."""
     compile: bool = False
-    """Compile every block with torch.compile; needs trigger = "qkv" or "rolling"."""
+    """Compile every block with torch.compile; needs gather_before = "qkv" or "rolling"."""
     reduction: Literal["sum", "mean"] = "sum"
     """Gradients over ranks: sum for a loss divided by all valid tokens, mean for mean losses."""
     reduce_dtype: Dtype | None = None
@@ -280,7 +280,7 @@ class SequenceConfig(Section):
     exchange_in_parts: bool = True
     """Over gloo, exchange attention's heads in messages that travel while products are made."""
     ring_form: Literal["auto", "ring", "reverse", "double", "direct"] = "auto"
-    """How keys and values travel around parallel.ring; auto: as the busiest rank sends least."""
+    """How keys and values travel around a ring; auto: as the busiest rank sends least."""
     inner_ring: Degree = 1
     """Ranks of an inner ring, with ring_form = "double": those with fast links to each other."""
     head_output: Literal["local", "gather", "vocabulary"] = "local"
@@ -302,7 +302,7 @@ class ActivationCheckpointConfig(Section):
     """Recomputing blocks that keep in host memory: none, a number, what "2 GiB" hold, or all."""
     tiles: Literal["auto"] | Few = 1
     """Tiles of positions in which feed-forwards compute, one after another; auto: by the length."""
-    tiled: Patterns = ()
+    tiled_modules: Patterns = ()
     """Patterns of the modules in blocks that compute in tiles; empty: usual feed-forwards."""
 
     def selected(self, number_of_blocks: int) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ _FITS = {
 }
 _MOST_ITEMS = 8  # entries of a list that a message shows
 _MOST_LISTED = 30  # mistakes that a message shows
-_TABLES = {"plan": "rule", "groups": "group"}
+_TABLES = {"rules": "rule", "groups": "group"}
 
 
 def mistakes(
@@ -90,7 +90,7 @@ def one_line(text: str) -> str:
 
 def section_name(cls: type[BaseModel]) -> str:
     """The section that ``WeightParallelConfig`` is in a file, ``weight_parallel``; else empty."""
-    name = cls.__name__.removesuffix("Config")
+    name = cls.__name__.removesuffix("Config").removesuffix("Section")
     return "" if name == cls.__name__ else re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 

@@ -92,7 +92,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             raise StructureError(
                 f"{name} is a {type(parameter).__name__} with {method}, which would be lost, since "
                 "shards and slots are plain tensors: hold a plain parameter, and give both "
-                "functions to a rule of weight_parallel.plan (pre_all_gather, post_all_gather)"
+                "functions to a rule of weight_parallel.rules (pre_all_gather, post_all_gather)"
             )
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise StructureError(
@@ -123,7 +123,7 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
             "Load or build the model unquantized (with torchao, "
             "module.weight = nn.Parameter(module.weight.dequantize()); "
             'weight_parallel.quantize = "int8" sends plain weights as int8), or leave it whole on '
-            "every rank by a rule of weight_parallel.plan with ignore = true"
+            "every rank by a rule of weight_parallel.rules with ignore = true"
         )
 
 

@@ -58,8 +58,8 @@ def tile_all(found: Sequence[Tiling], tiles: int, triggers: Sequence[nn.Module])
             raise ConfigError(
                 f"activation_checkpoint.tiles: the prefetch trigger {wrong[0]} of {each.name} lies "
                 "inside what is computed in tiles, and would fire in each: choose another "
-                "weight_parallel.trigger, such as out_proj, or leave the module out of "
-                "activation_checkpoint.tiled"
+                "weight_parallel.gather_before, such as out_proj, or leave the module out of "
+                "activation_checkpoint.tiled_modules"
             )
     for each in found:
         tile(each.module, each.name, tiles)
@@ -120,12 +120,12 @@ class TiledCall:
         if not isinstance(x, Tensor) or x.dim() < 2:
             raise StructureError(
                 f"{self.name} is computed in tiles, and its first argument is no tensor "
-                "[..., positions, features]: leave it out of activation_checkpoint.tiled"
+                "[..., positions, features]: leave it out of activation_checkpoint.tiled_modules"
             )
         if any(isinstance(other, Tensor) for other in rest):
             raise StructureError(
                 f"{self.name} is computed in tiles, and takes a second tensor, whose part of "
-                "each tile is not known: leave it out of activation_checkpoint.tiled"
+                "each tile is not known: leave it out of activation_checkpoint.tiled_modules"
             )
         return x, args[1:], others
 
@@ -156,7 +156,7 @@ class TiledCall:
             raise StructureError(
                 f"{self.name} is computed in tiles, and returned {what} for {list(part.shape)}, "
                 "where a tensor with the same positions is needed: leave it out of "
-                "activation_checkpoint.tiled"
+                "activation_checkpoint.tiled_modules"
             )
         return output
 
@@ -222,7 +222,7 @@ class TiledCall:
                 raise StructureError(
                     f"{self.name} is computed in tiles, and reads a trained tensor that is none of "
                     "its own parameters, whose gradient would be lost: leave it out of "
-                    "activation_checkpoint.tiled"
+                    "activation_checkpoint.tiled_modules"
                 )
             nodes += [following for following, _ in node.next_functions]
 
@@ -321,7 +321,7 @@ def _unshard_weights(module: nn.Module) -> tuple[UnshardedParameters, list[Calla
             if held.copies:
                 raise StructureError(
                     f"{held.owner} keeps a parameter twice (as nn.LSTM does) and lies in what is "
-                    "computed in tiles: leave it out of activation_checkpoint.tiled"
+                    "computed in tiles: leave it out of activation_checkpoint.tiled_modules"
                 )
             if held.scope.recomputed:
                 held.before_recomputed()

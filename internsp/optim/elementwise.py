@@ -183,8 +183,8 @@ def _not_elementwise_message(cls: OptimizerClass, reason: str) -> str:
     return (
         f"ZeroOptimizer cuts parameters into slices and needs an elementwise optimizer (AdamW, "
         f"SGD, RMSprop, ...); {name_of(cls)} is not one: {reason}. Declare whole_matrix = true "
-        "(of ZeroOptimizer, of its group in param_groups, or optimizer.whole_matrix in a "
-        "configuration), and each matrix is gathered on one rank for its step"
+        "(of ZeroOptimizer, or of its group in param_groups), and each matrix is gathered on one "
+        "rank for its step"
     )
 
 

@@ -156,6 +156,6 @@ def require_steppable(member: Member, method: Method) -> None:
         raise ConfigError(
             f"{member.name} cannot be stepped by {method.name}, which needs whole matrices: {why}. "
             "Or give it to an elementwise optimizer: in a group of param_groups with "
-            '"optimizer": torch.optim.AdamW, in a configuration by optimizer.rest = "adamw" or a '
+            '"optimizer": torch.optim.AdamW, in a configuration by optimizer.other = "adamw" or a '
             "group of optimizer.groups"
         )

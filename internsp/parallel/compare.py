@@ -79,7 +79,7 @@ def require_same_model(
         if refusal is None and different is not None:
             raise different
         if refusal is None and config.compare_ranks:
-            rules = match_rules(model, config.plan)
+            rules = match_rules(model, config.rules)
             _compare_values(everyone, _named_tensors(model), config, rules, mesh, ranks)
     if refusal is not None:
         raise refusal

@@ -53,12 +53,12 @@ def parallelize(
     """Shard ``model``'s weights over the weight group and attach communication to it, in place.
 
     Every parameter becomes a ``DTensor`` on ``mesh.param_mesh``, an expert's parameter
-    (``weight_parallel.experts``) on ``mesh.experts.param_mesh``. With ``mesh.expert`` above 1 the
-    model must hold this rank's own experts; a ``DTensor`` then contains the experts of all expert
-    ranks, one after another on dimension 0, as one process would hold them. Layers may be tensor
-    parallel: call torch's ``parallelize_module`` with ``mesh.tensor_mesh`` first. The model may be
-    on the meta device; then call :func:`initialize` before its first forward. Collective: all ranks
-    call it.
+    (``weight_parallel.expert_parameters``) on ``mesh.experts.param_mesh``. With ``mesh.expert``
+    above 1 the model must hold this rank's own experts; a ``DTensor`` then contains the experts of
+    all expert ranks, one after another on dimension 0, as one process would hold them. Layers may
+    be tensor parallel: call torch's ``parallelize_module`` with ``mesh.tensor_mesh`` first. The
+    model may be on the meta device; then call :func:`initialize` before its first forward.
+    Collective: all ranks call it.
 
     Args:
         model: blocks, embedding and head are found by name patterns (WP-7).
@@ -155,17 +155,17 @@ def examine(
         ConfigError, StructureError: a pattern matches nothing, the model or an option of it is not
             supported, or an option has no effect.
     """
-    require_supported(model, config.plan)
+    require_supported(model, config.rules)
     structure = read_structure(
-        model, config.trigger, config.blocks, config.prefetch_triggers, config.plan
+        model, config.gather_before, config.blocks, config.gather_before_modules, config.rules
     )
     inside = [block for block in structure.blocks if block.trigger_module is not None]
     if config.compile and inside:
         raise ConfigError(
             "weight_parallel.compile compiles whole blocks, but the prefetch trigger "
             f"{inside[0].trigger_name} lies inside {inside[0].name}, where no hook of ours may run "
-            "(WP-13): set weight_parallel.trigger = 'qkv' (the block's entry) and no "
-            "prefetch_triggers, and the same in rules"
+            "(WP-13): set weight_parallel.gather_before = 'qkv' (the block's entry) and no "
+            "gather_before_modules, and the same in rules"
         )
     if config.unexpected_order == "learn" and structure.enclosing:
         raise ConfigError(

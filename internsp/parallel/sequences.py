@@ -36,7 +36,7 @@ def supports(
     config = config or WeightParallelConfig()
     found = []
     try:
-        require_supported(model, config.plan)
+        require_supported(model, config.rules)
     except InternspError as error:
         found.append(Refused("", str(error)))
     return found + find_refused(model, mesh, sequence or SequenceConfig())

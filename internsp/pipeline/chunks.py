@@ -82,9 +82,6 @@ class Chunk(nn.Module):
         self.loss_options: dict[str, Any] = model.loss_options
         self._rotary = model.rotary
         self._token_keys = getattr(model, "token_keys", None)  # models of the zoo, for dropout
-        dropout = getattr(model, "embedding_dropout", None)
-        if first and dropout is not None:
-            self.embedding_dropout = dropout
         self.weight_parallel_plan = rules_of_chunk(self, own_rules(model))
 
     def forward(
@@ -116,8 +113,6 @@ class Chunk(nn.Module):
             for block in self.layers.values():
                 h = block(h, rotary, layout)
         else:
-            if self.first:
-                h = self.embedding_dropout(h, block_keys(tokens, 0))
             for number, block in zip(self.blocks, self.layers.values(), strict=True):
                 h = block(h, rotary, layout, block_keys(tokens, number + 1))
         if not self.last:

@@ -471,22 +471,22 @@ def require_patterns_match(
             f"weight_parallel.blocks = {list(config.blocks)} leaves out some of layers.0 to "
             f'{layers[-1]}, which are the blocks of a pipeline: leave it empty, or set "layers.*"'
         )
-    require_triggers_matched(list(model.layers), config.prefetch_triggers)
+    require_triggers_matched(list(model.layers), config.gather_before_modules)
     parts = {"embed": model.embed, "layers": model.layers, "norm": model.norm, "head": model.head}
     names = [name for part, module in parts.items() for name, _ in module.named_parameters(part)]
     require_patterns_matched(names, config)
     rules = NO_RULES
     if isinstance(model, nn.Module):
-        triggers = config.prefetch_triggers
+        triggers = config.gather_before_modules
         first: dict[int, str] = {}  # of a block that stages share, the first name
         for name, layer in zip(layers, model.layers, strict=True):
             first.setdefault(id(layer), name)
         blocks = tuple(first.values())
-        structure = read_structure(model, config.trigger, blocks, triggers, config.plan)
+        structure = read_structure(model, config.gather_before, blocks, triggers, config.rules)
         shardings = plan_sharding(model, structure, config, shape.expert)
         require_effect(shardings, structure, config, shape)
         rules = structure.rules
-    elif config.plan or own_rules(model):
+    elif config.rules or own_rules(model):
         raise StructureError(f"a plan has rules for a module, not a {type(model).__name__}")
     if shape.separate:
         require_experts(names, config, rules)
@@ -502,13 +502,15 @@ def chunk_config(
     own = [name for name, _ in chunk.named_parameters()]
     update: dict[str, Any] = {  # patterns that match something in this chunk
         "blocks": chunk.block_names(),
-        "prefetch_triggers": tuple(
+        "gather_before_modules": tuple(
             trigger
-            for trigger in config.prefetch_triggers
+            for trigger in config.gather_before_modules
             if trigger_matches(trigger, chunk.layers.values())
         ),
-        "experts": tuple(p for p in config.experts if any(within(n, p) for n in own)),
-        "plan": rules_of_chunk(chunk, config.plan),
+        "expert_parameters": tuple(
+            p for p in config.expert_parameters if any(within(n, p) for n in own)
+        ),
+        "rules": rules_of_chunk(chunk, config.rules),
     }
     config = config.model_copy(update=update)
     if checkpoint is not None:

@@ -59,7 +59,7 @@ class CustomAllGather:
         if "pre_all_gather" not in settings:
             return None
         keys = ("pre_all_gather", "post_all_gather")
-        pre, post = (resolve(settings[key], f"weight_parallel.plan: {key}") for key in keys)
+        pre, post = (resolve(settings[key], f"weight_parallel.rules: {key}") for key in keys)
         return cls(pre, post)
 
 

@@ -279,4 +279,4 @@ class GatherQueue(Generic[W]):
 
 def _remedy(policy: Policy) -> str:
     """What to set where blocks or weights are used in another order than ``policy`` allows for."""
-    return 'trigger = "out_proj"' if policy.rolling else "unexpected_order = 'gather'"
+    return 'gather_before = "out_proj"' if policy.rolling else "unexpected_order = 'gather'"

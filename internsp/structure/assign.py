@@ -53,7 +53,7 @@ class WeightOptions:
         coalesce_bytes: a weight of at most so many unsharded bytes shares collectives with its
             neighbors.
         offload: which of its shard, gradient sum and optimizer state are in host memory.
-        reshard_after_forward: near ranks that keep slices of it after the first gather of a step.
+        near_ranks: near ranks that keep slices of it after the first gather of a step.
         quantize: to what its shards are quantized for the all-gather: ``none``, ``int8``, ``fp8``.
         custom_gather: a user's functions that pack the shard before its all-gather and unpack the
             gathered bytes after it.
@@ -61,7 +61,7 @@ class WeightOptions:
 
     coalesce_bytes: int
     offload: tuple[str, ...]
-    reshard_after_forward: int
+    near_ranks: int
     quantize: str
     custom_gather: CustomAllGather | None = None
 
@@ -84,7 +84,7 @@ class WeightOptions:
         own = CustomAllGather.of(rule_options)
         if own is not None and quantized:
             raise StructureError(
-                f"weight_parallel.plan: rules give {name} a pre_all_gather and quantize = "
+                f"weight_parallel.rules: rules give {name} a pre_all_gather and quantize = "
                 f"{rule_options['quantize']!r}: only one of the two can pack the shard"
             )
         if own is not None or quantized:  # a rule names it, whatever its size
@@ -274,16 +274,17 @@ def is_expert(
     """Whether a parameter is an expert's, by a rule's ``axis`` or else by its ``names``.
 
     Raises:
-        StructureError: ``weight_parallel.experts`` matches one of its names and not another.
+        StructureError: ``weight_parallel.expert_parameters`` matches one of its names and not
+            another.
     """
     if "axis" in rule_options:
         return bool(rule_options["axis"] == "experts")
-    matched = {any(within(name, pattern) for pattern in config.experts) for name in names}
+    matched = {any(within(name, pattern) for pattern in config.expert_parameters) for name in names}
     if len(matched) > 1:
         raise StructureError(
             "an expert's weight is shared with another module "
             f"({', '.join(names)}), but experts may be sharded along an axis of "
-            "their own: untie it, or change weight_parallel.experts"
+            "their own: untie it, or change weight_parallel.expert_parameters"
         )
     return matched.pop()
 
@@ -296,19 +297,19 @@ def experts_among(names: Iterable[str], config: WeightParallelConfig, rules: Rul
 
 
 def require_patterns_matched(names: Iterable[str], config: WeightParallelConfig) -> None:
-    """Check that each pattern of ``weight_parallel.experts``, unless default, matches (WP-7).
+    """Check that patterns of ``weight_parallel.expert_parameters``, unless default, match (WP-7).
 
     Raises:
         StructureError: a pattern matches no parameter; lists the modules that may be meant.
     """
     names = list(names)
-    usual = type(config).model_fields["experts"].default
-    for pattern in config.experts if config.experts != usual else ():
+    usual = type(config).model_fields["expert_parameters"].default
+    for pattern in config.expert_parameters if config.expert_parameters != usual else ():
         if not any(within(name, pattern) for name in names):
             parts = [part for name in names for part in name.split(".") if not part.isdigit()]
             meant = did_you_mean(pattern, [*parts, *_owner_candidates(names)])
             raise StructureError(
-                f"weight_parallel.experts: {pattern!r} matches no parameter{meant}; "
+                f"weight_parallel.expert_parameters: {pattern!r} matches no parameter{meant}; "
                 f"candidates: {', '.join(_owner_candidates(names))}"
             )
 
@@ -326,7 +327,8 @@ def require_experts(
         return
     raise StructureError(
         "the mesh has an axis for experts (expert_weight or expert), but no parameter's name "
-        f"matches weight_parallel.experts = {list(config.experts)}; candidates: "
+        f"matches weight_parallel.expert_parameters = {list(config.expert_parameters)}; "
+        "candidates: "
         f"{', '.join(_owner_candidates(names))}"
     )
 

@@ -130,8 +130,8 @@ def read_structure(
     model: nn.Module,
     trigger: str = "out_proj",
     blocks: Sequence[str] = (),
-    prefetch_triggers: Sequence[str] = (),
-    plan: Sequence[PlanRule] = (),
+    gather_before_modules: Sequence[str] = (),
+    rules: Sequence[PlanRule] = (),
 ) -> Structure:
     """Find the units, prefetch triggers, embedding and head of ``model``.
 
@@ -140,30 +140,30 @@ def read_structure(
             need none.
         blocks: patterns of block names (``layers.*``); empty: children of module lists with
             usual names.
-        prefetch_triggers: patterns, matched against names within a block; empty: usual names.
-        plan: the configuration's rules, which take precedence over the model's own rules.
+        gather_before_modules: patterns, matched against names within a block; empty: usual names.
+        rules: those of the configuration, which take precedence over the model's own rules.
 
     Raises:
         StructureError: when no block, or in a block no prefetch trigger, is found, or a rule
             matches nothing; lists candidates.
     """
     found = _blocks(model, blocks)
-    rules = match_rules(model, plan)
-    divided = divide_into_units(found, rules)
+    matched_rules = match_rules(model, rules)
+    divided = divide_into_units(found, matched_rules)
     enclosing = _enclosing(found, divided)
     number = {around.layer: n for n, around in enumerate(enclosing)}
     parts = tuple(
         _block(
-            part, trigger, prefetch_triggers, number.get(part.layers[0], -1),
-            rules.options_for([name for name, _ in part.modules], BLOCK_KEYS),
+            part, trigger, gather_before_modules, number.get(part.layers[0], -1),
+            matched_rules.options_for([name for name, _ in part.modules], BLOCK_KEYS),
         )
         for part in divided
     )  # fmt: skip
-    require_triggers_matched([module for _, module in found], prefetch_triggers)
-    for matched_rule in rules.matched:
+    require_triggers_matched([module for _, module in found], gather_before_modules)
+    for matched_rule in matched_rules.matched:
         own = [module for name, module in found if matched_rule.applies_to(name)]
         if own:
-            require_triggers_matched(own, matched_rule.rule.prefetch_triggers)
+            require_triggers_matched(own, matched_rule.rule.gather_before_modules)
     inside = {id(m) for _, block in found for m in block.modules()}
     outside = [(n, m) for n, m in model.named_modules() if id(m) not in inside]
     embeddings = [(n, m) for n, m in outside if isinstance(m, nn.Embedding)]
@@ -172,7 +172,7 @@ def read_structure(
     options = [part.rule_options for part in parts]
     counts = prefetch_counts([part.name for part in parts], options, head and head[0])
     embedding = embeddings[0] if embeddings else None
-    return Structure(parts, embedding, head, rules, counts, enclosing, len(found))
+    return Structure(parts, embedding, head, matched_rules, counts, enclosing, len(found))
 
 
 def _enclosing(blocks: Sequence[Named], parts: Sequence[UnitModules]) -> tuple[EnclosingBlock, ...]:
@@ -202,7 +202,7 @@ def _blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Mod
                 raise StructureError(
                     f"block {inner[0]} lies inside block {name}: a weight belongs to one unit; "
                     "make the patterns of weight_parallel.blocks match one level only, and have a "
-                    'rule of weight_parallel.plan set unit = "each" for the inner ones'
+                    'rule of weight_parallel.rules set unit = "each" for the inner ones'
                 )
         return chosen
     lists = [
@@ -247,7 +247,7 @@ def require_triggers_matched(blocks: Sequence[nn.Module], patterns: Sequence[str
     for pattern in patterns:
         if not trigger_matches(pattern, blocks):
             raise StructureError(
-                f"weight_parallel.prefetch_triggers: {pattern!r} matches no module of any block"
+                f"weight_parallel.gather_before_modules: {pattern!r} matches no module of any block"
                 f"{_meant_trigger(pattern, blocks)}; candidates: {_trigger_candidates(blocks[0])}"
             )
 
@@ -286,9 +286,9 @@ def _block(
     part: UnitModules, trigger: str, patterns: Sequence[str], around: int,
     rule_options: Mapping[str, Any],
 ) -> Block:
-    if "trigger" in rule_options:  # the configured prefetch_triggers are for the other blocks
-        trigger, patterns = rule_options["trigger"], ()
-    patterns = rule_options.get("prefetch_triggers", patterns)
+    if "gather_before" in rule_options:  # the configured modules are for the other blocks
+        trigger, patterns = rule_options["gather_before"], ()
+    patterns = rule_options.get("gather_before_modules", patterns)
     module = part.modules[0][1]
     entry = Block(
         part.name, module, None, None, trigger, rule_options, part.modules, part.layers, around
@@ -302,13 +302,14 @@ def _block(
                 if inner and (matches(inner, pattern) or matches(inner.split(".")[-1], pattern)):
                     full = inner if len(part.modules) == 1 else f"{prefix}.{inner}"
                     return replace(entry, trigger_name=full, trigger_module=child)
-    by_rule = rule_options.keys() & {"trigger", "prefetch_triggers"}
+    by_rule = rule_options.keys() & {"gather_before", "gather_before_modules"}
     if around >= 0 and not by_rule:
         return entry  # not every part of a block has a trigger module: its entry is the trigger
-    key = "prefetch_triggers in its rule" if by_rule else "weight_parallel.prefetch_triggers"
+    key = "gather_before_modules"
+    key = f"{key} in its rule" if by_rule else f"weight_parallel.{key}"
     remedy = f"set {key}, candidates: {_trigger_candidates(module)}"
     if not any(True for _ in module.children()):
-        remedy = "it has none: set trigger = 'qkv', its entry, in a rule for it"
+        remedy = "it has none: set gather_before = 'qkv', its entry, in a rule for it"
     raise StructureError(
         f"no prefetch trigger {trigger!r} in block {part.name}: none of its modules is named "
         f"{', '.join(patterns or usual)}{''.join(_meant_trigger(p, [module]) for p in patterns)}; "

@@ -29,8 +29,8 @@ from internsp.structure.rules import (
 )
 
 OF_SHARDED = (
-    "memory_pool", "prefetch_depth", "granularity", "prefetch_triggers", "reshard_after_forward",
-    "keep_unsharded", "pending_blocks", "reduce_dtype", "quantize", "offload",
+    "memory_pool", "prefetch_depth", "granularity", "gather_before_modules", "near_ranks",
+    "keep_unsharded", "reductions_in_flight", "reduce_dtype", "quantize", "offload",
 )  # fmt: skip
 """Options of ``weight_parallel`` that act on sharded parameters only.
 
@@ -112,13 +112,13 @@ def _without_effect(facts: _Facts) -> Iterator[tuple[str, str]]:
                 "no parameter of the model is sharded: lower min_shard_elements "
                 f"({config.min_shard_elements}), or leave the option out"
             )
-    if facts.is_set("experts") and config.experts and not facts.has_expert_axis:
-        yield "experts", (
+    if facts.is_set("expert_parameters") and config.expert_parameters and not facts.has_expert_axis:
+        yield "expert_parameters", (
             "the mesh has no axis for experts; make it with expert_weight (or expert), or leave "
             "the option out"
         )
     if not facts.in_blocks:
-        for key in filter(facts.is_set, ("quantize", "reshard_after_forward", "keep_unsharded")):
+        for key in filter(facts.is_set, ("quantize", "near_ranks", "keep_unsharded")):
             if getattr(config, key):
                 yield key, "no block has a sharded parameter; leave it out"
     if config.quantize != "none" and (why := _nothing_to_quantize(facts)):
@@ -126,8 +126,8 @@ def _without_effect(facts: _Facts) -> Iterator[tuple[str, str]]:
     blocks = range(len(facts.structure.blocks))
     if config.keep_unsharded and all(facts.keeps(block) is not None for block in blocks):
         yield "keep_unsharded", "rules decide it for every block; leave one of them out"
-    if config.keep_unsharded == "all" and config.reshard_after_forward:
-        yield "reshard_after_forward", (
+    if config.keep_unsharded == "all" and config.near_ranks:
+        yield "near_ranks", (
             'all blocks stay unsharded (keep_unsharded = "all"), so that none is gathered from '
             "slices; leave one of them out"
         )
@@ -198,7 +198,7 @@ def _acts_on_nothing(
         what, there = "a parameter", matched.parameters > 0 or key == "compute_dtype"
         if key in BLOCK_KEYS:
             what, there = "a block", bool(blocks)
-        elif key in ("quantize", "reshard_after_forward"):
+        elif key in ("quantize", "near_ranks"):
             what, there = "a sharded parameter in a block", any(s.block >= 0 for s in sharded)
         elif key in SHARDED_KEYS:
             what, there = "a sharded parameter", bool(sharded)
@@ -225,9 +225,10 @@ def _changes_nothing(
             f'= "{grad}" has no effect: no parameter that the rule matches is narrower, and .grad '
             "has the parameter's dtype at least"
         )
-    replaced = [facts.structure.blocks[b].rule_options.get("prefetch_triggers") for b in blocks]
-    if blocks and all(replaced) and options.get("trigger") not in (None, "attention"):
-        yield "trigger", "has no effect beside prefetch_triggers, which replace it: leave one out"
+    replaced = [facts.structure.blocks[b].rule_options.get("gather_before_modules") for b in blocks]
+    if blocks and all(replaced) and options.get("gather_before") not in (None, "attention"):
+        text = "has no effect beside gather_before_modules, which replace it: leave one out"
+        yield "gather_before", text
     sharded = [s for s in own if s.unit is not None]
     packed = [s.options.coalesce_bytes < 0 for s in sharded]
     if options.get("coalesce_bytes") and sharded and all(packed):
@@ -235,11 +236,11 @@ def _changes_nothing(
             "has no effect: what rules quantize or pack shares no collectives; leave it out"
         )
     inside = [s for s in own if s.block >= 0]
-    if options.get("reshard_after_forward") and inside:
+    if options.get("near_ranks") and inside:
         everything = facts.config.keep_unsharded == "all"
         keeps = [facts.keeps(s.block) for s in inside]
         if all(everything if kept is None else kept for kept in keeps):
-            yield "reshard_after_forward", (
+            yield "near_ranks", (
                 "has no effect: the blocks stay unsharded, so that no gather follows; leave it out"
             )
     if options.get("keep_unsharded") and not any(s.block in blocks for s in facts.in_blocks):
@@ -254,6 +255,6 @@ def _changes_nothing(
 def _require_of_own(structure: Structure) -> None:
     """Refuse rules of what a user's communicator decides: when weights are gathered and freed."""
     for matched in structure.rules.matched:
-        keys = matched.rule.options().keys() & {*BLOCK_KEYS, "reshard_after_forward"}
+        keys = matched.rule.options().keys() & {*BLOCK_KEYS, "near_ranks"}
         for key in sorted(keys) if matched.origin == FROM_CONFIG else ():
             raise StructureError(f"{matched}: {key} {OWN_DECIDES}")

@@ -104,7 +104,7 @@ def _units_inside(
         inner = [other for other in modules if other.startswith(f"{name}.")]
         if inner:
             raise StructureError(
-                f"weight_parallel.plan: {inner[0]} lies inside {name}, and rules make a unit of "
+                f"weight_parallel.rules: {inner[0]} lies inside {name}, and rules make a unit of "
                 "both: units do not nest, and the rest of the block is a unit already"
             )
     units: dict[object, list[str]] = {}
@@ -131,12 +131,12 @@ def _merged_unit(
     names = [blocks[number][0] for number in numbers]
     if numbers[-1] - numbers[0] + 1 != len(numbers):
         raise StructureError(
-            f"weight_parallel.plan: one unit of {', '.join(names)}, which do not follow each other"
+            f"weight_parallel.rules: one unit of {', '.join(names)}, which do not follow each other"
         )
     divided = [blocks[number][0] for number in numbers if number in own]
     if divided:
         raise StructureError(
-            f"weight_parallel.plan: {divided[0]} is one unit with other blocks, and has units of "
+            f"weight_parallel.rules: {divided[0]} is one unit with other blocks, and has units of "
             "its own"
         )
     return UnitModules(

@@ -38,7 +38,7 @@ def prefetch_counts(
                 continue
             if "prefetch_depth" in rules:
                 raise StructureError(
-                    f"weight_parallel.plan: {key} and prefetch_depth of {blocks[block]} are both "
+                    f"weight_parallel.rules: {key} and prefetch_depth of {blocks[block]} are both "
                     "set, and prefetch_depth is for both directions: leave one of them out"
                 )
             coming = [*blocks[block + 1 :], *([head] if head else [])]
@@ -62,19 +62,19 @@ def _count(
             near = nearest(pattern, all_names)
             meant = f" (did you mean {near!r}?)" if near else f"; they are {', '.join(all_names)}"
             raise StructureError(
-                f"weight_parallel.plan: {what}: {pattern!r} matches no block and no head{meant}"
+                f"weight_parallel.rules: {what}: {pattern!r} matches no block and no head{meant}"
             )
         named.update(hits)
     wrong = [name for name in all_names if name in named and name not in coming]
     if wrong:
         raise StructureError(
-            f"weight_parallel.plan: {what} names {wrong[0]}, which does not come after it there: "
+            f"weight_parallel.rules: {what} names {wrong[0]}, which does not come after it there: "
             f"what comes is {', '.join(coming) or 'nothing'}"
         )
     first = next((i for i, name in enumerate(coming) if name not in named), len(coming))
     if first < len(named):
         raise StructureError(
-            f"weight_parallel.plan: {what} leaves out {coming[first]}, which comes before "
+            f"weight_parallel.rules: {what} leaves out {coming[first]}, which comes before "
             f"{next(name for name in coming[first:] if name in named)} and is needed first: name "
             "it too"
         )

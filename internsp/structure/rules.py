@@ -20,19 +20,19 @@ from internsp.config import PlanRule
 from internsp.errors import ConfigError, StructureError
 
 BLOCK_KEYS = frozenset({
-    "keep_unsharded", "prefetch_depth", "forward_prefetch", "backward_prefetch", "trigger",
-    "prefetch_triggers",
+    "keep_unsharded", "prefetch_depth", "forward_prefetch", "backward_prefetch", "gather_before",
+    "gather_before_modules",
 })  # fmt: skip
 """Keys that are options of blocks."""
 MODULE_KEYS = frozenset({"output_dtype", "cast_inputs", "unit"})
 """Keys that are options of the matched modules themselves; all others are of parameters."""
 SHARDED_KEYS = frozenset({
     "shard_dim", "axis", "coalesce_bytes", "reduce_dtype", "quantize", "pre_all_gather",
-    "post_all_gather", "offload", "reshard_after_forward",
+    "post_all_gather", "offload", "near_ranks",
 })  # fmt: skip
 """Keys that have an effect on sharded parameters only."""
 _NUMBER = re.compile(r"(?:(?<=\.)|^)(?:\d+|\{[^}]*\})(?=\.|$)")  # a number in a name or a pattern
-FROM_CONFIG = "weight_parallel.plan"
+FROM_CONFIG = "weight_parallel.rules"
 FROM_MODEL = "the model's own weight_parallel_plan"
 
 

@@ -39,7 +39,7 @@ def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) 
         )
     blocks = [(around.name, around.module) for around in structure.enclosing]
     blocks += [named for block in structure.blocks if block.around < 0 for named in block.modules]
-    patterns = config.tiled or FEED_FORWARDS
+    patterns = config.tiled_modules or FEED_FORWARDS
     found: list[Tiling] = []
     used: set[str] = set()
     for prefix, block in blocks:
@@ -51,19 +51,19 @@ def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) 
             used.update(hits)
             if not any(name.startswith(f"{outer}.") for outer, _ in mine):
                 mine.append((name, module))
-        if not mine and not config.tiled:
+        if not mine and not config.tiled_modules:
             children = ", ".join(child for child, _ in block.named_children()) or "none"
             raise StructureError(
                 f"activation_checkpoint.tiles: no feed-forward found in block {prefix} by the "
-                f"usual names ({', '.join(patterns)}); name it in activation_checkpoint.tiled; "
-                f"candidates: {children}"
+                f"usual names ({', '.join(patterns)}); name it in "
+                f"activation_checkpoint.tiled_modules; candidates: {children}"
             )
         found += [Tiling(f"{prefix}.{name}", module) for name, module in mine]
-    for pattern in config.tiled:
+    for pattern in config.tiled_modules:
         if pattern not in used:
             names = [name for _, block in blocks for name, _ in block.named_modules() if name]
             raise StructureError(
-                f"activation_checkpoint.tiled: {pattern!r} matches no module of any block"
+                f"activation_checkpoint.tiled_modules: {pattern!r} matches no module of any block"
                 f"{did_you_mean(pattern, [*names, *(n.split('.')[-1] for n in names)])}"
             )
     units = {id(module): name for block in structure.blocks for name, module in block.modules}
@@ -73,6 +73,7 @@ def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) 
             raise StructureError(
                 f"activation_checkpoint.tiles: {inside[0]} is a unit that is gathered by itself "
                 f"and lies in {tiling.name}, whose tiles would gather it each: leave "
-                f"{tiling.name} out of activation_checkpoint.tiled, or the unit out of the plan"
+                f"{tiling.name} out of activation_checkpoint.tiled_modules, or the unit out of the "
+                "plan"
             )
     return found

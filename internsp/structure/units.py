@@ -41,13 +41,13 @@ def make_policy(config: WeightParallelConfig, structure: Structure) -> Policy:
     Raises:
         ConfigError: a rule sets what the trigger "rolling" or granularity "module" replaces.
     """
-    rolling = config.trigger == "rolling"
+    rolling = config.gather_before == "rolling"
     depth = {"prefetch_depth", *KEYS}
     for matched_rule in structure.rules.matched:
         keys = matched_rule.rule.options().keys()
-        if wrong := keys & {"trigger", "prefetch_triggers", *depth} if rolling else None:
+        if wrong := keys & {"gather_before", "gather_before_modules", *depth} if rolling else None:
             raise ConfigError(
-                f'{matched_rule}: sets {min(wrong)}, but weight_parallel.trigger = "rolling" '
+                f'{matched_rule}: sets {min(wrong)}, but weight_parallel.gather_before = "rolling" '
                 "gathers each weight as soon as there is room: choose another trigger for all"
             )
         alone = keys & {"coalesce_bytes", *depth}
@@ -112,7 +112,7 @@ def chunk_layout(
         what = "a backward computed in two parts" if split else "weight_parallel.compile"
         raise ConfigError(
             f"{structure.divided_block} has a unit that is not a block (unit in "
-            f"weight_parallel.plan), which {what} does not support: leave the rule out"
+            f"weight_parallel.rules), which {what} does not support: leave the rule out"
         )
     members: dict[str, list[ParameterSharding]] = {b.name: [] for b in structure.blocks}
     for assignment in shardings:
@@ -170,7 +170,7 @@ def chunk_layout(
         tuple(units[b.name] for b in structure.blocks),
         embedding,
         head,
-        config.pending_blocks,
+        config.reductions_in_flight,
         tuple(u for u in units.values() if u.block < 0 and u not in (embedding, head)),
         _enclosing(structure, weights_of, recomputed, slot, 2 if policy.depth else 1),
         exchanged=max(shape.dense.replicas, shape.experts.replicas) > 1,
@@ -207,13 +207,13 @@ def _slices(assignment: ParameterSharding, size: int) -> int:
     Raises:
         ConfigError: the weight group cannot be divided into near groups of that size.
     """
-    near = assignment.options.reshard_after_forward
+    near = assignment.options.near_ranks
     if not near or assignment.block < 0 or size == 1:
         return 0
     if near == 1 or near >= size or size % near:
         fitting = [n for n in range(2, size) if size % n == 0]
         raise ConfigError(
-            f"weight_parallel.reshard_after_forward = {near}: {assignment.name} is sharded over "
+            f"weight_parallel.near_ranks = {near}: {assignment.name} is sharded over "
             f"{size} ranks, of which a smaller near group is "
             f"{' or '.join(map(str, fitting)) if fitting else 'none'}; choose one of these, or 0 "
             "(keep_unsharded keeps blocks unsharded)"

@@ -1,4 +1,4 @@
-"""Slices of unsharded weights within a near group (``weight_parallel.reshard_after_forward``).
+"""Slices of unsharded weights within a near group (``weight_parallel.near_ranks``).
 
 The first all-gather of a block in a step runs over the whole weight group; when it has completed,
 each rank keeps one of ``n`` slices of every unsharded weight, in the dtype of the all-gather. Later

@@ -218,12 +218,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 # Models whose blocks have no output projection with a known name: the setting that the error names.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "jetmoe": {"trigger": "qkv"},
-    "modernbert-decoder": {"prefetch_triggers": ("Wo",)},
-    "nemotron_h": {"trigger": "qkv"},
-    "recurrent_gemma": {"trigger": "qkv"},
-    "rwkv": {"prefetch_triggers": ("attention.output",)},
-    "xlnet": {"trigger": "qkv"},
+    "jetmoe": {"gather_before": "qkv"},
+    "modernbert-decoder": {"gather_before_modules": ("Wo",)},
+    "nemotron_h": {"gather_before": "qkv"},
+    "recurrent_gemma": {"gather_before": "qkv"},
+    "rwkv": {"gather_before_modules": ("attention.output",)},
+    "xlnet": {"gather_before": "qkv"},
 }
 
 # Tiny models that amplify rounding of their own fp32 computations more than others; computed in

@@ -25,7 +25,7 @@ MAY_BE_REFUSED: dict[str, tuple[str, ...]] = {
     # options without an effect on a model whose parameters, or blocks', are all too small
     "min_shard_elements=100": ("ConfigError",),
     "min_shard_elements=2048": ("ConfigError",),
-    f"plan={CUT_EMBEDDING}": ("StructureError",),
+    f"rules={CUT_EMBEDDING}": ("StructureError",),
     **dict.fromkeys((f"keep_unsharded={n}" for n in (1, 2, "2000 B", "all")), ("ConfigError",)),
 }
 

@@ -34,7 +34,7 @@ ZERO_OPTIMIZERS = (
 
 CUT_EMBEDDING = [{"match": "embed", "shard_dim": 1}]
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "trigger": ("qkv", "attention", "mlp", "rolling", "rolling"),
+    "gather_before": ("qkv", "attention", "mlp", "rolling", "rolling"),
     "granularity": ("module",),
     "coalesce_bytes": (200, 400, 1000, 65536),
     "min_shard_elements": (0, 1, 30, 100, 2048),
@@ -43,11 +43,11 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "overlap": (False,),
     "keep_unsharded": (1, 2, "2000 B", "all"),
     "accumulation": ("full",),
-    "pending_blocks": (1, 5),
-    "plan": (CUT_EMBEDDING,),
+    "reductions_in_flight": (1, 5),
+    "rules": (CUT_EMBEDDING,),
     "unexpected_order": ("gather",),
     "reduction": ("mean",),
-    "experts": (["experts", "fc1"], ["fc2"]),
+    "expert_parameters": (["experts", "fc1"], ["fc2"]),
 }
 DEFAULTS = {"min_shard_elements": 20, "coalesce_bytes": 0}
 
@@ -223,7 +223,7 @@ def _program(rng: random.Random, case: Case) -> tuple[Op, ...]:
 def fitted(case: Case) -> Case:
     """The case without combinations that are meaningless in any model or loop."""
     options = dict(case.options)
-    if options.get("trigger") == "rolling":
+    if options.get("gather_before") == "rolling":
         options.pop("granularity", None)
     if "granularity" in options:
         options.pop("coalesce_bytes", None)

@@ -166,7 +166,8 @@ def _degrees(rng: random.Random, values: dict[str, Any], drawn: Drawn) -> None:
         values.setdefault("launch", {})["processes"] = size
         drawn.told.append(f"degrees {parallel} of {size}")
         return
-    for key in rng.sample(("weight", "sequence", "pipeline", "zero", "expert", "expert_weight"), 2):
+    keys = ("weight", "sequence", "pipeline", "optimizer_ranks", "expert", "expert_weight")
+    for key in rng.sample(keys, 2):
         parallel[key] = rng.choice((1, 2, 2, 3, 4, size))
     values.setdefault("launch", {})["processes"] = size
     values.setdefault("train", {})["global_batch"] = rng.choice((8, 24, 512, 2048))

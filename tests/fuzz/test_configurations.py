@@ -54,7 +54,7 @@ paths = ["rows.jsonl"]
 [train]
 steps = 1
 global_batch = 2
-sample_bytes = 4
+sample_tokens = 4
 sample_prompt = ""
 [parallel]
 device = "cpu"

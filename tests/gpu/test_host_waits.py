@@ -25,7 +25,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "every weight alone, two ahead": ({"coalesce_bytes": 0, "prefetch_depth": 2}, {}),
     "no pool": ({"memory_pool": False}, {}),
     "quantized": ({"quantize": "int8"}, {}),
-    "compiled": ({"compile": True, "trigger": "qkv"}, {}),
+    "compiled": ({"compile": True, "gather_before": "qkv"}, {}),
     "weights on the host": ({"offload": ("weights",)}, {}),
     "activations on the host": ({}, {"mode": "full", "offload": "all"}),
     "attention's outputs on the host": ({}, {"mode": "selective", "offload": "all"}),

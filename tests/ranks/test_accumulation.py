@@ -31,7 +31,8 @@ FULL = ActivationCheckpointConfig(mode="full")
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
 CASES: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None], ...] = (
-    ({}, None), ({"granularity": "module"}, HALF), ({"overlap": False, "pending_blocks": 1}, FULL),
+    ({}, None), ({"granularity": "module"}, HALF),
+    ({"overlap": False, "reductions_in_flight": 1}, FULL),
     (SOME, REENTRANT), (ALL, None), ({"memory_pool": False}, None),
 )  # fmt: skip
 

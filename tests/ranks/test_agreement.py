@@ -107,8 +107,9 @@ def test_ranks_with_different_models_values_or_settings_are_refused_on_all_of_th
     words = ("max_norm",) if odd else ("rank 1 refused its model (this is rank 0)", "max_norm")
     refused(rank, bounded, StructureError, *words)
     patterns = ("wo", "nothing") if odd else ("wo",)
-    text = refused(rank, tiny(), ConfigError if not odd else StructureError, "prefetch_triggers",
-                   prefetch_triggers=patterns)  # fmt: skip
+    kind = StructureError if odd else ConfigError
+    key = "gather_before_modules"
+    text = refused(rank, tiny(), kind, key, gather_before_modules=patterns)
     assert "nothing" in text
 
 
@@ -422,11 +423,12 @@ def test_a_sequence_degree_needs_an_attention_that_knows_of_it(rank: int) -> Non
             assert len(exchanged) == 6
 
 
-@pytest.mark.parametrize("key", ["prefetch_triggers", "experts", "blocks"])
+@pytest.mark.parametrize("key", ["gather_before_modules", "experts", "blocks"])
 @ranks(1)
 def test_every_single_pattern_must_match_something(rank: int, key: str) -> None:
     right = {
-        "prefetch_triggers": ("wo",), "experts": ("layers.*.w1",), "blocks": ("layers.*",)
+        "gather_before_modules": ("wo",), "expert_parameters": ("layers.*.w1",),
+        "blocks": ("layers.*",),
     }[key]
     mesh = mesh_of(1, expert_weight=1 if key == "experts" else None)
     parallelize(tiny(), mesh, WeightParallelConfig(**SMALL, **{key: right}))

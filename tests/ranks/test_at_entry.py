@@ -28,7 +28,7 @@ HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 def test_gradients_are_right_and_a_stale_weight_is_found_without_a_trace() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     cases: tuple[tuple[dict[str, Any], Any], ...] = (
-        ({}, None), ({}, HALF), ({"overlap": False}, None), ({"trigger": "rolling"}, HALF),
+        ({}, None), ({}, HALF), ({"overlap": False}, None), ({"gather_before": "rolling"}, HALF),
     )  # fmt: skip
     for config, checkpoint in cases:
         twin = Twin(Tiny, mesh, checkpoint, **(ALL | config))

@@ -13,6 +13,7 @@ from internsp.app.data.batches import DataSource
 from internsp.app.data.cut import counted
 from internsp.errors import ConfigError
 from tests.support.runs import Changes, Ran, config, run_all
+from tests.support.sections import mesh_sections
 
 WANTED = {"packed": 300, "padded": 800}  # tokens: nine packed rows; three to five padded ones
 TOKENS: Changes = {"train": {"batch_tokens": WANTED["packed"], "eval_batches": 0}}
@@ -23,7 +24,7 @@ TIED: Changes = {"model": {"tie_embeddings": True}}
 
 
 def parallel(**degrees: Any) -> Changes:
-    return {"parallel": degrees}
+    return mesh_sections(**degrees)
 
 
 def parts(number: int, **more: Any) -> Changes:
@@ -44,7 +45,7 @@ TWO: dict[str, list[Changes]] = {
     "packed, two replicas": [parallel(weight=1), parts(4)],
     "packed, ring 2": [parallel(sequence=2, ring=2), parts(4)],
     "padded, weight 2, sequence 2": [PADDED, parallel(weight=2, sequence=2), parts(2)],
-    "padded, weight 2": [PADDED, parallel(weight=2, zero=1), parts(1, global_batch=2)],
+    "padded, weight 2": [PADDED, parallel(weight=2, optimizer_ranks=1), parts(1, global_batch=2)],
     "packed, pipeline 2": [parallel(pipeline=2), parts(4)],
     "padded, interleaved": [
         PADDED, parallel(pipeline=2), parts(2, global_batch=2), {"model": {"layers": 4}},
@@ -53,7 +54,7 @@ TWO: dict[str, list[Changes]] = {
     "tied, pipeline 2": [TIED, parallel(pipeline=2), parts(2, global_batch=2)],
 }
 FOUR: dict[str, list[Changes]] = {
-    "packed, weight 2 of 4": [parallel(weight=2, sequence=1, zero=2), parts(2)],
+    "packed, weight 2 of 4": [parallel(weight=2, sequence=1, optimizer_ranks=2), parts(2)],
     "packed, pipeline 2, two replicas": [parallel(pipeline=2, weight=1), parts(2)],
     "padded, weight 2, sequence 2 of 4": [PADDED, parallel(weight=2, sequence=2), parts(4)],
 }
@@ -132,7 +133,8 @@ def test_a_run_goes_on_at_the_row_that_comes_next(tmp_path: Path, alone: dict[st
 
 def test_a_run_of_so_many_tokens_ends_with_the_step_that_reaches_them(tmp_path: Path) -> None:
     stop: Changes = {
-        "train": {"tokens": 900}, "optimizer": {"schedule": "linear", "min_lr_ratio": 0.0},
+        "train": {"stop_after_tokens": 900},
+        "optimizer": {"schedule": "linear", "min_lr_ratio": 0.0},
     }  # fmt: skip
     (ran,) = run_all(tmp_path, 1, {"stop": [TOKENS, stop]}).values()
     rows = ran.rows

@@ -39,7 +39,7 @@ def config(mesh: Mesh, **changes: dict[str, Any]) -> Config:
         "pipeline": {"chunks": chunks, "schedule": schedule},
         "weight_parallel": {"min_shard_elements": smallest},
         "optimizer": {"lr": 3e-3, "warmup_steps": 1},
-        "train": {"steps": 8, "global_batch": 12, "micro_batches": 2, "sample_bytes": 0},
+        "train": {"steps": 8, "global_batch": 12, "micro_batches": 2, "sample_tokens": 0},
     }  # fmt: skip
     for name, values in changes.items():
         sections[name] = sections.get(name, {}) | values
@@ -91,26 +91,27 @@ CHAINS: dict[str, tuple[dict[str, Any], list[tuple[int, Mesh]]]] = {
     "fp32": ({}, [
         (4, {"weight": 2, "sequence": 2}),
         (4, {"weight": 4, "sequence": 1, "min_shard_elements": 500}),  # of 400 to 5,180
-        (4, {"weight": 2, "pipeline": 2, "zero": 1}),
-        (4, {"weight": 1, "pipeline": 2, "chunks": 2, "zero": 2}),
+        (4, {"weight": 2, "pipeline": 2, "optimizer_ranks": 1}),
+        (4, {"weight": 1, "pipeline": 2, "chunks": 2, "optimizer_ranks": 2}),
         (3, {"weight": 3, "min_shard_elements": 1_000_000}),  # all are replicated
         (1, {}),
-        (2, {"weight": 1, "zero": 2, "sequence": 2}),
+        (2, {"weight": 1, "optimizer_ranks": 2, "sequence": 2}),
     ]),
     "bf16": ({"train": {"dtype": "bfloat16"}}, [
-        (2, {"weight": 2}), (4, {"weight": 2, "pipeline": 2}), (3, {"weight": 1, "zero": 3}),
+        (2, {"weight": 2}), (4, {"weight": 2, "pipeline": 2}),
+        (3, {"weight": 1, "optimizer_ranks": 3}),
     ]),
     "muon": ({"optimizer": {"name": "muon"}, "train": {"dtype": "bfloat16"}}, [
         (2, {"weight": 2}), (4, {"weight": 2, "pipeline": 2, "min_shard_elements": 500}),
         (3, {"weight": 3}), (1, {}),
-        (4, {"weight": 2, "zero": 2}),
+        (4, {"weight": 2, "optimizer_ranks": 2}),
     ]),
     # It keeps a count, weights of averages and a mode in its param_groups.
     "schedulefree": ({"optimizer": {"name": "schedulefree:AdamWScheduleFree"}}, [
-        (2, {"weight": 2}), (4, {"weight": 1, "pipeline": 2, "zero": 2}), (1, {}),
+        (2, {"weight": 2}), (4, {"weight": 1, "pipeline": 2, "optimizer_ranks": 2}), (1, {}),
     ]),
     "adafactor": ({"optimizer": {"name": "adafactor"}}, [
-        (4, {"weight": 2, "sequence": 2, "zero": 2}), (2, {"weight": 1, "pipeline": 2}),
+        (4, {"weight": 2, "sequence": 2, "optimizer_ranks": 2}), (2, {"weight": 1, "pipeline": 2}),
         (3, {"weight": 3}),
     ]),
 }  # fmt: skip

@@ -64,7 +64,7 @@ def test_loss_and_every_gradient_equal_one_process() -> None:
 
 
 def parallel(**options: Any) -> Changes:
-    return {"parallel": {"sequence": 4, "ring": 4, "weight": 2}, "sequence": options}
+    return {"parallel": {"sequence": 4, "weight": 2}, "sequence": {"ring": 4, **options}}
 
 
 def test_a_run_of_the_trainer_equals_one_process(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_run_of_the_trainer_equals_one_process(tmp_path: Path) -> None:
 @ranks(4)
 def test_blocks_go_round_both_rings_and_as_many_bytes_as_planned(rank: int) -> None:
     sizes = {"data": {"sequence_length": 32}, "train": {"global_batch": 2}}
-    settings = config(parallel(**DOUBLE), {"parallel": {"balance": "zigzag"}}, sizes)
+    settings = config(parallel(**DOUBLE), {"sequence": {"balance": "zigzag"}}, sizes)
     session = Session.create(settings)
     attends = [
         module
@@ -115,9 +115,9 @@ def test_blocks_go_round_both_rings_and_as_many_bytes_as_planned(rank: int) -> N
 
 @ranks(4)
 def test_a_pipelines_stages_take_the_section_too() -> None:
-    degrees = {"parallel": {"pipeline": 2, "sequence": 2, "ring": 2}}
+    degrees = {"parallel": {"pipeline": 2, "sequence": 2}}
     micro_batches = {"train": {"micro_batches": 2}}
-    own = {"sequence": {"ring_form": "reverse", "head_output": "gather"}}
+    own = {"sequence": {"ring": 2, "ring_form": "reverse", "head_output": "gather"}}
     for chunk in Session.create(config(degrees, micro_batches, own)).modules:
         found = [m for m in chunk.modules() if isinstance(m, DistributedAttention)]
         assert {attend.rings.form for attend in found if attend.rings} == {"reverse"}
@@ -127,12 +127,12 @@ def test_a_pipelines_stages_take_the_section_too() -> None:
 @ranks(2)
 def test_a_mesh_without_such_rings_is_refused_on_every_rank(rank: int) -> None:
     model = model_zoo.build(Case().model_config(), dtype=torch.float64)
-    wrong = WeightParallelConfig(trigger="rolling", granularity="module")
+    wrong = WeightParallelConfig(gather_before="rolling", granularity="module")
     with pytest.raises(ConfigError) as refused:
         parallelize(model, mesh_of(1, 2), wrong, sequence=SequenceConfig(**DOUBLE))
     told = str(refused.value).splitlines()
     assert [line.partition(":")[0].strip() for line in told] == [
-        "the configuration", "weight_parallel.trigger", "sequence.ring_form"
+        "the configuration", "weight_parallel.gather_before", "sequence.ring_form"
     ]  # fmt: skip
     assert '"double" of a ring of one rank' in told[2]
     assert {type(p) for p in model.parameters()} == {nn.Parameter}, "the model is as it was"

@@ -10,13 +10,14 @@ import pytest
 from internsp.modules import entry
 from tests.support.ranks import run_ranks
 from tests.support.runs import Changes, Ran, config, run, run_all
+from tests.support.sections import mesh_sections
 
-DROPPED: Changes = {"model": {"dropout": 0.2, "embedding_dropout": 0.1}}
-NONE: Changes = {"model": {"dropout": 0.0, "embedding_dropout": 0.0}}
+DROPPED: Changes = {"model": {"dropout": 0.2}}
+NONE: Changes = {"model": {"dropout": 0.0}}
 
 
 def parallel(**degrees: Any) -> Changes:
-    return {"parallel": degrees}
+    return mesh_sections(**degrees)
 
 
 def again(**options: Any) -> Changes:
@@ -43,7 +44,7 @@ TWO = {
     "documents padded": [parallel(weight=2, sequence=2), {"data": {"pack": False}}],
 }
 FOUR = {
-    "weight 2, sequence 2, zero 1": [parallel(weight=2, sequence=2, zero=1), parts(2)],
+    "weight 2, sequence 2, zero 1": [parallel(weight=2, sequence=2, optimizer_ranks=1), parts(2)],
     "pipeline 2, ring 2": [parallel(pipeline=2, weight=2, sequence=2, ring=2), parts(2)],
 }
 
@@ -54,7 +55,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     every: dict[str, list[Changes]] = {
         "plain": [{"checkpoint": {"every": 1}}], "documents padded": [{"data": {"pack": False}}],
         "none": [NONE],
-        "blocks alone": [{"model": {"embedding_dropout": 0.0}}],
         "still": [{"optimizer": {"lr": 0.0}}],
         "still, none": [NONE, {"optimizer": {"lr": 0.0}}], **ALONE,
     }  # fmt: skip
@@ -66,7 +66,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
 def test_dropout_takes_part_and_the_held_out_loss_has_none(alone: dict[str, Ran]) -> None:
     plain, none = alone["plain"].rows, alone["none"].rows
     assert plain[0].loss != pytest.approx(none[0].loss, rel=1e-6)
-    assert alone["blocks alone"].rows[0].loss != pytest.approx(plain[0].loss, rel=1e-6)
     still, other = alone["still"].rows[-1], alone["still, none"].rows[-1]
     assert still.eval_loss == other.eval_loss
     assert still.loss != other.loss
@@ -110,7 +109,7 @@ def compiled(rank: int, world_size: int, folder: str, settings: Any) -> None:
 
 @pytest.mark.slow(10)
 def test_compiled_blocks_drop_the_same(tmp_path: Path, alone: dict[str, Ran]) -> None:
-    weights = {"weight_parallel": {"compile": True, "trigger": "qkv"}}
+    weights = {"weight_parallel": {"compile": True, "gather_before": "qkv"}}
     settings = config(DROPPED, parallel(weight=2), weights, again(mode="full", fraction=0.5))
     run_ranks(compiled, 2, str(tmp_path / "run"), settings, timeout=240)
     Ran(tmp_path / "run").equals(alone["plain"])

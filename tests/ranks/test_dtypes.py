@@ -114,7 +114,7 @@ def accumulate(model: nn.Module, rank: int, world: int, autocast: bool = False) 
     [
         (2, "option", {"coalesce_bytes": 400}),
         (1, "option", {"accumulation": "full"}),
-        (2, "user", {"trigger": "rolling"}),
+        (2, "user", {"gather_before": "rolling"}),
     ],
 )
 @ranks(2)
@@ -171,7 +171,7 @@ def test_grad_dtype_set_after_parallelize_counts_from_then_on(rank: int) -> None
 ADAPTED: list[tuple[int, bool, dict[str, Any], Any, bool]] = [
     (2, False, {}, None, False),
     (2, False, {"coalesce_bytes": 65536}, ActivationCheckpointConfig(mode="full"), True),
-    (2, True, {"trigger": "rolling"}, None, True),
+    (2, True, {"gather_before": "rolling"}, None, True),
     (1, True, {}, None, False),
 ]
 
@@ -225,7 +225,7 @@ def test_parameters_whose_rule_says_none_compute_in_it_while_others_are_cast(ran
             if name.endswith("w2"):  # like a router in fp32: it casts its input
                 module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
                 module.register_forward_hook(lambda *a: a[-1].to(BF16))
-    communicator = cut(ours, mesh_of(2), compute_dtype="bfloat16", plan=[OWN])
+    communicator = cut(ours, mesh_of(2), compute_dtype="bfloat16", rules=[OWN])
     accumulate(ours, rank, 2)
     sent = {w.name: (w.compute_dtype, w.reduce_dtype) for w in communicator.replicated.sharded}
     for name, dtypes in sent.items():

@@ -45,7 +45,7 @@ def settings(name: str, **sections: dict[str, Any]) -> Config:
         "parallel": {"weight": 2, "timeout_seconds": TIMEOUT},
         "weight_parallel": {"min_shard_elements": 128},
         "train": {
-            "name": name, "steps": 3, "global_batch": 4, "eval_batches": 1, "sample_bytes": 5,
+            "name": name, "steps": 3, "global_batch": 4, "eval_batches": 1, "sample_tokens": 5,
         },
         "launch": {"processes": 2},
     }  # fmt: skip
@@ -141,7 +141,7 @@ def test_a_rank_that_is_stopped_is_named_soon_after_the_timeout(tmp_path: Path) 
 
 
 def test_sigterm_to_one_rank_ends_all_after_the_step_by_its_name(tmp_path: Path) -> None:
-    config = settings("asked-1", train={"name": "asked-1", "steps": 50, "sample_bytes": 0})
+    config = settings("asked-1", train={"name": "asked-1", "steps": 50, "sample_tokens": 0})
     assert start(eventful, config, tmp_path) == 0, "a scheduler has asked, and all is saved"
     assert (tmp_path / "checkpoints" / "step-000002").exists()
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
@@ -150,7 +150,7 @@ def test_sigterm_to_one_rank_ends_all_after_the_step_by_its_name(tmp_path: Path)
 
 
 def test_sigusr1_to_one_rank_saves_after_the_step_and_the_run_goes_on(tmp_path: Path) -> None:
-    config = settings("saves-1", train={"name": "saves-1", "steps": 5, "sample_bytes": 0})
+    config = settings("saves-1", train={"name": "saves-1", "steps": 5, "sample_tokens": 0})
     assert start(eventful, config, tmp_path) == 0
     assert [step for step, _ in steps_in(tmp_path / "checkpoints")] == [5, 2]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
@@ -171,7 +171,7 @@ def asking(config: Config, output: Path) -> None:
 
 
 def test_sigusr1_to_the_launcher_saves_once_although_nothing_else_is_saved(tmp_path: Path) -> None:
-    train_too = {"name": "saves-0", "steps": 12, "sample_bytes": 0}
+    train_too = {"name": "saves-0", "steps": 12, "sample_tokens": 0}
     config = settings("saves-0", train=train_too, checkpoint={"save": False})
     assert start(asking, config, tmp_path) == 0
     ((step, path),) = steps_in(tmp_path / "checkpoints")

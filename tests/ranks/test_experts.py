@@ -24,11 +24,11 @@ CASES = {
         1, 2, zero=2, listed=True, number=5, checkpoint={"mode": "full", "fraction": 0.5}
     ),
     "all weights small": Case(4, 2, 2, config={"coalesce_bytes": 65536}),
-    "some weights small": Case(2, 4, config={"coalesce_bytes": 400, "pending_blocks": 1}),
+    "some weights small": Case(2, 4, config={"coalesce_bytes": 400, "reductions_in_flight": 1}),
     "summed whole, a block kept": Case(
         2, 4, micro_batches=2, config={"accumulation": "full", "keep_unsharded": 1}
     ),
-    "rolling": Case(4, 2, 2, config={"trigger": "rolling", "coalesce_bytes": 400}),
+    "rolling": Case(4, 2, 2, config={"gather_before": "rolling", "coalesce_bytes": 400}),
     "no slots kept": Case(4, 2, 2, number=2, config={"memory_pool": False, "prefetch_depth": 2}),
 }
 
@@ -126,7 +126,7 @@ def traced(rank: int, world: int, cases: list[Case]) -> list[tuple[list[str], li
     found = []
     for case in cases:
         kinds = ("AG", "RS", "USE", "FREE", "FINISH")
-        if case.config.get("trigger") == "rolling":  # whose plan orders the messages alone
+        if case.config.get("gather_before") == "rolling":  # whose plan orders the messages alone
             kinds = kinds[:2]
         pair = Pair(case)
         pair.backward(0, plain=False, once=True)

@@ -9,7 +9,7 @@ from tests.support.compare import TOLERANCE
 from tests.support.pipeline import Case, Found, batches, compare, make
 from tests.support.ranks import run_ranks
 
-EXPERTS: dict[str, Any] = {"experts": ("feed_forward",)}
+EXPERTS: dict[str, Any] = {"expert_parameters": ("feed_forward",)}
 CASES = [
     Case("ZBVZeroBubble", chunks=2, expert_weight=2, weights=EXPERTS),
     Case(

@@ -170,7 +170,7 @@ def refused(rank: int, world: int) -> list[str]:
             ParallelMesh.create(2, device_type="cpu", timeout_seconds=20, **wrong)
         texts.append(str(caught.value))
     mesh = ParallelMesh.create(2, device_type="cpu", timeout_seconds=20, expert=2)
-    config = WeightParallelConfig(experts=("mixture.*",))
+    config = WeightParallelConfig(expert_parameters=("mixture.*",))
     texts.append(
         raises(StructureError, lambda: parallelize(Mixture(4, mesh.expert_group), mesh, config))
     )
@@ -193,7 +193,7 @@ def test_what_cannot_be_is_one_clear_error_on_every_rank() -> None:
         assert "candidates: embed, head, layers.*.experts.bias" in missing
         assert "mixture.*" in missing
         assert "layers.0.experts.tied.weight" in shared
-        assert "weight_parallel.experts" in shared
+        assert "weight_parallel.expert_parameters" in shared
         assert "layers.0.experts.scale" in scalar
 
 

@@ -160,8 +160,8 @@ def test_a_step_runs_under_every_setting_of_weight_parallel() -> None:
     # What the example's model lacks: attention, feed-forward layers; what a weight group of two
     # cannot have (test_near_slices), and what needs narrower parameters (test_dtypes).
     other = (
-        {"trigger": "attention"}, {"trigger": "mlp"},
-        {"reshard_after_forward": 2}, {"grad_dtype": "float32"},
+        {"gather_before": "attention"}, {"gather_before": "mlp"},
+        {"near_ranks": 2}, {"grad_dtype": "float32"},
     )  # fmt: skip
     chosen = [setting for setting in settings(rows(DOCUMENT.read_text())) if setting not in other]
     assert len(chosen) > 15

@@ -40,7 +40,7 @@ name = "hf"
 steps = 20
 global_batch = 4
 eval_batches = 0
-sample_bytes = 0
+sample_tokens = 0
 [launch]
 processes = 2
 """

@@ -25,7 +25,7 @@ warmup_steps = 0
 [train]
 steps = 2
 global_batch = 4
-sample_bytes = 0
+sample_tokens = 0
 eval_batches = 0
 """
 
@@ -36,12 +36,12 @@ def test_rates_change_as_declared_and_the_run_ends_by_tokens(tmp_path: Path) -> 
     internsp("train", "c.toml", cwd=tmp_path)
     # A step has about 390 tokens: four more reach 2,200.
     linear = ["--optimizer.schedule", "linear", "--optimizer.min_lr_ratio", "0"]
-    other = ["--optimizer.lr", "1e-3", *linear, "--train.tokens", "2200"]
+    other = ["--optimizer.lr", "1e-3", *linear, "--train.stop_after_tokens", "2200"]
     words = ("train", "c.toml", "--resume", "runs/run")
     said = internsp(*words, *other, cwd=tmp_path).stdout
     assert "optimizer.lr: 0.01 in the checkpoint, 0.001 from now on" in said
     assert 'optimizer.schedule: "constant" in the checkpoint, "linear" from now on' in said
-    assert "train.tokens: 0 in the checkpoint, 2200 from now on" in said
+    assert "train.stop_after_tokens: 0 in the checkpoint, 2200 from now on" in said
     rows = read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")
     totals = [row.total_tokens or 0 for row in rows]
     assert [row.step for row in rows] == [1, 2, 3, 4, 5, 6]

@@ -212,7 +212,9 @@ def test_a_frozen_base_with_adapters_of_peft_is_found_inside() -> None:
     assert torch.equal(*texts)
 
 
-@pytest.mark.parametrize("config", [{}, {"coalesce_bytes": 65536}, {"trigger": "rolling"}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, {"coalesce_bytes": 65536}, {"gather_before": "rolling"}], ids=str
+)
 @pytest.mark.parametrize("mode", ["none", "full"])
 @ranks(2)
 def test_adapters_of_peft_on_parameters_of_experts_are_right(

@@ -32,6 +32,7 @@ from internsp.app.train.step import StepRunner
 from internsp.errors import ConfigError, InternspError
 from internsp.failure.objects import Objects
 from tests.support.ranks import ranks, run_ranks
+from tests.support.sections import mesh_sections
 from tests.support.zero import whole
 
 WORDS = "all of these words are of some length and they differ"
@@ -53,7 +54,7 @@ def config(folder: Path, parallel: dict[str, Any], **changes: dict[str, Any]) ->
             "source": "jsonl", "paths": [str(folder / "a.jsonl"), str(folder / "b.jsonl")],
             "sequence_length": 20, "held_out": 0.0, "pack": False,
         },
-        "parallel": parallel,
+        **mesh_sections(**parallel),
         "weight_parallel": {"min_shard_elements": 64},
         "optimizer": {
             "name": "sgd", "lr": 0.5, "weight_decay": 0.0, "max_grad_norm": None, "warmup_steps": 0,
@@ -61,7 +62,7 @@ def config(folder: Path, parallel: dict[str, Any], **changes: dict[str, Any]) ->
         },
         "train": {
             "steps": 6, "global_batch": 12, "dtype": "float64", "eval_batches": 0,
-            "sample_bytes": 0, "log_every": 100,
+            "sample_tokens": 0, "log_every": 100,
         },
     }  # fmt: skip
     for name, values in changes.items():

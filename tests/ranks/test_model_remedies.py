@@ -106,8 +106,8 @@ ruled = partial(plans, four)
 
 def compiled_with_a_rule() -> None:
     """Another rule of the same block than one of its trigger; compiled it is in other tests."""
-    plan = [{"match": "layers.0", "trigger": "qkv", "prefetch_depth": 2}]
-    config = WeightParallelConfig(compile=True, trigger="qkv", plan=plan)
+    plan = [{"match": "layers.0", "gather_before": "qkv", "prefetch_depth": 2}]
+    config = WeightParallelConfig(compile=True, gather_before="qkv", rules=plan)
     examine(Tiny(), config, None, MeshShape(2, weight=2))
 
 
@@ -127,7 +127,7 @@ def recomputing(mode: str = "full", **options: Any) -> Any:
 
 
 def tiled(tiles: int = 2, module: str = "w2", **config: Any) -> None:
-    right(checkpoint=ActivationCheckpointConfig(tiles=tiles, tiled=[module]), **config)
+    right(checkpoint=ActivationCheckpointConfig(tiles=tiles, tiled_modules=[module]), **config)
 
 
 OWN_GATHERS = (
@@ -178,7 +178,7 @@ PARALLEL: Table = {
     },
     "communicator is a {type(communicator).__name__}": {"give a WPCommunicator": OWN_GATHERS},
     "where no hook of ours may run (WP-13)": {
-        "(WP-13): set weight_parallel.trigger = 'qkv' (the block's entry) and no": COMPILED,
+        "(WP-13): set weight_parallel.gather_before = 'qkv' (the block's entry) and no": COMPILED,
         "and the same in rules": compiled_with_a_rule,
     },
     "learns an order of blocks, but a rule of the plan makes": {
@@ -235,29 +235,30 @@ STRUCTURE: Table = {
             "test_even_small_parameters_of_owned_experts_are_cut_and_never_summed_over_owners",
     },
     "an expert's weight is shared with another module": {
-        "untie it": plans(degrees=WITH_EXPERTS, experts=["layers.0.w1"]),
-        "change weight_parallel.experts":
-            plans(before=tied_experts, degrees=WITH_EXPERTS, experts=["layers.*.w1"]),
+        "untie it": plans(degrees=WITH_EXPERTS, expert_parameters=["layers.0.w1"]),
+        "change weight_parallel.expert_parameters":
+            plans(before=tied_experts, degrees=WITH_EXPERTS, expert_parameters=["layers.*.w1"]),
     },
     "set {key}, candidates": {
-        "weight_parallel.prefetch_triggers":
-            plans(partial(Tiny, Untriggered), prefetch_triggers=["last"]),
-        "prefetch_triggers in its rule":
-            plans(plan=[{"match": "layers.0", "prefetch_triggers": ["w2"]}]),
+        "weight_parallel.gather_before_modules":
+            plans(partial(Tiny, Untriggered), gather_before_modules=["last"]),
+        "gather_before_modules in its rule":
+            plans(rules=[{"match": "layers.0", "gather_before_modules": ["w2"]}]),
     },
-    "it has none: set trigger": {
-        "set trigger = 'qkv', its entry, in a rule for it":
-            plans(blocks=["layers.*", "head"], plan=[{"match": "head", "trigger": "qkv"}]),
+    "it has none: set gather_before": {
+        "set gather_before = 'qkv', its entry, in a rule for it":
+            plans(blocks=["layers.*", "head"], rules=[{"match": "head", "gather_before": "qkv"}]),
     },
     "no transformer blocks found by the usual names": {
         "set weight_parallel.blocks": plans(Stacked, blocks=["stack.*"]),
     },
     "activation_checkpoint recomputes some of the blocks of": {
-        "recompute all of them": plans(checkpoint=FULL, plan=MERGED), "or none": plans(plan=MERGED),
+        "recompute all of them": plans(checkpoint=FULL, rules=MERGED),
+        "or none": plans(rules=MERGED),
     },
     "a weight belongs to one unit; make the patterns": {
-        "match one level only, and have a rule of weight_parallel.plan set unit":
-            plans(blocks=["layers.*"], plan=EACH_Q),
+        "match one level only, and have a rule of weight_parallel.rules set unit":
+            plans(blocks=["layers.*"], rules=EACH_Q),
     },
     # options without an effect
     "no parameter of the model is sharded": {
@@ -266,19 +267,19 @@ STRUCTURE: Table = {
     },
     "(or expert), or leave the option out": {
         "make it with expert_weight (or expert)":
-            plans(degrees=WITH_EXPERTS, experts=["layers.*.w1"]),
+            plans(degrees=WITH_EXPERTS, expert_parameters=["layers.*.w1"]),
         "leave the option out": right,
     },
     "other than those of which rules say": {
         "Lower it": ROUNDED, "name weights in a rule with quantize": QUANTIZED_BY_RULE,
     },
-    "no block has a sharded parameter; leave": {"leave it out": plans(plan=SMALL_BLOCKS)},
+    "no block has a sharded parameter; leave": {"leave it out": plans(rules=SMALL_BLOCKS)},
     "rules say what every sharded weight of the blocks": {"leave it out": QUANTIZED_BY_RULE},
     "is a unit already: leave": {
-        "leave it out": plans(plan=[{"match": "layers.*.q", "unit": "each"}]),
+        "leave it out": plans(rules=[{"match": "layers.*.q", "unit": "each"}]),
     },
     "rules decide it for every block": {
-        "leave one of them out": plans(plan=[{"match": "layers.0", **KEEP}], keep_unsharded=1),
+        "leave one of them out": plans(rules=[{"match": "layers.0", **KEEP}], keep_unsharded=1),
     },
     "all blocks stay unsharded (keep_unsharded": {
         'keep_unsharded = "all"': plans(keep_unsharded="all"), "leave one of them out": SLICES,
@@ -288,37 +289,37 @@ STRUCTURE: Table = {
     },
     '= "experts" has no effect: the mesh': {
         "make it with expert_weight (or expert)":
-            plans(degrees=WITH_EXPERTS, plan=[{"match": "layers.*.w1", "axis": "experts"}]),
+            plans(degrees=WITH_EXPERTS, rules=[{"match": "layers.*.w1", "axis": "experts"}]),
         "leave it out": right,
     },
-    "has no effect beside prefetch_triggers": {
-        "leave one out": plans(plan=[{"match": "layers.0", "trigger": "mlp"}]),
-        "which replace it": plans(plan=[{"match": "layers.0", "prefetch_triggers": ["w2"]}]),
+    "has no effect beside gather_before_modules": {
+        "leave one out": plans(rules=[{"match": "layers.0", "gather_before": "mlp"}]),
+        "which replace it": plans(rules=[{"match": "layers.0", "gather_before_modules": ["w2"]}]),
     },
     "has no effect: what rules quantize or pack": {"leave it out": QUANTIZED_BY_RULE},
     "has no effect: the blocks stay unsharded, so": {
-        "leave it out": plans(plan=[{"match": "layers", **KEEP}]),
+        "leave it out": plans(rules=[{"match": "layers", **KEEP}]),
     },
     "has no effect: the blocks have no sharded parameter": {
-        "leave it out": plans(plan=SMALL_BLOCKS),
+        "leave it out": plans(rules=SMALL_BLOCKS),
     },
     "has no effect: no block comes after": {"leave it out": right},
     # units and their rules
     "lies in no block (they are": {
         "name it in weight_parallel.blocks":
-            plans(blocks=["layers.*", "head"], trigger="qkv"),
+            plans(blocks=["layers.*", "head"], gather_before="qkv"),
     },
     "is set twice, by": {
-        "let their patterns match different things": plans(plan=[
+        "let their patterns match different things": plans(rules=[
             {"match": f"layers.{i}", "prefetch_depth": i, "unit": "one"} for i in range(2)
         ]),
     },
     "and is needed first: name": {
-        "name it too": ruled(plan=[{"match": "layers.0", "forward_prefetch": ["layers.{1-2}"]}]),
+        "name it too": ruled(rules=[{"match": "layers.0", "forward_prefetch": ["layers.{1-2}"]}]),
     },
     "and prefetch_depth is for both directions": {
-        "leave one of them out": ruled(plan=[{"match": "layers.1", "prefetch_depth": 2}]),
-        "prefetch_depth of": ruled(plan=[{"match": "layers.1", "forward_prefetch": 2}]),
+        "leave one of them out": ruled(rules=[{"match": "layers.1", "prefetch_depth": 2}]),
+        "prefetch_depth of": ruled(rules=[{"match": "layers.1", "forward_prefetch": 2}]),
     },
     "weight_parallel_plan of {type(model).__name__} is a": {
         "give a list of rules (internsp.PlanRule": plans(
@@ -333,24 +334,24 @@ STRUCTURE: Table = {
             plans(with_rules([{"match": "layers.0", "prefetch_depth": 0}])),
     },
     "activation_checkpoint.tiles: no feed-forward": {
-        "name it in activation_checkpoint.tiled": tiled,
+        "name it in activation_checkpoint.tiled_modules": tiled,
     },
     "which parallelize() does not know: give": {"give a number of tiles": tiled},
     "whose tiles would gather it each": {
-        "out of activation_checkpoint.tiled": partial(tiled, plan=EACH_Q),
+        "out of activation_checkpoint.tiled_modules": partial(tiled, rules=EACH_Q),
         "or the unit out of the plan": tiled,
     },
     "has a unit that is not a block (unit in": {"leave the rule out": COMPILED},
     "of which a smaller near group is": {
         "choose one of these": SLICES,
         "or 0 (keep_unsharded keeps blocks unsharded)":
-            plans(reshard_after_forward=0, keep_unsharded="all"),
+            plans(near_ranks=0, keep_unsharded="all"),
     },
     "gathers each weight as soon as there is room": {
-        "choose another trigger for all": plans(plan=[{"match": "layers.0", "prefetch_depth": 2}]),
+        "choose another trigger for all": plans(rules=[{"match": "layers.0", "prefetch_depth": 2}]),
     },
     "gathers each weight alone, one ahead": {
-        'set granularity = "block"': plans(plan=[{"match": "layers.0", "coalesce_bytes": 400}]),
+        'set granularity = "block"': plans(rules=[{"match": "layers.0", "coalesce_bytes": 400}]),
     },
     "holds none of the blocks, the smallest": {
         "give more": plans(keep_unsharded="1 MiB"), "a number of blocks": plans(keep_unsharded=1),
@@ -387,7 +388,7 @@ SCHEDULE: Table = {
         "use a weight no more often than in a forward before":
             "tests/ranks/test_rolling.py::"
             "test_a_second_use_that_comes_unexpectedly_names_both_holders_and_is_known_afterwards",
-        'trigger = "out_proj"': partial(used_again, trigger="out_proj"),
+        'gather_before = "out_proj"': partial(used_again, gather_before="out_proj"),
         "unexpected_order = 'gather'": plans(borrowing, unexpected_order="gather"),
     },
 }  # fmt: skip
@@ -406,15 +407,15 @@ CONFIG: Table = {
         "raise it": recomputing(fraction=0.5), "set blocks instead": recomputing(blocks=(0,)),
     },
     "gathers weight by weight in any case": {
-        'use granularity = "block"': plans(trigger="rolling"),
+        'use granularity = "block"': plans(gather_before="rolling"),
     },
-    'unused with trigger = "rolling"': {
-        "remove them": plans(trigger="rolling"),
-        "or choose another trigger": plans(prefetch_triggers=["w2"]),
+    'unused with gather_before = "rolling"': {
+        "remove them": plans(gather_before="rolling"),
+        "or choose another gather_before": plans(gather_before_modules=["w2"]),
     },
     'unused with granularity = "module"': {"leave it out": plans(granularity="module")},
     "of a ring of one rank": {
-        "make a mesh with parallel.ring": RINGS, 'or use "auto"': ONE_ATTENTION,
+        "make a mesh with a ring": RINGS, 'or use "auto"': ONE_ATTENTION,
     },
     "torch's reentrant form cannot be selective": {
         "set it to false": recomputing(mode="selective"),
@@ -428,7 +429,7 @@ CONFIG: Table = {
         "leave it out": OWN_GATHERS, "take the library's": RULES,
     },
     "lies inside a compiled block": {
-        'use trigger = "qkv" or "rolling" and no prefetch_triggers': COMPILED
+        'use gather_before = "qkv" or "rolling" and no gather_before_modules': COMPILED
     },
     "so there is no saved input to offload": {
         'set mode to "full"':
@@ -439,8 +440,9 @@ CONFIG: Table = {
         "leave one of them out": recomputing(fraction=0.5),
         "activation_checkpoint.blocks": recomputing(blocks=(0,)),
     },
-    "is unused with prefetch_triggers, which": {
-        "remove one": plans(trigger="mlp"), "prefetch_triggers": plans(prefetch_triggers=["w2"]),
+    "is unused with gather_before_modules, which": {
+        "remove one": plans(gather_before="mlp"),
+        "gather_before_modules": plans(gather_before_modules=["w2"]),
     },
     "{inner} is of no effect with": {
         'set ring_form = "double"': DOUBLE, "or leave it out": RINGS,
@@ -466,12 +468,12 @@ CONFIG: Table = {
     },
     "pre_all_gather and post_all_gather need": {"give both": PACKED},
     "prefetch_depth sets both": {
-        "give it": ruled(plan=[{"match": "layers.1", "prefetch_depth": 2}]),
-        "or them": ruled(plan=[
+        "give it": ruled(rules=[{"match": "layers.1", "prefetch_depth": 2}]),
+        "or them": ruled(rules=[
             {"match": "layers.1", "forward_prefetch": 2, "backward_prefetch": 0}
         ]),
     },
-    "write a rule, [[weight_parallel.plan]]": {
+    "write a rule, [[weight_parallel.rules]]": {
         "write a rule":
             "tests/unit/test_config.py::test_a_key_that_was_is_answered_with_what_it_became",
     },

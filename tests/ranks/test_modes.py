@@ -27,7 +27,7 @@ def data(mesh: internsp.ParallelMesh) -> Iterator[Tensor]:
 def trainer(folder: Path, train: dict[str, Any], own_loss: Any = loss) -> internsp.Trainer:
     given = sections(
         train={"eval_every": 0, **train}, checkpoint={"save": False, "every": 0},
-        weight_parallel={"min_shard_elements": 16, "blocks": ["layers.*"], "trigger": "qkv"},
+        weight_parallel={"min_shard_elements": 16, "blocks": ["layers.*"], "gather_before": "qkv"},
         parallel={"weight": 2},
     )  # fmt: skip
     return internsp.Trainer(given, output=folder, model=Tiny(), loss=own_loss, data=data)

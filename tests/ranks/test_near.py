@@ -19,6 +19,7 @@ from tests.support.pairs import Combination, covering
 from tests.support.parity import Case, run_case
 from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import Changes, Ran, config, run_all
+from tests.support.sections import mesh_sections
 
 HEADS = {
     "own": {"heads": 4, "hidden_size": 16},
@@ -68,14 +69,14 @@ def test_loss_and_every_gradient_equal_one_process() -> None:
 
 
 def parallel(near: str, **degrees: Any) -> Changes:
-    return {"parallel": {"sequence": 4, "ring": 2, "near": near, **degrees}}
+    return mesh_sections(**{"sequence": 4, "ring": 2, "fast_links": near, **degrees})
 
 
 def again(**options: Any) -> Changes:
     return {"activation_checkpoint": options}
 
 
-DROPPED: Changes = {"model": {"dropout": 0.2, "embedding_dropout": 0.1}}
+DROPPED: Changes = {"model": {"dropout": 0.2}}
 PADDED: Changes = {"data": {"pack": False}}
 TWICE: Changes = {"train": {"micro_batches": 2}}
 SAVED: Changes = {"checkpoint": {"every": 1}}

@@ -1,4 +1,4 @@
-"""``reshard_after_forward``: later gathers of a step use slices within a near group."""
+"""``near_ranks``: later gathers of a step use slices within a near group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
-NEAR: dict[str, Any] = {"reshard_after_forward": 2}
+NEAR: dict[str, Any] = {"near_ranks": 2}
 
 
 def gathers(twin: Twin) -> list[tuple[str, int]]:
@@ -123,12 +123,12 @@ def test_slices_keep_what_was_gathered_in_low_precision_and_rounded() -> None:
 @ranks(4)
 def test_a_rule_slices_some_blocks_and_what_does_not_fit_is_refused() -> None:
     mesh = mesh_of(4)
-    rules = ({"match": "layers.{1-2}", "reshard_after_forward": 2},)
-    twin = Twin(Tiny, mesh, plan=rules)
+    rules = ({"match": "layers.{1-2}", "near_ranks": 2},)
+    twin = Twin(Tiny, mesh, rules=rules)
     twin.backward()
     twin.check_gradients("a rule")
     sliced = {w.name.split(".")[1] for w in twin.communicator.replicated.sharded if w.slices}
     assert sliced == {"1", "2"}
     for ranks_, word in ((3, "is 2;"), (4, "is 2;"), (1, "is 2;")):
-        raises(ConfigError, lambda n=ranks_: Twin(Tiny, mesh, reshard_after_forward=n), word,
+        raises(ConfigError, lambda n=ranks_: Twin(Tiny, mesh, near_ranks=n), word,
                "layers.0.q.weight is sharded over 4 ranks")  # fmt: skip

@@ -45,10 +45,10 @@ PLAIN: tuple[tuple[int, Any, dict[str, Any], Any], ...] = (
     (1, Tiny, {"offload": ("weights",)}, FULL),
     (1, partial(Frozen, True), {"offload": ("weights", "gradients"), "memory_pool": False}, None),
     (1, Tiny, {"offload": ("gradients",), "accumulation": "full"}, None),
-    (2, partial(Frozen, True), {"offload": ("weights",), "trigger": "rolling"}, None),
+    (2, partial(Frozen, True), {"offload": ("weights",), "gather_before": "rolling"}, None),
     (2, Tiny, {"offload": ("weights", "gradients"), "keep_unsharded": 2, **ALL}, FULL),
     (2, Tiny, {"offload": ("gradients",), "overlap": False}, None),
-    (2, partial(Frozen, True), {"plan": PART, "granularity": "module"}, None),
+    (2, partial(Frozen, True), {"rules": PART, "granularity": "module"}, None),
 )
 
 

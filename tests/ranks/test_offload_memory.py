@@ -29,7 +29,7 @@ CHANGES: tuple[dict[str, dict[str, Any]], ...] = (
     {"weight_parallel": {"offload": EVERYTHING}, "parallel": {"weight": 2}},
     {"weight_parallel": {"offload": EVERYTHING}, "train": {"dtype": "bfloat16"}},
     {"weight_parallel": {"offload": ["weights"], "compute_dtype": "bfloat16"}},
-    {"weight_parallel": {"offload": ["gradients"], "accumulation": "full", "plan": PART}},
+    {"weight_parallel": {"offload": ["gradients"], "accumulation": "full", "rules": PART}},
     {
         "weight_parallel": {"offload": ["optimizer"]},
         "optimizer": {"name": "sgd", "momentum": 0.9}, "parallel": {"weight": 2},

@@ -111,7 +111,7 @@ def positive_norm(_: Path) -> Pair:
     ]  # fmt: skip
 
 
-@row("Declare whole_matrix = true (of ZeroOptimizer, of its group in param_groups, or")
+@row("Declare whole_matrix = true (of ZeroOptimizer, or of its group in param_groups)")
 def whole_matrix(_: Path) -> Pair:
     twin, other = tiny(), tiny()
     parameters = list(other.ours.parameters())
@@ -309,7 +309,7 @@ class Stack(Tiny):
 @row("it on dimension 0 (a rule with shard_dim = 0, docs/plan.md)", world=2)
 def stack_on_another_dimension(_: Path) -> Pair:
     def made(dim: int) -> Act:
-        twin = tiny(Stack, plan=[{"match": "stack", "shard_dim": dim}])
+        twin = tiny(Stack, rules=[{"match": "stack", "shard_dim": dim}])
         rest = [p for p in twin.ours.parameters() if p.ndim != 3]
         groups = [
             {"params": [twin.ours.get_parameter("stack")]}, {"params": rest, "optimizer": AdamW}

@@ -139,8 +139,11 @@ def by_adafactor(name: str) -> tuple[float, float]:
 
 
 MUON = {
-    "name": "muon", "rest_lr": 5e-3, "max_grad_norm": 0.5, "options": ["nesterov = false"],
-    "groups": [{"match": "**.w2", "lr": 3e-2}, {"match": "**.wo", "optimizer": "adamw"}],
+    "name": "muon", "max_grad_norm": 0.5, "options": ["nesterov = false"],
+    "groups": [
+        {"match": ["embed", "head", "**.*norm*", "norm"], "lr": 5e-3},
+        {"match": "**.w2", "lr": 3e-2}, {"match": "**.wo", "optimizer": "adamw", "lr": 5e-3},
+    ],
 }  # fmt: skip
 WHOLE = {
     "muon": (
@@ -214,13 +217,13 @@ min_shard_elements = 128
 [optimizer]
 name = "muon"
 lr = 3e-3
-rest_lr = 1e-3
 warmup_steps = 0
+groups = [{{ match = ["embed", "head"], lr = 1e-3 }}]
 [train]
 steps = 6
 global_batch = 6
 eval_batches = 0
-sample_bytes = 0
+sample_tokens = 0
 dtype = "float64"
 [checkpoint]
 every = 3
@@ -272,10 +275,6 @@ def test_what_an_optimizer_does_not_take_is_refused_by_name() -> None:
             "a parameter split in two is stepped otherwise than an unsplit one. Declare",
         ),
         (
-            {"name": "torch.optim:NAdam", "whole_matrix": True},
-            "NAdam is declared to need whole matrices (whole_matrix), but",
-        ),
-        (
             {"name": "muon", "groups": [{"match": "norm", "optimizer": "muon"}]},
             "norm.weight cannot be stepped by Muon, which needs whole matrices: its shape is [32]",
         ),
@@ -296,17 +295,14 @@ def test_what_an_optimizer_does_not_take_is_refused_by_name() -> None:
         ('[[optimizer.groups]]\nmatch = "a"\nlr = "x"', "group 1: lr: expected a number"),
         ('name = "a:B"\neps = 1e-3', "only for adamw and sgd"),
         ('name = "muno"', "did you mean muon?"),
-        ("rest_lr = 1e-3", "adamw steps all parameters: set optimizer.lr"),
-        ('name = "muon"\nwhole_matrix = false', "muon needs whole matrices; leave it out"),
-        ("whole_matrix = true", "adamw does not need whole matrices; leave it out"),
         ('name = "adafactor"\nmomentum = 0.9', "adafactor has no momentum"),
         (
             'name = "muon"\n[[optimizer.groups]]\nmatch = "a"\noptimizer = "sgd"',
-            "group 1: sgd is neither: give muon (optimizer.name) or adamw (optimizer.rest)",
+            "group 1: sgd is neither: give muon (optimizer.name) or adamw (optimizer.other)",
         ),
         (
             '[[optimizer.groups]]\nmatch = "a"\noptimizer = "muon"',
-            "group 1: optimizer.name is adamw; set optimizer.rest, too",
+            "group 1: optimizer.name is adamw; set optimizer.other, too",
         ),
         ("decay_steps = 3", 'unused with schedule = "cosine"'),
     ],

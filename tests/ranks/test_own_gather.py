@@ -85,10 +85,10 @@ def test_every_gradient_and_step_is_that_of_what_the_functions_make_of_the_weigh
     for options, checkpoint in (
         ({}, None),
         ({"overlap": False, "memory_pool": False}, HALF),
-        ({"trigger": "rolling", "prefetch_depth": 2}, HALF),
+        ({"gather_before": "rolling", "prefetch_depth": 2}, HALF),
     ):
         make = partial(Tiny, tied="memory_pool" in options)  # type: ignore[arg-type]
-        twin = Twin(make, mesh, checkpoint, plan=PLAN, **options)
+        twin = Twin(make, mesh, checkpoint, rules=PLAN, **options)
         names = {f"layers.{i}.w1.weight": int(i == 2) for i in range(4)}
         names["embed.weight" if "memory_pool" in options else "head.weight"] = 0
         encoder = twin.communicator.state.encoder
@@ -127,7 +127,7 @@ def test_every_gradient_and_step_is_that_of_what_the_functions_make_of_the_weigh
 def test_gradients_of_a_plain_loop_and_functions_of_one_tensor() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     plan = [{"match": "**.w1.weight", "pre_all_gather": signs, "post_all_gather": signs_back}]
-    twin = Twin(Tiny, mesh, HALF, plan=plan)
+    twin = Twin(Tiny, mesh, HALF, rules=plan)
     for _ in range(2):
         kept = [layer.w1.weight.detach().clone() for layer in twin.plain.layers]
         for layer in twin.plain.layers:
@@ -195,18 +195,18 @@ def test_functions_that_cannot_be_served_are_refused_by_name() -> None:
 
     def refuses(kind: type[Exception], pre: Any, post: Any, *words: str) -> None:
         rule = {"match": "layers.0.w1.weight", "pre_all_gather": pre, "post_all_gather": post}
-        raises(kind, partial(Twin, Tiny, mesh, plan=[rule]), *words)
+        raises(kind, partial(Twin, Tiny, mesh, rules=[rule]), *words)
 
     refuses(ConfigError, "no.such:function", signs_back, "pre_all_gather = 'no.such:function'")
     refuses(StructureError, fails, signs_back, "test_own_gather:fails", "on the meta device")
     refuses(StructureError, len, signs_back, "gave a int", "a tuple of tensors")
     rules = [{"match": "layers.0.w1", **OWN}, {"match": "layers.0", "quantize": "int8"}]
-    raises(StructureError, partial(Twin, Tiny, mesh, plan=rules), "only one of the two can pack")
+    raises(StructureError, partial(Twin, Tiny, mesh, rules=rules), "only one of the two can pack")
     none = [{"match": "norm", **OWN}]
-    raises(StructureError, partial(Twin, Tiny, mesh, plan=none), "has no effect", "not a sharded")
+    raises(StructureError, partial(Twin, Tiny, mesh, rules=none), "has no effect", "not a sharded")
     other = [{"match": "layers.0.w1.weight", "pre_all_gather": unlike if mesh.rank else signs,
               "post_all_gather": signs_back}]  # fmt: skip
-    raises(ConfigError, partial(Twin, Tiny, mesh, plan=other), "different configuration")
+    raises(ConfigError, partial(Twin, Tiny, mesh, rules=other), "different configuration")
     model = Tiny()
     model.head.weight = Subclass(model.head.weight.detach())
     raises(StructureError, partial(parallelize, model, mesh), "head.weight is a Subclass with fsdp")
@@ -216,7 +216,7 @@ def test_functions_that_cannot_be_served_are_refused_by_name() -> None:
         (signs, late, "returned float64 [7, 6] where the unsharded weight is float64 [2, 7, 6]"),
     ):
         rule = {"match": "layers.0.w1.weight", "pre_all_gather": pre, "post_all_gather": post}
-        twin = Twin(Tiny, mesh, plan=[rule], min_shard_elements=CUT)
+        twin = Twin(Tiny, mesh, rules=[rule], min_shard_elements=CUT)
         raises(StructureError, partial(twin.ours, *twin.batch()[1]), words)
 
 
@@ -235,8 +235,8 @@ def test_what_does_not_fill_the_weight_is_refused_before_anything_runs(
     pre: Any, post: Any, words: str
 ) -> None:
     rule = PlanRule(match="layers.0.w1.weight", pre_all_gather=pre, post_all_gather=post)
-    config = WeightParallelConfig(plan=[rule], min_shard_elements=CUT)
-    structure = read_structure(model := Tiny().double(), plan=config.plan)
+    config = WeightParallelConfig(rules=[rule], min_shard_elements=CUT)
+    structure = read_structure(model := Tiny().double(), rules=config.rules)
     shardings = plan_sharding(model, structure, config)
     planned = partial(chunk_layout, shardings, structure, config, MeshShape(2, weight=2), set())
     raises(StructureError, planned, words, "a rule gives layers.0.w1.weight")
@@ -248,7 +248,7 @@ def test_a_weight_that_is_returned_is_copied_into_its_slot() -> None:
     values = []
     for post in (signs_back, returns_new, returns_in_place):
         plan = [{"match": "**.w1.weight", "pre_all_gather": signs, "post_all_gather": post}]
-        twin = Twin(Tiny, mesh, plan=plan, min_shard_elements=CUT)
+        twin = Twin(Tiny, mesh, rules=plan, min_shard_elements=CUT)
         values.append(twin.ours(*twin.batch()[1]))
     assert torch.equal(values[0], values[1])
     assert torch.equal(values[0], values[2])

@@ -29,7 +29,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "selective": {"mode": "selective"},
 }
 GATHERS: dict[str, dict[str, Any]] = {
-    "block": {}, "module": {"granularity": "module"}, "rolling": {"trigger": "rolling"},
+    "block": {}, "module": {"granularity": "module"}, "rolling": {"gather_before": "rolling"},
 }  # fmt: skip
 COMMON: dict[str, list[Any]] = {
     "overlap": [True, False],
@@ -129,8 +129,8 @@ def test_random_small_configurations_equal_one_process(
 ) -> None:
     case = case_of({**choice, "length": length, "packed": choice["packed"] and length > 5})
     case.model.update(layers=layers, intermediate_size=intermediate)
-    case.weights.update(prefetch_depth=depth, pending_blocks=pending)
-    case.weights.setdefault("trigger", trigger)
+    case.weights.update(prefetch_depth=depth, reductions_in_flight=pending)
+    case.weights.setdefault("gather_before", trigger)
     case = Case(**{**case.__dict__, "seed": seed})
     for found in run_ranks(gaps, 2, [case]):
         ((loss, gradient),) = found

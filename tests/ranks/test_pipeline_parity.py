@@ -36,7 +36,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "one": {"keep_unsharded": 1},
 }
 GATHERS: dict[str, dict[str, Any]] = {
-    "block": {}, "module": {"granularity": "module"}, "rolling": {"trigger": "rolling"},
+    "block": {}, "module": {"granularity": "module"}, "rolling": {"gather_before": "rolling"},
 }  # fmt: skip
 OPTIONS: dict[str, list[Any]] = {
     "schedule": [

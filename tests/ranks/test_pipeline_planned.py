@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 WORLD = 4
 FULL: Changes = {"activation_checkpoint": {"mode": "full"}}
 KEPT: Changes = {"weight_parallel": {"keep_unsharded": "all"}}
-ROLLING: Changes = {"weight_parallel": {"trigger": "rolling"}}
+ROLLING: Changes = {"weight_parallel": {"gather_before": "rolling"}}
 ONCE: Changes = {"weight_parallel": {"accumulation": "full"}}
 CASES: list[Changes] = [
     pipelined("GPipe", weight=2),

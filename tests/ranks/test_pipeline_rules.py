@@ -39,7 +39,7 @@ def refused(rank: int, world_size: int) -> tuple[list[str], list[list[bool]]]:
     pipeline_module.schedule_order = without_a_message
     told.append(refusal(OrderError, lambda: make(Case("ZBVZeroBubble", chunks=2))))
     pipeline_module.schedule_order = real
-    whole = {"compile": True, "trigger": "qkv"}
+    whole = {"compile": True, "gather_before": "qkv"}
     cases = [Case("ZBVZeroBubble", chunks=2, weights=weights) for weights in ({}, whole)]
     return told, [[stage.splits_backward for stage in make(case)[0].stages] for case in cases]
 

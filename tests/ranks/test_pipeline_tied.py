@@ -88,7 +88,7 @@ def test_gradients_norm_and_steps_are_one_processs_under_every_schedule(schedule
     "case",
     [
         tied(weight=2, weights={"accumulation": "full"}),
-        tied(weight=2, weights={"plan": [{"match": ["embed", "head"], "shard_dim": 1}]}),
+        tied(weight=2, weights={"rules": [{"match": ["embed", "head"], "shard_dim": 1}]}),
         tied("ZBVZeroBubble", sequence=2, weights={"offload": ["weights", "gradients"]}),
         tied("InterleavedZeroBubble", weights={"min_shard_elements": 10_000}),
         tied(pipeline=4, checkpoint={"mode": "full"}, static=False),
@@ -297,11 +297,12 @@ def test_masters_of_16_bit_copies_are_made_equal_too(rank: int) -> None:
     ("weights", "wanted"),
     [
         (
-            {"plan": [{"match": ["embed"], "shard_dim": 1}]},
+            {"rules": [{"match": ["embed"], "shard_dim": 1}]},
             "embed.weight of stage 0 is sharded on dimension 1 of",
         ),
-        ({"plan": [{"match": ["head"], "min_shard_elements": 1 << 20}]}, "stage 1 is replicated"),
-        ({"plan": [{"match": ["head"], "ignore": True}]}, "head.weight of stage 1 is not parallel"),
+        ({"rules": [{"match": ["head"], "min_shard_elements": 1 << 20}]}, "stage 1 is replicated"),
+        ({"rules": [{"match": ["head"], "ignore": True}]},
+         "head.weight of stage 1 is not parallel"),
     ],
     ids=["cut otherwise", "replicated", "ignored"],
 )
@@ -403,7 +404,7 @@ def test_stages_of_ones_own_say_what_is_tied(rank: int) -> None:
     plain[1].out.weight = plain[0].table.weight
     kind = schedule_kind("1F1B")
     module = Stage(number)
-    config = WeightParallelConfig(min_shard_elements=24, trigger="qkv")
+    config = WeightParallelConfig(min_shard_elements=24, gather_before="qkv")
     communicator = parallelize(module, mesh, config)
     ids = torch.arange(24).view(2, 2, 6) % VOCABULARY
 

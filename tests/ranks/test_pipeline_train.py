@@ -34,7 +34,7 @@ def config(**changes: dict[str, Any]) -> Config:
         "optimizer": {"lr": 3e-3, "warmup_steps": 3},
         "train": {
             "steps": 6, "global_batch": 8, "micro_batches": 4, "eval_batches": 2,
-            "sample_bytes": 12, "loss_chunk": 20, "eval_every": 3, "log_every": 50,
+            "sample_tokens": 12, "loss_chunk": 20, "eval_every": 3, "log_every": 50,
         },
         "checkpoint": {"save": False},
     }  # fmt: skip
@@ -78,7 +78,7 @@ RUNS: dict[int, list[Changes]] = {
         {"parallel": {"pipeline": 4}, "pipeline": {"schedule": "1F1B"}},
         {
             **pipelined("1F1B", expert_weight=2),
-            "weight_parallel": {"experts": ["feed_forward"]},
+            "weight_parallel": {"expert_parameters": ["feed_forward"]},
         },
     ],
 }
@@ -179,13 +179,15 @@ def counted(rank: int, world_size: int, settings: Config, folder: str) -> list[s
 
 
 def test_hooks_fire_in_the_trainer_with_a_pipeline_and_without(tmp_path: Path) -> None:
-    short: Changes = {"train": {"steps": 2, "eval_batches": 0, "sample_bytes": 0}}
+    short: Changes = {"train": {"steps": 2, "eval_batches": 0, "sample_tokens": 0}}
     (whole,) = run_ranks(counted, 1, config(**short), str(tmp_path / "1"), timeout=120)
     assert whole == (["forward", "criterion", "backward"] * 4 + ["end"]) * 2
     settings = config(**short, **pipelined("GPipe"))
     first, last = run_ranks(counted, 2, settings, str(tmp_path / "2"), timeout=120)
     assert first == (["forward"] * 4 + ["backward"] * 4 + ["end"]) * 2
-    looked: Changes = {"train": {"steps": 1, "eval_batches": 1, "eval_every": 1, "sample_bytes": 0}}
+    looked: Changes = {
+        "train": {"steps": 1, "eval_batches": 1, "eval_every": 1, "sample_tokens": 0}
+    }
     (alone,) = run_ranks(counted, 1, config(**looked), str(tmp_path / "3"), timeout=120)
     settings = config(**looked, **pipelined("1F1B"))
     *_, through = run_ranks(counted, 2, settings, str(tmp_path / "4"), timeout=120)
@@ -203,7 +205,7 @@ def stopped(rank: int, world_size: int, settings: Config, folder: str) -> int:
 
 
 def test_a_stop_asked_of_one_stage_ends_all_after_the_step(tmp_path: Path) -> None:
-    settings = config(**pipelined("GPipe"), train={"sample_bytes": 0, "eval_batches": 0})
+    settings = config(**pipelined("GPipe"), train={"sample_tokens": 0, "eval_batches": 0})
     assert run_ranks(stopped, 2, settings, str(tmp_path / "run")) == [1, -1]
 
 
@@ -226,7 +228,7 @@ def otherwise(rank: int, world_size: int, settings: Config, folder: str) -> str:
 
 
 def test_a_first_step_that_is_not_the_planned_one_is_refused(tmp_path: Path) -> None:
-    settings = config(**pipelined("1F1B"), train={"sample_bytes": 0, "eval_batches": 0})
+    settings = config(**pipelined("1F1B"), train={"sample_tokens": 0, "eval_batches": 0})
     for rank, told in enumerate(run_ranks(otherwise, 2, settings, str(tmp_path / "run"))):
         assert f"rank {rank} launched" in told
         assert "the first difference is number" in told

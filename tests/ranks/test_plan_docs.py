@@ -60,7 +60,7 @@ def test_the_python_of_the_page_runs_and_its_rules_hold() -> None:
 
 def test_the_other_rules_of_the_page_are_rules() -> None:
     _, *others = blocks("toml")
-    rules = [rule for text in others for rule in tomllib.loads(text)["weight_parallel"]["plan"]]
+    rules = [rule for text in others for rule in tomllib.loads(text)["weight_parallel"]["rules"]]
     variables: dict[str, Any] = {"torch": torch}
     (functions,) = blocks("py")
     exec(compile(functions, "plan.md", "exec"), variables)

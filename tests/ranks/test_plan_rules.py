@@ -26,8 +26,8 @@ EVERYTHING: tuple[dict[str, Any], ...] = (
     {"match": "layers.3", "min_shard_elements": 1 << 20},
     {"match": ["layers.0.q", "layers.1.w2", "head"], "coalesce_bytes": 1 << 20},
     {"match": "layers.2.w1", "reduce_dtype": "none"},
-    {"match": "layers.1", "keep_unsharded": True, "trigger": "mlp"},
-    {"match": "layers.{2-3}", "prefetch_triggers": ["w2"]},
+    {"match": "layers.1", "keep_unsharded": True, "gather_before": "mlp"},
+    {"match": "layers.{2-3}", "gather_before_modules": ["w2"]},
     {"match": ["layers.0", "layers.2"], "prefetch_depth": 0},
 )
 
@@ -38,9 +38,9 @@ def test_gradients_are_one_process_whatever_the_rules_and_the_plan_is_what_runs(
     for checkpoint, options in (
         (None, {}),
         (ActivationCheckpointConfig(mode="full", fraction=0.5), {"overlap": False}),
-        (None, {"granularity": "module", "plan": [*EVERYTHING[:3], *EVERYTHING[4:-1]]}),
+        (None, {"granularity": "module", "rules": [*EVERYTHING[:3], *EVERYTHING[4:-1]]}),
     ):
-        config = {"plan": EVERYTHING, "reduce_dtype": "float64", **options}
+        config = {"rules": EVERYTHING, "reduce_dtype": "float64", **options}
         twin = Twin(Tiny, mesh, checkpoint, **config)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin.plain, twin.ours)]
         assert twin.communicator.plan is not None
@@ -73,7 +73,7 @@ def test_blocks_gather_ahead_what_rules_name_and_the_plan_is_what_runs() -> None
     ]
     half = ActivationCheckpointConfig(mode="full", fraction=0.5)
     for checkpoint, options in ((None, {}), (half, {"overlap": False, "keep_unsharded": 1})):
-        twin = Twin(partial(Tiny, layers=5), mesh, checkpoint, plan=rules, prefetch_depth=0,
+        twin = Twin(partial(Tiny, layers=5), mesh, checkpoint, rules=rules, prefetch_depth=0,
                     **options)  # fmt: skip
         assert twin.communicator.plan is not None
         assert twin.communicator.plan.policy.depth == 2
@@ -91,7 +91,7 @@ def test_blocks_gather_ahead_what_rules_name_and_the_plan_is_what_runs() -> None
 def test_ignored_parameters_stay_what_they_were_and_belong_to_the_user() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     plan = [{"match": ["layers.1.w1", "norm"], "ignore": True}]
-    twin = Twin(Tiny, mesh, ActivationCheckpointConfig(mode="full", fraction=0.5), plan=plan)
+    twin = Twin(Tiny, mesh, ActivationCheckpointConfig(mode="full", fraction=0.5), rules=plan)
     names = {"layers.1.w1.weight", "layers.1.w1.bias", "norm.weight"}
     mine = {n: p for n, p in twin.ours.named_parameters() if n in names}
     assert all(type(p) is torch.nn.Parameter for p in mine.values())
@@ -120,7 +120,7 @@ def test_weights_quantized_by_rule_in_two_ways_are_rounded_and_no_others() -> No
         {"match": "layers.3.q.weight", "quantize": "int8"},
         {"match": ["layers.2", "layers.{0-1}.q", "layers.3.wo"], "quantize": "none"},
     ]
-    twin = Twin(WIDE, mesh, quantize="int8", plan=plan)
+    twin = Twin(WIDE, mesh, quantize="int8", rules=plan)
     fp8 = {f"layers.{i}.{w}.weight" for i in (0, 1) for w in ("wo", "w1", "w2")}
     int8 = {f"layers.3.{w}.weight" for w in ("q", "w1", "w2")}
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (twin.plain, twin.ours)]
@@ -134,10 +134,10 @@ def test_weights_quantized_by_rule_in_two_ways_are_rounded_and_no_others() -> No
 def test_an_axis_by_rule_cuts_over_other_ranks() -> None:
     mesh = ParallelMesh.create(weight=2, expert_weight=1, device_type="cpu", timeout_seconds=20)
     plan = [{"match": "layers.*.w?", "axis": "experts"}, {"match": "layers.*.wo", "axis": "dense"}]
-    twice = partial(Twin, Tiny, mesh, plan=plan)
+    twice = partial(Twin, Tiny, mesh, rules=plan)
     raises(StructureError, twice, "axis of layers.0.wo.weight is set twice")
     plan[0]["match"] = "layers.*.w{*}"
-    twin = Twin(Tiny, mesh, plan=plan, experts=["layers.3"])
+    twin = Twin(Tiny, mesh, rules=plan, expert_parameters=["layers.3"])
     assert twin.communicator.plan is not None
     made = {w.name: w.expert for unit in twin.communicator.plan.units for w in unit.weights}
     assert {n for n, expert in made.items() if expert} == {
@@ -188,6 +188,6 @@ def test_rules_of_a_pipeline_hold_for_the_blocks_of_each_stage() -> None:
         {"match": "layers.0", "shard_dim": 1},
         {"match": "head", "reduce_dtype": "float64"},
     )
-    case = Case(weight=2, pipeline=2, weights={"plan": rules})
+    case = Case(weight=2, pipeline=2, weights={"rules": rules})
     for gaps in run_ranks(piped, 4, case):
         assert max(gaps) < 1e-10

@@ -22,7 +22,7 @@ HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 CASES: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None, int], ...] = (
     ({}, None, 2),
     ({"prefetch_depth": 0, "memory_pool": False}, HALF, 1),
-    ({"trigger": "rolling", "keep_unsharded": 1}, None, 3),
+    ({"gather_before": "rolling", "keep_unsharded": 1}, None, 3),
     ({"granularity": "module", **ALL}, HALF, 2),
 )
 

@@ -27,7 +27,7 @@ FULL = ActivationCheckpointConfig(mode="full")
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 WIDE = partial(Tiny, partial(Block, 22), layers=4, width=22)  # 128 does not divide its shards
 KINDS = ("AG", "WAIT", "USE", "FREE", "RS", "FINISH")
-LARGE = {"plan": [{"match": ["**.q", "**.wo"], "quantize": "none"}]}  # others: w1 and w2
+LARGE = {"rules": [{"match": ["**.q", "**.wo"], "quantize": "none"}]}  # others: w1 and w2
 
 
 def rounded(whole: Tensor, ranks: int, kind: str) -> Tensor:
@@ -73,9 +73,9 @@ CASES: tuple[tuple[str, dict[str, Any], ActivationCheckpointConfig | None], ...]
     ("int8", {}, None),
     ("fp8", {"memory_pool": False, "keep_unsharded": 1}, HALF),
     ("int8", {"granularity": "module"}, FULL),
-    ("int8", {"prefetch_depth": 2, "trigger": "mlp"}, HALF),
+    ("int8", {"prefetch_depth": 2, "gather_before": "mlp"}, HALF),
 )
-ROLLING = ("int8", {"prefetch_depth": 2, "trigger": "rolling"}, HALF)
+ROLLING = ("int8", {"prefetch_depth": 2, "gather_before": "rolling"}, HALF)
 
 
 @pytest.mark.unmeasured

@@ -603,7 +603,7 @@ CONTAINERS: dict[str, Remedy] = {
     "return tensors, or tuples, lists, mappings or dataclasses of them": containers
 }
 NOT_TILED: dict[str, Remedy] = {
-    "leave it out of activation_checkpoint.tiled":
+    "leave it out of activation_checkpoint.tiled_modules":
         "tests/ranks/test_tiles.py::test_loss_every_gradient_and_a_step_equal_one_process"
 }  # fmt: skip
 
@@ -764,7 +764,7 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
         "hook the modules' outputs": partial(right, before=hooked_output),
     },
     "which would be lost, since shards and slots are plain": {
-        "give both functions to a rule of weight_parallel.plan":
+        "give both functions to a rule of weight_parallel.rules":
             "tests/ranks/test_own_gather.py::"
             "test_every_gradient_and_step_is_that_of_what_the_functions_make_of_the_weights",
     },
@@ -775,9 +775,9 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
     },
     "from a global": {"Make it an attribute of the module": partial(right, partial(Tiny, Owning))},
     "the prefetch trigger {wrong[0]} of": {
-        "choose another weight_parallel.trigger":
+        "choose another weight_parallel.gather_before":
             "tests/ranks/test_tiles.py::test_loss_every_gradient_and_a_step_equal_one_process",
-        "leave the module out of activation_checkpoint.tiled":
+        "leave the module out of activation_checkpoint.tiled_modules":
             "tests/ranks/test_tiles.py::test_loss_every_gradient_and_a_step_equal_one_process",
     },
     "keeps a parameter twice": NOT_TILED,
@@ -814,8 +814,8 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
         'weight_parallel.quantize = "int8" sends plain weights as int8':
             "tests/ranks/test_quantize.py::"
             "test_loss_and_every_gradient_are_those_of_rounded_weights",
-        "a rule of weight_parallel.plan with ignore = true": partial(
-            right, partial(Tiny, Coded), plan=[{"match": "layers.*.coded", "ignore": True}]
+        "a rule of weight_parallel.rules with ignore = true": partial(
+            right, partial(Tiny, Coded), rules=[{"match": "layers.*.coded", "ignore": True}]
         ),
     },
     "no second one could be made to see which": {

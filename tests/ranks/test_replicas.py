@@ -153,7 +153,7 @@ def parity(rank: int, world: int, zero: bool) -> None:
         ({"weight": 2, **ALL}, partial(Tiny, tied=True)),
         ({"weight": 2, "checkpoint": FULL, "reduction": "sum"}, partial(Tiny, tied=True)),
         ({"weight": 2, "unexpected_order": "gather"}, Tiny),
-        ({"weight": 2, "pending_blocks": 1}, Tiny),
+        ({"weight": 2, "reductions_in_flight": 1}, Tiny),
     ]
     for settings, make in cases:
         loop = Loop(zero, make, **settings)

@@ -103,7 +103,7 @@ def test_weights_used_twice_uneven_blocks_and_outputs_without_a_weights_part() -
         ):  # fmt: skip
             Uneven.made = 0
             made = partial(Tiny, block, layers=7)
-            twin = Twin(made, mesh, checkpoint, trigger="rolling", **config)  # type: ignore[arg-type]
+            twin = Twin(made, mesh, checkpoint, gather_before="rolling", **config)  # type: ignore[arg-type]
             steps(twin, f"{block.__name__} {config}")
 
 
@@ -112,7 +112,7 @@ def test_a_place_is_handed_on_after_the_last_use_once_uses_have_been_counted() -
     """When the byte range of a weight is released, in the first forward and later."""
     mesh = mesh_of(2)
     for block, last in ((Block, "w2"), (Repeating, "again")):
-        twin = Twin(partial(Tiny, block, layers=4), mesh, trigger="rolling")
+        twin = Twin(partial(Tiny, block, layers=4), mesh, gather_before="rolling")
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin.plain, twin.ours)]
         for step in range(2):
             twin.trace.clear()
@@ -154,7 +154,7 @@ class Sometimes(Block):
 def test_a_second_use_that_comes_unexpectedly_names_both_holders_and_is_known_afterwards() -> None:
     mesh = mesh_of(2)
     for config in ({}, {"memory_pool": False}):
-        twin = Twin(partial(Tiny, Sometimes), mesh, trigger="rolling", **config)  # type: ignore[arg-type]
+        twin = Twin(partial(Tiny, Sometimes), mesh, gather_before="rolling", **config)  # type: ignore[arg-type]
         steps(twin, "used once")
         for model in (twin.plain, twin.ours):
             model.layers[0].twice = True  # type: ignore[index, union-attr, assignment]
@@ -168,8 +168,8 @@ def test_a_second_use_that_comes_unexpectedly_names_both_holders_and_is_known_af
 @ranks(1)
 def test_what_rolling_takes_the_place_of_is_refused() -> None:
     mesh = mesh_of(1)
-    for config in ({"granularity": "module"}, {"prefetch_triggers": ("wo",)}):
+    for config in ({"granularity": "module"}, {"gather_before_modules": ("wo",)}):
         key = next(iter(config))
-        raises(ConfigError, partial(Twin, Tiny, mesh, **ROLLING, **config), "trigger", key)
+        raises(ConfigError, partial(Twin, Tiny, mesh, **ROLLING, **config), "gather_before", key)
         section = WeightParallelConfig(**ROLLING, **config)
-        raises(ValueError, partial(Config, weight_parallel=section), "trigger", key)
+        raises(ValueError, partial(Config, weight_parallel=section), "gather_before", key)

@@ -57,7 +57,7 @@ def trained(names: Sequence[str], rules: list[dict[str, Any]], output: torch.dty
             **options: Any) -> None:  # fmt: skip
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     twin = Low(options.pop("make", Tiny), mesh, options.pop("checkpoint", None),
-               plan=rules, reduce_dtype="float64", **options)  # fmt: skip
+               rules=rules, reduce_dtype="float64", **options)  # fmt: skip
     lower(twin.plain, names, output)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin.plain, twin.ours)]
     low = {w.name for w in twin.communicator.replicated.sharded if w.compute_dtype is LOW}
@@ -93,11 +93,11 @@ def test_a_module_inside_a_block_is_cast_to_and_from_its_dtype() -> None:
 def test_inputs_are_not_cast_where_a_rule_says_so_and_compiled_blocks_are_refused() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     rule = {"match": "layers.1", "compute_dtype": "float32", "cast_inputs": False}
-    twin = Low(Tiny, mesh, plan=[rule])
+    twin = Low(Tiny, mesh, rules=[rule])
     with pytest.raises(RuntimeError, match=r"type|Float"):
         twin.ours(*twin.batch()[1])
     inner = {"match": "**.w1", "compute_dtype": "float32"}
-    compiled = partial(Twin, Tiny, mesh, plan=[inner], compile=True, trigger="qkv")
+    compiled = partial(Twin, Tiny, mesh, rules=[inner], compile=True, gather_before="qkv")
     raises(ConfigError, compiled, "cast inside a block", "layers.0.w1")
     twin = Twin(Tiny, mesh, compute_dtype="float32", cast_inputs=False)
     asked: list[torch.dtype] = []

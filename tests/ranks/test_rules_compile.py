@@ -56,18 +56,18 @@ def test_compiled_blocks_equal_eager_with_the_same_messages(
         return compiler(function, backend=backend, fullgraph=True)
 
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=50)
-    raises(ConfigError, lambda: Twin(Tiny, mesh, compile=True), "trigger", "qkv")
-    modules = {"trigger": "qkv", "granularity": "module"}
+    raises(ConfigError, lambda: Twin(Tiny, mesh, compile=True), "gather_before", "qkv")
+    modules = {"gather_before": "qkv", "granularity": "module"}
     raises(ConfigError, lambda: Twin(Tiny, mesh, compile=True, **modules), "granularity", '"block"')
     cases: list[tuple[Any, dict[str, Any], Any]] = [
-        (Block, {}, None), (Own, {}, FULL), (Block, {"trigger": "rolling"}, FULL),
+        (Block, {}, None), (Own, {}, FULL), (Block, {"gather_before": "rolling"}, FULL),
     ]  # fmt: skip
     # Compiling C++ is slow: one case, with one recomputed block and one other.
     layers = 3 if backend == "aot_eager" else 2
     for block, config, checkpoint in cases if backend == "aot_eager" else cases[1:2]:
         messages = []
         for compile_ in (False, True):
-            options = {"compile": compile_, "trigger": "qkv"} | config
+            options = {"compile": compile_, "gather_before": "qkv"} | config
             compiled.torch.compile = counting  # type: ignore[assignment]
             try:
                 twin = Twin(partial(Tiny, block, layers=layers), mesh, checkpoint, **options)
@@ -125,7 +125,7 @@ def test_classes_collected_by_another_thread_leave_guards_alone_that_are_being_c
     gc.disable()
     try:
         for number in range(8):
-            twin = Twin(local, mesh, compile=True, trigger="qkv")
+            twin = Twin(local, mesh, compile=True, gather_before="qkv")
             if not number:  # the collector looks at what is new, often
                 gc.freeze()
                 gc.collect()

@@ -71,7 +71,7 @@ def test_the_step_after_an_exception_that_all_ranks_met_is_right(world_size: int
     cases: tuple[tuple[dict[str, Any], Any], ...] = (
         ({}, None), ({"granularity": "module"}, HALF), ({"memory_pool": False}, REENTRANT),
         (SOME, None), (ALL, HALF), (ROLLING, None),
-        ({"overlap": False, "pending_blocks": 1}, HALF),
+        ({"overlap": False, "reductions_in_flight": 1}, HALF),
     )  # fmt: skip
     for config, checkpoint in cases:
         twin = Twin(Classified, mesh, checkpoint, **config)

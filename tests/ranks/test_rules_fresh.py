@@ -51,7 +51,7 @@ def test_a_loss_from_the_middle_of_the_model_is_right_in_every_way_of_taking_it(
     for config, checkpoint in (
         ({}, None), ({}, FULL), ({"granularity": "module"}, HALF), ({"prefetch_depth": 2}, None),
         ({"prefetch_depth": 0}, None), ({"prefetch_depth": 0, "granularity": "module"}, HALF),
-        ({"prefetch_depth": 0, "trigger": "rolling"}, None),
+        ({"prefetch_depth": 0, "gather_before": "rolling"}, None),
         (ALL, None), (SOME, FULL), (ROLLING, None), (ROLLING | {"memory_pool": False}, HALF),
         ({"memory_pool": False}, ActivationCheckpointConfig(mode="full", reentrant=True)),
     ):  # fmt: skip

@@ -100,15 +100,15 @@ Case = tuple[dict[str, Any], ActivationCheckpointConfig | None]
 TRIGGERS: tuple[Case, ...] = tuple(
     (MODULE | more, checkpoint)
     for more, checkpoint in (
-        ({"trigger": "out_proj"}, None), ({"trigger": "qkv"}, HALF),
-        ({"prefetch_triggers": ["wide"]}, REENTRANT), ({"pending_blocks": 1}, FULL),
+        ({"gather_before": "out_proj"}, None), ({"gather_before": "qkv"}, HALF),
+        ({"gather_before_modules": ["wide"]}, REENTRANT), ({"reductions_in_flight": 1}, FULL),
         ({"overlap": False}, None), ({"overlap": False, "prefetch_depth": 2}, HALF),
         ({"keep_unsharded": 1, "memory_pool": False}, None),
     )
 )  # fmt: skip
 OTHERS: tuple[Case, ...] = (
-    ({"pending_blocks": 1}, None), ({"prefetch_triggers": ["wide"]}, FULL),
-    ({"prefetch_triggers": ["wide"], "overlap": False}, HALF), (SOME, None), (ALL, HALF),
+    ({"reductions_in_flight": 1}, None), ({"gather_before_modules": ["wide"]}, FULL),
+    ({"gather_before_modules": ["wide"], "overlap": False}, HALF), (SOME, None), (ALL, HALF),
     (ROLLING, None), (ROLLING | {"overlap": False}, REENTRANT), (ROLLING | SOME, HALF),
 )  # fmt: skip
 
@@ -130,7 +130,7 @@ class Drawn:
 
 SEVERAL = TRIGGERS[1:2] + TRIGGERS[4:5] + OTHERS[:1] + OTHERS[2:3] + OTHERS[4:7]
 DRAWN = {
-    "every trigger": (2, Drawn(TRIGGERS + OTHERS[:4])),
+    "every gather_before": (2, Drawn(TRIGGERS + OTHERS[:4])),
     "every other option, tied": (2, Drawn(TRIGGERS[:2] + OTHERS, True)),
     "replicas": (4, Drawn((TRIGGERS[0], TRIGGERS[4], OTHERS[1], OTHERS[5]), True)),
     "two forwards": (2, Drawn(SEVERAL, forwards=2)),

@@ -47,7 +47,7 @@ def count_blocks(
     # No other storage has the size of a block, so that the count below is unambiguous.
     twin = Twin(
         partial(Tiny, layers=6), mesh, checkpoint, memory_pool=reuse, prefetch_depth=depth,
-        keep_unsharded=kept, trigger=trigger,
+        keep_unsharded=kept, gather_before=trigger,
     )  # fmt: skip
     pool = twin.communicator.state.pool
     block = twin.communicator.blocks[0].nbytes
@@ -106,7 +106,7 @@ def test_autocast_casts_shards_and_never_a_slot() -> None:
     mesh = mesh_of_two()
     for checkpoint, trigger in ((None, "out_proj"), (HALF, "out_proj"), (None, "rolling")):
         made = partial(Tiny, Experts)
-        twin = Twin(made, mesh, checkpoint, dtype=torch.float32, trigger=trigger)
+        twin = Twin(made, mesh, checkpoint, dtype=torch.float32, gather_before=trigger)
         slots = {
             b.untyped_storage().data_ptr()
             for s in twin.communicator.state.pool.slots
@@ -211,12 +211,12 @@ class Borrowing(Tiny):
 @ranks(2)
 def test_reductions_in_flight_are_bounded_and_slots_have_one_holder() -> None:
     mesh = mesh_of_two()
-    for config in ({}, {"trigger": "rolling"}):
+    for config in ({}, {"gather_before": "rolling"}):
         twin = Twin(Borrowing, mesh, **config)  # type: ignore[arg-type]
         message = raises(PoolError, twin.backward, "layers.0", "layers.2", "slot 0")
         assert "held by layers.2" in message
     for limit in (1, 2):
-        twin = Twin(partial(Tiny, layers=5), mesh, pending_blocks=limit)
+        twin = Twin(partial(Tiny, layers=5), mesh, reductions_in_flight=limit)
         pending, most = twin.communicator.state.reducer, 0
         launch = pending.reduce_scatter
 

@@ -138,7 +138,7 @@ def joined(batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 Idle = tuple[dict[str, Any], ActivationCheckpointConfig | None]
 IDLE_WITH_REPLICAS: tuple[Idle, ...] = (
-    ({}, None), ({"granularity": "module", "pending_blocks": 1}, REENTRANT), (ALL, HALF),
+    ({}, None), ({"granularity": "module", "reductions_in_flight": 1}, REENTRANT), (ALL, HALF),
     (ROLLING, None),
 )  # fmt: skip
 IDLE: tuple[Idle, ...] = (
@@ -193,13 +193,13 @@ def test_a_weight_idle_on_one_rank_in_no_sync_keeps_its_place_among_the_sums(
 
 TRACED: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None, bool, int], ...] = (
     ({}, None, False, 1),
-    ({"prefetch_depth": 2, "plan": [{"match": "embed", "shard_dim": 1}]}, None, True, 2),
+    ({"prefetch_depth": 2, "rules": [{"match": "embed", "shard_dim": 1}]}, None, True, 2),
     ({"granularity": "module"}, HALF, False, 1),
-    ({"granularity": "module", "trigger": "qkv", "pending_blocks": 1}, None, True, 2),
-    ({"trigger": "mlp"}, ActivationCheckpointConfig(mode="full", blocks=(1, 2)), False, 2),
-    ({"memory_pool": False, "trigger": "qkv"}, REENTRANT, False, 2),
+    ({"granularity": "module", "gather_before": "qkv", "reductions_in_flight": 1}, None, True, 2),
+    ({"gather_before": "mlp"}, ActivationCheckpointConfig(mode="full", blocks=(1, 2)), False, 2),
+    ({"memory_pool": False, "gather_before": "qkv"}, REENTRANT, False, 2),
     (SOME, HALF, False, 1),
-    (ALL | {"trigger": "mlp"}, None, True, 2),
+    (ALL | {"gather_before": "mlp"}, None, True, 2),
     (ALL, FULL, False, 1),
     ({"keep_unsharded": 2}, None, False, 2),
     ({"keep_unsharded": 1, "granularity": "module"}, HALF, True, 2),

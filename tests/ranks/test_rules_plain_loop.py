@@ -69,7 +69,7 @@ def tied() -> nn.Module:
     return Tiny(tied=True)
 
 
-HIDDEN: dict[str, Any] = {"plan": [{"match": "embed", "shard_dim": 1}]}
+HIDDEN: dict[str, Any] = {"rules": [{"match": "embed", "shard_dim": 1}]}
 CASES: list[tuple[Any, int, int, str, dict[str, Any], ActivationCheckpointConfig | None]] = [
     (Tiny, 2, 1, "foreach", {}, None),
     (mixed, 2, 2, "sgd", SOME, HALF),
@@ -77,11 +77,12 @@ CASES: list[tuple[Any, int, int, str, dict[str, Any], ActivationCheckpointConfig
     (tied, 2, 3, "fused", {"overlap": False, **HIDDEN}, HALF),
     (mixed, 2, 2, "sgd", {"prefetch_depth": 2, "granularity": "block"}, None),
     (mixed, 2, 1, "loop", {"granularity": "module", "memory_pool": False}, None),
-    (mixed, 2, 2, "fused", {"trigger": "qkv", **HIDDEN}, FULL),
-    (Tiny, 1, 2, "fused", {"trigger": "mlp"}, REENTRANT),
+    (mixed, 2, 2, "fused", {"gather_before": "qkv", **HIDDEN}, FULL),
+    (Tiny, 1, 2, "fused", {"gather_before": "mlp"}, REENTRANT),
     (tied, 2, 1, "sgd", {"granularity": "module", "prefetch_depth": 2}, REENTRANT),
     (Tiny, 2, 1, "loop", {"memory_pool": False, "unexpected_order": "gather"}, HALF),
-    (Tiny, 2, 1, "foreach", {"pending_blocks": 1, "trigger": "mlp", "overlap": False}, None),
+    (Tiny, 2, 1, "foreach",
+     {"reductions_in_flight": 1, "gather_before": "mlp", "overlap": False}, None),
 ]
 WIDE: list[Any] = [
     (mixed, 4, 2, "foreach", {"granularity": "module"}, None),

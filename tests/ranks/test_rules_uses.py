@@ -47,7 +47,7 @@ def test_few_blocks_no_cut_weights_and_blocks_without_a_graph() -> None:
     nothing = Twin(Tiny, mesh, min_shard_elements=10**6)
     steps(nothing, "nothing is cut")
     assert not nothing.lines("AG", "RS")
-    steps(Twin(partial(Tiny, layers=1), mesh, trigger="rolling"), "one block, rolling")
+    steps(Twin(partial(Tiny, layers=1), mesh, gather_before="rolling"), "one block, rolling")
     for config in ({}, ROLLING):
         steps(Twin(HalfFrozen, mesh, **config), "half without a graph")  # type: ignore[arg-type]
 
@@ -111,8 +111,9 @@ def test_outputs_that_pass_inputs_on_and_keyword_arguments_are_right() -> None:
     steps(Twin(make, mesh, **ROLLING), "passing, rolling", 3)  # type: ignore[arg-type]
     steps(Twin(make, mesh, HALF), "passing, recomputed")
     steps(Twin(make, mesh, REENTRANT, granularity="module"), "passing, reentrant asked for")
-    steps(Twin(make, mesh, ActivationCheckpointConfig(mode="full"), trigger="qkv"), "passing, qkv")
-    listing = Twin(partial(Unlisting, Positional), mesh, REENTRANT, trigger="qkv")
+    full = ActivationCheckpointConfig(mode="full")
+    steps(Twin(make, mesh, full, gather_before="qkv"), "passing, qkv")
+    listing = Twin(partial(Unlisting, Positional), mesh, REENTRANT, gather_before="qkv")
     raises(StructureError, listing.backward, "list", "reentrant = false")
 
     def frozen() -> nn.Module:

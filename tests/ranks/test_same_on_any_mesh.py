@@ -18,7 +18,6 @@ heads = 4
 head_dim = 6
 norm_eps = 1e-2
 dropout = 0.2
-embedding_dropout = 0.1
 [data]
 source = "text"
 paths = ["{TEXT}"]
@@ -39,7 +38,7 @@ global_batch = 4
 micro_batches = 2
 dtype = "float64"
 deterministic = true
-sample_bytes = 5
+sample_tokens = 5
 eval_batches = 1
 """
 
@@ -52,7 +51,7 @@ def test_a_run_on_two_meshes_is_the_run_of_one_process(tmp_path: Path) -> None:
         return internsp("train", "c.toml", *words, cwd=tmp_path).stdout
 
     train("--train.name", "alone")
-    cut = ["--parallel.weight", "2", "--parallel.sequence", "2", "--parallel.ring", "2"]
+    cut = ["--parallel.weight", "2", "--parallel.sequence", "2", "--sequence.ring", "2"]
     begun = train(
         "--train.name", "cut", "--launch.processes", "2", *cut, "--train.steps", "2",
         "--activation_checkpoint.mode", "full",

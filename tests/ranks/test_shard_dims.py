@@ -40,7 +40,7 @@ RULES = {
 LAST = {**RULES, "layers.*.stack": -3}
 CASES: list[tuple[int, int, dict[str, int], dict[str, Any], bool]] = [
     (2, 2, RULES, {}, False),  # 5 columns over two ranks: 3 and 2
-    (4, 4, LAST, {"trigger": "rolling"}, True),  # 3 over four: one has none
+    (4, 4, LAST, {"gather_before": "rolling"}, True),  # 3 over four: one has none
     (4, 2, RULES, {"coalesce_bytes": 65536, "accumulation": "full"}, True),
     (2, 1, RULES, {"compute_dtype": "float64"}, False),
 ]
@@ -52,7 +52,7 @@ def test_weights_cut_on_any_dimension_train_as_on_one_process(
     world_size: int, weight: int, rules: dict[str, int], config: dict[str, Any], zero: bool
 ) -> None:
     plan = [{"match": match, "shard_dim": dim} for match, dim in rules.items()]
-    twin = Twin(lambda: Tiny(Grouped, layers=3), mesh_of(weight), plan=plan, **config)
+    twin = Twin(lambda: Tiny(Grouped, layers=3), mesh_of(weight), rules=plan, **config)
     theirs = torch.optim.AdamW(twin.plain.parameters(), lr=0.02)
     ours: Any
     if zero:
@@ -84,7 +84,7 @@ def test_weights_cut_on_any_dimension_train_as_on_one_process(
 def test_a_fused_step_is_right_whatever_the_strides_of_gradient_and_state(laid: str) -> None:
     """torch's fused kernels take elements at equal offsets for the same element."""
     plan = [{"match": match, "shard_dim": dim} for match, dim in RULES.items()]
-    twin = Twin(lambda: Tiny(Grouped, layers=2), mesh_of(2), plan=plan)
+    twin = Twin(lambda: Tiny(Grouped, layers=2), mesh_of(2), rules=plan)
     models = twin.plain, twin.ours
     theirs, ours = (torch.optim.AdamW(m.parameters(), lr=0.02, fused=True) for m in models)
     embed: Any = twin.ours.embed.weight
@@ -116,7 +116,7 @@ def test_a_fused_step_is_right_whatever_the_strides_of_gradient_and_state(laid: 
 @ranks(2)
 def test_a_dimension_that_a_weight_lacks_is_refused_by_name() -> None:
     plan: Any = [{"match": "layers.*.w1.weight", "shard_dim": 2}]
-    config = WeightParallelConfig(min_shard_elements=20, plan=plan)
+    config = WeightParallelConfig(min_shard_elements=20, rules=plan)
     raises(
         LayoutError, lambda: parallelize(Tiny(layers=2), mesh_of(2), config),
         "cannot shard dimension 2 of layers.0.w1.weight, of shape [13, 6]",

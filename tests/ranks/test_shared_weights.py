@@ -131,14 +131,16 @@ def head_in_a_block() -> nn.Module:
 
 MODELS: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
     (TwoHeads, {}), (TwoTables, {}), (small_ones, {}), (lambda: Tiny(Tied, layers=2), {}),
-    (twice, {"unexpected_order": "gather"}), (lambda: Tiny(tied=True), {"trigger": "rolling"}),
-    (between_blocks, {"trigger": "rolling"}), (everywhere, {}), (everywhere, {"checkpoint": FULL}),
-    (everywhere, {"granularity": "module", "plan": [{"match": "embed", "shard_dim": 1},
+    (twice, {"unexpected_order": "gather"}),
+    (lambda: Tiny(tied=True), {"gather_before": "rolling"}),
+    (between_blocks, {"gather_before": "rolling"}),
+    (everywhere, {}), (everywhere, {"checkpoint": FULL}),
+    (everywhere, {"granularity": "module", "rules": [{"match": "embed", "shard_dim": 1},
                   {"match": "layers.0.w1.weight", "shard_dim": -1}]}),
     (modules_of_several, {}), (modules_of_several, {"checkpoint": FULL}),
     (partial(modules_of_several, 2), {"checkpoint": FULL, "granularity": "module"}),
     (partial(modules_of_several, 5, 2), {}), (head_in_a_block, {"checkpoint": FULL}),
-    (partial(modules_of_several, 5, 2), {"trigger": "rolling", "memory_pool": False}),
+    (partial(modules_of_several, 5, 2), {"gather_before": "rolling", "memory_pool": False}),
 ]  # fmt: skip
 
 

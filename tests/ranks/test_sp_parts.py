@@ -38,13 +38,13 @@ CASES = {
         checkpoint={"mode": "full"},
     ),
     "reentrant, rolling": Case(
-        2, 2, 9, 2, {}, {"trigger": "rolling", **EACH}, {"mode": "full", "reentrant": True}
+        2, 2, 9, 2, {}, {"gather_before": "rolling", **EACH}, {"mode": "full", "reentrant": True}
     ),
     "selective, before attention": Case(
-        1, 2, 10, 2, SIZES, {"trigger": "attention"}, {"mode": "selective"}
+        1, 2, 10, 2, SIZES, {"gather_before": "attention"}, {"mode": "selective"}
     ),
     "entry, a rank without tokens": Case(
-        2, 2, 8, weights={"trigger": "qkv"}, one_rank_without_tokens=True
+        2, 2, 8, weights={"gather_before": "qkv"}, one_rank_without_tokens=True
     ),
     "fused projection": Case(
         2, 2, 9, 2, {"family": "internlm2", "heads": 4, "head_dim": 4, "kv_heads": 2}, packed=True

@@ -107,7 +107,7 @@ def batch(step: int, mesh: ParallelMesh) -> tuple[Any, Any]:
 FULL = ActivationCheckpointConfig(mode="full")
 CASES: list[tuple[str, Any, bool, bool, dict[str, Any], Any]] = [
     ("ours", Block, False, False, {}, None),
-    ("outer", Gated, False, True, {"trigger": "rolling"}, None),
+    ("outer", Gated, False, True, {"gather_before": "rolling"}, None),
     ("inner", Block, True, False, {"coalesce_bytes": 400}, FULL),
     ("ours", Block, True, True, {"keep_unsharded": 1, "granularity": "module"}, None),
 ]

@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "config.toml").write_text(
         f'[model]\nhidden_size = 32\nlayers = 1\nheads = 4\n[data]\nsource = "text"\n'
         f'paths = ["{TEXT}"]\nsequence_length = 32\n[train]\nname = "seen"\nsteps = 3\n'
-        "global_batch = 2\neval_every = 2\neval_batches = 1\nsample_bytes = 9\n"
+        "global_batch = 2\neval_every = 2\neval_batches = 1\nsample_tokens = 9\n"
     )
     return made
 

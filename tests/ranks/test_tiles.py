@@ -41,7 +41,7 @@ CASES = {
         2, 2, 67, weights=EACH, checkpoint={"tiles": 2, "mode": "full", "reentrant": True}
     ),
     "selective, rolling": Case(
-        2, 2, 67, 2, {"kv_heads": 1}, {"trigger": "rolling", **EACH},
+        2, 2, 67, 2, {"kv_heads": 1}, {"gather_before": "rolling", **EACH},
         {"tiles": 2, "mode": "selective", "fraction": 0.5},
     ),
     "module, biases, tied": Case(
@@ -311,7 +311,8 @@ def test_a_pipeline_that_splits_backward_and_a_model_of_transformers_take_tiles(
     ours = copy.deepcopy(plain)
     config = WeightParallelConfig(min_shard_elements=32, **EACH)
     parallelize(
-        ours, mesh, config, activation_checkpoint=ActivationCheckpointConfig(tiles=2, tiled=["mlp"])
+        ours, mesh, config,
+        activation_checkpoint=ActivationCheckpointConfig(tiles=2, tiled_modules=["mlp"]),
     )
     given = {"input_ids": ids(0, 1, 67), "use_cache": False}
     sums(plain, given).backward()
@@ -330,12 +331,12 @@ def test_what_cannot_be_tiled_in_a_model_is_refused_by_name() -> None:
         parallelize(model, mesh, config, activation_checkpoint=checkpoint)
 
     raises(ConfigError, lambda: parallelized({}, tiles="auto"), "give a number")
-    wrong = {"tiles": 2, "tiled": ("feedforward",)}
+    wrong = {"tiles": 2, "tiled_modules": ("feedforward",)}
     raises(StructureError, lambda: parallelized({}, **wrong), "did you mean")
-    sharded = {"trigger": "mlp", "min_shard_elements": 0}
+    sharded = {"gather_before": "mlp", "min_shard_elements": 0}
     raises(ConfigError, lambda: parallelized(sharded, tiles=2), "trigger w1")
-    compiled = {"compile": True, "trigger": "qkv"}
+    compiled = {"compile": True, "gather_before": "qkv"}
     raises(ConfigError, lambda: parallelized(compiled, tiles=2), "compile")
     plan = [{"match": "layers.*.feed_forward.w?", "unit": "each"}]
-    raises(StructureError, lambda: parallelized({"plan": plan}, tiles=2), "gathered by itself")
-    parallelized({}, tiles=2, tiled=("w2",))
+    raises(StructureError, lambda: parallelized({"rules": plan}, tiles=2), "gathered by itself")
+    parallelized({}, tiles=2, tiled_modules=("w2",))

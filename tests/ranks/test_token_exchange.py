@@ -74,7 +74,7 @@ class Mixture(nn.Module):
 
 
 def twin(checkpoint: ActivationCheckpointConfig | None = None, **config: Any) -> Twin:
-    config = {"prefetch_triggers": ("behind",)} | config
+    config = {"gather_before_modules": ("behind",)} | config
     made = Twin(partial(Tiny, Mixture), mesh_of(2), checkpoint, **config)
     for module in made.ours.modules():
         if isinstance(module, Exchange):
@@ -97,7 +97,7 @@ def test_weights_wait_until_a_blocks_tokens_have_travelled() -> None:
                 checkpoint is not None
             ):  # of blocks below the last, by the recompute of the one above
                 assert _gathered(backward, "forward") == [0, 0, 1, 1, 2, 2]
-    early = twin(prefetch_triggers=("norm",))
+    early = twin(gather_before_modules=("norm",))
     early.backward()
     forward, _ = _passes(early.lines("AG", SENT))
     assert _gathered(forward) == [2, 2, 3, 3, 4, 4, 4, 4], "the control has them at once"

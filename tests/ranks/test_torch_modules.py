@@ -90,7 +90,7 @@ def train(
     rank: int, world: int, name: str, checkpoint: ActivationCheckpointConfig | None, options: Any
 ) -> None:
     mesh = ParallelMesh.create(weight=world, sequence=1, device_type="cpu")
-    twin = Twin(partial(Tiny, MODULES[name]), mesh, checkpoint, trigger="qkv", **options)
+    twin = Twin(partial(Tiny, MODULES[name]), mesh, checkpoint, gather_before="qkv", **options)
     steps = [torch.optim.SGD(model.parameters(), 0.1) for model in (twin.plain, twin.ours)]
     for step in range(3):
         twin.backward()
@@ -136,7 +136,7 @@ class Stacked(Tiny):
 def stacked(rank: int, world: int) -> None:
     mesh = ParallelMesh.create(weight=world, sequence=1, device_type="cpu")
     for checkpoint, options in ((None, {}), (FULL, ALL), (REENTRANT, {})):
-        found = {"blocks": ("stack.layers.*",), "trigger": "qkv"} | options
+        found = {"blocks": ("stack.layers.*",), "gather_before": "qkv"} | options
         twin = Twin(Stacked, mesh, checkpoint, **found)
         steps = [torch.optim.SGD(model.parameters(), 0.1) for model in (twin.plain, twin.ours)]
         for step in range(2):
@@ -154,7 +154,7 @@ def test_a_stack_of_encoder_layers_with_padding_is_right_in_training_and_evaluat
 def moved(rank: int, world: int) -> None:
     """An LSTM renews its list itself (in ``model.to``); it holds shards between passes."""
     mesh = ParallelMesh.create(weight=2, sequence=1, device_type="cpu")
-    twin = Twin(partial(Tiny, Recurrent), mesh, trigger="qkv")
+    twin = Twin(partial(Tiny, Recurrent), mesh, gather_before="qkv")
     for layer in twin.ours.layers:  # type: ignore[union-attr]
         held = layer.rnn._flat_weights
         assert all(a is b for a, b in zip(held, layer.rnn.parameters(), strict=True)), "at rest"
@@ -173,7 +173,7 @@ def test_an_lstms_list_holds_shards_at_rest_and_may_be_renewed() -> None:
 def changed(rank: int, world: int, options: Any) -> None:
     """Another tensor in such a list would be ignored silently."""
     mesh = ParallelMesh.create(weight=2, sequence=1, device_type="cpu")
-    twin = Twin(partial(Tiny, Listed), mesh, trigger="qkv", **options)
+    twin = Twin(partial(Tiny, Listed), mesh, gather_before="qkv", **options)
     held = twin.ours.layers[1].kept["all"]  # type: ignore[index, union-attr]
     ours, held[0] = held[0], torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
     for _ in range(2):

@@ -25,6 +25,7 @@ from internsp.app.train.step import StepRunner
 from internsp.errors import ConfigError
 from internsp.sp import SequenceLayout
 from tests.support.ranks import run_ranks
+from tests.support.sections import mesh_sections
 
 TEXT = Path(__file__).parents[1] / "data"
 Changes = dict[str, dict[str, Any]]
@@ -44,7 +45,7 @@ def config(**changes: dict[str, Any]) -> Config:
         "activation_checkpoint": {"mode": "full", "fraction": 0.5},
         "optimizer": {"lr": 3e-3, "warmup_steps": 5},
         "train": {
-            "steps": 25, "global_batch": 4, "eval_batches": 2, "sample_bytes": 0, "loss_chunk": 20,
+            "steps": 25, "global_batch": 4, "eval_batches": 2, "sample_tokens": 0, "loss_chunk": 20,
             "log_every": 50,
         },
         "checkpoint": {"save": False},
@@ -90,7 +91,7 @@ OPTIMIZERS: list[Changes] = [
 MESHES: list[tuple[int, dict[str, Any], tuple[int, ...]]] = [
     (2, {"weight": 2, "sequence": 2}, (0, 1)),
     (4, {"weight": 2, "sequence": 4}, (0,)),
-    (4, {"weight": 1, "sequence": 2, "zero": 2}, (1,)),
+    (4, {"weight": 1, "sequence": 2, "optimizer_ranks": 2}, (1,)),
     (4, {"weight": 4, "sequence": 4, "ring": 2}, (0,)),
 ]
 
@@ -102,7 +103,7 @@ def test_every_step_equals_one_process_on_every_mesh(tmp_path: Path) -> None:
         assert rows[-1].loss < 0.97 * rows[0].loss, "it has begun to learn"
     for world in (2, 4):
         chosen = [(m, o) for size, m, optimizers in MESHES if size == world for o in optimizers]
-        changes = [{**OPTIMIZERS[o], "parallel": mesh} for mesh, o in chosen]
+        changes = [{**OPTIMIZERS[o], **mesh_sections(**mesh)} for mesh, o in chosen]
         for (mesh, o), rows in zip(chosen, rows_of_runs(tmp_path, world, changes), strict=True):
             loss, norm = gap(rows, wanted[o])
             assert loss < 1e-5, (mesh, o)
@@ -204,7 +205,7 @@ def test_a_stop_asked_of_one_rank_ends_all_after_the_step_with_checkpoint_and_re
     tmp_path: Path,
 ) -> None:
     settings = config(
-        parallel={"weight": 2, "sequence": 2}, train={"sample_bytes": 20, "profile": True},
+        parallel={"weight": 2, "sequence": 2}, train={"sample_tokens": 20, "profile": True},
         checkpoint={"save": True},
     )  # fmt: skip
     assert run_ranks(stopped, 2, settings, str(tmp_path / "run")) == [1, -1]

@@ -27,6 +27,7 @@ from internsp.values import load
 from tests.ranks.test_train import TEXT
 from tests.support.compare import check
 from tests.support.ranks import run_ranks
+from tests.support.sections import mesh_sections
 from tests.support.zero import whole
 
 pytest.importorskip("transformers", reason="the extra [hf] is not installed")
@@ -72,7 +73,7 @@ def config(
         "optimizer": {"lr": 1e-2, "eps": 1e-3, "warmup_steps": 0},
         "train": {
             "steps": STEPS, "global_batch": 4, "micro_batches": 2, "dtype": "float64",
-            "eval_batches": 1, "sample_bytes": 5, "loss_chunk": 20,
+            "eval_batches": 1, "sample_tokens": 5, "loss_chunk": 20,
         },
     }  # fmt: skip
     for section, values in changes.items():
@@ -124,8 +125,9 @@ def runs(rank: int, world: int, folder: Path, output: Path) -> dict[str, Any]:
     if world == 2:
         found["read"] = read_of(config(folder, "llama", world))
         found["cut"] = trained(config(folder, "llama", world, sequence=2))
-        ring = config(folder, "llama", world, sequence=2, parallel={"ring": 2, "balance": "zigzag"})
-        found["ring"] = trained(ring)
+        ring = {"ring": 2, "balance": "zigzag"}
+        settings = config(folder, "llama", world, 2, **mesh_sections(**ring))
+        found["ring"] = trained(settings)
     if world == 1:
         found["one by one"] = one_by_one(config(folder, "llama", 1))
         read_whole(folder)

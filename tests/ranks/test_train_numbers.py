@@ -15,7 +15,7 @@ from internsp.errors import ReplicaError
 from tests.ranks.test_train import config
 from tests.support.ranks import run_ranks
 
-SHORT = {"steps": 6, "compare_replicas": 2, "eval_batches": 1}
+SHORT = {"steps": 6, "compare_replicas_every": 2, "eval_batches": 1}
 
 
 def flip(rank: int, world_size: int, folder: str, weight: int, which: str) -> str:

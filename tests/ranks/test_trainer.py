@@ -28,7 +28,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "weight_parallel": {"min_shard_elements": 128},
     "optimizer": {"lr": 1e-2, "warmup_steps": 0, "schedule": "constant"},
     "train": {"name": "mine", "steps": 4, "global_batch": 4, "eval_every": 2, "eval_batches": 1,
-              "sample_bytes": 0, "dtype": "float64"},
+              "sample_tokens": 0, "dtype": "float64"},
     "checkpoint": {"every": 2},
 }  # fmt: skip
 
@@ -108,7 +108,7 @@ def with_everything_own(rank: int, world: int, folder: str) -> tuple[list[str], 
     notes = Notes()
     given = sections(
         parallel={"weight": 2}, train={"steps": 9, "eval_every": 0},
-        weight_parallel={"min_shard_elements": 16, "blocks": ["layers.*"], "trigger": "qkv"},
+        weight_parallel={"min_shard_elements": 16, "blocks": ["layers.*"], "gather_before": "qkv"},
     )  # fmt: skip
     trainer = internsp.Trainer(
         given, output=folder, model=Tiny(), loss=loss, data=own_data, optimizer=own_optimizer,
@@ -166,7 +166,7 @@ def counting(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     given = sections(
         parallel={"weight": weight}, train={"steps": steps, "eval_every": 0},
-        weight_parallel={"min_shard_elements": 16, "blocks": ["layers.*"], "trigger": "qkv"},
+        weight_parallel={"min_shard_elements": 16, "blocks": ["layers.*"], "gather_before": "qkv"},
         checkpoint={"every": 2, "resume": "auto"},
     )  # fmt: skip
     trainer = internsp.Trainer(given, output=folder, model=Counting(), loss=local_loss)
@@ -229,7 +229,6 @@ def test_ranks_of_a_sequence_that_are_given_other_rows_are_told(tmp_path: Path) 
     ("parts", "section", "key", "value"),
     [
         (Custom(model=Tiny()), "model", "dropout", 0.1),
-        (Custom(model=Tiny()), "model", "embedding_dropout", 0.1),
         (Custom(data=own_data), "train", "early_stop", 2),
         (Custom(data=own_data), "train", "batch_tokens", 100),
     ],
@@ -257,7 +256,7 @@ def listed(rank: int, world: int, folder: str) -> tuple[list[list[float]], list[
         internsp.Trainer(
             sections(
                 train={"steps": 9, "eval_every": 0}, checkpoint={"save": False, "every": 0},
-                weight_parallel={"blocks": ["layers.*"], "trigger": "qkv"},
+                weight_parallel={"blocks": ["layers.*"], "gather_before": "qkv"},
             ), output=f"{folder}/{name}", callbacks=[losses],
             **{"model": Tiny(), "loss": loss, "data": own_data, **parts},
         ).train()  # fmt: skip
@@ -303,7 +302,7 @@ if __name__ == "__main__":
 """
 NOTEBOOK = """
 import internsp
-trainer = internsp.Trainer({"train": {"steps": 2, "sample_bytes": 0, "eval_batches": 0},
+trainer = internsp.Trainer({"train": {"steps": 2, "sample_tokens": 0, "eval_batches": 0},
     "model": {"layers": 1, "hidden_size": 32}, "data": {"sequence_length": 32, "source": "text",
     "paths": ["text"], "held_out": 0}})
 trainer.train()
@@ -319,7 +318,7 @@ def made(folder: Path, code: str) -> None:
     (folder / "text" / "a.txt").write_text("def f(x):\n    return x + 1\n" * 400)
     (folder / "config.toml").write_text(
         '[model]\nlayers = 1\nhidden_size = 32\n[data]\nsource = "text"\npaths = ["text"]\n'
-        'sequence_length = 32\nheld_out = 0\n[train]\nname = "mine"\nsteps = 2\nsample_bytes = 0\n'
+        'sequence_length = 32\nheld_out = 0\n[train]\nname = "mine"\nsteps = 2\nsample_tokens = 0\n'
         "eval_batches = 0\n[parallel]\nweight = 2\n[launch]\nprocesses = 2\n"
     )
     (folder / "script.py").write_text(code)
@@ -394,7 +393,7 @@ def test_two_tasks_of_srun_are_one_run(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 400)
     (tmp_path / "config.toml").write_text(
         '[model]\nlayers = 1\nhidden_size = 32\n[data]\nsource = "text"\npaths = ["a.txt"]\n'
-        'sequence_length = 32\nheld_out = 0\n[train]\nsteps = 2\nsample_bytes = 0\n'
+        'sequence_length = 32\nheld_out = 0\n[train]\nsteps = 2\nsample_tokens = 0\n'
         "eval_batches = 0\n[parallel]\nweight = 2\n"
     )
     words = ("-m", "internsp", "train", "config.toml")

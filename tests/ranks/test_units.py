@@ -129,10 +129,10 @@ def test_attention_and_feed_forward_apart_train_as_on_one_process() -> None:
         ({"overlap": False, "keep_unsharded": 2}, HALF),
         ({"prefetch_depth": 2, "memory_pool": False}, REENTRANT),
         ({"granularity": "module"}, HALF),
-        ({"trigger": "rolling"}, None),
+        ({"gather_before": "rolling"}, None),
         ({"coalesce_bytes": 65536}, FULL),
     ):
-        twin = Twin(LAYERS, mesh, checkpoint, plan=[EACH], **options)  # type: ignore[arg-type]
+        twin = Twin(LAYERS, mesh, checkpoint, rules=[EACH], **options)  # type: ignore[arg-type]
         plan = twin.communicator.plan
         assert plan is not None
         assert [unit.name for unit in plan.blocks] == [
@@ -151,7 +151,7 @@ def test_attention_and_feed_forward_apart_train_as_on_one_process() -> None:
 def test_the_plan_of_units_is_what_runs() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for options, checkpoint in (({}, None), ({}, FULL), ({"prefetch_depth": 0}, FULL)):
-        twin = Twin(LAYERS, mesh, checkpoint, plan=[EACH], **options)
+        twin = Twin(LAYERS, mesh, checkpoint, rules=[EACH], **options)
         assert twin.communicator.plan is not None
         wanted = simulate(twin.communicator.plan, 1)
         for step in range(3):
@@ -178,7 +178,7 @@ def test_several_modules_are_one_unit() -> None:
         ({"coalesce_bytes": 65536, "keep_unsharded": 2}, REENTRANT),
         ({"granularity": "module"}, FULL),
     ):
-        twin = Twin(partial(Tiny, Ordered, layers=3), mesh, checkpoint, plan=parts, **options)  # type: ignore[arg-type]
+        twin = Twin(partial(Tiny, Ordered, layers=3), mesh, checkpoint, rules=parts, **options)  # type: ignore[arg-type]
         plan = twin.communicator.plan
         assert plan is not None
         names = ["(attention+gate)", "feed.(w1+w2)", "last"]
@@ -186,7 +186,7 @@ def test_several_modules_are_one_unit() -> None:
         trained(twin)
     pairs = [{"match": f"layers.{{{2 * i}-{2 * i + 1}}}", "unit": "one"} for i in range(2)]
     for options, checkpoint in (({}, None), ({"prefetch_depth": 0}, FULL), ({}, REENTRANT)):
-        twin = Twin(Tiny, mesh, checkpoint, plan=pairs, **options)
+        twin = Twin(Tiny, mesh, checkpoint, rules=pairs, **options)
         assert [u.name for u in twin.communicator.blocks] == ["layers.(0+1)", "layers.(2+3)"]
         trained(twin)
 
@@ -196,7 +196,7 @@ def test_a_users_checkpoint_around_several_units_is_right() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for kind in (Checkpointed, Reentrant):
         for depth in (0, 1):
-            twin = Twin(partial(kind, Layer, layers=3), mesh, plan=[EACH], prefetch_depth=depth)
+            twin = Twin(partial(kind, Layer, layers=3), mesh, rules=[EACH], prefetch_depth=depth)
             trained(twin)
 
 
@@ -204,7 +204,7 @@ def test_a_users_checkpoint_around_several_units_is_right() -> None:
 def test_replicas_exchange_what_units_and_rests_have_summed() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for checkpoint, zero in ((FULL, True), (None, True), (HALF, False)):
-        trained(Twin(LAYERS, mesh, checkpoint, plan=[EACH]), zero=zero)
+        trained(Twin(LAYERS, mesh, checkpoint, rules=[EACH]), zero=zero)
 
 
 class Tied(Tiny):
@@ -235,10 +235,10 @@ class Unused(Tiny):
 @ranks(2)
 def test_shared_frozen_and_unused_weights_of_units_are_right(rank: int) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
-    trained(Twin(Tied, mesh, plan=[EACH]))
-    trained(Twin(Tied, mesh, FULL, plan=[EACH], prefetch_depth=0))
+    trained(Twin(Tied, mesh, rules=[EACH]))
+    trained(Twin(Tied, mesh, FULL, rules=[EACH], prefetch_depth=0))
     for checkpoint in (None, FULL):
-        twin = Twin(LAYERS, mesh, checkpoint, plan=[EACH])
+        twin = Twin(LAYERS, mesh, checkpoint, rules=[EACH])
         for model in (twin.plain, twin.ours):
             model.embed.requires_grad_(False)
             for frozen in (model.layers[0].feed, model.layers[1].attention, model.layers[1].gate):
@@ -257,7 +257,7 @@ def test_ranks_whose_data_skip_a_layer_take_its_place(rank: int) -> None:
     three = {"match": ["layers.*.attention", "layers.*.feed.w?"], "unit": "each"}
     for rule in (EACH, three):  # as many units as slots, and more
         for checkpoint in (None, FULL, REENTRANT):
-            twin = Twin(partial(Unused, Layer, layers=3), mesh, checkpoint, plan=[rule])
+            twin = Twin(partial(Unused, Layer, layers=3), mesh, checkpoint, rules=[rule])
             for layer in (1, 2, 3):  # of one rank: 3 is the first
                 everybody, mine = twin.batch()
                 twin.ours.skips = layer * rank  # type: ignore[assignment]
@@ -273,7 +273,7 @@ def test_ranks_whose_data_skip_a_layer_take_its_place(rank: int) -> None:
 def test_losses_of_two_forwards_micro_batches_and_failures_leave_units_right() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for checkpoint in (None, HALF):
-        twin = Twin(LAYERS, mesh, checkpoint, plan=[EACH])
+        twin = Twin(LAYERS, mesh, checkpoint, rules=[EACH])
         for _ in range(2):
             (all1, my1), (all2, my2) = twin.batch(), twin.batch()
             (twin.plain(*all1) + twin.plain(*all2)).backward()
@@ -340,7 +340,7 @@ def test_an_order_cannot_be_learned_of_blocks_that_hold_units_and_the_model_stay
     model = LAYERS().double()
     before = dict(model.named_parameters())
     config = WeightParallelConfig(
-        min_shard_elements=8, plan=[EACH], unexpected_order="learn"
+        min_shard_elements=8, rules=[EACH], unexpected_order="learn"
     )
     with pytest.raises(ConfigError, match=r"but a rule of the plan .* layers\.0: leave"):
         parallelize(model, mesh, config)
@@ -354,7 +354,7 @@ def test_two_lists_of_blocks_have_one_order() -> None:
     blocks = ("vision.blocks.*", "decoder.layers.*")
     inner = {"match": ["vision.blocks.*.attention", "vision.blocks.*.feed"], "unit": "each"}
     for plan, checkpoint in (([], None), ([inner], HALF), ([inner], None)):
-        twin = Twin(Towers, mesh, checkpoint, plan=plan, blocks=blocks)
+        twin = Twin(Towers, mesh, checkpoint, rules=plan, blocks=blocks)
         names = [unit.name for unit in twin.communicator.blocks]
         assert names[-2:] == ["decoder.layers.0", "decoder.layers.1"]
         assert len(names) == (6 if plan else 4)
@@ -366,7 +366,7 @@ def test_two_lists_of_blocks_have_one_order() -> None:
 @ranks(2)
 def test_whole_parameters_and_state_of_units_are_those_of_one_process() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
-    twin = Twin(LAYERS, mesh, plan=[EACH])
+    twin = Twin(LAYERS, mesh, rules=[EACH])
     twin.backward()
     with full_params(twin.ours):
         check(parameters(twin.ours), parameters(twin.plain), "whole")

@@ -274,7 +274,7 @@ def test_what_cannot_be_stepped_whole_is_refused_by_name(rank: int) -> None:
 
     offload = {"offload": ["weights", "optimizer"]}
     raises(ConfigError, made(torch.optim.Muon, **offload), "layers.0.q.weight", "host memory")
-    columns = {"plan": [{"match": "**.experts.up.weight", "shard_dim": 1}]}
+    columns = {"rules": [{"match": "**.experts.up.weight", "shard_dim": 1}]}
     pair = Pair(Mixed(weight=2, config=columns))
     ups = [p for n, p in pair.ours.named_parameters() if "up" in n]
     rest = [p for n, p in pair.ours.named_parameters() if "up" not in n]

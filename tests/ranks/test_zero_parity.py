@@ -25,8 +25,8 @@ from tests.support.zero import (
     whole,
 )
 
-HIDDEN = {"plan": [{"match": "embed", "shard_dim": 1}]}
-COLUMNS = {"plan": [{"match": "**.w?.weight", "shard_dim": 1}]}
+HIDDEN = {"rules": [{"match": "embed", "shard_dim": 1}]}
+COLUMNS = {"rules": [{"match": "**.w?.weight", "shard_dim": 1}]}
 FP64 = [
     (
         1,

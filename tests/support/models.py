@@ -21,7 +21,7 @@ from tests.support.sections import sections
 VOCABULARY = 11  # odd, so that no number of ranks divides the rows
 CUT = 20  # these models' parameters of at least this many elements are sharded
 SOME, ALL = {"coalesce_bytes": 400}, {"coalesce_bytes": 65536}  # small weights are coalesced
-ROLLING = {"trigger": "rolling"}  # per-parameter prefetch
+ROLLING = {"gather_before": "rolling"}  # per-parameter prefetch
 
 
 class Block(nn.Module):

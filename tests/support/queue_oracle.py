@@ -833,7 +833,7 @@ class GatherQueue(Generic[U, W]):
                 holder, why = self.held[found]
                 remedy = "unexpected_order = 'gather'"
                 if self.policy.rolling:
-                    remedy = 'trigger = "out_proj"'
+                    remedy = 'gather_before = "out_proj"'
                 if self.strict or holder is unit:
                     raise PoolError(
                         f"slot {unit.slot}: the bytes of {group.name} asked for by {unit.name} "

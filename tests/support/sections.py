@@ -1,4 +1,4 @@
-"""The options of a case, by the section that has each."""
+"""Sections of a configuration, of options that a case gives together."""
 
 from __future__ import annotations
 
@@ -13,3 +13,12 @@ def sections(options: Mapping[str, Any]) -> tuple[WeightParallelConfig, Sequence
     own = options.keys() & SequenceConfig.model_fields.keys()
     weights = {key: options[key] for key in options.keys() - own}
     return WeightParallelConfig(**weights), SequenceConfig(**{key: options[key] for key in own})
+
+
+_OF_SEQUENCES = ("ring", "fast_links", "balance")
+
+
+def mesh_sections(**degrees: Any) -> dict[str, dict[str, Any]]:
+    """Degrees of a mesh by section: those of the ranks of a sequence, and all others."""
+    own = {key: degrees.pop(key) for key in _OF_SEQUENCES if key in degrees}
+    return {"parallel": degrees, "sequence": own} if own else {"parallel": degrees}

@@ -236,10 +236,10 @@ def test_cut_sequences_compare_triggers_and_their_parts_make_up_the_whole() -> N
 
 
 def test_a_variant_name_is_read_and_written_back() -> None:
-    spec = Spec.parse("ours:prefetch_depth=2,overlap=false,trigger=qkv@free")
-    assert spec.arguments() == {"prefetch_depth": 2, "overlap": False, "trigger": "qkv"}
+    spec = Spec.parse("ours:prefetch_depth=2,overlap=false,gather_before=qkv@free")
+    assert spec.arguments() == {"prefetch_depth": 2, "overlap": False, "gather_before": "qkv"}
     assert spec.free
-    assert str(spec) == "ours:prefetch_depth=2,overlap=false,trigger=qkv@free"
+    assert str(spec) == "ours:prefetch_depth=2,overlap=false,gather_before=qkv@free"
     assert Spec.parse("fsdp2:chunked+last").forms == {"chunked", "last"}
 
 

@@ -77,14 +77,14 @@ def test_cut_sequences_compete_for_the_link_and_train_the_same(
 ) -> None:
     file = tmp_path / "out.json"
     flags = ("--network", "loopback", "--sequence-ranks", "2", "--json", str(file))
-    done = bench(*SMALL, *flags, "--variants", "ours", "ours:trigger=qkv")
+    done = bench(*SMALL, *flags, "--variants", "ours", "ours:gather_before=qkv")
     assert done.returncode == 0, done.stderr
     assert "every sequence sharded over 2 ranks" in done.stdout
     summary = json.loads(file.read_text())
-    assert set(summary["variants"]) == {"compute", "ours", "ours:trigger=qkv"}
+    assert set(summary["variants"]) == {"compute", "ours", "ours:gather_before=qkv"}
     tokens, hidden, layers = 16, 96, 3
     assert summary["exchanged_bytes"] == layers * 8 * (tokens / 2) * hidden * 2 / 2
-    for name in ("ours", "ours:trigger=qkv"):
+    for name in ("ours", "ours:gather_before=qkv"):
         row = summary["variants"][name]
         assert row["payload_seen"] == row["payload"] == summary["least_bytes"]
         assert any(phase.endswith("all-to-all") for _, phase, _ in row["exposures"])

@@ -117,7 +117,10 @@ SMALL = joined(
 STAGED: Sections = {"parallel": {"pipeline": 2}, "train": {"global_batch": 4, "micro_batches": 4}}
 PEAKS = {
     "heads over two ranks": (Case("heads", joined(SMALL, {"parallel": {"sequence": 2}}), 2), 6144),
-    "a ring": (Case("ring", joined(SMALL, {"parallel": {"sequence": 2, "ring": 2}}), 2), 12288),
+    "a ring": (
+        Case("ring", joined(SMALL, {"parallel": {"sequence": 2}, "sequence": {"ring": 2}}), 2),
+        12288,
+    ),
     "1F1B": (Case("1F1B", joined(SMALL, STAGED), 2), 8192),
     "interleaved stages": (
         Case("interleaved", joined(SMALL, STAGED, {

@@ -51,15 +51,15 @@ def test_late_gathers_name_the_worst_block_and_a_deeper_prefetch() -> None:
     assert text.startswith("Gathers start too late: blocks waited 2 s")
     assert "most layers.1 in forward (1 s)" in text
     assert "prefetch_depth = 2 (one more slot, about 2.0 MiB)" in text
-    assert 'trigger = "qkv"' in text
+    assert 'gather_before = "qkv"' in text
     assert "the link was free for 5.98 s" in text
 
 
 def test_remedies_that_are_taken_already_are_not_advised() -> None:
-    taken = {"prefetch_depth": 7, "trigger": "qkv", "granularity": "module"}
+    taken = {"prefetch_depth": 7, "gather_before": "qkv", "granularity": "module"}
     text = the_only(advise({0: LATE}, setting(weights=taken)))
     assert "prefetch_depth" not in text, "there are no more blocks to gather ahead"
-    assert "trigger" not in text
+    assert "gather_before" not in text
 
 
 def test_a_link_that_is_always_busy_is_too_slow_for_this_size() -> None:
@@ -116,12 +116,12 @@ def test_gradients_waited_for_within_backward_and_after_it_are_told_apart() -> N
         event("RS", 8, 10, "layers.0", "backward", MIB),
         event("WAIT", 8.5, 10, "layers.0", "finish"),
     ]
-    after, inside = advise({0: events}, setting(weights={"pending_blocks": 3}, zero=2))
+    after, inside = advise({0: events}, setting(weights={"reductions_in_flight": 3}, zero=2))
     assert after.startswith("After backward 1.5 s went by")
-    assert "parallel.zero" in after
+    assert "parallel.optimizer_ranks" in after
     assert inside.startswith("Backward waited 1 s for gradients")
     assert "no more than 3 blocks'" in inside
-    assert "pending_blocks = 4" in inside
+    assert "reductions_in_flight = 4" in inside
 
 
 def test_exchanges_name_their_block_and_leave_the_link_to_them() -> None:
@@ -131,10 +131,10 @@ def test_exchanges_name_their_block_and_leave_the_link_to_them() -> None:
         event("USE", 10, unit="layers.1", phase="backward"),
         event("USE", 0, unit="layers.1", phase="forward"),
     ]
-    text = the_only(advise({0: events}, setting(sequence=4, weights={"trigger": "qkv"})))
+    text = the_only(advise({0: events}, setting(sequence=4, weights={"gather_before": "qkv"})))
     assert "waited for 2 s, most in layers.1 in backward" in text
     assert "parallel.sequence from 4" in text
-    assert 'trigger = "out_proj"' in text
+    assert 'gather_before = "out_proj"' in text
 
 
 def test_parameters_on_their_way_are_the_optimizers() -> None:
@@ -143,7 +143,7 @@ def test_parameters_on_their_way_are_the_optimizers() -> None:
         event("WAIT", 1, 2, "bucket", "publish", 0, ""),
         event("USE", 10, unit="layers.1", phase="forward"),
     ]
-    assert "parallel.zero (now 8)" in the_only(advise({0: events}, setting(zero=8)))
+    assert "parallel.optimizer_ranks (now 8)" in the_only(advise({0: events}, setting(zero=8)))
 
 
 def test_a_slow_rank_comes_first_and_is_named() -> None:

@@ -137,12 +137,6 @@ APP_CONFIG: Table = {
     'unused with schedule = "{optimizer.schedule}"': {
         'set it to "wsd"': accepted(optimizer={"schedule": "wsd", "decay_steps": 3}),
     },
-    "steps all parameters: set": {
-        'optimizer.rest = "adamw", or': accepted(
-            optimizer={"name": "adafactor", "rest": "adamw", "rest_lr": 1e-3}
-        ),
-        "optimizer.lr": accepted(optimizer={"lr": 1e-3}),
-    },
     "needs the steps: set": {
         "set train.torch_profile": accepted(
             train={"memory_snapshot": True, "torch_profile": [1, 2]}
@@ -183,15 +177,14 @@ APP_CONFIG: Table = {
     "a step would take more from every weight": {
         "lower one of them": accepted(optimizer={"lr": 1.0, "weight_decay": 0.9}),
     },
-    "whole matrices; leave": {"leave it out": accepted(optimizer={"name": "muon"})},
     "group {number}: {group.optimizer} is neither": {
         "give {both}": accepted(
             optimizer={"name": "muon", "groups": [{"match": "head", "optimizer": "adamw"}]}
         ),
     },
-    "set optimizer.rest, too": {
-        "set optimizer.rest, too": accepted(optimizer={
-            "name": "adafactor", "rest": "adamw",
+    "set optimizer.other, too": {
+        "set optimizer.other, too": accepted(optimizer={
+            "name": "adafactor", "other": "adamw",
             "groups": [{"match": "head", "optimizer": "adamw"}],
         }),
     },
@@ -235,7 +228,7 @@ APP_CONFIG: Table = {
         ),
     },
     # lists of names
-    "name options rest whole_matrix": NO_ADVICE,
+    "name options other": NO_ADVICE,
     "seed dtype": NO_ADVICE,
     "name micro_batches eval_every": NO_ADVICE,
     "save every keep_last": NO_ADVICE,
@@ -389,7 +382,7 @@ SESSION: Table = {
     "Trainer: loss is for a model of your own": {"give model, too": OWN_RIGHT},
     "both compute parts of the same sequences": {"choose them by mesh.data_rank": OWN_RIGHT},
     "a model of your own applies its own dropout": {"set it to 0": NO_EFFECT},
-    "train.tokens: in the first sequences": {
+    "train.stop_after_tokens: in the first sequences": {
         "raise data.sequence_length":
             "tests/ranks/test_batch_tokens.py::"
             "test_a_run_of_so_many_tokens_ends_with_the_step_that_reaches_them",

@@ -63,7 +63,7 @@ def test_mistakes_of_the_file_and_the_options_are_one_report_with_status_2(capsy
         '  --weight_parallel.overlap: expected true or false, got "perhaps"',
         '  --optimizer.lr: expected a number, got "fast"',
         "  --train.dtpye: unknown key; did you mean --train.dtype?",
-        "  --paralel.zero: unknown option; did you mean --parallel.zero?",
+        "  --paralel.zero: unknown option; did you mean --parallel.*?",
         '  parallel.weight: expected a whole number, got "2"',
         "  --outptu: unknown option; did you mean --output?",
         "  --steps: unknown option; did you mean --train.steps?",
@@ -113,7 +113,7 @@ def test_help_shows_every_section_with_defaults_and_does_not_load_torch():
     )
     assert done.stderr == ""
     assert done.stdout.splitlines()[-1] == "0 False"
-    assert "--weight_parallel.trigger {qkv,attention,out_proj,mlp,rolling}" in done.stdout
+    assert "--weight_parallel.gather_before {qkv,attention,out_proj,mlp,rolling}" in done.stdout
     assert "Optimizer steps. (default: 100)" in done.stdout
     assert "--resume PATH" in done.stdout
 

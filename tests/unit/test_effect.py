@@ -74,42 +74,43 @@ WEIGHTS: Entries = {
     "overlap": Acts("off: gathers, reductions and exchanges are waited for where they start"),
     "memory_pool": of_order("memory_pool", False),
     "prefetch_depth": of_order("prefetch_depth", 2),
-    "trigger": [
-        Refused({"trigger": "mlp"}, OF_OWN, own=True),
-        Refused({"trigger": "mlp", "prefetch_triggers": ["w2"]},
-                'weight_parallel.trigger: "mlp" is unused with prefetch_triggers',
-                {"trigger": "attention", "prefetch_triggers": ["wo"]}),
+    "gather_before": [
+        Refused({"gather_before": "mlp"}, OF_OWN, own=True),
+        Refused({"gather_before": "mlp", "gather_before_modules": ["w2"]},
+                'weight_parallel.gather_before: "mlp" is unused with gather_before_modules',
+                {"gather_before": "attention", "gather_before_modules": ["wo"]}),
     ],
     "granularity": of_order("granularity", "module"),
-    "prefetch_triggers": of_order(
-        "prefetch_triggers", ["w2"],
-        Refused({"prefetch_triggers": ["w2"], "trigger": "rolling"},
-                'weight_parallel.prefetch_triggers: unused with trigger = "rolling"'),
-        Refused({"prefetch_triggers": ["w3"]}, "none of its modules is named w3"),
+    "gather_before_modules": of_order(
+        "gather_before_modules", ["w2"],
+        Refused({"gather_before_modules": ["w2"], "gather_before": "rolling"},
+                'weight_parallel.gather_before_modules: unused with gather_before = "rolling"'),
+        Refused({"gather_before_modules": ["w3"]}, "none of its modules is named w3"),
     ),
     "blocks": [Refused({"blocks": ["blocks.*"]}, "'blocks.*' matches no module",
                        {"blocks": ["layers.*"]})],
-    "experts": [
-        Refused({"experts": ["wo"]}, "the mesh has no axis for experts", {"experts": ["wo"]},
+    "expert_parameters": [
+        Refused({"expert_parameters": ["wo"]}, "the mesh has no axis for experts",
+                {"expert_parameters": ["wo"]},
                 remedy_shape=EXPERTS),
-        Refused({"experts": ["moe"]}, "'moe' matches no parameter"),
+        Refused({"expert_parameters": ["moe"]}, "'moe' matches no parameter"),
     ],
-    "plan": Acts("each key of each rule is in RULES"),
-    "reshard_after_forward": of_order(
-        "reshard_after_forward", 2,
-        Refused({"reshard_after_forward": 2, "keep_unsharded": "all"},
-                "all blocks stay unsharded", {"reshard_after_forward": 2},
+    "rules": Acts("each key of each rule is in RULES"),
+    "near_ranks": of_order(
+        "near_ranks", 2,
+        Refused({"near_ranks": 2, "keep_unsharded": "all"},
+                "all blocks stay unsharded", {"near_ranks": 2},
                 remedy_shape=MeshShape(4, weight=4)),
-        Refused({"reshard_after_forward": 2, "plan": SMALL_BLOCKS},
+        Refused({"near_ranks": 2, "rules": SMALL_BLOCKS},
                 "no block has a sharded parameter"),
     ),
     "keep_unsharded": of_order(
         "keep_unsharded", 1,
         Refused({"keep_unsharded": "1 KiB"}, "it holds none of the blocks, the smallest of which",
                 {"keep_unsharded": "1 MiB"}),
-        Refused({"keep_unsharded": 2, "plan": [{"match": "layers.*", "keep_unsharded": False}]},
+        Refused({"keep_unsharded": 2, "rules": [{"match": "layers.*", "keep_unsharded": False}]},
                 "rules decide it for every block"),
-        Refused({"keep_unsharded": 2, "plan": SMALL_BLOCKS}, "no block has a sharded parameter"),
+        Refused({"keep_unsharded": 2, "rules": SMALL_BLOCKS}, "no block has a sharded parameter"),
     ),
     "accumulation": Acts("of a step of several micro-batches, whose number the loop decides"),
     "min_shard_elements": Acts("a threshold: what it leaves replicated, or shards, is its effect"),
@@ -117,7 +118,7 @@ WEIGHTS: Entries = {
         Refused({"coalesce_bytes": 100, "granularity": "module"},
                 'unused with granularity = "module"', {"coalesce_bytes": 100}),
     ],
-    "pending_blocks": of_order("pending_blocks", 3),
+    "reductions_in_flight": of_order("reductions_in_flight", 3),
     "unexpected_order": [Refused({"unexpected_order": "learn"}, OF_OWN, own=True)],
     "compare_ranks": Acts("off: the first values are not read"),
     "compile": Acts("every model has blocks"),
@@ -130,10 +131,10 @@ WEIGHTS: Entries = {
         Refused({"quantize": "int8", "coalesce_bytes": 336},  # of 14 rows, one of them padding
                 "the largest is layers.0.w1.weight (312 B)",
                 {"quantize": "int8", "coalesce_bytes": 335}),
-        Refused({"quantize": "int8", "plan": [{"match": "layers", "quantize": "fp8"}]},
+        Refused({"quantize": "int8", "rules": [{"match": "layers", "quantize": "fp8"}]},
                 "rules say what every sharded weight of the blocks is gathered as; leave it out"),
-        Refused({"quantize": "int8", "plan": SMALL_BLOCKS}, "no block has a sharded parameter"),
-        Refused({"quantize": "int8", "coalesce_bytes": 320, "plan": [
+        Refused({"quantize": "int8", "rules": SMALL_BLOCKS}, "no block has a sharded parameter"),
+        Refused({"quantize": "int8", "coalesce_bytes": 320, "rules": [
             {"match": "layers.*.w1", "quantize": "fp8"}]}, "the largest is layers.0.w2.weight"),
     )[1:],
     "compute_dtype": Acts("floating inputs are cast to it, whatever the weights are"),
@@ -154,16 +155,16 @@ KEEPS_ALL = [{"match": "layers", "keep_unsharded": True}]
 def rule(words: str, key: str, value: Any, match: str = "norm", *, remedy: Any = IN_BLOCK,
          more: Mapping[str, Any] | None = None, **others: Any) -> Refused:  # fmt: skip
     """A rule of one key for ``match``; the remedy is the same key of another match, or a rule."""
-    bad = {"plan": [{"match": match, key: value, **(more or {})}]}
+    bad = {"rules": [{"match": match, key: value, **(more or {})}]}
     good = remedy if isinstance(remedy, dict) else {"match": remedy, key: value}
-    return Refused(bad, words, {"plan": [good]} if good else {}, **others)
+    return Refused(bad, words, {"rules": [good]} if good else {}, **others)
 
 
 def of_block(key: str, value: Any, *more: Refused) -> list[Refused]:
     plan = [{"match": "layers.0", key: value}]
     return [
         rule(f"{HAS_NONE} a block", key, value, remedy="layers.0"),
-        Refused({"plan": plan}, OF_OWN, own=True),
+        Refused({"rules": plan}, OF_OWN, own=True),
         *more,
     ]
 
@@ -193,7 +194,7 @@ RULES: Entries = {
         "coalesce_bytes", 99,
         rule("what rules quantize or pack", "coalesce_bytes", 99, IN_BLOCK,
              more={"quantize": "int8"}),
-        Refused({"plan": [{"match": "layers.0", "quantize": "int8"},
+        Refused({"rules": [{"match": "layers.0", "quantize": "int8"},
                           {"match": IN_BLOCK, "coalesce_bytes": 9}]}, "what rules quantize"),
     ),
     "compute_dtype": Acts("inputs of the matched modules are cast to it, if they hold no weight"),
@@ -218,18 +219,18 @@ RULES: Entries = {
              IN_BLOCK, remedy={}),
     ],
     "offload": of_weight("offload", ["weights"]),
-    "reshard_after_forward": of_weight(
-        "reshard_after_forward", 2,
-        Refused({"plan": [{"match": "layers", "reshard_after_forward": 2}],
+    "near_ranks": of_weight(
+        "near_ranks", 2,
+        Refused({"rules": [{"match": "layers", "near_ranks": 2}],
                  "keep_unsharded": "all"}, "the blocks stay unsharded, so that no gather follows"),
-        Refused({"plan": [{"match": IN_BLOCK, "reshard_after_forward": 2}, *KEEPS_ALL]},
+        Refused({"rules": [{"match": IN_BLOCK, "near_ranks": 2}, *KEEPS_ALL]},
                 "the blocks stay unsharded"),
-        Refused({"plan": [{"match": IN_BLOCK, "reshard_after_forward": 2}]}, OF_OWN, own=True,
+        Refused({"rules": [{"match": IN_BLOCK, "near_ranks": 2}]}, OF_OWN, own=True,
                 shape=MeshShape(4, weight=4)),
     )[1:],
     "keep_unsharded": of_block(
         "keep_unsharded", True,
-        Refused({"plan": [
+        Refused({"rules": [
             {"match": "layers.0", "keep_unsharded": True, "min_shard_elements": 9999},
         ]}, "the blocks have no sharded parameter"),
     ),
@@ -240,14 +241,15 @@ RULES: Entries = {
         rule("no block comes after the matched one", "backward_prefetch", 2, "layers.0",
              remedy="layers.1"),
     )[2:],
-    "trigger": of_block(
-        "trigger", "mlp",
-        rule("trigger has no effect beside prefetch_triggers", "trigger", "mlp", "layers.0",
-             more={"prefetch_triggers": ["w2"]}, remedy="layers.0"),
-        Refused({"plan": [{"match": "layers.0", "prefetch_triggers": ["w2"]},
-                          {"match": "layers.{0-0}", "trigger": "mlp"}]}, "trigger has no effect"),
+    "gather_before": of_block(
+        "gather_before", "mlp",
+        rule("gather_before has no effect beside", "gather_before", "mlp", "layers.0",
+             more={"gather_before_modules": ["w2"]}, remedy="layers.0"),
+        Refused({"rules": [{"match": "layers.0", "gather_before_modules": ["w2"]},
+                           {"match": "layers.{0-0}", "gather_before": "mlp"}]},
+                "gather_before has no effect"),
     ),
-    "prefetch_triggers": of_block("prefetch_triggers", ["w2"]),
+    "gather_before_modules": of_block("gather_before_modules", ["w2"]),
 }  # fmt: skip
 
 NONE_RECOMPUTES = "no block recomputes"
@@ -272,7 +274,10 @@ RECOMPUTE: Entries = {
     ],
     "offload": [Refused({"offload": 1}, "offload: no block recomputes", {"offload": 1, **FULL})],
     "tiles": Acts("where no feed-forward is found: unit/test_tiles; of fewer positions: one each"),
-    "tiled": [Refused({"tiled": ["w1"]}, "unused with one tile", {"tiled": ["w1"], "tiles": 2})],
+    "tiled_modules": [
+        Refused({"tiled_modules": ["w1"]}, "unused with one tile",
+                {"tiled_modules": ["w1"], "tiles": 2}),
+    ],
 }
 SEQUENCE: Entries = {
     "own_attention": Acts("a permission that nothing needs is refused: unit/test_supports"),
@@ -307,7 +312,7 @@ def plan(
     require_none(mistakes(*sections, ring=1, pipeline=False, own=own))
     made = model()
     structure = read_structure(
-        made, config.trigger, config.blocks, config.prefetch_triggers, config.plan
+        made, config.gather_before, config.blocks, config.gather_before_modules, config.rules
     )
     require_patterns_matched((name for name, _ in made.named_parameters()), config)
     recomputed_blocks(again, structure.layers)
@@ -347,7 +352,7 @@ def test_what_has_no_effect_is_refused_by_name_and_its_remedy_is_taken(
     assert key in str(refused.value)
     assert case.words in str(refused.value)
     remedy_shape = case.remedy_shape or case.shape
-    if "reshard_after_forward" in str(case.remedy):
+    if "near_ranks" in str(case.remedy):
         remedy_shape = MeshShape(4, weight=4)  # of four ranks two are near
     run(case.remedy, remedy_shape, False)
 
@@ -363,13 +368,13 @@ def test_values_that_equal_the_defaults_are_not_set(shape: MeshShape, sharded: b
 
 @pytest.mark.parametrize(
     "settings",
-    [{"quantize": "int8"}, {"reshard_after_forward": 2},
+    [{"quantize": "int8"}, {"near_ranks": 2},
      {"prefetch_depth": 2, "offload": ["weights"]}, {"reduction": "mean"},
-     {"plan": [{"match": "layers.0", "quantize": "int8", "keep_unsharded": True}]}],
+     {"rules": [{"match": "layers.0", "quantize": "int8", "keep_unsharded": True}]}],
 )  # fmt: skip
 def test_a_configuration_for_many_ranks_runs_on_one(settings: dict[str, Any]) -> None:
     assert plan(settings, MeshShape(1))
-    experts = {"experts": ("wo",), "plan": [{"match": IN_BLOCK, "axis": "experts"}]}
+    experts = {"expert_parameters": ("wo",), "rules": [{"match": IN_BLOCK, "axis": "experts"}]}
     assert plan(settings | (experts if "plan" not in settings else {}),
                 MeshShape(1, expert_weight=1))  # fmt: skip
 

@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 import internsp
-from internsp.app.config import ParallelConfig, sections
+from internsp.app.config import Config, sections
 from tests.support.proofs import Sources, absent, sources
 
 ROOT = Path(__file__).parents[2]
@@ -166,8 +166,9 @@ FILES = {"unit/test_a": "", "ranks/test_b": "def test_c(rank): ...\ndef helper()
         (RIGHT.replace("ZeroOptimizer", "internsp.Bucket"), "internsp.Bucket is not public"),
         (RIGHT.replace("ZeroOptimizer.step", "internsp.ZeroOptimizer.grad_norm"), None),
         (RIGHT.replace("ZeroOptimizer.step", "token_loss"), None),
-        (RIGHT.replace("ZeroOptimizer.step", 'weight_parallel.trigger = "rolling"'), None),
-        (RIGHT.replace("ZeroOptimizer.step", 'weight_parallel.trigger = "rollin"'), "Input should"),
+        (RIGHT.replace("ZeroOptimizer.step", 'weight_parallel.gather_before = "rolling"'), None),
+        (RIGHT.replace("ZeroOptimizer.step", 'weight_parallel.gather_before = "rollin"'),
+         "Input should"),
         (RIGHT.replace("ZeroOptimizer.step", "weight_parallel.triger"), "has no option triger"),
         (RIGHT.replace("ZeroOptimizer.step", "python -m tools.nothing"), "no python -m tools.n"),
     ],
@@ -188,4 +189,5 @@ def test_every_option_is_read_by_the_code_that_it_is_for() -> None:
     }
     options = {(name, key) for name, section in sections().items() for key in section.model_fields}
     unread = {(name, key) for name, key in options if key not in read}
-    assert unread <= {("parallel", key) for key in ParallelConfig().degrees(1)}, "handed on as one"
+    degrees = Config().degrees()
+    assert unread <= {("parallel", key) for key in degrees}, "handed on as one"

@@ -92,7 +92,7 @@ def test_other_schedules_are_told_as_each_of_them_would_be_planned() -> None:
 
 def test_compiled_chunks_are_planned_with_both_gradients_at_once() -> None:
     def parts(compiled: bool) -> set[str]:
-        settings = config(weight_parallel={"compile": compiled, "trigger": "qkv"})
+        settings = config(weight_parallel={"compile": compiled, "gather_before": "qkv"})
         return {at.part for rank in make_pipeline_plan(settings, 4).ranks for at in rank.actions}
 
     assert parts(False) == {"", "full", "input", "weight"}

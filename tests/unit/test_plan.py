@@ -19,6 +19,7 @@ from internsp.app.plan.screen import block_lines, listing, print_plan
 from internsp.app.plan.step import Plan, make_plan
 from internsp.base.sizes import human
 from internsp.errors import ConfigError, StructureError
+from tests.support.sections import mesh_sections
 
 
 def config(**changes: dict[str, object]) -> Config:
@@ -92,7 +93,7 @@ def test_full_accumulation_costs_every_whole_gradient_and_reduces_once() -> None
 def test_zero_cuts_the_optimizer_state_over_the_replicas() -> None:
     whole = dict(make_plan(config(), 2).memory)["optimizer state"]
     assert dict(make_plan(config(), 8).memory)["optimizer state"] == whole // 4
-    part = config(parallel={"weight": 2, "sequence": 2, "zero": 2})
+    part = config(parallel={"weight": 2, "sequence": 2, "optimizer_ranks": 2})
     assert dict(make_plan(part, 8).memory)["optimizer state"] == whole // 2
 
 
@@ -100,7 +101,7 @@ def test_experts_are_planned_over_their_own_groups() -> None:
     """Here the feed-forward layers are experts: sharded over 4 ranks, all others over 2."""
     changes: dict[str, dict[str, object]] = {
         "parallel": {"weight": 2, "sequence": 2, "expert_weight": 4},
-        "weight_parallel": {"min_shard_elements": 64, "experts": ["feed_forward"]},
+        "weight_parallel": {"min_shard_elements": 64, "expert_parameters": ["feed_forward"]},
     }
     plan = make_plan(config(**changes), 8)
     dense, experts = 4 * 16 * 16 * 4, 3 * 16 * 48 * 4  # bytes of a block
@@ -169,8 +170,8 @@ def test_the_screen_says_whether_it_fits_and_the_file_has_every_action(tmp_path:
 @pytest.mark.parametrize("near", ["heads", "ring"])
 @pytest.mark.parametrize("pipeline", [1, 2], ids=["no pipeline", "a pipeline"])
 def test_who_is_near_is_printed_and_what_each_kind_of_ranks_sends(near: str, pipeline: int) -> None:
-    axes = {"sequence": 4, "ring": 2, "near": near, "pipeline": pipeline}
-    settings = config(parallel=axes, train={"global_batch": 4, "micro_batches": 2})
+    axes = mesh_sections(sequence=4, ring=2, fast_links=near, pipeline=pipeline)
+    settings = config(**axes, train={"global_batch": 4, "micro_batches": 2})
     text = everything(settings, 4 * pipeline)
     assert f"Sequence of 4 ranks = heads 2 x ring 2, the ranks of the {near} near." in text
     rows = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
@@ -203,7 +204,8 @@ WAYS: dict[str, tuple[dict[str, dict[str, object]], str]] = {
     ),
     "on a device": ({"parallel": {"device": "cuda"}}, "on the host only, not on cuda"),
     "compiled": (
-        {"weight_parallel": {"compile": True, "trigger": "qkv"}}, "as a whole, in all-to-alls: bl"
+        {"weight_parallel": {"compile": True, "gather_before": "qkv"}},
+        "as a whole, in all-to-alls: bl",
     ),
     "split backward": (
         {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "ZBVZeroBubble", "chunks": 2},
@@ -286,7 +288,7 @@ def test_quantizing_changes_what_gathers_carry_and_takes_the_memory_that_is_stat
     large = {"min_shard_elements": 64, "coalesce_bytes": 0}
     usual = make_plan(config(weight_parallel=large), 2)
     exact = {"match": ["**.attention"], "quantize": "none"}  # others: w1, w2, w3, 16 x 48
-    options = {**large, "quantize": "int8", "plan": [exact]}
+    options = {**large, "quantize": "int8", "rules": [exact]}
     plan = make_plan(config(weight_parallel=options), 2)
     shard = 3 * (128 + 4) + 4  # half of 768 elements, a scale for 128, to a multiple of 16 bytes
     times = 2 * 4 - 2
@@ -311,8 +313,9 @@ def test_bytes_read_well() -> None:
     ("key", "pattern", "told"),
     [
         ("blocks", "layer.*", "weight_parallel.blocks: 'layer.*' matches no"),
-        ("prefetch_triggers", "attention.woo", "did you mean 'attention.wo'?"),
-        ("experts", "expert", "weight_parallel.experts: 'expert' matches no parameter"),
+        ("gather_before_modules", "attention.woo", "did you mean 'attention.wo'?"),
+        ("expert_parameters", "expert",
+         "weight_parallel.expert_parameters: 'expert' matches no parameter"),
     ],
 )
 @pytest.mark.parametrize("stages", [1, 2])

@@ -25,6 +25,7 @@ from internsp.app.plan.offloaded import HOSTED, STEPPING
 from internsp.base.host import ACTIVATIONS, OPTIMIZER, pinned_bytes
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
+from tests.support.sections import mesh_sections
 
 MIB = 1 << 20
 
@@ -128,7 +129,8 @@ def test_host_memory_bounds_what_is_offloaded() -> None:
 @pytest.mark.parametrize("ring", [1, 2])
 def test_exchanges_and_a_ring_are_counted_as_they_run(ring: int) -> None:
     """All blocks at once, with each operator's allocations; and a row with the total."""
-    settings = config({"mode": "selective"}, parallel={"sequence": 2, "ring": ring})
+    around = mesh_sections(sequence=2, ring=ring)
+    settings = config({"mode": "selective"}, **around)
     shape, local = MeshShape(2, **settings.degrees()), 3000
     planned = ActivationModel(settings, shape).at(2 * local)
     step = observe(settings, 1, local, 1, 5, 5, None, ModelPart(shape))
@@ -136,7 +138,7 @@ def test_exchanges_and_a_ring_are_counted_as_they_run(ring: int) -> None:
         step.peak, rel=0.01
     )
     names = {name for name, _ in planned.rows(1)}
-    full = ActivationModel(config({"mode": "full"}, parallel={"sequence": 2, "ring": ring}), shape)
+    full = ActivationModel(config({"mode": "full"}, **around), shape)
     names |= {name for name, _ in full.at(2 * local).rows(1)}
     assert ("exchanges of heads" in names) == (ring == 1)
     assert ("keys and values around a ring" in names) == (ring == 2)

@@ -37,10 +37,10 @@ class WithRules(Tiny):
 
 
 def plan(*rules: dict[str, Any], model: nn.Module | None = None, **settings: Any) -> ChunkLayout:
-    config = WeightParallelConfig.model_validate({**CUT, **settings, "plan": list(rules)})
+    config = WeightParallelConfig.model_validate({**CUT, **settings, "rules": list(rules)})
     model = model or Tiny()
     structure = read_structure(
-        model, config.trigger, config.blocks, config.prefetch_triggers, config.plan
+        model, config.gather_before, config.blocks, config.gather_before_modules, config.rules
     )
     shape = MeshShape(2, 2)
     shardings = plan_sharding(model, structure, config, shape.expert)
@@ -53,8 +53,8 @@ def weights(made: ChunkLayout) -> dict[str, WeightLayout]:
 
 def dims(*rules: dict[str, Any], model: nn.Module | None = None) -> dict[str, int]:
     model = model or Tiny()
-    config = WeightParallelConfig.model_validate({**CUT, "plan": list(rules)})
-    structure = read_structure(model, plan=config.plan)
+    config = WeightParallelConfig.model_validate({**CUT, "rules": list(rules)})
+    structure = read_structure(model, rules=config.rules)
     return {a.name: a.dim for a in plan_sharding(model, structure, config) if a.unit is not None}
 
 
@@ -88,11 +88,11 @@ def test_what_is_small_enough_is_replicated_whatever_its_dimensions() -> None:
 def test_ignored_parameters_are_none_of_the_plans_and_shared_ones_are_ignored_as_one() -> None:
     kept = {n for n, _ in Tiny().named_parameters()}
     model = Tiny()
-    structure = read_structure(model, plan=[PlanRule(match=("layers.1", "norm"), ignore=True)])
+    structure = read_structure(model, rules=[PlanRule(match=("layers.1", "norm"), ignore=True)])
     found = {a.name for a in plan_sharding(model, structure, WeightParallelConfig(**CUT))}
     assert found == {n for n in kept if not n.startswith(("layers.1.", "norm."))}
     tied = Tiny(tied=True)
-    structure = read_structure(tied, plan=[PlanRule(match=("head",), ignore=True)])
+    structure = read_structure(tied, rules=[PlanRule(match=("head",), ignore=True)])
     shardings = plan_sharding(tied, structure, WeightParallelConfig())
     assert "embed.weight" not in {a.name for a in shardings}
 
@@ -122,7 +122,7 @@ def test_how_weights_travel_is_said_for_some_of_them_alone() -> None:
 def test_gradients_are_kept_wide_by_rule() -> None:
     model = Tiny().bfloat16()
     rule = PlanRule(match=("**.wo", "norm"), grad_dtype="float32")
-    structure = read_structure(model, plan=[rule])
+    structure = read_structure(model, rules=[rule])
     shardings = plan_sharding(model, structure, WeightParallelConfig(**CUT))
     found = {a.name: a.dtypes.grad for a in shardings}
     wide = {name for name, dtype in found.items() if dtype == torch.float32}
@@ -149,12 +149,12 @@ def test_blocks_stay_unsharded_by_rule_and_the_number_is_of_the_others(
 
 def test_each_block_has_its_own_trigger() -> None:
     made = plan(
-        {"match": "layers.0", "trigger": "qkv"},
-        {"match": "layers.1", "trigger": "mlp"},
-        {"match": "layers.2", "prefetch_triggers": ["w2"]},
+        {"match": "layers.0", "gather_before": "qkv"},
+        {"match": "layers.1", "gather_before": "mlp"},
+        {"match": "layers.2", "gather_before_modules": ["w2"]},
     )
     assert [unit.trigger_at for unit in made.blocks] == [-1, 2, 3, 1]
-    back = plan({"match": "layers.0", "trigger": "out_proj"}, prefetch_triggers=["w2"])
+    back = plan({"match": "layers.0", "gather_before": "out_proj"}, gather_before_modules=["w2"])
     assert [unit.trigger_at for unit in back.blocks] == [1, 3, 3, 3]
 
 
@@ -165,7 +165,7 @@ def test_blocks_gather_ahead_as_far_as_is_said_of_each() -> None:
     none = plan({"match": "layers.*", "prefetch_depth": 0})
     assert (none.policy.depths, none.policy.depth, none.policy.slots) == ((), 0, 1)
     ahead = {"match": "layers.1", "prefetch_depth": 2}
-    assert "rolling" in refused(ConfigError, ahead, trigger="rolling")
+    assert "rolling" in refused(ConfigError, ahead, gather_before="rolling")
     assert 'granularity = "block"' in refused(ConfigError, ahead, granularity="module")
 
 
@@ -260,7 +260,7 @@ def test_what_a_blocks_trigger_gathers_is_said_for_each_direction() -> None:
         ),
         (
             [{"match": "layer.*", "keep_unsharded": True}],
-            ["weight_parallel.plan: 'layer.*' matches no module", "did you mean 'layers.{*}'?"],
+            ["weight_parallel.rules: 'layer.*' matches no module", "did you mean 'layers.{*}'?"],
         ),
         (
             [{"match": ["layers.0", "layers.{4-9}"], "keep_unsharded": True}],
@@ -276,8 +276,11 @@ def test_what_a_blocks_trigger_gathers_is_said_for_each_direction() -> None:
              "the rule for 'layers.*' and by the rule for 'layers.{*}.w1'"],
         ),
         (
-            [{"match": "layers.0", "trigger": "qkv"}, {"match": "layers", "trigger": "qkv"}],
-            ["trigger of layers.0 is set twice"],
+            [
+                {"match": "layers.0", "gather_before": "qkv"},
+                {"match": "layers", "gather_before": "qkv"},
+            ],
+            ["gather_before of layers.0 is set twice"],
         ),
         (
             [{"match": "layers.0.w1", "keep_unsharded": True}],
@@ -296,7 +299,7 @@ def test_what_a_blocks_trigger_gathers_is_said_for_each_direction() -> None:
             ["reduce_dtype has no effect"],
         ),
         (
-            [{"match": "layers.*", "prefetch_triggers": ["wo", "w3"]}],
+            [{"match": "layers.*", "gather_before_modules": ["wo", "w3"]}],
             ["'w3' matches no module of any block"],
         ),
     ],
@@ -311,13 +314,14 @@ def test_a_rule_that_was_not_understood_is_refused(
 def test_a_dimension_that_is_not_there_and_options_that_exclude_each_other_are_refused() -> None:
     told = refused(LayoutError, {"match": "layers.0.w1", "shard_dim": 2, "min_shard_elements": 50})
     assert "cannot shard dimension 2 of layers.0.w1.weight, of shape [13, 6]" in told
-    rolling = refused(ConfigError, {"match": "layers.0", "trigger": "qkv"}, trigger="rolling")
+    early = {"match": "layers.0", "gather_before": "qkv"}
+    rolling = refused(ConfigError, early, gather_before="rolling")
     assert "the rule for 'layers.0'" in rolling
     assert "rolling" in rolling
     alone = {"match": "layers.0", "coalesce_bytes": 100}
     assert 'granularity = "block"' in refused(ConfigError, alone, granularity="module")
     ahead = {"match": "layers.0", "forward_prefetch": 2}
-    assert "sets forward_prefetch" in refused(ConfigError, ahead, trigger="rolling")
+    assert "sets forward_prefetch" in refused(ConfigError, ahead, gather_before="rolling")
     assert "sets forward_prefetch" in refused(ConfigError, ahead, granularity="module")
 
 
@@ -333,7 +337,7 @@ KEYS = st.fixed_dictionaries(
         "quantize": st.sampled_from(["none", "int8", "fp8"]),
         "forward_prefetch": st.sampled_from([0, 2, ("layers.3",)]),
         "keep_unsharded": st.booleans(),
-        "prefetch_triggers": st.just(("a.*",)),
+        "gather_before_modules": st.just(("a.*",)),
     },
 ).filter(bool)
 
@@ -341,42 +345,42 @@ KEYS = st.fixed_dictionaries(
 @given(st.lists(KEYS, max_size=4))
 def test_rules_are_written_and_read_again_as_they_were_given(rules: list[dict[str, Any]]) -> None:
     made = [{"match": ("layers.{0-3}",), **rule} for rule in rules]
-    config = WeightParallelConfig.model_validate({"plan": made})
-    assert [rule.options() for rule in config.plan] == rules
+    config = WeightParallelConfig.model_validate({"rules": made})
+    assert [rule.options() for rule in config.rules] == rules
     again = WeightParallelConfig.model_validate(config.model_dump())
     assert again == config
-    assert [rule.options() for rule in again.plan] == rules
+    assert [rule.options() for rule in again.rules] == rules
 
 
 def test_rules_of_a_file_have_all_their_mistakes_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(
-        '[[weight_parallel.plan]]\nmatch = "layers.0"\nquantise = "int8"\n'
-        '[[weight_parallel.plan]]\nmatch = ["layers.{9-3}"]\nkeep_unsharded = 3\n'
-        '[[weight_parallel.plan]]\nshard_dim = 1\n'
-        '[[weight_parallel.plan]]\nmatch = "a"\n'
-        '[[weight_parallel.plan]]\nmatch = "a"\npre_all_gather = "a:b"\n'
-        '[[weight_parallel.plan]]\nmatch = "a"\nprefetch_depth = 1\nforward_prefetch = 1\n'
+        '[[weight_parallel.rules]]\nmatch = "layers.0"\nquantise = "int8"\n'
+        '[[weight_parallel.rules]]\nmatch = ["layers.{9-3}"]\nkeep_unsharded = 3\n'
+        '[[weight_parallel.rules]]\nshard_dim = 1\n'
+        '[[weight_parallel.rules]]\nmatch = "a"\n'
+        '[[weight_parallel.rules]]\nmatch = "a"\npre_all_gather = "a:b"\n'
+        '[[weight_parallel.rules]]\nmatch = "a"\nprefetch_depth = 1\nforward_prefetch = 1\n'
     )
     config, problems = read_config(path)
     assert config is None
     told = [str(problem) for problem in problems]
     assert told == [
-        "weight_parallel.plan: rule 1: unknown key 'quantise'; did you mean quantize?",
-        "weight_parallel.plan: rule 2: match: 'layers.{9-3}' has {9-3}: write the smaller number "
+        "weight_parallel.rules: rule 1: unknown key 'quantise'; did you mean quantize?",
+        "weight_parallel.rules: rule 2: match: 'layers.{9-3}' has {9-3}: write the smaller number "
         'first, 10000 at the most, got ["layers.{9-3}"]',
-        "weight_parallel.plan: rule 2: keep_unsharded: expected true or false, got 3",
-        "weight_parallel.plan: rule 3 lacks match: a list of texts",
-        "weight_parallel.plan: rule 4: a rule needs at least one pattern in match, and one "
+        "weight_parallel.rules: rule 2: keep_unsharded: expected true or false, got 3",
+        "weight_parallel.rules: rule 3 lacks match: a list of texts",
+        "weight_parallel.rules: rule 4: a rule needs at least one pattern in match, and one "
         "more key",
-        "weight_parallel.plan: rule 5: pre_all_gather and post_all_gather need each other: give "
+        "weight_parallel.rules: rule 5: pre_all_gather and post_all_gather need each other: give "
         "both",
-        "weight_parallel.plan: rule 6: prefetch_depth sets both forward_prefetch and "
+        "weight_parallel.rules: rule 6: prefetch_depth sets both forward_prefetch and "
         "backward_prefetch: give it, or them",
     ]
-    path.write_text('[weight_parallel.plan]\nmatch = "layers.0"\n')
-    assert "write [[weight_parallel.plan]]" in str(read_config(path)[1][0])
-    path.write_text('[[weight_parallel.plan]]\nmatch = "a"\nignore = true\n')
+    path.write_text('[weight_parallel.rules]\nmatch = "layers.0"\n')
+    assert "write [[weight_parallel.rules]]" in str(read_config(path)[1][0])
+    path.write_text('[[weight_parallel.rules]]\nmatch = "a"\nignore = true\n')
     assert "internsp train steps all parameters" in str(read_config(path)[1][0])
 
 
@@ -389,7 +393,7 @@ def test_the_printed_plan_shows_what_each_rule_has_caught(stages: int) -> None:
         "train": {"micro_batches": 2, "global_batch": 8},
         "weight_parallel": {
             "min_shard_elements": 64,
-            "plan": [
+            "rules": [
                 {"match": ["layers.{2-3}", "layers.2.attention"], "keep_unsharded": True},
                 {"match": "head", "reduce_dtype": "none"},
             ],

@@ -60,7 +60,7 @@ def test_a_run_that_can_start_leaves_nothing_behind() -> None:
 def test_owners_of_experts_to_which_no_model_sends_tokens_are_refused() -> None:
     wrong = small(parallel={"expert": 2}, launch={"processes": 2}, train={"global_batch": 2})
     assert "the mesh has an axis for experts" in told(wrong, kind=StructureError)
-    as_experts = {"weight_parallel": {"experts": ["feed_forward"]}}
+    as_experts = {"weight_parallel": {"expert_parameters": ["feed_forward"]}}
     changes = {"launch": {"processes": 2}, "train": {"global_batch": 2}, **as_experts}
     wrong = small(parallel={"expert": 2}, **changes)
     assert "does not declare that it sends tokens to the owners of layers.0.f" in told(
@@ -183,9 +183,11 @@ def test_a_text_is_read_before_the_ranks_would_and_all_mistakes_are_told_at_once
 RULE = {"match": ["layers.*.nothing"], "shard_dim": 1}
 DEAD: list[tuple[dict[str, dict[str, object]], str]] = [
     ({"weight_parallel": {"blocks": ["nothing.*"]}}, "weight_parallel.blocks: 'nothing.*'"),
-    ({"weight_parallel": {"prefetch_triggers": ["nothing"]}}, "weight_parallel.prefetch_triggers"),
-    ({"weight_parallel": {"experts": ["nothing"]}}, "weight_parallel.experts: 'nothing'"),
-    ({"weight_parallel": {"plan": [RULE]}}, "'layers.*.nothing'"),
+    ({"weight_parallel": {"gather_before_modules": ["nothing"]}},
+     "weight_parallel.gather_before_modules"),
+    ({"weight_parallel": {"expert_parameters": ["nothing"]}},
+     "weight_parallel.expert_parameters: 'nothing'"),
+    ({"weight_parallel": {"rules": [RULE]}}, "'layers.*.nothing'"),
     ({"optimizer": {"groups": [{"match": ["nothing"], "lr": 0.1}]}}, "optimizer.groups: group 1"),
 ]  # fmt: skip
 

@@ -82,43 +82,51 @@ def test_a_key_that_has_gone_since_is_told_and_its_rule_is_taken_over(
 ) -> None:
     saved = Config().model_dump(mode="json")
     saved["weight_parallel"][key] = value
-    now = Config.model_validate({"weight_parallel": {"plan": [rule]}})
+    now = Config.model_validate({"weight_parallel": {"rules": [rule]}})
     refused, taken = compare(saved, now, 1, 1)
     assert refused == []
     assert taken[0] == (
         f"weight_parallel.{key}: {json.dumps(value)} in the checkpoint; "
         f"{GONE[f'weight_parallel.{key}'].instead}"
     )
-    assert [line.partition(":")[0] for line in taken[1:]] == ["weight_parallel.plan"]
+    assert [line.partition(":")[0] for line in taken[1:]] == ["weight_parallel.rules"]
     usual = {**saved, "weight_parallel": {key: GONE[f"weight_parallel.{key}"].usual}}
     assert compare(usual, Config(), 1, 1) == ([], [])
-    assert compare(usual, now, 1, 1)[0][0].startswith("weight_parallel.plan: []")
+    assert compare(usual, now, 1, 1)[0][0].startswith("weight_parallel.rules: []")
 
 
 def test_a_kept_configuration_is_read_under_the_names_that_its_run_knew() -> None:
     own = Config.model_validate({
-        "parallel": {"sequence": 4, "ring": 4},
-        "sequence": {"own_attention": True, "ring_form": "double", "inner_ring": 2},
+        "parallel": {"sequence": 4, "optimizer_ranks": 1},
+        "sequence": {"own_attention": True, "ring": 4, "ring_form": "double", "inner_ring": 2},
+        "optimizer": {"other": "adamw"},
+        "train": {"sample_tokens": 3},
+        "weight_parallel": {"rules": [{"match": ["layers"], "near_ranks": 2}]},
     })  # fmt: skip
     saved = own.model_dump(mode="json")
-    for old, new in MOVED.items():
-        (section, key), (to, name) = old.split("."), new.split(".")
-        saved[section][key] = saved[to].pop(name)
+    for old, new in reversed(MOVED.items()):
+        (section, key, *inner), (to, name, *now) = old.split("."), new.split(".")
+        for table in saved[section][key] if inner else ():
+            if now[0] in table:
+                table[inner[0]] = table.pop(now[0])
+        if not inner and name in saved[to]:  # two lines may lead to one key
+            saved[section][key] = saved[to].pop(name)
     assert Config.model_validate(parse_saved(saved)) == own
     assert compare(saved, own, 4, 4) == ([], [])
 
 
 def test_a_kept_configuration_is_refused_by_name_if_only_the_old_release_can_do_it() -> None:
     saved = Config().model_dump(mode="json")
-    saved["weight_parallel"]["plan"] = [{"match": ["embed"], "replicate_below": 101}]
-    with pytest.raises(ConfigError, match=r"weight_parallel\.plan\.replicate_below = 101 has gone"):
+    saved["weight_parallel"]["rules"] = [{"match": ["embed"], "replicate_below": 101}]
+    gone = r"weight_parallel\.rules\.replicate_below = 101 has gone"
+    with pytest.raises(ConfigError, match=gone):
         parse_saved(saved)
 
 
 @pytest.mark.parametrize("plan", [[3], {"match": "x"}, 3, [{"match": ["x"], "quantize": 3}]])
 def test_a_damaged_kept_configuration_is_refused_by_name(plan: Any) -> None:
-    with pytest.raises(ConfigError, match=r"its configuration: weight_parallel\.plan: "):
-        parse_saved({"weight_parallel": {"plan": plan}, "train": {}})
+    with pytest.raises(ConfigError, match=r"its configuration: weight_parallel\.rules: "):
+        parse_saved({"weight_parallel": {"rules": plan}, "train": {}})
     with pytest.raises(ConfigError, match="its configuration has no section sequence"):
         parse_saved({"weight_parallel": {"ring_form": "auto"}, "sequence": 3})
 
@@ -134,15 +142,15 @@ def test_what_has_no_bearing_is_not_mentioned() -> None:
     # Written out, what none stands for is no change; and adamw has no momentum to differ in.
     same = changed(
         model={"kv_heads": 4, "head_dim": 64, "intermediate_size": 704},
-        parallel={"zero": 1, "expert_weight": 1},
+        parallel={"optimizer_ranks": 1, "expert_weight": 1},
     )
     assert same == ([], [])
 
 
 def test_the_zero_degree_is_that_of_the_ranks_that_saved() -> None:
-    assert changed(world_size=4, parallel={"zero": 4}) == ([], [])
-    _, taken = changed(world_size=4, parallel={"zero": 2})
-    assert taken == ["parallel.zero: 4 in the checkpoint, 2 from now on"]
+    assert changed(world_size=4, parallel={"optimizer_ranks": 4}) == ([], [])
+    _, taken = changed(world_size=4, parallel={"optimizer_ranks": 2})
+    assert taken == ["parallel.optimizer_ranks: 4 in the checkpoint, 2 from now on"]
 
 
 def test_momentum_that_begins_is_refused_and_one_that_changes_is_taken_over() -> None:
@@ -165,7 +173,7 @@ def test_parameters_stay_with_their_optimizer_whose_state_they_have() -> None:
 
     saved = muon().model_dump(mode="json")
     assert compare(saved, muon(optimizer="adamw"), 1, 1)[0] == [
-        'optimizer.rest: "adamw" in the checkpoint, "adamw, by groups adamw for **.wo" now'
+        'optimizer.other: "adamw" in the checkpoint, "adamw, by groups adamw for **.wo" now'
     ]
     assert compare(saved, muon(lr=0.1), 1, 1)[0] == []
     given = muon(optimizer="adamw").model_dump(mode="json")

@@ -11,6 +11,7 @@ from internsp.errors import ConfigError, LayoutError, MeshError
 from internsp.mesh import MeshShape, SequenceAxes
 from internsp.mesh.sequence import NEAR
 from internsp.sp import SequenceLayout
+from tests.support.sections import mesh_sections
 
 SIZES = [(2, 2), (4, 2), (2, 4), (3, 2), (3, 3), (1, 4), (4, 1)]  # heads, ring
 
@@ -86,7 +87,7 @@ def test_a_layout_of_the_other_order_is_refused_by_every_rank() -> None:
 def test_a_configuration_says_who_is_near() -> None:
     from internsp.app.config import Config
 
-    settings = Config.model_validate({"parallel": {"sequence": 4, "ring": 2, "near": "ring"}})
+    settings = Config.model_validate(mesh_sections(sequence=4, ring=2, fast_links="ring"))
     assert MeshShape(4, **settings.degrees()).sequence_axes.groups("ring") == [[0, 1], [2, 3]]
-    with pytest.raises((ConfigError, ValueError), match="near"):
-        Config.model_validate({"parallel": {"near": "tails"}})
+    with pytest.raises((ConfigError, ValueError), match="fast_links"):
+        Config.model_validate({"sequence": {"fast_links": "tails"}})

@@ -120,7 +120,7 @@ def test_every_row_is_dealt_once_and_all_ranks_run_as_many_micro_batches(
 
 
 def test_compiled_blocks_see_one_shape() -> None:
-    (rows,) = dealt(7, 1, weight_parallel={"compile": True, "trigger": "qkv"})
+    (rows,) = dealt(7, 1, weight_parallel={"compile": True, "gather_before": "qkv"})
     assert [len(part) for part in rows.micro_batches] == [6, 6]
 
 

@@ -48,11 +48,11 @@ MORE = {"match": ["layers.*.attention.w?", "layers.*.feed"], "unit": "each"}
 
 def plan(*rules: dict[str, Any], recomputed: Sequence[int] = (), layers: int = 3,
          split: bool = False, **options: Any) -> ChunkLayout:  # fmt: skip
-    settings = {"min_shard_elements": 20, "coalesce_bytes": 0, "trigger": "qkv", **options}
-    config = WeightParallelConfig.model_validate({**settings, "plan": list(rules)})
+    settings = {"min_shard_elements": 20, "coalesce_bytes": 0, "gather_before": "qkv", **options}
+    config = WeightParallelConfig.model_validate({**settings, "rules": list(rules)})
     model = Tiny(Layer, layers=layers)
     structure = read_structure(
-        model, config.trigger, config.blocks, config.prefetch_triggers, config.plan
+        model, config.gather_before, config.blocks, config.gather_before_modules, config.rules
     )
     found = plan_sharding(model, structure, config)
     return chunk_layout(found, structure, config, MeshShape(2, 2), set(recomputed), split)
@@ -111,7 +111,7 @@ def test_what_no_unit_has_is_the_rest_of_its_block_with_slots_of_its_own() -> No
             "layers.1 is one unit with other blocks, and has units of its own",
         ),
         (
-            [EACH, {"match": "layers.0.feed", "trigger": "out_proj"}],
+            [EACH, {"match": "layers.0.feed", "gather_before": "out_proj"}],
             "no prefetch trigger 'out_proj' in block layers.0.feed",
         ),
     ],
@@ -171,7 +171,7 @@ def test_the_printed_plan_shows_units_and_the_lowest_peak() -> None:
     }
     whole = make_plan(Config.model_validate(sections), 2).chunk
     rule = {"match": ["layers.*.attention", "layers.*.feed_forward"], "unit": "each"}
-    sections["weight_parallel"]["plan"] = [rule]
+    sections["weight_parallel"]["rules"] = [rule]
     config = Config.model_validate(sections)
     chunk = make_plan(config, 2).chunk
     assert len(chunk.blocks) == 8

@@ -38,7 +38,7 @@ def model() -> nn.Module:
 
 def experts_of(*patterns: str, expert: int = 1) -> tuple[set[str], set[str]]:
     """(experts, the sharded ones among them) in the first block, without its name."""
-    config = WeightParallelConfig(min_shard_elements=64, experts=patterns or ("experts",))
+    config = WeightParallelConfig(min_shard_elements=64, expert_parameters=patterns or ("experts",))
     made = model()
     if expert > 1:
         for layer in made.layers:
@@ -137,8 +137,8 @@ def test_small_weights_of_two_axes_do_not_share_a_launch() -> None:
 
 def test_a_mesh_for_experts_and_a_model_without_any_is_an_error_that_lists_candidates() -> None:
     with pytest.raises(StructureError) as caught:
-        plan(MeshShape(8, 2, expert=2), experts=("moe.*",))
-    assert "weight_parallel.experts = ['moe.*']" in str(caught.value)
+        plan(MeshShape(8, 2, expert=2), expert_parameters=("moe.*",))
+    assert "weight_parallel.expert_parameters = ['moe.*']" in str(caught.value)
     assert "layers.*.mlp.experts.*, layers.*.mlp.router" in str(caught.value)
-    stage = plan(MeshShape(8, 2, pipeline=2, expert=2), experts=("moe.*",))
+    stage = plan(MeshShape(8, 2, pipeline=2, expert=2), expert_parameters=("moe.*",))
     assert not any(w.expert for w in stage.blocks[0].weights), "a stage may have none"

@@ -46,7 +46,7 @@ def test_usual_names_are_found_without_configuration() -> None:
 
 def test_patterns_find_blocks_and_prefetch_triggers_with_any_name() -> None:
     # As the error proposes.
-    structure = read_structure(Odd(), blocks=("tower.*",), prefetch_triggers=("fo*",))
+    structure = read_structure(Odd(), blocks=("tower.*",), gather_before_modules=("fo*",))
     assert [b.name for b in structure.blocks] == ["tower.0", "tower.1"]
     assert [b.trigger_name for b in structure.blocks] == ["fold", "fold"]
     assert structure.head is not None
@@ -70,31 +70,35 @@ def test_patterns_find_blocks_and_prefetch_triggers_with_any_name() -> None:
             ["no prefetch trigger", "tower.0", "mix", "fold"],
         ),
         (
-            partial(read_structure, Odd(), blocks=("tower.*",), prefetch_triggers=("fald",)),
+            partial(read_structure, Odd(), blocks=("tower.*",), gather_before_modules=("fald",)),
             ["no prefetch trigger", "fald (did you mean 'fold'?)", "mix", "fold"],
         ),
         (
-            partial(read_structure, Odd(), blocks=("tower.*",), prefetch_triggers=("fold", "mixx")),
-            ["weight_parallel.prefetch_triggers: 'mixx' matches no module of any block "
+            partial(
+                read_structure, Odd(), blocks=("tower.*",), gather_before_modules=("fold", "mixx")
+            ),
+            ["weight_parallel.gather_before_modules: 'mixx' matches no module of any block "
              "(did you mean 'mix'?)"],
         ),
         (
             partial(require_patterns_matched, ["layers.0.mlp.experts.0.w1", "layers.0.wo"],
-                    WeightParallelConfig(experts=("experts", "expert"))),
-            ["weight_parallel.experts: 'expert' matches no parameter (did you mean 'experts'?)",
+                    WeightParallelConfig(expert_parameters=("experts", "expert"))),
+            ["weight_parallel.expert_parameters: 'expert' matches no parameter (did you mean "
+             "'experts'?)",
              "candidates: layers.*, layers.*.mlp.experts.*"],
         ),
         (partial(read_structure, Tiny(), blocks=("layers", "layers.*")), ["layers.0 lies inside"]),
         (partial(read_structure, Tiny(), "attention"), ["'attention'", "layers.0", "q, wo"]),
         (partial(read_structure, nn.Linear(2, 2)), ["no module list in this model"]),
         (
-            partial(read_structure, Tiny(), prefetch_triggers=("w2",),
-                    plan=[PlanRule(match="layers.0", trigger="attention")]),
-            ["in block layers.0", "set prefetch_triggers in its rule, candidates: norm, q, wo"],
+            partial(read_structure, Tiny(), gather_before_modules=("w2",),
+                    rules=[PlanRule(match="layers.0", gather_before="attention")]),
+            ["in block layers.0", "set gather_before_modules in its rule, candidates: norm, q, wo"],
         ),
         (
             partial(read_structure, Tiny(), blocks=("layers.*", "head")),
-            ["in block head", "it has none: set trigger = 'qkv', its entry, in a rule for it"],
+            ["in block head",
+             "it has none: set gather_before = 'qkv', its entry, in a rule for it"],
         ),
     ],
 )
@@ -111,7 +115,7 @@ def test_every_parameter_has_one_place_and_shared_ones_one_assignment() -> None:
     model = Tiny(layers=2, tied=True)
     model.layers[1].wo = RowParallelLinearWithCommExt(6, 6)  # type: ignore[operator]
     config = WeightParallelConfig(min_shard_elements=36)
-    structure = read_structure(model, plan=[PlanRule(match="embed", shard_dim=1)])
+    structure = read_structure(model, rules=[PlanRule(match="embed", shard_dim=1)])
     found = {a.name: a for a in plan_sharding(model, structure, config)}
     assert set(found) == {name for name, _ in model.named_parameters()}
     tied = found["embed.weight"]

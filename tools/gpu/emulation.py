@@ -35,7 +35,7 @@ TIED, COMPUTE = "the plain model of repeated shards", "compute only"
 STREAMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "defaults": ({}, {}),
     "no overlap": ({"overlap": False}, {}),
-    "trigger at the block's entry": ({"trigger": "qkv"}, {}),
+    "trigger at the block's entry": ({"gather_before": "qkv"}, {}),
     "two blocks ahead": ({"prefetch_depth": 2}, {}),
     "module by module": ({"granularity": "module"}, {}),
     "no pool": ({"memory_pool": False}, {}),

@@ -85,7 +85,7 @@ def _ours(
     mesh: ParallelMesh,
 ) -> Trainee:  # fmt: skip
     blocks = on_device(model, weights, device)
-    config = WeightParallelConfig(compile=True, trigger="qkv") if compiled else None
+    config = WeightParallelConfig(compile=True, gather_before="qkv") if compiled else None
     parallelize(blocks, mesh, config or WeightParallelConfig())
     return trainee(OURS, blocks, model, device)
 

@@ -117,11 +117,11 @@ CHUNKS: Sections = {"train": {"loss_chunk": 256}}
 
 RECIPES = (
     Recipe(
-        "ring", "a ring beyond the head count (4 ranks, 1 head)", "parallel.ring = 4",
+        "ring", "a ring beyond the head count (4 ranks, 1 head)", "sequence.ring = 4",
         joined(model(hidden_size=64, heads=1, layers=6, intermediate_size=64), CHUNKS,
                {"activation_checkpoint": {"mode": "selective"}},
                {"parallel": {"weight": 4, "sequence": 4}}),
-        {"parallel": {"ring": 1}}, {"parallel": {"ring": 4}}, 4096, 22, 4,
+        {"sequence": {"ring": 1}}, {"sequence": {"ring": 4}}, 4096, 22, 4,
     ),
     Recipe(
         "offload", "offload of activations", 'activation_checkpoint.offload = "all"',
@@ -174,9 +174,9 @@ OURS = Ladder(
          {"weight_parallel": {"offload": ("weights", "optimizer", "gradients")}}),
         ("+ sequences cut over 2, by heads", 2,
          {"parallel": {"sequence": 2}, "train": {"global_batch": 1}}),
-        ("the same, around a ring", 2, {"parallel": {"ring": 2}}),
+        ("the same, around a ring", 2, {"sequence": {"ring": 2}}),
         ("+ a ring of 2 beyond the 2 heads: 4 ranks", 4,
-         {"parallel": {"weight": 4, "sequence": 4, "ring": 2}}),
+         {"parallel": {"weight": 4, "sequence": 4}, "sequence": {"ring": 2}}),
     ),
     joined(NARROW, {"train": {"loss_chunk": 256}}),
 )  # fmt: skip

@@ -100,7 +100,7 @@ class Ours:
             ids = torch.cat([_ids(first + row, length) for row in range(rows)])
             layout = SequenceLayout.create(
                 ids, rank=mesh.sequence_rank, size=mesh.sequence, ring=mesh.ring, near=mesh.near,
-                balance=self.config.parallel.balance,
+                balance=self.config.sequence.balance,
             )  # fmt: skip
             loss, _ = self.model(
                 layout.input_ids, layout=layout, labels=layout.labels, loss_chunk=train.loss_chunk

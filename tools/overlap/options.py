@@ -19,7 +19,7 @@ DEFAULT_VARIANTS = (
     "compute",
     "ours",
     "ours@free",
-    "ours:trigger=rolling",
+    "ours:gather_before=rolling",
     "ours:overlap=false",
     "ours:memory_pool=false",
     "ddp",
@@ -35,7 +35,7 @@ DEFAULT_VARIANTS = (
 
 # With sequence ranks: variants of where the next block's all-gather starts, which competes with
 # the all-to-alls of attention.
-TRIGGERS = ("compute", "ours", *(f"ours:trigger={t}" for t in ("mlp", "attention", "qkv")))
+TRIGGERS = ("compute", "ours", *(f"ours:gather_before={t}" for t in ("mlp", "attention", "qkv")))
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ LABELS = {
     "compute": "compute only",
     "ours": "internsp",
     "ours@free": "internsp, no rate limit",
-    "ours:trigger=rolling": "internsp, rolling",
+    "ours:gather_before=rolling": "internsp, rolling",
     "ours:overlap=false": "internsp, no overlap",
     "ours:memory_pool=false": "internsp, no pool",
     "ddp": "DDP",

@@ -180,12 +180,12 @@ def load(session: Session, path: Path, copies: PeerCopies | None = None) -> Resu
     require_finite(session, f"{chosen} is not resumed from; give the path of an earlier checkpoint")
     notes += taken
     train = session.config.train
-    if train.tokens and content.data.tokens >= train.tokens:
+    if train.stop_after_tokens and content.data.tokens >= train.stop_after_tokens:
         notes.append(
-            f"{chosen} has counted {content.data.tokens} tokens: train.tokens = {train.tokens} "
-            "leaves none to do"
+            f"{chosen} has counted {content.data.tokens} tokens: train.stop_after_tokens = "
+            f"{train.stop_after_tokens} leaves none to do"
         )
-    elif not train.tokens and content.step >= train.steps:
+    elif not train.stop_after_tokens and content.step >= train.steps:
         notes.append(
             f"{chosen} has finished {content.step} steps: train.steps = {train.steps} leaves none "
             "to do"

@@ -22,7 +22,6 @@ _MOST_PATHS = 10  # number of wrong paths that are listed
 # Keys of the section model that only the zoo's models read.
 _OF_THE_ZOO = (
     "rope_theta", "norm_eps", "qkv_bias", "bias", "norm", "attention", "init_std", "dropout",
-    "embedding_dropout",
 )  # fmt: skip
 
 
@@ -49,14 +48,13 @@ def _unused(config: Config) -> Iterator[Problem]:
     keep = config.checkpoint
     needs = {
         "optimizer.loss_scale_init": (scales, 'train.dtype = "float16"'),
-        "optimizer.loss_scale_growth_interval": (scales, 'train.dtype = "float16"'),
         "checkpoint.keep_every": (
             keep.keep_last > 0 or "keep_last" in keep.model_fields_set,
             "checkpoint.keep_last; without it all are kept",
         ),
-        "parallel.balance": (
+        "sequence.balance": (
             config.parallel.pipeline == 1 or config.degrees()["ring"] == 1
-            or config.parallel.balance == "zigzag",
+            or config.sequence.balance == "zigzag",
             'parallel.pipeline = 1: stages deal positions by "zigzag"',
         ),
     }  # fmt: skip
@@ -238,18 +236,18 @@ def _memory_and_order(config: Config) -> Iterator[Problem]:
         text = "float16 has no range for scales; use bfloat16 or float32"
         kinds = ("weight_parallel.quantize", "weight_parallel.compute_dtype", "train.dtype")
         yield Problem(kinds, text)
-    if any(rule.options().get("ignore") for rule in weights.plan):
+    if any(rule.options().get("ignore") for rule in weights.rules):
         text = "ignore = true is for a loop of your own; internsp train steps all parameters"
-        yield Problem(("weight_parallel.plan",), text)
+        yield Problem(("weight_parallel.rules",), text)
     if weights.reduction == "mean":
         text = 'internsp train divides by all valid tokens itself; use "sum"'
         yield Problem(("weight_parallel.reduction",), text)
     if weights.grad_dtype is not None:
         text = "for loops without a ZeroOptimizer, which internsp train has; leave it out"
         yield Problem(("weight_parallel.grad_dtype",), text)
-    if any("grad_dtype" in rule.options() for rule in weights.plan):
+    if any("grad_dtype" in rule.options() for rule in weights.rules):
         text = "grad_dtype is for loops without a ZeroOptimizer, which internsp train has"
-        yield Problem(("weight_parallel.plan",), text)
+        yield Problem(("weight_parallel.rules",), text)
     if isinstance(weights.keep_unsharded, int) and weights.keep_unsharded > model.layers:
         text = f'there are {model.layers} blocks (model.layers); a size has a unit, as "2 GiB"'
         yield Problem(("weight_parallel.keep_unsharded", "model.layers"), text)
@@ -289,7 +287,7 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 
 def _optimizer(config: Config) -> Iterator[Problem]:
     optimizer, fields = config.optimizer, type(config.optimizer).model_fields
-    name, rest = optimizer.name, optimizer.rest_name
+    name, rest = optimizer.name, optimizer.other_name
     if optimizer.momentum and name in ("adamw", "adafactor"):
         betas = "optimizer.betas, or " if name == "adamw" else ""
         text = f'{name} has no momentum; set {betas}optimizer.name = "sgd"'
@@ -308,7 +306,6 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         text = f'unused with schedule = "{optimizer.schedule}"; set it to "wsd"'
         yield Problem(("optimizer.decay_steps", "optimizer.schedule"), text)
     pairs = [(optimizer.lr, optimizer.weight_decay)]
-    pairs += [(optimizer.rest_lr or 0.0, optimizer.weight_decay)]
     for group in optimizer.groups:
         pairs.append((
             optimizer.lr if group.lr is None else group.lr,
@@ -326,23 +323,14 @@ def _optimizer(config: Config) -> Iterator[Problem]:
 
 def _rest(config: Config) -> Iterator[Problem]:
     optimizer = config.optimizer
-    name, rest = optimizer.name, optimizer.rest_name
-    if optimizer.rest_lr is not None and rest == name:
-        rest = 'optimizer.rest = "adamw", or ' if name != "adamw" else ""
-        text = f"{name} steps all parameters: set {rest}optimizer.lr"
-        yield Problem(("optimizer.rest_lr", "optimizer.rest"), text)
-    if optimizer.whole_matrix is not None and name in OPTIMIZERS:
-        known = name in ("adafactor", "muon")
-        if optimizer.whole_matrix != known:
-            text = f"{name} {'needs' if known else 'does not need'} whole matrices; leave it out"
-            yield Problem(("optimizer.whole_matrix", "optimizer.name"), text)
+    name, rest = optimizer.name, optimizer.other_name
     for number, group in enumerate(optimizer.groups, start=1):
         if group.optimizer not in (None, name, rest):
-            both = f"{name} (optimizer.name)" + (f" or {rest} (optimizer.rest)" * (rest != name))
+            both = f"{name} (optimizer.name)" + (f" or {rest} (optimizer.other)" * (rest != name))
             text = f"group {number}: {group.optimizer} is neither: give {both}"
             if rest == name:
-                text = f'group {number}: optimizer.name is {name}; set optimizer.rest, too'
-            yield Problem(("optimizer.groups", "optimizer.rest"), text)
+                text = f'group {number}: optimizer.name is {name}; set optimizer.other, too'
+            yield Problem(("optimizer.groups", "optimizer.other"), text)
 
 
 def _train(config: Config) -> Iterator[Problem]:
@@ -355,7 +343,7 @@ def _train(config: Config) -> Iterator[Problem]:
         text = f"the first step, {first}, comes after the last, {last}"
         yield Problem(("train.torch_profile",), text)
     elif train.torch_profile is not None and train.torch_profile[0] > train.steps:
-        if not train.tokens:
+        if not train.stop_after_tokens:
             text = f"the run ends with step {train.steps}, before the first of them"
             yield Problem(("train.torch_profile", "train.steps"), text)
     if train.memory_snapshot and train.torch_profile is None:
@@ -393,13 +381,14 @@ def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
         if world_size % degree:
             text = f"{degree} does not divide the {world} (launch.processes, or torchrun's)"
             yield Problem((f"parallel.{name}", "launch.processes"), text)
-    if parallel.ring is not None and parallel.sequence % parallel.ring:
-        text = f"{parallel.ring} does not divide the sequence degree of {parallel.sequence}"
-        yield Problem(("parallel.ring", "parallel.sequence"), text)
+    ring = config.sequence.ring
+    if ring is not None and parallel.sequence % ring:
+        text = f"{ring} does not divide the sequence degree of {parallel.sequence}"
+        yield Problem(("sequence.ring", "parallel.sequence"), text)
     replicas, left = divmod(world_size, parallel.weight)
-    if parallel.zero is not None and not left and replicas % parallel.zero:
-        text = f"{parallel.zero} does not divide the {replicas} replicas of a weight"
-        keys = ("parallel.zero", "parallel.weight", "launch.processes")
+    if parallel.optimizer_ranks is not None and not left and replicas % parallel.optimizer_ranks:
+        text = f"{parallel.optimizer_ranks} does not divide the {replicas} replicas of a weight"
+        keys = ("parallel.optimizer_ranks", "parallel.weight", "launch.processes")
         yield Problem(keys, f"{text} ({world} / weight = {parallel.weight})")
     own = parallel.weight if parallel.expert_weight is None else parallel.expert_weight
     with_experts = parallel.expert > 1 or parallel.expert_weight is not None

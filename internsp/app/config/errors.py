@@ -41,7 +41,6 @@ ELSEWHERE = {
     "hidden_dropout": "model.dropout",
     "resid_pdrop": "model.dropout",
     "drop_rate": "model.dropout",
-    "embd_pdrop": "model.embedding_dropout",
 }
 # Options that do not exist here, by their names elsewhere.
 _ATTENTION = (

@@ -32,13 +32,13 @@ from internsp.app.config.sections import (
     ParallelConfig,
     PipelineConfig,
     ReportConfig,
+    SequenceSection,
     TrainConfig,
 )
 from internsp.config.model import ModelConfig
 from internsp.config.sections import (
     ActivationCheckpointConfig,
     Section,
-    SequenceConfig,
     WeightParallelConfig,
 )
 from internsp.config.words import (
@@ -63,7 +63,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
     weight_parallel: WeightParallelConfig = WeightParallelConfig()
-    sequence: SequenceConfig = SequenceConfig()
+    sequence: SequenceSection = SequenceSection()
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
@@ -80,10 +80,14 @@ class Config(Section):
 
     def degrees(self) -> dict[str, Any]:
         """Arguments for ``MeshShape`` and ``ParallelMesh.create``."""
-        own = (
-            self.model.family != "hf"
-        )  # models of transformers split only heads
-        return self.parallel.degrees(self.model.heads if own else self.parallel.sequence)
+        parallel, sequence = self.parallel, self.sequence
+        found = parallel.model_dump(exclude={"device", "timeout_seconds", "optimizer_ranks"})
+        # Models of transformers split only heads.
+        heads = parallel.sequence if self.model.family == "hf" else max(self.model.heads, 1)
+        rings = (n for n in range(1, parallel.sequence + 1) if parallel.sequence % n == 0)
+        ring = sequence.ring or next(n for n in rings if parallel.sequence // n <= heads)
+        own = {"zero": parallel.optimizer_ranks, "ring": ring, "near": sequence.fast_links}
+        return {**found, **own}
 
     def check(self, world_size: int) -> list[str]:
         """All mistakes that depend on ``world_size`` ranks and on the file system, one a line."""

@@ -34,7 +34,7 @@ _KEYS: dict[str, dict[Rule, str]] = {
     "model": {
         Rule.FIXED: "family vocab_size hidden_size layers heads kv_heads head_dim "
         "intermediate_size rope_theta norm_eps tie_embeddings qkv_bias bias init_std",
-        Rule.TAKEN: "dropout embedding_dropout",
+        Rule.TAKEN: "dropout",
         Rule.FREE: "norm attention path",
     },
     # Files may have moved: their content is compared by the digest of its tokens, which includes a
@@ -45,35 +45,40 @@ _KEYS: dict[str, dict[Rule, str]] = {
         "tokenizer index index_dir mixture evaluation",
     },
     "parallel": {
-        Rule.TAKEN: "weight sequence ring near balance pipeline zero expert_weight expert",
+        Rule.TAKEN: "weight sequence pipeline optimizer_ranks expert_weight expert",
         Rule.FREE: "device timeout_seconds",
     },
     "pipeline": {Rule.TAKEN: "chunks schedule"},
     # min_shard_elements only decides what is replicated: a checkpoint holds whole tensors.
     "weight_parallel": {
-        Rule.FIXED: "experts reduction plan",
+        Rule.FIXED: "expert_parameters reduction rules",
         Rule.TAKEN: "reduce_dtype quantize compute_dtype cast_inputs",
-        Rule.FREE: "overlap memory_pool prefetch_depth trigger granularity prefetch_triggers "
-        "blocks min_shard_elements keep_unsharded reshard_after_forward accumulation "
-        "coalesce_bytes pending_blocks unexpected_order compile compare_ranks grad_dtype offload",
+        Rule.FREE: "overlap memory_pool prefetch_depth gather_before granularity "
+        "gather_before_modules blocks min_shard_elements keep_unsharded near_ranks accumulation "
+        "coalesce_bytes reductions_in_flight unexpected_order compile compare_ranks grad_dtype "
+        "offload",
     },
     "sequence": {
+        Rule.TAKEN: "ring fast_links balance",
         Rule.FREE: "own_attention exchange_in_parts ring_form inner_ring head_output",
     },
-    "activation_checkpoint": {Rule.FREE: "mode fraction blocks reentrant offload tiles tiled"},
+    "activation_checkpoint": {
+        Rule.FREE: "mode fraction blocks reentrant offload tiles tiled_modules",
+    },
     # The loss scale itself is restored from the checkpoint; its initial value no longer matters.
     "optimizer": {
-        Rule.FIXED: "name options rest whole_matrix loss_scale_init",
-        Rule.TAKEN: "lr rest_lr betas eps weight_decay momentum groups max_grad_norm schedule "
-        "warmup_steps decay_steps min_lr_ratio loss_scale_growth_interval",
+        Rule.FIXED: "name options other loss_scale_init",
+        Rule.TAKEN: "lr betas eps weight_decay momentum groups max_grad_norm schedule "
+        "warmup_steps decay_steps min_lr_ratio",
     },
     # The order of the data depends on the seed, but not on the batch size.
     "train": {
         Rule.FIXED: "seed dtype",
-        Rule.TAKEN: "steps tokens global_batch batch_tokens",
-        Rule.FREE: "name micro_batches eval_every eval_batches eval_average sample_bytes "
+        Rule.TAKEN: "steps stop_after_tokens global_batch batch_tokens",
+        Rule.FREE: "name micro_batches eval_every eval_batches eval_average sample_tokens "
         "sample_prompt profile peak_tflops torch_profile memory_snapshot deterministic "
-        "log_every loss_chunk max_skipped_steps compare_replicas loss_spike norm_spike early_stop",
+        "log_every loss_chunk max_skipped_steps compare_replicas_every loss_spike norm_spike "
+        "early_stop",
     },
     "checkpoint": {Rule.FREE: "save every keep_last keep_every peer resume"},
     "report": {Rule.FREE: "writers wandb_mode wandb_project wandb_entity"},
@@ -120,7 +125,7 @@ def compare(
     by_rule = any(key.startswith("weight_parallel.") for key in lost)
     for key, value in now.items():
         old, rule = before[key], RULES[key]
-        if by_rule and key == "weight_parallel.plan":  # what it says instead is told, not refused
+        if by_rule and key == "weight_parallel.rules":  # what it says instead is told, not refused
             rule = Rule.TAKEN
         if old == value or rule is Rule.FREE:
             continue
@@ -171,7 +176,7 @@ def _resolved(dumped: dict[str, dict[str, Any]], world_size: int) -> dict[str, A
         "model.kv_heads": heads,
         "model.head_dim": hidden // heads,
         "model.intermediate_size": -(-hidden * 8 // 3 // 32) * 32,  # as model_zoo.common.Sizes
-        "parallel.zero": max(world_size // (weight * stages), 1),
+        "parallel.optimizer_ranks": max(world_size // (weight * stages), 1),
         "parallel.expert_weight": weight,
     }
     for key, default in defaults.items():
@@ -179,23 +184,24 @@ def _resolved(dumped: dict[str, dict[str, Any]], world_size: int) -> dict[str, A
     # Only the parts of the plan that decide how parameters are sharded and computed.
     rules = [
         {key: rule[key] for key in ("match", *_SHARDING_KEYS) if key in rule}
-        for rule in values["weight_parallel.plan"]
+        for rule in values["weight_parallel.rules"]
     ]
-    values["weight_parallel.plan"] = [rule for rule in rules if len(rule) > 1]
+    values["weight_parallel.rules"] = [rule for rule in rules if len(rule) > 1]
     unused = ["pipeline.schedule"] if stages == 1 else []
     name = values["optimizer.name"]
-    rest = values["optimizer.rest"] = values["optimizer.rest"] or {"muon": "adamw"}.get(name, name)
+    other = values["optimizer.other"] or {"muon": "adamw"}.get(name, name)
+    values["optimizer.other"] = other
     # Optimizer state differs, too, if a group assigns parameters to the other of the two.
     moved = [(g["match"], g["optimizer"]) for g in values["optimizer.groups"] if g["optimizer"]]
-    if moved and rest != name:
+    if moved and other != name:
         given = "; ".join(f"{by} for {', '.join(match)}" for match, by in moved)
-        values["optimizer.rest"] = f"{rest}, by groups {given}"
+        values["optimizer.other"] = f"{other}, by groups {given}"
     if values["optimizer.momentum"] is None:
         values["optimizer.momentum"] = {"muon": 0.95}.get(name, 0.0)
-    unused += ["optimizer.betas", "optimizer.eps"] if rest != "adamw" else []
+    unused += ["optimizer.betas", "optimizer.eps"] if other != "adamw" else []
     unused += [] if name in ("sgd", "muon") else ["optimizer.momentum"]
     if "float16" not in (values["train.dtype"], values["weight_parallel.compute_dtype"]):
-        unused += ["optimizer.loss_scale_init", "optimizer.loss_scale_growth_interval"]
+        unused += ["optimizer.loss_scale_init"]
     return {key: None if key in unused else value for key, value in values.items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -23,6 +23,7 @@ from internsp.config.sections import (
     Natural,
     Patterns,
     Section,
+    SequenceConfig,
     Size,
     Text,
     Texts,
@@ -103,15 +104,9 @@ class ParallelConfig(Section):
     """Ranks over which every large weight is sharded."""
     sequence: Degree = 1
     """Ranks over which every sequence is sharded."""
-    ring: Degree | None = None
-    """Of those, ranks in a ring for keys and values; none: 1, or what gives each rank a head."""
-    near: Literal["heads", "ring"] = "heads"
-    """Whose ranks are neighbors, on the fastest links: those that share heads, or a ring's."""
-    balance: Literal["auto", "contiguous", "zigzag", "level"] = "auto"
-    """How positions are dealt to the ranks of a ring, see internsp.sp.dispatch."""
     pipeline: Degree = 1
     """Pipeline stages."""
-    zero: Degree | None = None
+    optimizer_ranks: Degree | None = None
     """Ranks over which the optimizer state of a shard is sharded; none: all its replicas."""
     expert_weight: Degree | None = None
     """Ranks over which every expert's weight is sharded; none: as weight."""
@@ -122,17 +117,20 @@ class ParallelConfig(Section):
     timeout_seconds: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_SECONDS)] = 300
     """Seconds a collective may take before the run fails, up to 30 days."""
 
-    def degrees(self, heads: int) -> dict[str, Any]:
-        """Arguments of ``MeshShape`` and ``ParallelMesh.create``.
 
-        Args:
-            heads: query heads of the model.
-        """
-        found = self.model_dump(exclude={"device", "timeout_seconds", "balance"})
-        if self.ring is None:
-            rings = [n for n in range(1, self.sequence + 1) if self.sequence % n == 0]
-            found["ring"] = next(n for n in rings if self.sequence // n <= max(heads, 1))
-        return found
+class SequenceSection(SequenceConfig):
+    """How a sequence is split over its ranks, where parallel.sequence is above 1."""
+
+    ring: Degree | None = None
+    """Ranks of parallel.sequence in a ring for keys and values; none: the fewest with a head."""
+    fast_links: Literal["heads", "ring"] = "heads"
+    """Whose ranks are neighbors, on the fastest links: those that share heads, or a ring's."""
+    balance: Literal["auto", "contiguous", "zigzag", "level"] = "auto"
+    """How positions are dealt to the ranks of a ring, see internsp.sp.dispatch."""
+
+    def of_model(self) -> SequenceConfig:
+        """What ``parallelize`` takes of the section; the mesh and the data take the rest."""
+        return SequenceConfig(**{key: getattr(self, key) for key in SequenceConfig.model_fields})
 
 
 class PipelineConfig(Section):
@@ -159,7 +157,7 @@ class ParameterGroup(Section):
     weight_decay: Rate | None = None
     """Weight decay; none: optimizer.weight_decay, and 0 for norms and biases."""
     optimizer: OptimizerName | None = None
-    """Which of optimizer.name and optimizer.rest steps them; none: as without this group."""
+    """Which of optimizer.name and optimizer.other steps them; none: as without this group."""
 
     @model_validator(mode="after")
     def _check_not_empty(self) -> ParameterGroup:
@@ -173,18 +171,14 @@ class OptimizerConfig(Section):
 
     name: OptimizerName = "adamw"
     """Optimizer of the shards: adamw, sgd, adafactor, muon, or a class "package.module:Class"."""
-    rest: Literal["adamw"] | None = None
+    other: Literal["adamw"] | None = None
     """Optimizer of all but the blocks' matrices; none: name's own, and adamw where that is muon."""
-    rest_lr: Rate | None = None
-    """Highest learning rate of optimizer.rest; none: optimizer.lr."""
-    whole_matrix: bool | None = None
-    """Whether a step of the class needs whole matrices; none: if it is muon or adafactor."""
     options: Annotated[tuple[Option, ...], Field(strict=False, max_length=100)] = ()
     """More arguments of the class, each a text "name = value", as TOML."""
     lr: Rate = 3e-4
     """Highest learning rate, reached after the warm-up."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
-    """Decay of adamw's first and second moment, also where that is optimizer.rest."""
+    """Decay of adamw's first and second moment, also where that is optimizer.other."""
     eps: Tiny = 1e-8
     """Added to adamw's denominator."""
     weight_decay: Rate = 0.1
@@ -205,13 +199,11 @@ class OptimizerConfig(Section):
     """Learning rate at the last step, or (inverse_sqrt) the lowest one, as a share of lr."""
     loss_scale_init: Annotated[float, Field(ge=1, le=2**24)] = 65536.0
     """First loss scale, for float16; it never leaves the range from 1 to 2**24."""
-    loss_scale_growth_interval: Count = 1000
-    """Steps without overflow after which the loss scale doubles."""
 
     @property
-    def rest_name(self) -> str:
+    def other_name(self) -> str:
         """The optimizer of all parameters except the blocks' matrices."""
-        return self.rest or ("adamw" if self.name == "muon" else self.name)
+        return self.other or ("adamw" if self.name == "muon" else self.name)
 
     def group_of(self, name: str) -> ParameterGroup | None:
         """The group whose settings a parameter has; ``None`` if no group matches it."""
@@ -227,7 +219,7 @@ class OptimizerConfig(Section):
         own = self.group_of(name)
         if own is not None and own.optimizer is not None:
             return own.optimizer
-        return self.name if matrix else self.rest_name
+        return self.name if matrix else self.other_name
 
     @property
     def momentum_used(self) -> float:
@@ -244,7 +236,7 @@ class TrainConfig(Section):
     """Name of the run; its files go to runs/<name>/."""
     steps: Count = 100
     """Optimizer steps."""
-    tokens: Annotated[int, Field(ge=0, le=1 << 60)] = 0
+    stop_after_tokens: Annotated[int, Field(ge=0, le=1 << 60)] = 0
     """Stop after so many tokens that the loss counts, in place of steps; 0: by steps."""
     global_batch: Size = 8
     """Sequences of an optimizer step, over all ranks and micro-batches."""
@@ -262,7 +254,7 @@ class TrainConfig(Section):
     """Batches of global_batch sequences of each text in an evaluation; 0: none."""
     eval_average: bool = False
     """Report the mean of the texts' evaluation losses, too; early_stop goes by it."""
-    sample_bytes: Annotated[int, Field(ge=0, le=1_000_000)] = 200
+    sample_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 200
     """Tokens of the sample generated at the end; 0: none."""
     sample_prompt: Annotated[str, Field(max_length=1_000_000)] = "def "
     """Text that the sample continues; empty: it begins a document."""
@@ -278,7 +270,7 @@ class TrainConfig(Section):
     """Take deterministic kernels only; an operation that has none ends the run."""
     max_skipped_steps: Count = 10
     """Stop after so many steps in a row whose gradients were not finite; none of them is taken."""
-    compare_replicas: Natural = 0
+    compare_replicas_every: Natural = 0
     """Steps between comparisons of all replicas of the weights, bit for bit; 0: none."""
     loss_spike: Annotated[float, Field(ge=0, le=1e6)] = 2.0
     """Tell of a loss above so many times the median of the last 50 steps; 0: never."""

@@ -56,10 +56,7 @@ class MatrixTraffic:
             by = settings.stepped_by(each.name, _is_matrix(each))
             if OPTIMIZER not in each.options.offload:
                 state += _values(parameter, by, kept) * item / over
-            unsharded = by in ("muon", "adafactor") or (
-                settings.whole_matrix and by == settings.name
-            )
-            if unsharded:
+            if by in ("muon", "adafactor"):
                 stack = by == "muon" and parameter.dim() == 3
                 count = len(parameter) if stack else 1
                 numel = parameter.numel() // count

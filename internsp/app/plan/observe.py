@@ -271,7 +271,7 @@ def _layout(
 
 
 def _balance(config: Config, shape: MeshShape) -> str:
-    return config.parallel.balance if shape.pipeline == 1 else FIXED_BALANCE
+    return config.sequence.balance if shape.pipeline == 1 else FIXED_BALANCE
 
 
 def _ring_part(config: Config, shape: MeshShape) -> int:

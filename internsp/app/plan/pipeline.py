@@ -210,7 +210,8 @@ def _outlines(
             chunk, config.weight_parallel, config.activation_checkpoint
         )
         structure = read_structure(
-            chunk, weights.trigger, weights.blocks, weights.prefetch_triggers, weights.plan
+            chunk, weights.gather_before, weights.blocks, weights.gather_before_modules,
+            weights.rules,
         )
         shardings = plan_sharding(chunk, structure, weights, shape.expert)
         again = set(checkpoint.selected(len(blocks))) if checkpoint is not None else set()

@@ -132,7 +132,7 @@ def _title(config: Config, shape: MeshShape) -> str:
 def _rules(plan: Plan | PipelinePlan, config: Config) -> Rules:
     if isinstance(plan, Plan):
         return plan.rules
-    return match_rules(build_model(config), config.weight_parallel.plan)
+    return match_rules(build_model(config), config.weight_parallel.rules)
 
 
 def _print_rules(rules: Rules, console: Console) -> None:

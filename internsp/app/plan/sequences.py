@@ -49,7 +49,7 @@ class SequenceTraffic:
     def _ring_bytes(config: Config, shape: MeshShape, rows: int) -> tuple[int, int]:
         """Bytes a block: sent keys and values, and their gradients, returned to their ranks."""
         model, length = config.model, config.data.sequence_length
-        balance = config.parallel.balance if shape.pipeline == 1 else FIXED_BALANCE
+        balance = config.sequence.balance if shape.pipeline == 1 else FIXED_BALANCE
         spec = MaskSpec(True, None, ((length,),))
         way = config.sequence.ring_form, config.sequence.inner_ring
         found = routes(balance_ranges(length, shape.ring, balance, spec), spec, *way)

@@ -66,7 +66,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     shape = MeshShape(world_size, **config.degrees())
     model = build_model(config)
     structure = read_structure(
-        model, weights.trigger, weights.blocks, weights.prefetch_triggers, weights.plan
+        model, weights.gather_before, weights.blocks, weights.gather_before_modules, weights.rules
     )
     require_patterns_matched((name for name, _ in model.named_parameters()), weights)
     shardings = plan_sharding(model, structure, weights, shape.expert)
@@ -114,7 +114,7 @@ def _memory(
     # A weight group of one sends nothing.
     moving = [[w.gradient_bytes for w in u.weights if w.reduce_bytes] for u in units]
     largest = sorted(map(sum, moving), reverse=True)
-    pending = sum(largest[: config.weight_parallel.pending_blocks])
+    pending = sum(largest[: config.weight_parallel.reductions_in_flight])
     masters = int(size < 4)
     stated = [w for w in weights if OPTIMIZER not in w.offload]
     own = sum(w.shard_bytes for w in stated if not w.expert) + small_bytes

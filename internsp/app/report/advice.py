@@ -261,9 +261,10 @@ def _late_gathers(figures: _Figures, setting: Setting) -> Iterator[Advice]:
         ways.append(
             f"weight_parallel.prefetch_depth = {depth + 1} (one more slot, about {human(nbytes)})"
         )
-    if setting.weights.trigger in ("out_proj", "mlp") and not setting.weights.prefetch_triggers:
+    weights = setting.weights
+    if weights.gather_before in ("out_proj", "mlp") and not weights.gather_before_modules:
         ways.append(
-            'weight_parallel.trigger = "qkv" (the block\'s entry'
+            'weight_parallel.gather_before = "qkv" (the block\'s entry'
             + (", where the all-to-alls want the link too)" if setting.sequence > 1 else ")")
         )
     if setting.weights.granularity == "block":
@@ -309,11 +310,11 @@ def _reductions(traces: Traces, figures: _Figures, setting: Setting) -> Iterator
         inside += measure(intersect(finishes, [(0.0, last)])) / len(traces)
         after += measure(subtract(finishes, [(0.0, last)])) / len(traces)
     if inside > 0 and figures.in_flight < FULL * figures.compute:
-        limit = setting.weights.pending_blocks
+        limit = setting.weights.reductions_in_flight
         yield Advice(
             inside,
             f"Backward waited {_ms(inside)} for gradients of earlier blocks because no more "
-            f"than {limit} blocks' may be in flight: weight_parallel.pending_blocks = "
+            f"than {limit} blocks' may be in flight: weight_parallel.reductions_in_flight = "
             f"{limit + 1} lets it go on, for one more block of gradients in memory.",
         )
     if after > 0:
@@ -323,7 +324,7 @@ def _reductions(traces: Traces, figures: _Figures, setting: Setting) -> Iterator
             "nothing left to hide them behind. More micro-batches or tokens in a step make "
             "that matter less"
             + (
-                "; fewer ranks in parallel.zero shorten it."
+                "; fewer ranks in parallel.optimizer_ranks shorten it."
                 if setting.zero > 1
                 else "; smaller last-reduced weights (the first block's, the embedding's) too."
             ),
@@ -343,8 +344,8 @@ def _exchanges(figures: _Figures, setting: Setting) -> Iterator[Advice]:
     )
     if setting.sequence > 1:
         text += f", or lower parallel.sequence from {setting.sequence} where memory allows"
-    if setting.weights.trigger == "qkv":
-        text += '; weight_parallel.trigger = "out_proj" leaves them the link'
+    if setting.weights.gather_before == "qkv":
+        text += '; weight_parallel.gather_before = "out_proj" leaves them the link'
     yield Advice(total, text + ".")
 
 
@@ -355,8 +356,8 @@ def _parameter_gathers(figures: _Figures, setting: Setting) -> Iterator[Advice]:
     yield Advice(
         total,
         f"New parameters were still on their way from the optimizer when they were needed "
-        f"({_ms(total)}): fewer ranks in parallel.zero (now {setting.zero}) send less, for "
-        "more optimizer state on each.",
+        f"({_ms(total)}): fewer ranks in parallel.optimizer_ranks (now {setting.zero}) send less, "
+        "for more optimizer state on each.",
     )
 
 

@@ -48,8 +48,6 @@ def make_optimizer(
         name = member.name_in_model
         own, by = settings.group_of(name), settings.stepped_by(name, member in matrices)
         lr = settings.lr
-        if by != settings.name and settings.rest_lr is not None:
-            lr = settings.rest_lr
         # By their shape: whether a matrix is sharded or not must not change any number.
         decay = settings.weight_decay if len(member.shape) > 1 else 0.0
         if own is not None:
@@ -77,7 +75,6 @@ def make_optimizer(
         lr=settings.lr,
         max_grad_norm=settings.max_grad_norm,
         loss_scaler=scaler,
-        whole_matrix=settings.whole_matrix,
         **arguments,
     )
 

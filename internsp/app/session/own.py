@@ -57,11 +57,10 @@ class Custom:
                 "call trainer.stop() in a callback"
             )
         if self.model is not None:
-            for name in ("dropout", "embedding_dropout"):
-                if getattr(config.model, name):
-                    raise ConfigError(
-                        f"model.{name}: a model of your own applies its own dropout; set it to 0"
-                    )
+            if config.model.dropout:
+                raise ConfigError(
+                    "model.dropout: a model of your own applies its own dropout; set it to 0"
+                )
         if self.model is None:
             if self.loss is not None:
                 raise ConfigError("Trainer: loss is for a model of your own; give model, too")

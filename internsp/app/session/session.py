@@ -46,7 +46,7 @@ class Session:
         pipeline: runs the chunks; ``None`` without a pipeline.
         hooks: called at every forward, criterion and backward, with or without a pipeline.
         parameters: number of elements of the full model.
-        steps: length of the run; an estimate with ``train.tokens``, see :func:`steps_of`.
+        steps: length of the run; with ``train.stop_after_tokens`` an estimate, :func:`steps_of`.
         custom: the program's own objects in place of configured ones.
     """
 
@@ -120,7 +120,7 @@ class Session:
                     to_parallelize(model),
                     mesh,
                     config.weight_parallel,
-                    sequence=config.sequence,
+                    sequence=config.sequence.of_model(),
                     activation_checkpoint=with_tile_count(config, mesh.data),
                     trace=trace,
                 )
@@ -157,7 +157,7 @@ def _pipeline(
         model,
         mesh,
         config.weight_parallel,
-        sequence=config.sequence,
+        sequence=config.sequence.of_model(),
         schedule=config.pipeline.schedule,
         chunks=config.pipeline.chunks,
         micro_batches=train.micro_batches,
@@ -171,20 +171,18 @@ def _pipeline(
 def _scaler(config: Config) -> LossScaler | None:
     settings = config.optimizer
     if config.train.dtype == "float16" or config.weight_parallel.compute_dtype == "float16":
-        return LossScaler(
-            settings.loss_scale_init, growth_interval=settings.loss_scale_growth_interval
-        )
+        return LossScaler(settings.loss_scale_init)
     return None
 
 
 def steps_of(config: Config, source: DataSource | CustomData) -> int:
     """Number of steps of a run.
 
-    With ``train.tokens`` it is estimated from the tokens of the first sequences, since the learning
-    rate schedule needs it before the run begins.
+    With ``train.stop_after_tokens`` it is estimated from the tokens of the first sequences, since
+    the learning rate schedule needs it before the run begins.
     """
     train = config.train
-    if not train.tokens:
+    if not train.stop_after_tokens:
         return train.steps
     one = source.tokens_of_a_sequence
     each = one * train.global_batch
@@ -192,7 +190,7 @@ def steps_of(config: Config, source: DataSource | CustomData) -> int:
         each = math.ceil(train.batch_tokens / one) * one
     if not each:
         raise ConfigError(
-            "train.tokens: in the first sequences of [data] no token is predicted, so that the run "
-            "would not end: raise data.sequence_length"
+            "train.stop_after_tokens: in the first sequences of [data] no token is predicted, so "
+            "that the run would not end: raise data.sequence_length"
         )
-    return max(1, math.ceil(train.tokens / each))
+    return max(1, math.ceil(train.stop_after_tokens / each))

@@ -231,7 +231,7 @@ class _Run:
             title=train.name,
             log_every=train.log_every,
             done_steps=self.done,
-            total_tokens=train.tokens,
+            total_tokens=train.stop_after_tokens,
             done_tokens=self.tokens,
         )
         display.start()
@@ -318,11 +318,13 @@ class _Run:
     def _finished(self) -> bool:
         """Whether the last step is done; the same on all ranks."""
         train = self.config.train
-        return self.tokens >= train.tokens if train.tokens else self.step >= train.steps
+        if train.stop_after_tokens:
+            return self.tokens >= train.stop_after_tokens
+        return self.step >= train.steps
 
     def _check_replicas(self) -> ReplicaError | None:
         """Compare replicas, in the steps in which it is due; returns an error. Collective."""
-        every = self.config.train.compare_replicas
+        every = self.config.train.compare_replicas_every
         if not every or self.step % every:
             return None
         try:

@@ -13,7 +13,7 @@ _TEMPERATURE, _TOP_K = 0.8, 40
 
 
 def sample(session: Session) -> str:
-    """Continue ``train.sample_prompt`` by ``train.sample_bytes`` tokens. Collective.
+    """Continue ``train.sample_prompt`` by ``train.sample_tokens`` tokens. Collective.
 
     All ranks take part in all-gathering the weights, one at a time, to the CPU of rank 0; only rank
     0 generates.
@@ -24,7 +24,7 @@ def sample(session: Session) -> str:
     """
     train = session.config.train
     if (
-        not train.sample_bytes
+        not train.sample_tokens
         or session.custom.model is not None
         or session.custom.data is not None
     ):
@@ -55,7 +55,7 @@ def sample(session: Session) -> str:
     ids = generate(
         model,
         prompt,
-        train.sample_bytes,
+        train.sample_tokens,
         temperature=_TEMPERATURE,
         top_k=_TOP_K,
         seed=train.seed,

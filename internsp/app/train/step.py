@@ -189,7 +189,7 @@ class StepRunner:
         config = self.session.config
         # A pipeline's stages exchange hidden states of one shape, so the split must not depend on
         # the documents.
-        balance = config.parallel.balance if mesh.pipeline == 1 else FIXED_BALANCE
+        balance = config.sequence.balance if mesh.pipeline == 1 else FIXED_BALANCE
         layout = SequenceLayout.create(
             batch.ids, rank=mesh.sequence_rank, size=mesh.sequence, boundaries=batch.boundaries,
             ignored=batch.ignored, ring=mesh.ring, near=mesh.near, balance=balance,
