@@ -24,7 +24,7 @@ from pydantic import (
     PlainSerializer,
     SerializerFunctionWrapHandler,
     ValidationError,
-    WithJsonSchema,
+    ValidationInfo,
     model_serializer,
     model_validator,
 )
@@ -65,9 +65,20 @@ Function = Annotated[
     Any,
     BeforeValidator(checked_function),
     PlainSerializer(import_path),
-    WithJsonSchema({"type": "string"}),
 ]
 """A function, or its import path ``"package.module:function"``."""
+FROM_FILE = "file"
+"""Context of pydantic's validation for values of a file or a command line."""
+
+
+def _refused_in_a_file(value: Any, info: ValidationInfo) -> Any:
+    if info.context == FROM_FILE:
+        raise ValueError("is for programs alone, as an argument of its class")
+    return value
+
+
+ProgramOnly = BeforeValidator(_refused_in_a_file)
+"""Marks a key that a program may give and a file may not."""
 
 
 def nullable(field: FieldInfo) -> bool:
@@ -108,17 +119,6 @@ class Section(BaseModel):
     # Sections within a section are validated as all of pydantic's are, so that one error has all
     # mistakes.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_keys(cls, data: Any) -> Any:
-        given = data if isinstance(data, Mapping) else ()
-        unknown = [str(key) for key in given if key not in cls.model_fields]
-        if unknown:
-            from internsp.config.words import unknown_key
-
-            raise ValueError("; ".join(unknown_key(key, cls) for key in unknown))
-        return data
 
     @model_validator(mode="before")
     @classmethod
@@ -169,9 +169,9 @@ class PlanRule(Section):
     """Whether floating inputs of the matched modules are cast to the compute dtype."""
     quantize: Literal["none", "int8", "fp8"] = "none"
     """What blocks' weights are gathered as, of whatever size."""
-    pre_all_gather: Function = None
+    pre_all_gather: Annotated[Function, ProgramOnly] = None
     """Function of a shard that returns what is sent instead of it; with post_all_gather."""
-    post_all_gather: Function = None
+    post_all_gather: Annotated[Function, ProgramOnly] = None
     """Function that fills the unsharded weight from what all ranks have sent."""
     offload: Offload = ()
     """What of them lies in host memory, as in [weight_parallel]; empty: nothing."""
@@ -181,9 +181,9 @@ class PlanRule(Section):
     """Whether the blocks stay unsharded in a step; what is configured counts among the others."""
     prefetch_depth: Depth = 1
     """Blocks gathered ahead from these; there is one slot more than the largest of all blocks."""
-    forward_prefetch: Ahead = 1
+    forward_prefetch: Annotated[Ahead, ProgramOnly] = 1
     """Blocks that these gather ahead in forward: how many, or patterns of names, in order."""
-    backward_prefetch: Ahead = 1
+    backward_prefetch: Annotated[Ahead, ProgramOnly] = 1
     """The same in backward, whose order is the reverse."""
     gather_before: Trigger = "out_proj"
     """Before what in the blocks the next one's gather starts; qkv: their entry."""
@@ -296,7 +296,7 @@ class ActivationCheckpointConfig(Section):
     """Share of the blocks, the first ones, from 0 to 1; unused where blocks is given."""
     blocks: Numbers | None = None
     """Indices of the blocks, from 0; none: as fraction says."""
-    reentrant: bool = False
+    reentrant: Annotated[bool, ProgramOnly] = False
     """Use torch's reentrant form."""
     offload: Kept = None
     """Recomputing blocks that keep in host memory: none, a number, what "2 GiB" hold, or all."""

@@ -1,78 +1,176 @@
-"""What is wrong with a value of a section, in the same words in a file and in a program."""
+"""What is wrong with a value of a section, in the same words in a file and in a program.
+
+pydantic finds the mistakes. Each of its types of error is a sentence here.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from internsp.base.names import ANY_TEXT, FOLDER_NAME, nearest
 from internsp.base.sizes import meant_size
 from internsp.config.former import answer
+from internsp.config.sections import ProgramOnly, nullable
 
-Schema = Mapping[str, Any]
-"""The JSON schema of a key, from pydantic: type, choices, default, description."""
-
-_FITS = {
-    ANY_TEXT: "a text without a NUL character",
-    FOLDER_NAME: "usable as the name of a folder",
+_SENTENCES = {
+    ANY_TEXT: "must be a text without a NUL character",
+    FOLDER_NAME: "must be usable as the name of a folder",
+    "bool_parsing": "expected true or false",
+    "bool_type": "expected true or false",
+    "finite_number": "must be a finite number",
+    "float_parsing": "expected a number",
+    "float_type": "expected a number",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "int_from_float": "expected a whole number",
+    "int_parsing": "expected a whole number",
+    "int_parsing_size": "expected a smaller number",
+    "int_type": "expected a whole number",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "expected {expected}",
+    "missing": "has too few entries",
+    "model_type": "expected a table",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must not be empty",
+    "string_type": "expected a text",
+    "string_unicode": "must be a text that UTF-8 can hold",
+    "too_long": "must have at most {max_length} entries",
+    "tuple_type": "expected a list",
+    "value_error": "{error}",
 }
+"""By pydantic's type of error; of a text that does not match a pattern, by the pattern."""
+_ITS_KEYS = "; its keys: "
 _MOST_ITEMS = 8  # entries of a list that a message shows
 _MOST_LISTED = 30  # mistakes that a message shows
 _TABLES = {"rules": "rule", "groups": "group"}
 
+_Errors = Sequence[tuple[tuple[int | str, ...], ErrorDetails]]
+"""Errors, each with its place in a section or in a value of it."""
+Unknown = Callable[[type[BaseModel], str], str]
+"""What is told of a key that a section does not have."""
+
+
+def unknown_key(cls: type[BaseModel], key: str) -> str:
+    """What a ``key`` that a section does not have became, or a near name."""
+    names = list(cls.model_fields)
+    near = nearest(key, names)
+    hint = f"; did you mean {near}?" if near else f"{_ITS_KEYS}{', '.join(names)}"
+    became = answer(section_name(cls), key)
+    return f"unknown key; {became}" if became else f"unknown key{hint}"
+
 
 def mistakes(
-    cls: type[BaseModel], values: Mapping[str, Any], error: ValidationError
+    cls: type[BaseModel],
+    values: Mapping[str, Any],
+    error: ValidationError,
+    unknown: Unknown = unknown_key,
 ) -> Iterator[tuple[str, str]]:
     """(key, sentence) of each mistake in ``values`` of a section; the key of the whole is empty.
 
     Of several errors of one value only the first is told, except of tables, which have keys of
     their own.
     """
-    yield from _mistakes(cls, values, error.errors(include_url=False))
+    found = [(detail["loc"], detail) for detail in error.errors(include_url=False)]
+    yield from _mistakes(cls, values, found, unknown)
 
 
 def _mistakes(
-    cls: type[BaseModel], values: Mapping[str, Any], details: Sequence[ErrorDetails]
+    cls: type[BaseModel], values: Any, found: _Errors, unknown: Unknown
 ) -> Iterator[tuple[str, str]]:
-    told: set[str] = set()
-    for detail in details:
-        if not detail["loc"]:
-            yield "", str(detail.get("ctx", {}).get("error", detail["msg"]))
-            continue
-        key = str(detail["loc"][0])
-        inner = cls.model_fields[key].annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):  # a section of a Config
-            if len(detail["loc"]) == 1 and detail["type"] != "value_error":
+    by_key: dict[str, list[tuple[tuple[int | str, ...], ErrorDetails]]] = {}
+    for place, detail in found:
+        by_key.setdefault(str(place[0]) if place else "", []).append((place[1:], detail))
+    listed = False
+    for number, (key, errors) in enumerate(by_key.items()):
+        place, first = errors[0]
+        field = cls.model_fields.get(key)
+        if field is None and first["type"] == "extra_forbidden":
+            text = unknown(cls, key) if number < _MOST_LISTED else "unknown key"
+            if _ITS_KEYS in text:  # once is enough
+                text = text.partition(_ITS_KEYS)[0] if listed else text
+                listed = True
+            yield key, text
+        elif field is None:  # of the whole
+            yield "", str(first.get("ctx", {}).get("error", first["msg"]))
+        elif first["type"] == "missing" and not place:
+            yield key, "is missing"
+        elif section := _section(field):
+            if first["type"] == "model_type":
                 yield key, f"expected a section, got {in_words(values[key])}"
             else:
-                rest: Any = {**detail, "loc": detail["loc"][1:]}
-                for at, text in _mistakes(inner, values[key], [rest]):
+                for at, text in _mistakes(section, values[key], errors, unknown):
                     yield (f"{key}.{at}" if at else key), text
-        elif (table := table_class(cls, key)) is not None:  # every mistake of every table
+        elif table := table_class(cls, key):
             name = f"{section_name(cls)}.{key}"
-            yield key, describe_table_error(name, values[key], detail, schemas(table))
-        elif key not in told:
-            told.add(key)
-            if detail["type"] == "missing":
-                yield key, f"is missing: {expected(schemas(cls)[key])}"
-            else:
-                yield key, describe_error(schemas(cls)[key], values[key], detail)
+            for text in _in_tables(name, table, values[key], errors, unknown):
+                yield key, text
+        else:
+            yield key, _sentence(values[key], errors, nullable(field))
 
 
-def unknown_key(key: str, cls: type[BaseModel]) -> str:
-    """The mistake of a ``key`` that a section does not have: what it became, or a near name."""
-    names = list(cls.model_fields)
-    near = nearest(key, names)
-    hint = f"did you mean {near}?" if near else f"its keys: {', '.join(names)}"
-    return f"unknown key {key!r}; {answer(section_name(cls), key) or hint}"
+def _in_tables(
+    name: str, table: type[BaseModel], values: Any, found: _Errors, unknown: Unknown
+) -> Iterator[str]:
+    """A sentence for each mistake in a list of tables, with the table's number and key."""
+    if isinstance(values, Mapping):
+        yield f"is a list of tables: write [[{name}]] for each"
+        return
+    by_number: dict[int, list[tuple[tuple[int | str, ...], ErrorDetails]]] = {}
+    for place, detail in found:
+        if not place:
+            yield "expected a list of tables, got " + in_words(values)
+            return
+        by_number.setdefault(int(place[0]), []).append((place[1:], detail))
+    for number, errors in by_number.items():
+        where = f"{_TABLES.get(name.rpartition('.')[2], 'table')} {number + 1}"
+        if errors[0][1]["type"] == "model_type":
+            yield f"{where}: {_sentence(values[number], errors, False)}"
+            continue
+        for key, text in _mistakes(table, values[number], errors, unknown):
+            yield f"{where}: {key}: {text}" if key else f"{where}: {text}"
+
+
+def _sentence(value: Any, found: _Errors, or_none: bool) -> str:
+    """What is wrong with a value. Where it may have several forms, it has none of them."""
+    entries = [one for one in found if any(isinstance(at, int) for at in one[0])]
+    chosen = entries[:1] or found
+    place, first = chosen[0]
+    where = ""
+    if entries and first["type"] != "missing" and not isinstance(value, str):
+        number = next(at for at in place if isinstance(at, int))
+        where, value = f"entry {number + 1}: ", value[number]
+    one, *others = dict.fromkeys(_said(detail) for _, detail in chosen)
+    text = one + "".join(f" or {other.removeprefix('expected ')}" for other in others)
+    if or_none and not where and text.startswith("expected "):
+        text += ' or "none"'
+    near = _near(value, first) if isinstance(value, str) else None
+    hint = f"; did you mean {in_words(near)}?" if near else ""
+    return f"{where}{text}, got {in_words(value)}{hint}"
+
+
+def _said(detail: ErrorDetails) -> str:
+    context = dict(detail.get("ctx", {}))
+    if "expected" in context:  # of a literal_error: 'a', 'b' or 'c'
+        context["expected"] = context["expected"].replace("'", '"')
+    known = _SENTENCES.get(context.get("pattern", detail["type"]))
+    return known.format_map(context) if known else detail["msg"]
+
+
+def _near(value: str, detail: ErrorDetails) -> str | None:
+    if detail["type"] == "value_error":
+        return meant_size(value) or nearest(value, ("all", "none"))
+    return nearest(value, re.findall("'([^']*)'", detail.get("ctx", {}).get("expected", "")))
 
 
 def listed(heading: str, found: Sequence[object]) -> str:
@@ -94,11 +192,9 @@ def section_name(cls: type[BaseModel]) -> str:
     return "" if name == cls.__name__ else re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
-@cache
-def schemas(cls: type[BaseModel]) -> Mapping[str, Schema]:
-    """JSON schema of each key of a section or a table, in the order of its definition."""
-    properties: Mapping[str, Schema] = cls.model_json_schema()["properties"]
-    return properties
+def keys_of(cls: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The keys of a section or a table that a file may have, in the order of their definition."""
+    return {k: f for k, f in cls.model_fields.items() if ProgramOnly not in f.metadata}
 
 
 @cache
@@ -108,97 +204,31 @@ def table_class(cls: type[BaseModel], key: str) -> type[BaseModel] | None:
     return next((c for c in of if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
-def describe_error(schema: Schema, value: Any, detail: ErrorDetails) -> str:
-    """One of pydantic's errors as a sentence about ``value``."""
-    kind, context = detail["type"], detail.get("ctx", {})
-    got = f"got {in_words(value)}"
-    limits = {
-        "greater_than_equal": "at least {ge}",
-        "greater_than": "more than {gt}",
-        "less_than_equal": "at most {le}",
-        "less_than": "less than {lt}",
-    }
-    if kind in limits:
-        return f"must be {limits[kind].format_map(context)}, {got}"
-    if kind == "finite_number":
-        return f"must be a finite number, {got}"
-    if kind in ("string_too_long", "too_long"):
-        what = "characters" if kind == "string_too_long" else "entries"
-        return f"must have at most {context['max_length']} {what}, {got}"
-    if kind == "string_unicode":
-        return f"must be a text that UTF-8 can hold, {got}"
-    if kind == "string_pattern_mismatch":
-        return f"must be {_FITS[context['pattern']]}, {got}"
-    if kind == "value_error":  # its message already has what is expected
-        near = None
-        if isinstance(value, str):
-            near = meant_size(value) or nearest(value, ("all", "none"))
-        text = f"{context['error']}, {got}"
-    else:
-        text = f"expected {expected(schema)}, {got}"
-        choices = choices_of(schema)
-        near = nearest(value, choices) if isinstance(value, str) and choices else None
-    return f"{text}; did you mean {in_words(near)}?" if near else text
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    """The class of a section within a section."""
+    cls = field.annotation
+    return cls if isinstance(cls, type) and issubclass(cls, BaseModel) else None
 
 
-def describe_table_error(
-    name: str, values: Any, detail: ErrorDetails, keys: Mapping[str, Schema]
-) -> str:
-    """One of pydantic's errors in a list of tables, with the table's number and key.
-
-    Args:
-        name: ``"section.key"`` of the list.
-        values: the list.
-        keys: schema of each key of a table.
-    """
-    place = detail["loc"][1:]
-    if isinstance(values, Mapping):
-        return f"is a list of tables: write [[{name}]] for each"
-    if not place:
-        return f"expected a list of tables, got {in_words(values)}"
-    number, value = int(place[0]), values[int(place[0])]
-    where = f"{_TABLES.get(name.rpartition('.')[2], 'table')} {number + 1}"
-    if len(place) == 1 or detail["type"] == "model_type":
-        text = str(detail.get("ctx", {}).get("error", f"expected a table, got {in_words(value)}"))
-        return f"{where}: {text}"
-    key = str(place[1])
-    if detail["type"] == "missing":
-        return f"{where} lacks {key}: {expected(keys[key])}"
-    return f"{where}: {key}: {describe_error(keys[key], value[key], detail)}"
+def metavar(annotation: Any) -> str:
+    """What a value is, in short: ``{a,b}``, ``INT``, ``[TEXT ...]``."""
+    origin, of = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return metavar(of[0])
+    if origin is Literal:
+        return "{" + ",".join(of) + "}"
+    if origin in (types.UnionType, typing.Union):
+        return "|".join(metavar(one) for one in of if one is not types.NoneType)
+    if origin is tuple and of[-1] is Ellipsis:
+        return f"[{metavar(of[0])} ...]"
+    if origin is tuple:
+        return " ".join(map(metavar, of))
+    return {bool: "{true,false}", int: "INT", float: "FLOAT"}.get(annotation, "TEXT")
 
 
-def is_tables(schema: Schema) -> bool:
-    """Whether a key holds tables, which can be given only in a file."""
-    return "$ref" in schema.get("items", {})
-
-
-def expected(schema: Schema, plural: bool = False) -> str:
-    """What a value of ``schema`` must be, in plain words."""
-    if "$ref" in schema:
-        return "tables" if plural else "a table"
-    if "anyOf" in schema:
-        return " or ".join(expected(one, plural) for one in schema["anyOf"])
-    if "enum" in schema:
-        return "one of " + ", ".join(in_words(choice) for choice in schema["enum"])
-    if "const" in schema:  # the only choice, in addition to "none" or numbers
-        return in_words(schema["const"])
-    if schema["type"] == "array":
-        count = f"{schema['minItems']} " if "minItems" in schema else ""
-        return f"a list of {count}{expected(items_of(schema)[0], plural=True)}"
-    one = {"boolean": "true or false", "integer": "a whole number", "number": "a number"}
-    many = {"boolean": "true or false", "integer": "whole numbers", "number": "numbers"}
-    texts = {"string": "texts" if plural else "a text", "null": '"none"'}
-    return ((many if plural else one) | texts)[schema["type"]]
-
-
-def items_of(schema: Schema) -> Sequence[Schema]:
-    """Schemas of a list's entries: one for any number of entries, or one for each."""
-    return schema.get("prefixItems") or [schema["items"]]
-
-
-def choices_of(schema: Schema) -> tuple[str, ...]:
-    """The texts that a key allows, if it allows only some; else empty."""
-    return next((tuple(s["enum"]) for s in (schema, *schema.get("anyOf", ())) if "enum" in s), ())
+def help_of(field: FieldInfo) -> str:
+    """The text under a field, in one line."""
+    return " ".join((field.description or "").split())
 
 
 def in_words(value: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import tomli_w
 
 from internsp.app.config import sections
-from internsp.config.words import choices_of, schemas
+from internsp.config.words import keys_of, metavar
 
 # Below this a configuration is valid, small, and planned in milliseconds.
 SMALL: dict[str, dict[str, Any]] = {
@@ -90,18 +90,18 @@ def draw(rng: random.Random, home: Path) -> Drawn:
 
 def _key(rng: random.Random) -> tuple[str, str]:
     name = rng.choice(list(sections()))
-    return name, rng.choice(list(sections()[name].model_fields))
+    return name, rng.choice(list(keys_of(sections()[name])))
 
 
 def _value(rng: random.Random, name: str, key: str) -> Any:
     """A value for a field; of the right type in about half of all cases."""
-    schema = schemas(sections()[name])[key]
+    field = keys_of(sections()[name])[key]
     kind = rng.random()
     if kind < 0.3:
-        choices = choices_of(schema)
-        if choices:
-            return rng.choice(choices)
-        default = schema["default"]
+        form = metavar(field.annotation)
+        if form.startswith("{") and field.annotation is not bool:
+            return rng.choice(form[1:].partition("}")[0].split(","))
+        default = field.get_default()
         if isinstance(default, bool):
             return not default
         if isinstance(default, (int, float)):

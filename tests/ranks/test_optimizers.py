@@ -291,7 +291,7 @@ def test_what_an_optimizer_does_not_take_is_refused_by_name() -> None:
         ('name = "adamv"', "did you mean adamw?"),
         ('options = ["nesterov"]', 'write an argument as "name = value"'),
         ('[[optimizer.groups]]\nmatch = "embed"', "lr, weight_decay or optimizer"),
-        ('[[optimizer.groups]]\nlr = 0.1', "group 1 lacks match"),
+        ('[[optimizer.groups]]\nlr = 0.1', "group 1: match: is missing"),
         ('[[optimizer.groups]]\nmatch = "a"\nlr = "x"', "group 1: lr: expected a number"),
         ('name = "a:B"\neps = 1e-3', "only for adamw and sgd"),
         ('name = "muno"', "did you mean muon?"),

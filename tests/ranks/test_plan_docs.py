@@ -64,7 +64,7 @@ def test_the_other_rules_of_the_page_are_rules() -> None:
     variables: dict[str, Any] = {"torch": torch}
     (functions,) = blocks("py")
     exec(compile(functions, "plan.md", "exec"), variables)
-    rules += variables["plan"]
+    rules += variables["rules"]
     assert all(PlanRule.model_validate(rule).options() for rule in rules)
     shard = torch.randn(3, 4, dtype=torch.float64)
     sent = variables["pre"](shard)

@@ -55,7 +55,7 @@ def told(tmp_path: Any, text: str, world_size: int = 1) -> list[str]:
         ("[data]\nsequence_length = 1", "data.sequence_length: must be at least 2, got 1"),
         ("[optimizer]\nlr = inf", "optimizer.lr: must be a finite number, got inf"),
         ("[optimizer]\nbetas = [nan, 0.9]",
-         "optimizer.betas: must be a finite number, got [nan, 0.9]"),
+         "optimizer.betas: entry 1: must be a finite number, got nan"),
         ("[optimizer]\nloss_scale_init = 1e30",
          "optimizer.loss_scale_init: must be at most 16777216.0, got 1e+30"),
         ("[optimizer]\nlr = 100\nweight_decay = 0.5",
@@ -97,7 +97,11 @@ def test_a_file_without_an_end_and_one_with_thousands_of_mistakes_are_short_repo
     assert len(lines) == 32
     assert lines[-1] == "and more; no further names are looked at"
     (line,) = told(tmp_path, f"[data]\npaths = {list(range(1000))}")
+    assert line == "data.paths: entry 1: expected a text, got 0"
+    (line,) = told(tmp_path, f"[data]\ntext_field = {list(range(1000))}")
     assert line.endswith("got [0, 1, 2, 3, 4, 5, 6, 7, ... 992 more]")
+    unknown = told(tmp_path, "[train]\n" + "".join(f"{'q' * 60}{i} = 1\n" for i in range(3000)))
+    assert {line.partition(": ")[2] for line in unknown[30:]} == {"unknown key"}
 
 
 def test_a_plan_of_too_many_passes_is_refused_and_not_begun() -> None:

@@ -366,17 +366,17 @@ def test_rules_of_a_file_have_all_their_mistakes_told_at_once(tmp_path: Path) ->
     assert config is None
     told = [str(problem) for problem in problems]
     assert told == [
-        "weight_parallel.rules: rule 1: unknown key 'quantise'; did you mean quantize?",
-        "weight_parallel.rules: rule 2: match: 'layers.{9-3}' has {9-3}: write the smaller number "
-        'first, 10000 at the most, got ["layers.{9-3}"]',
+        "weight_parallel.rules: rule 1: quantise: unknown key; did you mean quantize?",
+        "weight_parallel.rules: rule 2: match: entry 1: 'layers.{9-3}' has {9-3}: write the "
+        'smaller number first, 10000 at the most, got "layers.{9-3}"',
         "weight_parallel.rules: rule 2: keep_unsharded: expected true or false, got 3",
-        "weight_parallel.rules: rule 3 lacks match: a list of texts",
+        "weight_parallel.rules: rule 3: match: is missing",
         "weight_parallel.rules: rule 4: a rule needs at least one pattern in match, and one "
         "more key",
-        "weight_parallel.rules: rule 5: pre_all_gather and post_all_gather need each other: give "
-        "both",
-        "weight_parallel.rules: rule 6: prefetch_depth sets both forward_prefetch and "
-        "backward_prefetch: give it, or them",
+        "weight_parallel.rules: rule 5: pre_all_gather: is for programs alone, as an argument of "
+        'its class, got "a:b"',
+        "weight_parallel.rules: rule 6: forward_prefetch: is for programs alone, as an argument "
+        "of its class, got 1",
     ]
     path.write_text('[weight_parallel.rules]\nmatch = "layers.0"\n')
     assert "write [[weight_parallel.rules]]" in str(read_config(path)[1][0])

@@ -25,7 +25,7 @@ from internsp.app.process.environment import Launched, launched
 from internsp.app.process.terminal import write_lines
 from internsp.base.names import nearest
 from internsp.base.version import __version__
-from internsp.config.words import Schema, in_words, is_tables, items_of, schemas
+from internsp.config.words import help_of, in_words, keys_of, metavar, table_class
 from internsp.errors import InternspError
 
 USAGE_ERROR = 2
@@ -228,29 +228,18 @@ def _with_sections(command: type) -> Any:
 
 def _options(section: str) -> Any:
     keys: dict[str, Any] = {}
-    for key, schema in schemas(sections()[section]).items():
-        if is_tables(schema):  # tables can be given only in a file
+    cls = sections()[section]
+    for key, field in keys_of(cls).items():
+        if table_class(cls, key) is not None:  # tables can be given only in a file
             continue
-        default = in_words(schema["default"]).replace('"', "")
+        default = in_words(field.get_default()).replace('"', "")
+        form = metavar(field.annotation)
         shown = tyro.conf.arg(
-            help=schema["description"],
-            metavar=_metavar(schema),
-            help_behavior_hint=f"(default: {default})",
+            help=help_of(field), metavar=form, help_behavior_hint=f"(default: {default})"
         )
-        several = "array" in (one.get("type") for one in (schema, *schema.get("anyOf", ())))
-        keys[key] = Annotated[tuple[str, ...] if several else str, shown]
+        kind: Any = tuple[str, ...] if " " in form else str
+        keys[key] = Annotated[kind, shown]
     return TypedDict(section, keys, total=False)  # type: ignore[operator]
-
-
-def _metavar(schema: Schema) -> str:
-    schema = schema.get("anyOf", [schema])[0]  # of an optional value, the type comes first
-    if "enum" in schema:
-        return "{" + ",".join(schema["enum"]) + "}"
-    if schema["type"] == "array":
-        entries = " ".join(map(_metavar, items_of(schema)))
-        return entries if "minItems" in schema else f"[{entries} ...]"
-    names = {"boolean": "{true,false}", "integer": "INT", "number": "FLOAT", "string": "TEXT"}
-    return names[schema["type"]]
 
 
 def _with_unknown(given: dict[str, Any], unknown: Sequence[str]) -> dict[str, Any]:

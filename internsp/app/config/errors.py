@@ -3,52 +3,43 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from internsp.base.names import nearest, plain
 from internsp.config.former import answer
-from internsp.config.words import one_line
+from internsp.config.words import one_line, section_name, unknown_key
 
 Names = Mapping[str, tuple[str, ...]]
 
-LARGEST_FILE = 1 << 20  # bytes; a configuration with every key takes 10 thousand
-_ITS_KEYS = "; its keys: "
+LARGEST_FILE = 1 << 20  # bytes; a configuration with every key takes 20 thousand
 _LONGEST_WORD = 80  # characters of a name that a message shows
 
 # Names of our keys in other projects, which similar spelling alone would not find.
 ELSEWHERE = {
-    "learning_rate": "optimizer.lr",
+    "batch_size": "train.global_batch",
     "clip_grad_norm": "optimizer.max_grad_norm",
-    "num_layers": "model.layers",
-    "num_hidden_layers": "model.layers",
-    "num_attention_heads": "model.heads",
-    "num_heads": "model.heads",
-    "num_key_value_heads": "model.kv_heads",
-    "num_kv_attention_heads": "model.kv_heads",
-    "seq_len": "data.sequence_length",
+    "gradient_accumulation_steps": "train.micro_batches",
+    "learning_rate": "optimizer.lr",
     "max_seq_len": "data.sequence_length",
-    "total_steps": "train.steps",
     "max_steps": "train.steps",
     "micro_num": "train.micro_batches",
-    "gradient_accumulation_steps": "train.micro_batches",
-    "batch_size": "train.global_batch",
     "nproc_per_node": "launch.processes",
-    "hidden_dropout": "model.dropout",
-    "resid_pdrop": "model.dropout",
-    "drop_rate": "model.dropout",
+    "num_attention_heads": "model.heads",
+    "num_hidden_layers": "model.layers",
+    "num_key_value_heads": "model.kv_heads",
+    "num_layers": "model.layers",
 }
-# Options that do not exist here, by their names elsewhere.
-_ATTENTION = (
+_ATTENTION_DROPOUT = (
     "there is none: attention kernels draw masks of their own, which would differ from mesh to "
     "mesh; model.dropout drops of what attention adds"
-)
-ABSENT = dict.fromkeys(
-    ("attention_dropout", "attn_dropout", "attn_pdrop", "attn_drop_rate"), _ATTENTION
 )
 
 
@@ -61,7 +52,7 @@ class Problem:
     prefix: str = ""
 
     def __str__(self) -> str:
-        shown = f"{self.prefix}{self.keys[0]}: {self.text}" if self.keys else self.text
+        shown = f"{self.prefix}{_short(self.keys[0])}: {self.text}" if self.keys else self.text
         return one_line(shown)
 
 
@@ -98,36 +89,24 @@ def _nearest_file(path: Path) -> str:
     return f"; did you mean {path.with_name(found[0])}?" if found else ""
 
 
-def nearest_key(section: str, key: str, names: Names, prefix: str = "") -> Problem:
-    """The problem of an unknown ``key`` in a known ``section``."""
+def nearest_key(names: Names, prefix: str, cls: type[BaseModel], key: str) -> str:
+    """What is told of a ``key`` that a section or a table does not have."""
+    section, word = section_name(cls), plain(key)
+    if section not in names:
+        return unknown_key(cls, key)
     full = {f"{s}.{k}": k for s, keys in names.items() for k in keys}
-    word = plain(key)
-    elsewhere = ELSEWHERE.get(word) or next((f for f, k in full.items() if k == word), None)
-    near = nearest(key, names[section])
-    told = ABSENT.get(word) or answer(section, key)
-    if told is None and elsewhere is None and near is None:
-        told = answer("", key)
-    if told:
-        return Problem((f"{section}.{_short(key)}",), f"unknown key; {told}", prefix)
-    if elsewhere is None and near is None:
+    told = _ATTENTION_DROPOUT if re.match(r"att.*drop", word) else answer(section, key)
+    right = ELSEWHERE.get(word) or next((f for f, k in full.items() if k == word), None)
+    if right is None and nearest(key, names[section]) is None:
         # Only the name of another key can be meant now; be strict, since there are many.
         found = difflib.get_close_matches(word, list(full.values()), n=1, cutoff=0.75)
-        elsewhere = next((f for f, k in full.items() if found and k == found[0]), None)
-    right = elsewhere or (f"{section}.{near}" if near else None)
-    text = "unknown key"
-    text += f"; did you mean {prefix}{right}?" if right else _ITS_KEYS + ", ".join(names[section])
-    return Problem((f"{section}.{_short(key)}",), text, prefix)
-
-
-def listed_once(problems: Iterable[Problem]) -> list[Problem]:
-    """The same problems, listing the keys of a section only at its first unknown key."""
-    listed: set[str] = set()
-    found = []
-    for problem in problems:
-        text, mark, names = problem.text.partition(_ITS_KEYS)
-        found.append(replace(problem, text=text) if mark and names in listed else problem)
-        listed.add(names)
-    return found
+        right = next((f for f, k in full.items() if found and k == found[0]), None)
+        told = told or (None if right else answer("", key))
+    elif right is None:
+        right = f"{section}.{nearest(key, names[section])}"
+    if right and not told:
+        return f"unknown key; did you mean {prefix}{right}?"
+    return f"unknown key; {told}" if told else unknown_key(cls, key)
 
 
 def nearest_section(
@@ -138,7 +117,7 @@ def nearest_section(
     if near is None and keys:
         near = next((s for s, own in names.items() if set(keys) <= set(own)), None)
     if prefix:
-        name = ".".join((_short(written), *(_short(key) for key in keys[:1])))
+        name = ".".join((_short(written), *keys[:1]))
         if near is None:
             options = ", ".join(f"--{section}.*" for section in names)
             return "", Problem((name,), f"unknown option; expected one of {options}", prefix)
@@ -146,7 +125,7 @@ def nearest_section(
         text = f"unknown option; did you mean --{near}.{key or '*'}?"
         return near, Problem((name,), text, prefix)
     hint = f"did you mean [{near}]?" if near else f"sections: {', '.join(names)}"
-    return near or "", Problem((f"[{_short(written)}]",), f"unknown section; {hint}")
+    return near or "", Problem((f"[{written}]",), f"unknown section; {hint}")
 
 
 def not_a_section(written: str, names: Names, prefix: str = "") -> Problem:
@@ -159,10 +138,10 @@ def not_a_section(written: str, names: Names, prefix: str = "") -> Problem:
     near = nearest(written, [f"{s}.{k}" for s, keys in names.items() for k in keys])
     right = owner or near
     hint = f"; did you mean {prefix}{right}?" if right else ""
-    told = ABSENT.get(plain(written)) or (None if owner else answer("", written))
+    told = None if owner else answer("", written)
     hint = f"; {told}" if told else hint
     text = "unknown option" if prefix else "is outside any section"
-    return Problem((_short(written),), text + hint, prefix)
+    return Problem((written,), text + hint, prefix)
 
 
 def _short(name: str) -> str:

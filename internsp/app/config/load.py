@@ -6,9 +6,11 @@ torch, so that ``internsp --help`` and reports of mistakes are fast.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import tomli_w
@@ -18,7 +20,6 @@ from pydantic.fields import FieldInfo
 from internsp.app.config.checks import combinations, machine
 from internsp.app.config.errors import (
     Problem,
-    listed_once,
     nearest_key,
     nearest_section,
     not_a_section,
@@ -37,17 +38,18 @@ from internsp.app.config.sections import (
 )
 from internsp.config.model import ModelConfig
 from internsp.config.sections import (
+    FROM_FILE,
     ActivationCheckpointConfig,
     Section,
     WeightParallelConfig,
 )
 from internsp.config.words import (
-    Schema,
-    choices_of,
+    help_of,
     in_words,
+    keys_of,
     listed,
+    metavar,
     mistakes,
-    schemas,
     table_class,
 )
 from internsp.errors import ConfigError
@@ -96,7 +98,11 @@ class Config(Section):
     def to_toml(self) -> str:
         """The full configuration as TOML; :func:`load_config` of it gives an equal one."""
         dumped = self.model_dump()
-        for values in dumped.values():
+        for name, values in dumped.items():
+            cls = sections()[name]
+            for key in cls.model_fields.keys() - keys_of(cls):  # a file may not have these
+                if values[key] == cls.model_fields[key].get_default():
+                    del values[key]
             values.update({k: "none" for k, v in values.items() if v is None})
             for key, tables in values.items():  # [[optimizer.groups]]: unset keys are left out
                 if isinstance(tables, list | tuple) and all(isinstance(t, dict) for t in tables):
@@ -155,26 +161,24 @@ def read_config(
     """Like :func:`load_config`, but returns mistakes; the config is ``None`` if there are any."""
     problems: list[Problem] = []
     values: dict[str, dict[str, Any]] = {name: {} for name in sections()}
+    program = isinstance(path, Mapping)
     data = path if isinstance(path, Mapping) else read_toml(Path(path), problems)
-    for section, key, value in _known_keys(data or {}, problems, ""):
-        values[section][key] = value
-    for section, key, value in _known_keys(_nested(overrides or {}), problems, "--"):
-        right, mistakes = _valid_values(section, {key: value}, "--")
-        values[section].pop(key, None)
-        values[section].update(right)
-        problems += mistakes
+    for section, content in _known_sections(data or {}, problems, ""):
+        values[section] |= content
+    for section, content in _known_sections(_nested(overrides or {}), problems, "--"):
+        for key, value in content.items():
+            values[section].pop(key, None)
+            values[section] |= _valid_values(section, {key: value}, problems, "--", program)
     made: dict[str, Any] = {}
     for name, cls in sections().items():
-        right, mistakes = _valid_values(name, values[name], "")
-        made[name] = cls(**right)
-        problems += mistakes
+        made[name] = cls(**_valid_values(name, values[name], problems, "", program))
     # Combinations are checked only if all their keys are valid, or one mistake would show as two.
     wrong = {key for problem in problems for key in problem.keys}
     draft = Config.model_construct(None, **made)
     size = draft.launch.processes if world_size is None else world_size
     checks = [*combinations(draft), *machine(draft, size)] if data is not None else []
     problems += [problem for problem in checks if wrong.isdisjoint(problem.keys)]
-    return (None, listed_once(problems)) if problems else (Config(**made), [])
+    return (None, problems) if problems else (Config(**made), [])
 
 
 def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,53 +196,54 @@ def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _known_keys(
+def _known_sections(
     data: Mapping[str, Any], problems: list[Problem], prefix: str
-) -> Iterator[tuple[str, str, Any]]:
-    """Yield (section, key, value) of the known keys; add unknown ones to ``problems``."""
-    names = {name: tuple(cls.model_fields) for name, cls in sections().items()}
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the sections that are known, or nearly; add the others to ``problems``."""
     for written, content in data.items():
         if len(problems) > _MOST_UNKNOWN:
             problems.append(Problem((), "and more; no further names are looked at"))
             return
-        if not isinstance(content, Mapping):
-            problems.append(not_a_section(written, names, prefix))
-            continue
         section = written
-        if written not in names:
+        if not isinstance(content, Mapping):
+            problems.append(not_a_section(written, _names(), prefix))
+            continue
+        if written not in sections():
             # Keys below a misspelled section are still read as keys of the nearest section.
-            section, problem = nearest_section(written, tuple(content), names, prefix)
+            section, problem = nearest_section(written, tuple(content), _names(), prefix)
             problems.append(problem)
-            if prefix:  # the problem of an option already names section and key
-                continue
-        for key, value in content.items() if section else ():
-            if key in names[section]:
-                yield section, key, value
-            elif len(problems) > _MOST_UNKNOWN:
-                break
-            else:
-                problems.append(nearest_key(section, key, names, prefix))
+        if section and not (prefix and section != written):  # an option's problem names its key
+            yield section, content
+
+
+@cache
+def _names() -> Mapping[str, tuple[str, ...]]:
+    return {name: tuple(keys_of(cls)) for name, cls in sections().items()}
 
 
 def _valid_values(
-    name: str, values: Mapping[str, Any], prefix: str
-) -> tuple[dict[str, Any], list[Problem]]:
-    """The valid values of a section, converted to their types, and problems of the others."""
+    name: str, values: Mapping[str, Any], problems: list[Problem], prefix: str, program: bool
+) -> dict[str, Any]:
+    """The valid values of a section, converted to their types; adds to ``problems``.
+
+    Args:
+        program: the values are those of a program, which may give more keys than a file.
+    """
     if not values:
-        return {}, []
+        return {}
     cls = sections()[name]
     # Overrides are often texts, which are converted to the key's type; a file has types already.
     texts = prefix and all(isinstance(value, (str, tuple)) for value in values.values())
+    strict, context = (False if texts else None), (None if program else FROM_FILE)
     try:
-        made = cls.model_validate(values, strict=False if texts else None)
-        return {key: getattr(made, key) for key in values}, []
+        made = cls.model_validate(values, strict=strict, context=context)
     except ValidationError as error:
-        wrong = [
-            Problem((f"{name}.{key}",), text, prefix) for key, text in mistakes(cls, values, error)
-        ]
-        broken = {problem.keys[0].rpartition(".")[2] for problem in wrong}
-        right = {key: value for key, value in values.items() if key not in broken}
-        return right, wrong
+        unknown = partial(nearest_key, _names(), prefix)
+        found = list(mistakes(cls, values, error, unknown))
+        problems += [Problem((f"{name}.{key}",), text, prefix) for key, text in found]
+        wrong = {key for key, _ in found}
+        return {key: value for key, value in values.items() if key not in wrong}
+    return {key: getattr(made, key) for key in values}
 
 
 def documented() -> str:
@@ -249,17 +254,24 @@ def documented() -> str:
     lines = ["# Every key with its default. A config names only what differs."]
     for name, cls in sections().items():
         lines += ["", f"# {cls.__doc__}", f"[{name}]"]
-        for key, schema in schemas(cls).items():
-            choices = " | ".join(choices_of(schema))
-            aside = f"  # {choices}" if choices else ""
-            lines += [f"# {schema['description']}", f"{key} = {in_words(schema['default'])}{aside}"]
+        for key, field in keys_of(cls).items():
+            lines += [*_comment("# ", help_of(field)), f"{key} = {in_words(field.get_default())}"]
+            lines[-1] += _choices(field, "  # ")
             if (table := table_class(cls, key)) is not None:
-                lines += [f"# [[{name}.{key}]]", *map(_in_table, schemas(table).items())]
+                lines += [f"# [[{name}.{key}]]"]
+                for inner, its in keys_of(table).items():
+                    lines += _comment("#   ", f"{inner}: {help_of(its)}{_choices(its, ' (', ')')}")
     return "\n".join(lines) + "\n"
 
 
-def _in_table(item: tuple[str, Schema]) -> str:
-    """A comment line for a key of a table."""
-    key, schema = item
-    choices = " | ".join(choices_of(schema))
-    return f"#   {key}: {schema['description']}{f' ({choices})' if choices else ''}"
+def _comment(mark: str, text: str) -> list[str]:
+    after = mark + "  " * (len(mark) > 2)
+    return wrap(text, 100, initial_indent=mark, subsequent_indent=after, break_on_hyphens=False)
+
+
+def _choices(field: FieldInfo, before: str, after: str = "") -> str:
+    """The texts that a key allows, if it allows only some; else empty."""
+    shown = re.fullmatch("{([^}]*)}", metavar(field.annotation))
+    if shown is None or field.annotation is bool:
+        return ""
+    return f"{before}{shown[1].replace(',', ' | ')}{after}"
