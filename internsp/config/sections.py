@@ -225,73 +225,100 @@ class WeightParallelConfig(Section):
     memory_pool: bool = True
     """Keep unsharded weights in preallocated slots."""
     prefetch_depth: Depth = 1
-    """Blocks gathered ahead; they take prefetch_depth + 1 slots, so that 0 has the lowest peak."""
+    """How many blocks ahead weights are gathered. Each costs the memory of one block; 0 needs least
+    and hides nothing."""
     gather_before: Literal["qkv", "attention", "out_proj", "mlp", "rolling"] = "out_proj"
-    """Before what in a block the next one's gather starts; qkv: its entry; rolling: by weight."""
+    """The point inside a block at which gathering of the next block starts: qkv is the block's
+    entry, rolling is weight by weight. Earlier hides more, later competes less with attention's
+    exchanges."""
     granularity: Literal["block", "module"] = "block"
-    """What is gathered and awaited together."""
+    """Gather a whole block at once, or each module by itself. "module" needs less memory and sends
+    more messages."""
     gather_before_modules: Patterns = ()
-    """Patterns of the module names to trigger at; empty: the defaults of the trigger."""
+    """Patterns of the modules before which the next gather starts; empty: the usual names of
+    gather_before. Give it for models whose modules are named unlike the zoo's."""
     blocks: Patterns = ()
-    """Patterns of the block names ("layers.*"); empty: the defaults of known families."""
+    """Patterns of the names of the repeated blocks, such as "layers.*"; empty: usual names. Give it
+    if your model's blocks are not found by themselves."""
     expert_parameters: Patterns = ("experts",)
-    """Patterns of consecutive parts of the names of experts' parameters."""
+    """Parts of names that mark an expert's parameters. They follow parallel.expert_weight instead
+    of parallel.weight."""
     rules: Annotated[tuple[PlanRule, ...], Field(strict=False, max_length=1000)] = ()
-    """Rules for some modules or parameters alone, each a table [[weight_parallel.rules]]."""
+    """Rules for single modules or parameters, each a table [[weight_parallel.rules]] with match.
+    What a rule does not say stays as set here."""
     near_ranks: Amount = 0
-    """Near ranks that keep slices of blocks' weights after a step's first all-gather; 0: none."""
+    """After the first gather of a step, groups of this many ranks keep the weights among
+    themselves; 0: none do. Backward then gathers over the fast links only, for the memory of those
+    slices."""
     keep_unsharded: Kept = None
-    """Blocks of a chunk that stay unsharded in a step: none, a number, a size ("2 GiB"), or all."""
+    """Blocks that stay whole from forward to backward: a number, a size ("2 GiB"), or all. Spends
+    memory to save the second gather."""
     accumulation: Literal["sharded", "full"] = "sharded"
-    """Gradients of micro-batches: each reduced into shards, or summed unsharded, reduced once."""
+    """With micro-batches: sum gradients as shards, or whole and reduce once. "full" sends less and
+    needs the memory of all gradients."""
     min_shard_elements: Amount = 2048
-    """Parameters with fewer elements are replicated, not sharded."""
+    """Parameters with fewer elements are copied to every rank. Raise it where splitting small ones
+    costs more in messages than it saves in memory."""
     coalesce_bytes: Amount = 65536
-    """Weights up to this many bytes unsharded share collectives with their neighbors."""
+    """Weights up to this size share one message with their neighbors. Raise it on links with a high
+    latency."""
     reductions_in_flight: Few = 2
-    """Unsharded gradients in flight, in blocks; the oldest is finished at the limit."""
+    """How many blocks' gradients may be on their way at once. At the limit the oldest is awaited;
+    more hides more and needs memory."""
     unexpected_order: Literal["error", "gather", "learn"] = "error"
-    """Blocks in another order than declared: stop; gather each as it comes; or the first step's."""
+    """What to do when blocks run in another order than declared. "error" stops with the names,
+    "gather" goes on without gathering ahead, "learn" takes the order of the first step."""
     compare_ranks: bool = True
     """When a model is made parallel: compare the first values of the ranks by checksums."""
     compile: bool = False
     """Compile every block with torch.compile; needs gather_before = "qkv" or "rolling"."""
     reduction: Literal["sum", "mean"] = "sum"
-    """Gradients over ranks: sum for a loss divided by all valid tokens, mean for mean losses."""
+    """Whether gradients of the ranks are added or averaged. Add if your loss divides by all ranks'
+    tokens; average if each rank divides by its own."""
     reduce_dtype: Dtype | None = None
-    """Dtype in which gradients travel to be summed in float32; none: that of the weights' use."""
+    """Number format of gradients on the link; they are added in float32. A narrower one halves
+    traffic and rounds once; "none" is that in which the weights compute."""
     quantize: Literal["none", "int8", "fp8"] = "none"
-    """What blocks' weights above coalesce_bytes are gathered as: with a scale for 128 elements."""
+    """Send large weights rounded to eight bits, with a scale for every 128 values. Halves traffic
+    of bfloat16; losses change slightly."""
     compute_dtype: Dtype | None = None
-    """Dtype of gathered weights, to which floating inputs are cast; none: the parameter's own."""
+    """Number format in which gathered weights compute. "none" leaves each parameter's own."""
     cast_inputs: bool = True
     """Whether the model's floating inputs are cast to compute_dtype."""
     grad_dtype: Dtype | None = None
-    """Dtype of .grad of narrower parameters, without a ZeroOptimizer; none: the parameter's own."""
+    """Number format of .grad, for an optimizer of your own. ZeroOptimizer sums in float32 and does
+    not need it."""
     offload: Offload = ()
-    """What of sharded parameters is in host memory: weights, optimizer state, gradients (sums)."""
+    """What lives in host memory between its uses: weights, optimizer, gradients. Saves device
+    memory for time on the host link."""
 
 
 class SequenceConfig(Section):
     """How the ranks of a sequence group compute, where parallel.sequence is above 1."""
 
     own_attention: bool = False
-    """Allow it without DistributedAttention: the model exchanges tokens itself, or has no need."""
+    """Allow split sequences although no attention of ours was found. Set it only if the model
+    exchanges tokens itself or needs none."""
     exchange_in_parts: bool = True
-    """Over gloo, exchange attention's heads in messages that travel while products are made."""
+    """On CPUs (gloo), send attention's heads in parts while products are computed. Has no effect on
+    a device."""
     ring_form: Literal["auto", "ring", "reverse", "double", "direct"] = "auto"
-    """How keys and values travel around a ring; auto: as the busiest rank sends least."""
+    """The route of keys and values around the ring. "auto" takes the one in which the busiest rank
+    sends least."""
     inner_ring: Degree = 1
-    """Ranks of an inner ring, with ring_form = "double": those with fast links to each other."""
+    """With ring_form = "double": ranks of the inner ring, which pass around first. Use the number
+    of ranks with fast links."""
     head_output: Literal["local", "gather", "vocabulary"] = "local"
-    """Logits of the own tokens, of all tokens of the group, or of a vocabulary shard."""
+    """Which logits the head returns: of this rank's tokens, of the whole group's, or of a part of
+    the vocabulary. "vocabulary" needs least memory and its own loss."""
 
 
 class ActivationCheckpointConfig(Section):
     """What of the blocks' activations is computed again in backward instead of kept."""
 
     mode: Literal["none", "full", "selective"] = "none"
-    """full recomputes a block; selective keeps attention output and exchanged tensors."""
+    """Whether blocks are computed again in backward instead of keeping activations. "selective"
+    keeps attention's results, so that nothing is exchanged twice."""
     fraction: Fraction = 1.0
     """Share of the blocks, the first ones, from 0 to 1; unused where blocks is given."""
     blocks: Numbers | None = None
@@ -299,9 +326,11 @@ class ActivationCheckpointConfig(Section):
     reentrant: Annotated[bool, ProgramOnly] = False
     """Use torch's reentrant form."""
     offload: Kept = None
-    """Recomputing blocks that keep in host memory: none, a number, what "2 GiB" hold, or all."""
+    """Recomputed blocks whose inputs wait in host memory: a number, what "2 GiB" hold, or all.
+    Needed for depths at which the inputs alone do not fit."""
     tiles: Literal["auto"] | Few = 1
-    """Tiles of positions in which feed-forwards compute, one after another; auto: by the length."""
+    """Compute feed-forwards over this many parts of the sequence, one after another; auto: by its
+    length. Their memory then stops growing with length."""
     tiled_modules: Patterns = ()
     """Patterns of the modules in blocks that compute in tiles; empty: usual feed-forwards."""
 

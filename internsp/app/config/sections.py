@@ -101,17 +101,21 @@ class ParallelConfig(Section):
     """Degrees of parallelism; weight and sequence degrees are independent of each other."""
 
     weight: Degree = 1
-    """Ranks over which every large weight is sharded."""
+    """Each large weight is split over this many ranks. Raise it until weights, gradients and
+    optimizer state fit."""
     sequence: Degree = 1
-    """Ranks over which every sequence is sharded."""
+    """Each sequence is split over this many ranks. Raise it when activations of one sequence do not
+    fit."""
     pipeline: Degree = 1
     """Pipeline stages."""
     optimizer_ranks: Degree | None = None
-    """Ranks over which the optimizer state of a shard is sharded; none: all its replicas."""
+    """Over how many ranks each shard's optimizer state is split further. "none" uses all replicas
+    and saves most memory; 1 saves traffic."""
     expert_weight: Degree | None = None
-    """Ranks over which every expert's weight is sharded; none: as weight."""
+    """Each expert's weight is split over this many ranks. "none" uses parallel.weight."""
     expert: Degree = 1
-    """Ranks that own experts of their own (expert parallel)."""
+    """Ranks among which the experts are divided, each owning its own. With 1 every rank has a shard
+    of every expert."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto takes torch's accelerator where present, CUDA or any other."""
     timeout_seconds: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_SECONDS)] = 300
@@ -122,11 +126,14 @@ class SequenceSection(SequenceConfig):
     """How a sequence is split over its ranks, where parallel.sequence is above 1."""
 
     ring: Degree | None = None
-    """Ranks of parallel.sequence in a ring for keys and values; none: the fewest with a head."""
+    """Ranks of parallel.sequence that pass keys and values around instead of exchanging heads.
+    Needed when there are more ranks than heads; "none" chooses."""
     fast_links: Literal["heads", "ring"] = "heads"
-    """Whose ranks are neighbors, on the fastest links: those that share heads, or a ring's."""
+    """Which of the two exchanges gets the neighboring ranks. Choose "ring" if keys and values are
+    the larger traffic."""
     balance: Literal["auto", "contiguous", "zigzag", "level"] = "auto"
-    """How positions are dealt to the ranks of a ring, see internsp.sp.dispatch."""
+    """How positions are dealt out so that causal attention is equal work for all ranks. "auto" is
+    right unless you compare."""
 
     def of_model(self) -> SequenceConfig:
         """What ``parallelize`` takes of the section; the mesh and the data take the rest."""
@@ -141,7 +148,8 @@ class PipelineConfig(Section):
     ] = "1F1B"
     """Schedule of torch.distributed.pipelining; the last three split backward."""
     chunks: Few = 1
-    """Pieces of the model on each stage's ranks; ZBVZeroBubble and DualPipeV take 2."""
+    """Pieces of the model that each stage holds; ZBVZeroBubble and DualPipeV take 2. More pieces
+    mean shorter idle times and more messages."""
 
 
 class ParameterGroup(Section):
@@ -172,7 +180,8 @@ class OptimizerConfig(Section):
     name: OptimizerName = "adamw"
     """Optimizer of the shards: adamw, sgd, adafactor, muon, or a class "package.module:Class"."""
     other: Literal["adamw"] | None = None
-    """Optimizer of all but the blocks' matrices; none: name's own, and adamw where that is muon."""
+    """Optimizer for embeddings, head, norms and biases when name is made for matrices. "none" is
+    the same, and adamw beside muon."""
     options: Annotated[tuple[Option, ...], Field(strict=False, max_length=100)] = ()
     """More arguments of the class, each a text "name = value", as TOML."""
     lr: Rate = 3e-4
@@ -243,7 +252,8 @@ class TrainConfig(Section):
     micro_batches: Size = 1
     """Parts into which each rank's share of the batch is split to save memory."""
     batch_tokens: Annotated[int, Field(ge=0, le=1 << 40)] = 0
-    """Sequences of a step: as many as have so many tokens that the loss counts; 0: global_batch."""
+    """End a step's batch at the sequence that reaches this many counted tokens. Use it for padded
+    chats, whose sequences differ in length; 0 uses global_batch."""
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
     """Seed of the weights and of the data order."""
     dtype: Dtype = "float32"
