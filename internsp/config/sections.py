@@ -10,8 +10,6 @@ has no null.
 
 from __future__ import annotations
 
-import types
-import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -24,16 +22,15 @@ from pydantic import (
     PlainSerializer,
     SerializerFunctionWrapHandler,
     ValidationError,
-    ValidationInfo,
     model_serializer,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 
 from internsp.base.names import ANY_TEXT
 from internsp.base.names import checked as checked_pattern
 from internsp.config.functions import checked as checked_function
 from internsp.config.functions import import_path
+from internsp.config.keys import ProgramOnly, nullable
 from internsp.config.kept import MOST_BLOCKS, checked
 from internsp.errors import ConfigError
 
@@ -67,24 +64,6 @@ Function = Annotated[
     PlainSerializer(import_path),
 ]
 """A function, or its import path ``"package.module:function"``."""
-FROM_FILE = "file"
-"""Context of pydantic's validation for values of a file or a command line."""
-
-
-def _refused_in_a_file(value: Any, info: ValidationInfo) -> Any:
-    if info.context == FROM_FILE:
-        raise ValueError("is for programs alone, as an argument of its class")
-    return value
-
-
-ProgramOnly = BeforeValidator(_refused_in_a_file)
-"""Marks a key that a program may give and a file may not."""
-
-
-def nullable(field: FieldInfo) -> bool:
-    """Whether ``None`` (written ``"none"``) is a value of ``field``."""
-    union = typing.get_origin(field.annotation) in (types.UnionType, typing.Union)
-    return union and type(None) in typing.get_args(field.annotation)
 
 
 class Section(BaseModel):

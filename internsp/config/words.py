@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from internsp.base.names import ANY_TEXT, FOLDER_NAME, nearest
 from internsp.base.sizes import meant_size
 from internsp.config.former import answer
-from internsp.config.sections import ProgramOnly, nullable
+from internsp.config.keys import ProgramOnly, nullable
 
 _SENTENCES = {
     ANY_TEXT: "must be a text without a NUL character",

@@ -389,35 +389,17 @@ SESSION: Table = {
     },
 }  # fmt: skip
 STARTS = "tests/unit/test_preflight.py::test_a_run_that_can_start_leaves_nothing_behind"
-TEMPORARY = (
-    "tests/unit/test_preflight.py::test_a_temporary_folder_in_which_no_socket_can_be_is_told"
-)
 DEVICE = "tests/unit/test_preflight.py::test_a_device_that_is_missing_is_told"
 LAUNCH: Table = {
     "did not come where the others waited": {
         "raise parallel.timeout_seconds":
             "tests/ranks/test_lookout.py::test_a_rank_that_comes_back_soon_is_waited_for",
     },
-    "a checkpoint takes {human(needed)}": {
-        "give another folder": STARTS,
-        "or checkpoint.save = false":
-            "tests/unit/test_preflight.py::"
-            "test_no_room_for_temporary_files_or_a_checkpoint_is_told",
-    },
-    "so that processes cannot meet by sockets": {"set TMPDIR to a shorter one": TEMPORARY},
     'device on this machine; use "cpu"': {
         'use "cpu" or "auto"': accepted(parallel={"device": "auto"}),
     },
     "processes need a device each": {
         "start {there}": DEVICE, 'or set parallel.device = "cpu"': STARTS,
-    },
-    "no folder for temporary files can be written": {
-        "make room": TEMPORARY, "or set TMPDIR": TEMPORARY,
-    },
-    "being the root of a file system": {
-        "give a folder below it":
-            "tests/unit/test_preflight.py::"
-            "test_a_run_in_the_current_folder_is_moved_aside_like_any_other",
     },
 }  # fmt: skip
 TRAIN: Table = {

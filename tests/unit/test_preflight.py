@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import socket
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -77,16 +75,10 @@ def test_an_output_that_cannot_be_a_folder_is_refused() -> None:
     assert told(small(), "file/below").endswith("file, which is not a folder")
     assert told(small(), "link") == "--output: link is not a folder"
     assert told(small(), "x" * 300).endswith("cannot be written: File name too long")
-    Path("run/report.html").mkdir(parents=True)
-    Path("run/checkpoints").write_text("")
-    first, second = told(small(), "run").split("\n  ")
-    assert first.endswith("run/report.html is a folder, where the run writes a file")
-    assert second.endswith("run/checkpoints is a file, where the run makes a folder")
+    Path("run").mkdir()
     Path("run/metrics.jsonl").write_text("an older run, which is moved as a whole")
     check_before_start(small(), Path("run"))
-    assert sorted(p.name for p in Path("run").iterdir()) == [
-        "checkpoints", "metrics.jsonl", "report.html",
-    ]  # fmt: skip
+    assert [path.name for path in Path("run").iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_run_in_the_current_folder_is_moved_aside_like_any_other(monkeypatch) -> None:
@@ -111,44 +103,6 @@ def test_a_folder_that_is_full_or_closed_is_told_by_what_the_system_says(monkeyp
     assert told(small(), kind=kind) == f"--output: out cannot be written: {os.strerror(code)}"
 
 
-def test_no_room_for_temporary_files_or_a_checkpoint_is_told(monkeypatch) -> None:
-    full = types.SimpleNamespace(f_bavail=10, f_frsize=100, f_blocks=1000)
-    monkeypatch.setattr(os, "statvfs", lambda folder: full)
-    assert "a checkpoint takes" in told(small(), kind=MachineError)
-    check_before_start(small(checkpoint={"save": False}), Path("out"))
-
-    def nowhere() -> str:
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
-
-    monkeypatch.setattr(preflight.tempfile, "gettempdir", nowhere)
-    text = told(small(checkpoint={"save": False}), kind=MachineError)
-    assert "(No usable temporary directory found): make room, or set TMPDIR" in text
-
-
-def test_a_temporary_folder_in_which_no_socket_can_be_is_told(monkeypatch, tmp_path) -> None:
-    deep = tmp_path / ("l" * (200 - len(str(tmp_path))))
-    deep.mkdir()
-    monkeypatch.setattr(preflight.tempfile, "gettempdir", lambda: str(deep))
-    text = told(small(checkpoint={"save": False}), kind=MachineError)
-    assert "cannot meet by sockets in it: set TMPDIR to a shorter one" in text
-    too_long = pytest.raises(OSError, match="AF_UNIX path too long")
-    with socket.socket(socket.AF_UNIX) as listener, too_long:  # it is so
-        listener.bind(str(deep / "pymp-12345678" / "listener-12345678"))
-    monkeypatch.undo()
-    check_before_start(small(checkpoint={"save": False}), Path("out"))
-
-
-def test_more_memory_than_there_is_is_told_before_it_is_taken(monkeypatch) -> None:
-    monkeypatch.setattr(preflight, "memory_bytes", lambda: 1 << 30)
-    check_before_start(small(), Path("out"))
-    large = small(model={"hidden_size": 4096, "layers": 8, "heads": 32}, checkpoint={"save": False})
-    assert "on 1 processes, and this machine has 1.0 GiB" in told(large, kind=MachineError)
-    many = small(launch={"processes": 64}, train={"global_batch": 64})
-    assert "64 processes take 6.2 GiB before they hold anything" in told(many, kind=MachineError)
-    monkeypatch.undo()
-    assert (preflight.memory_bytes() or 0) > 1 << 28
-
-
 def test_a_device_that_is_missing_is_told(monkeypatch) -> None:
     def mistakes(devices: int, **environment: str) -> list[str]:
         monkeypatch.setattr(preflight, "_devices", lambda wanted: devices)
@@ -169,13 +123,16 @@ def test_a_device_that_is_missing_is_told(monkeypatch) -> None:
 
 def test_a_text_is_read_before_the_ranks_would_and_all_mistakes_are_told_at_once(monkeypatch):
     Path("rows.jsonl").write_text('{"text": "one and some"}\n{"text": "cut')
+    Path("cut.jsonl").write_text('{"text": "cut')
     Path("file").write_text("")
     wrong = small(data={"source": "jsonl", "paths": ["rows.jsonl"], "held_out": 0.0})
     first, second = told(wrong, "file").split("\n  ")
     assert first == "--output: file is not a folder"
     assert second.startswith("data.paths: rows.jsonl, row 2 is not JSON")
     monkeypatch.setattr(preflight, "_SMALL_TEXT", 10)
-    assert told(wrong).startswith("data.paths: rows.jsonl, row 2 is not JSON"), "of a large one"
+    check_before_start(wrong, Path("out"))  # the run itself finds it
+    first_row = small(data={"source": "jsonl", "paths": ["cut.jsonl"], "held_out": 0.0})
+    assert told(first_row).startswith("data.paths: cut.jsonl, row 1 is not JSON"), "of a large one"
     short = small(data={"source": "text", "paths": ["file"]})
     assert told(short).startswith("data: there is no text in ['file']")
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypedDict
 
 import tyro
 
-from internsp.app.cli import completion, plain
+from internsp.app.cli import plain
 from internsp.app.cli.plain import end_on_broken_pipe, print_output
 from internsp.app.config import Config, read_config, report, sections
 from internsp.app.config.errors import Problem
@@ -26,7 +26,7 @@ from internsp.app.process.terminal import write_lines
 from internsp.base.names import nearest
 from internsp.base.version import __version__
 from internsp.config.words import help_of, in_words, keys_of, metavar, table_class
-from internsp.errors import InternspError
+from internsp.errors import InternspError, MachineError
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -77,15 +77,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in plain.COMMANDS:
         return plain.perform(words[0], words[1:])
-    stranger = completion.mistake(words) or _unknown_command(words)
+    stranger = _unknown_command(words)
     if stranger:
         write_lines(f"internsp: {stranger}", sys.stderr)
         return USAGE_ERROR
     if words[:1] == ["--version"]:
         print(f"internsp {__version__}")
         return 0
-    with end_on_broken_pipe(), completion.with_files(words):
-        command, unknown = _parse(words)
+    try:
+        with end_on_broken_pipe():
+            command, unknown = _parse(words)
+    except (ImportError, OSError) as error:  # tyro's, which writes a shell's completion script
+        write_lines(f"internsp: {words[0]}: {error}", sys.stderr)
+        return MachineError.exit_status
     given = {name: getattr(command, name) for name in sections()}
     if getattr(command, "resume", None) is not None:
         given["checkpoint"] = {**given["checkpoint"], "resume": command.resume}

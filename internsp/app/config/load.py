@@ -36,9 +36,9 @@ from internsp.app.config.sections import (
     SequenceSection,
     TrainConfig,
 )
+from internsp.config.keys import FROM_FILE
 from internsp.config.model import ModelConfig
 from internsp.config.sections import (
-    FROM_FILE,
     ActivationCheckpointConfig,
     Section,
     WeightParallelConfig,

@@ -1,29 +1,23 @@
-"""Checks before the ranks of a run start: folders, disks, memory, devices, model, text.
+"""Checks before the ranks of a run start: its folder, packages, devices, model, a small text.
 
-Each check yields its mistakes, and all are reported together. Mistakes in a large text that only
-reading all of it could show are found by the ranks, and reported with the same messages.
+Each check yields its mistakes, and all are reported together. What only the run itself can show, a
+full disk, a lack of memory, a mistake within a large text, it reports with the same messages.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from internsp.app.config import Config
-from internsp.app.config.sizes import ITEM_BYTES, elements, moments
-from internsp.base.sizes import human
 from internsp.errors import MACHINE_ERRNOS, ConfigError, InternspError, MachineError
 
 _SMALL_TEXT = 4 << 20  # bytes that are read and tokenized whole
-_READ_SECONDS = 1.0  # for reading the beginning of larger texts
-_PROCESS_BYTES = 100 << 20  # what Python and torch take in a process, at the least
 _SCRATCH_BYTES = 1 << 16  # configuration, metrics, error files: what any run writes
 
 # Errors that mean that a path given by the user is wrong.
@@ -41,7 +35,7 @@ def check_before_start(config: Config, output: Path) -> None:
         MachineError: the machine lacks something.
     """
     found: list[InternspError] = []
-    for check in (_peer, _writers, _output, _temporary, _memory, _device, _model, _text):
+    for check in (_peer, _writers, _output, _device, _model, _text):
         try:
             found += check(config, output)
         except InternspError as error:  # raised by a function that the run itself would call
@@ -57,7 +51,7 @@ def check_joined(config: Config, output: Path, rank: int) -> None:
 
     Raises:
         ConfigError: the run's folder cannot be written (on rank 0, which writes it).
-        MachineError: the machine lacks the device, or disk space for a checkpoint.
+        MachineError: the machine lacks the device.
     """
     for error in device_mistakes(config, os.environ):
         raise error
@@ -109,7 +103,7 @@ def errors_in_words() -> Iterator[None]:
 
 
 def _output(config: Config, output: Path) -> Iterator[InternspError]:
-    """Check that the run's folder can be created and written, and nothing is in its files' way."""
+    """Check that the run's folder can be created and written."""
     path = Path(os.path.abspath(output))
     try:
         nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
@@ -121,60 +115,8 @@ def _output(config: Config, output: Path) -> Iterator[InternspError]:
         old = (path / "metrics.jsonl").exists()
         if old and config.checkpoint.resume in (None, "never"):
             _write_scratch(path.parent, 0)  # the older run is moved aside
-            if os.path.ismount(path) or path == Path("/"):
-                yield ConfigError(
-                    f"--output: {output} holds a run and cannot be moved aside, being the root of "
-                    "a file system; give a folder below it"
-                )
-        elif path.is_dir():
-            yield from _in_the_way(path)
     except OSError as error:
         yield as_machine_error(error, f"--output: {output} cannot be written")
-        return
-    yield from _disk(config, output, nearest)
-
-
-def _in_the_way(path: Path) -> Iterator[InternspError]:
-    for name in ("config.toml", "metrics.jsonl", "report.html"):
-        if (path / name).is_dir():
-            yield ConfigError(f"--output: {path / name} is a folder, where the run writes a file")
-    for name in ("checkpoints", "logs", "traces"):
-        if os.path.lexists(path / name) and not (path / name).is_dir():
-            yield ConfigError(f"--output: {path / name} is a file, where the run makes a folder")
-
-
-def _disk(config: Config, output: Path, folder: Path) -> Iterator[InternspError]:
-    """Check that one checkpoint fits on the disk: weights and the optimizer's moments."""
-    if not config.checkpoint.save:
-        return
-    item = ITEM_BYTES[config.train.dtype]
-    needed = elements(config) * (item + moments(config) * max(4, item))
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    if status.f_blocks and needed > free:  # some file systems do not say how large they are
-        yield MachineError(
-            f"--output: a checkpoint takes {human(needed)} and the disk of {output} has "
-            f"{human(free)} left: give another folder, or checkpoint.save = false"
-        )
-
-
-def _temporary(config: Config, output: Path) -> Iterator[InternspError]:
-    """Check the folder for temporary files, in which launcher and ranks create their sockets."""
-    try:
-        folder = Path(tempfile.gettempdir())
-        _write_scratch(folder, _SCRATCH_BYTES)
-    except OSError as error:
-        yield MachineError(
-            f"no folder for temporary files can be written ({error.strerror or error}): make room, "
-            "or set TMPDIR"
-        )
-        return
-    longest = (107 if sys.platform == "linux" else 103) - len("/pymp-12345678/listener-12345678")
-    if len(os.fsencode(folder)) > longest:  # a socket's address is limited, and includes the name
-        yield MachineError(
-            f"the name of the folder for temporary files, {folder}, has more than {longest} bytes, "
-            "so that processes cannot meet by sockets in it: set TMPDIR to a shorter one"
-        )
 
 
 def _write_scratch(folder: Path, nbytes: int) -> None:
@@ -182,48 +124,6 @@ def _write_scratch(folder: Path, nbytes: int) -> None:
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(nbytes))
         file.flush()
-
-
-def _memory(config: Config, output: Path) -> Iterator[InternspError]:
-    """Check that weights, gradients and moments fit into this machine, if it computes on a CPU."""
-    here = memory_bytes()
-    if here is None or config.parallel.device not in ("auto", "cpu"):
-        return
-    parallel, count = config.parallel, config.launch.processes
-    if count * _PROCESS_BYTES > here:
-        yield MachineError(
-            f"launch.processes: {count} processes take {human(count * _PROCESS_BYTES)} before they "
-            f"hold anything, and this machine has {human(here)}"
-        )
-        return
-    if parallel.device == "auto" and _devices("auto"):
-        return
-    item = ITEM_BYTES[config.train.dtype]
-    copies = count // (parallel.weight * parallel.pipeline)
-    # Each replica has the weights and their gradients; moments exist once (more with ZeRO-1.5).
-    weights = elements(config)
-    needed = weights * (copies * (item + max(4, item)) + moments(config) * max(4, item))
-    if needed > here:
-        yield MachineError(
-            f"model: {weights:.3g} parameters with their gradients and optimizer state take "
-            f"{human(needed)} on {count} processes, and this machine has {human(here)}"
-        )
-
-
-def memory_bytes() -> int | None:
-    """Memory of this machine, or of the container around this process; ``None`` if unknown."""
-    try:
-        here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(limit).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            here = min(here, int(text))
-    return here if here > 0 else None
 
 
 def _device(config: Config, output: Path) -> Iterator[InternspError]:
@@ -287,7 +187,7 @@ def _model(config: Config, output: Path) -> Iterable[InternspError]:
 
 
 def _text(config: Config, output: Path) -> Iterable[InternspError]:
-    """Read a small text as the ranks will; of a larger one the beginning, for a second."""
+    """Read a small text as the ranks will; of a larger one the first document of each path."""
     from internsp.app.data.batches import vocabulary_mistake
     from internsp.app.data.index import encoded, parts_of
     from internsp.app.data.tokenizer import load_tokenizer
@@ -311,12 +211,9 @@ def _text(config: Config, output: Path) -> Iterable[InternspError]:
         else:
             DataSource.create(in_memory, global_batch=1, tokenizer=tokenizer)
         return []
-    end = time.monotonic() + _READ_SECONDS
     for part in parts:
         for path in part.paths:
-            for _ in encoded(part, tokenizer, path):
-                if time.monotonic() > end:
-                    return []
+            next(iter(encoded(part, tokenizer, path)), None)
     return []
 
 
