@@ -30,8 +30,8 @@ from internsp.base.names import ANY_TEXT
 from internsp.base.names import checked as checked_pattern
 from internsp.config.functions import checked as checked_function
 from internsp.config.functions import import_path
-from internsp.config.keys import ProgramOnly, nullable
 from internsp.config.kept import MOST_BLOCKS, checked
+from internsp.config.keys import ProgramOnly, nullable
 from internsp.errors import ConfigError
 
 # Every number has both bounds. The upper bounds are well above what anyone trains with, and below
