@@ -76,12 +76,17 @@ def require_none(found: Iterable[Mistake]) -> None:
         raise ConfigError(listed("the configuration", lines))
 
 
-def too_small_a_share(again: ActivationCheckpointConfig, blocks: int) -> str | None:
-    """The mistake of a share of ``blocks`` blocks that is less than one; ``None`` if it is not."""
+def mistakes_of_blocks(again: ActivationCheckpointConfig, blocks: int) -> Iterator[Mistake]:
+    """Mistakes in which blocks recompute, of a model with ``blocks`` blocks."""
+    outside = [str(i) for i in again.blocks or () if i >= blocks]
+    if outside:
+        text = f"no block {', '.join(outside)}: the model has {blocks} blocks, counted from 0"
+        yield ("activation_checkpoint.blocks", "model.layers"), text
     share = again.fraction * blocks
-    if again.mode == "none" or again.blocks is not None or not share or round(share):
-        return None
-    return f"{again.fraction:g} of {blocks} blocks is less than one; raise it or set blocks instead"
+    if again.mode != "none" and again.blocks is None and share and not round(share):
+        text = f"{again.fraction:g} of {blocks} blocks"
+        text += " is less than one; raise it or set blocks instead"
+        yield ("activation_checkpoint.fraction", "model.layers"), text
 
 
 def _order(weights: WeightParallelConfig) -> Iterator[Mistake]:

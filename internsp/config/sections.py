@@ -85,15 +85,9 @@ class Section(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            from internsp.config.words import listed, mistakes, one_line, section_name
+            from internsp.config.words import all_mistakes
 
-            cls = type(self)
-            prefix = f"{section_name(cls)}." if section_name(cls) else ""
-            found = [
-                one_line(f"{prefix}{key}: {text}" if key else text)
-                for key, text in mistakes(cls, values, error)
-            ]
-            raise ConfigError(listed(cls.__name__, found)) from None
+            raise ConfigError(all_mistakes(type(self), values, error)) from None
 
     # Sections within a section are validated as all of pydantic's are, so that one error has all
     # mistakes.
@@ -207,9 +201,8 @@ class WeightParallelConfig(Section):
     """How many blocks ahead weights are gathered. Each costs the memory of one block; 0 needs least
     and hides nothing."""
     gather_before: Literal["qkv", "attention", "out_proj", "mlp", "rolling"] = "out_proj"
-    """The point inside a block at which gathering of the next block starts: qkv is the block's
-    entry, rolling is weight by weight. Earlier hides more, later competes less with attention's
-    exchanges."""
+    """The point in a block at which the next one's gather starts; qkv: its entry; rolling: by
+    weight. Earlier hides more, later competes less with attention's exchanges."""
     granularity: Literal["block", "module"] = "block"
     """Gather a whole block at once, or each module by itself. "module" needs less memory and sends
     more messages."""
@@ -226,9 +219,8 @@ class WeightParallelConfig(Section):
     """Rules for single modules or parameters, each a table [[weight_parallel.rules]] with match.
     What a rule does not say stays as set here."""
     near_ranks: Amount = 0
-    """After the first gather of a step, groups of this many ranks keep the weights among
-    themselves; 0: none do. Backward then gathers over the fast links only, for the memory of those
-    slices."""
+    """After a step's first gather, so many ranks keep the weights among themselves; 0: none do.
+    Backward then gathers over the fast links only, for the memory of those slices."""
     keep_unsharded: Kept = None
     """Blocks that stay whole from forward to backward: a number, a size ("2 GiB"), or all. Spends
     memory to save the second gather."""

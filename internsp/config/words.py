@@ -173,6 +173,14 @@ def _near(value: str, detail: ErrorDetails) -> str | None:
     return nearest(value, re.findall("'([^']*)'", detail.get("ctx", {}).get("expected", "")))
 
 
+def all_mistakes(cls: type[BaseModel], values: Mapping[str, Any], error: ValidationError) -> str:
+    """All mistakes in the values of a section that a program makes, one a line."""
+    prefix = f"{section_name(cls)}." if section_name(cls) else ""
+    found = mistakes(cls, values, error)
+    lines = [one_line(f"{prefix}{key}: {text}" if key else text) for key, text in found]
+    return listed(cls.__name__, lines)
+
+
 def listed(heading: str, found: Sequence[object]) -> str:
     """``heading``, which counts the mistakes, then one mistake a line: a screen of them."""
     count = "1 mistake" if len(found) == 1 else f"{len(found)} mistakes"

@@ -18,11 +18,12 @@ shard of every layer, and the ranks with the same shard form a stage. Global ran
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
 
+from internsp.config.degrees import impossible
 from internsp.errors import MeshError
 from internsp.mesh.sequence import NEAR, SequenceAxes
 
@@ -113,20 +114,12 @@ class MeshShape:
 
     def mistakes(self) -> list[str]:
         """Error texts, one for each reason why these degrees are impossible; empty if they fit."""
-        degrees = {
-            "weight": self.weight,
-            "sequence": self.sequence,
-            "pipeline": self.pipeline,
-            "expert_weight": 1 if self.expert_weight is None else self.expert_weight,
-            "expert": self.expert,
-            "tensor": self.tensor,
-            "ring": self.ring,
-        }
-        named = {**degrees, "world_size": self.world_size, "zero": self.zero}
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        degrees = {k: v for k, v in given.items() if v is not None and k not in ("near", "order")}
         found = [
             f"{k}={v!r} of type {type(v).__name__} must be a whole number"
-            for k, v in named.items()
-            if v is not None and (not isinstance(v, int) or isinstance(v, bool))
+            for k, v in degrees.items()
+            if not isinstance(v, int) or isinstance(v, bool)
         ]
         if found:
             return found
@@ -135,51 +128,7 @@ class MeshShape:
             found.append(f"near={self.near!r} names no axis of a sequence; choose one of {NEAR}")
         if found:
             return found
-        if self.world_size % self.pipeline:
-            return [
-                f"pipeline={self.pipeline} does not divide the world of {self.world_size} ranks; "
-                f"choose one of {_divisors(self.world_size)}"
-            ]
-        if self.world_size // self.pipeline % self.tensor:
-            return [
-                f"tensor={self.tensor} does not divide the {self.world_size // self.pipeline} "
-                f"ranks of a pipeline stage; choose one of "
-                f"{_divisors(self.world_size // self.pipeline)}"
-            ]
-        stage = self.stage_size
-        tensor = f" / tensor {self.tensor}" if self.tensor > 1 else ""
-        where = (
-            f"does not divide the {stage} ranks of a pipeline stage (world {self.world_size} / "
-            f"pipeline {self.pipeline}{tensor}); choose"
-        )
-        for name in ("weight", "sequence"):
-            if stage % degrees[name]:
-                found.append(f"{name}={degrees[name]} {where} one of {_divisors(stage)}")
-        if self.sequence % self.ring:
-            found.append(
-                f"ring={self.ring} does not divide the sequence degree of {self.sequence}; choose "
-                f"one of {_divisors(self.sequence)}"
-            )
-        if self.zero is not None and stage % self.weight == 0:
-            replicas = stage // self.weight
-            if self.zero < 1 or replicas % self.zero:
-                found.append(
-                    f"zero={self.zero} does not divide the {replicas} replicas of a weight shard; "
-                    f"choose one of {_divisors(replicas)}"
-                )
-        own = self.expert_weight is not None or self.expert > 1
-        size = self.weight if self.expert_weight is None else self.expert_weight
-        if own and stage % (size * self.expert):
-            as_weight = " (that of weight)" if self.expert_weight is None else ""
-            found.append(
-                f"expert_weight={size}{as_weight} x expert={self.expert} = {size * self.expert} "
-                f"{where} a product among {_divisors(stage)}"
-            )
-        if own and self.tensor > 1:
-            found.append(
-                f"tensor={self.tensor} together with an axis for experts (expert_weight or expert) "
-                "is not supported: shard the experts' weights over the same ranks as all others"
-            )
+        found = [f"{key}={text}" for key, text in impossible(self.world_size, given)]
         if not found and self.order is not None:
             found += self._unordered_groups()
         return found
@@ -315,7 +264,3 @@ class MeshShape:
         """(pipeline rank, index in the stage, tensor rank) of a global rank."""
         pipeline, inside, tensor = (self.grid == rank).nonzero()[0].tolist()
         return pipeline, inside, tensor
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, SequenceConfig, WeightParallelConfig
-from internsp.config.combinations import mistakes, require_none, too_small_a_share
+from internsp.config.combinations import mistakes, mistakes_of_blocks, require_none
 from internsp.dtensor.tensor_parallel import require_on_tensor_ranks
-from internsp.errors import ConfigError, StructureError
+from internsp.errors import ConfigError
 from internsp.mesh import MeshShape, ParallelMesh
 from internsp.modules.casts import find_casts
 from internsp.modules.supported import require_supported
@@ -227,21 +227,12 @@ def recomputed_blocks(config: ActivationCheckpointConfig | None, blocks: int) ->
     """Indices of the blocks that recompute, in a model with ``blocks`` blocks.
 
     Raises:
-        StructureError: the configuration names a block that does not exist.
-        ConfigError: it means less than one block.
+        ConfigError: the configuration names a block that does not exist, or means less than one.
     """
     if config is None:
         return set()
-    if less := too_small_a_share(config, blocks):
-        raise ConfigError(f"activation_checkpoint.fraction: {less}")
-    chosen = set(config.selected(blocks))
-    wrong = sorted(i for i in chosen if not 0 <= i < blocks)
-    if wrong:
-        raise StructureError(
-            f"activation_checkpoint.blocks names {wrong}, but the model has {blocks} blocks (0 to "
-            f"{blocks - 1})"
-        )
-    return chosen
+    require_none(mistakes_of_blocks(config, blocks))
+    return set(config.selected(blocks))
 
 
 def initialize(communicator: ISPCommunicator, fill: InitFunction, seed: int) -> None:

@@ -22,7 +22,7 @@ from tests.ranks.test_rules_memory import Borrowing
 from tests.support.meshes import mesh_of
 from tests.support.models import Block, Tiny, Twin
 from tests.support.ranks import ranks
-from tests.support.remedies import Table, require_complete, run
+from tests.support.remedies import Remedy, Table, require_complete, run
 
 # ranks that differ
 
@@ -397,13 +397,18 @@ DOUBLE = "tests/ranks/test_double_ring.py::test_loss_and_every_gradient_equal_on
 IN_A_FILE = (
     "tests/unit/test_plan_rules.py::test_rules_are_written_and_read_again_as_they_were_given"
 )
+def meshes(world: int, **sizes: int) -> Remedy:
+    """A mesh that can be."""
+    return partial(MeshShape, world, **sizes)  # type: ignore[return-value]
+
+
 CONFIG: Table = {
     '"learn" in a pipeline': {
         "declare them as they run and leave it out":
             "tests/ranks/test_pipeline_parity.py::"
             "test_loss_every_gradient_and_every_message_are_as_they_should_be",
     },
-    "blocks is less than one": {
+    "is less than one; raise": {
         "raise it": recomputing(fraction=0.5), "set blocks instead": recomputing(blocks=(0,)),
     },
     "gathers weight by weight in any case": {
@@ -478,6 +483,15 @@ CONFIG: Table = {
             "tests/unit/test_config.py::test_a_key_that_was_is_answered_with_what_it_became",
     },
     "is a list of tables": {"write [[{name}]] for each": IN_A_FILE},
+    "does not divide the world of": {"choose one of": meshes(4, pipeline=2)},
+    "does not divide the {world // pipeline}": {"choose one of": meshes(4, tensor=2)},
+    "{degrees[name]} {where}": {"choose one of": meshes(4, weight=2)},
+    "does not divide the sequence degree of": {"choose one of": meshes(4, sequence=4, ring=2)},
+    "replicas of a weight shard": {"choose one of": meshes(4, weight=2, zero=2)},
+    "{text}; choose a product": {"choose a product among": meshes(4, expert=2)},
+    "together with an axis for experts": {
+        "shard the experts' weights over the same ranks as all others": meshes(4, tensor=2),
+    },
 }  # fmt: skip
 TABLES = {"parallel": PARALLEL, "structure": STRUCTURE, "schedule": SCHEDULE, "config": CONFIG}
 

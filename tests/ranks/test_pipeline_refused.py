@@ -167,7 +167,7 @@ def test_numbers_that_make_no_pipeline_are_refused_in_words() -> None:
                 micro_batches=micro_batches,
             )
     again = ActivationCheckpointConfig(mode="full", blocks=(1, 5))
-    with pytest.raises(StructureError, match=r"blocks names \[5\], but the model has 5 blocks"):
+    with pytest.raises(ConfigError, match=r"blocks: no block 5: the model has 5 blocks"):
         Pipeline.create(case.build(), mesh, micro_batches=4, activation_checkpoint=again)
 
 

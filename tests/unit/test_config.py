@@ -181,12 +181,14 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         (
             "[parallel]\nweight = 4\n[train]\nglobal_batch = 6",
             6,
-            "parallel.weight: 4 does not divide the 6 ranks (launch.processes, or torchrun's)",
+            "parallel.weight: 4 does not divide the 6 ranks (launch.processes, or torchrun's); "
+            "choose one of [1, 2, 3, 6]",
         ),
         (
             "[parallel]\nsequence = 2",
             None,
-            "parallel.sequence: 2 does not divide the 1 rank (launch.processes, or torchrun's)",
+            "parallel.sequence: 2 does not divide the 1 rank (launch.processes, or torchrun's); "
+            "choose one of [1]",
         ),
         (
             "[parallel]\npipeline = 2",
@@ -196,7 +198,8 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         (
             "[parallel]\npipeline = 2\n[train]\nmicro_batches = 2",
             3,
-            "parallel.pipeline: 2 does not divide the 3 ranks (launch.processes, or torchrun's)",
+            "parallel.pipeline: 2 does not divide the world of 3 ranks (launch.processes, or "
+            "torchrun's); choose one of [1, 3]",
         ),
         (
             '[sequence]\nring_form = "double"\ninner_ring = 2',
@@ -250,13 +253,14 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         (
             "[parallel]\noptimizer_ranks = 3\nweight = 2",
             8,
-            "parallel.optimizer_ranks: 3 does not divide the 4 replicas of a weight (8 ranks / "
-            "weight = 2)",
+            "parallel.optimizer_ranks: 3 does not divide the 4 replicas of a weight shard; choose "
+            "one of [1, 2, 4]",
         ),
         (
             "[parallel]\nweight = 2\nexpert_weight = 16",
             8,
-            "parallel.expert_weight: 16 x expert = 1 does not divide the 8 ranks",
+            "parallel.expert_weight: 16 x expert=1 = 16 does not divide the 8 ranks "
+            "(launch.processes, or torchrun's); choose a product among [1, 2, 4, 8]",
         ),
         (
             "[train]\nglobal_batch = 3\nmicro_batches = 2\n[parallel]\nsequence = 2",
@@ -294,7 +298,7 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         (
             '[activation_checkpoint]\nmode = "full"\nblocks = [3, 4, 7]',
             1,
-            "activation_checkpoint.blocks: no block 4, 7: model.layers = 4, counted from 0",
+            "activation_checkpoint.blocks: no block 4, 7: the model has 4 blocks, counted from 0",
         ),
         (
             "[optimizer]\nmomentum = 0.9",

@@ -119,8 +119,8 @@ def test_impossible_expert_degrees_are_refused_with_the_possible_ones() -> None:
     with pytest.raises(MeshError) as refused:
         MeshShape(8, weight=2, expert_weight=4, expert=4)
     assert str(refused.value) == (
-        "expert_weight=4 x expert=4 = 16 does not divide the 8 ranks of a pipeline stage (world 8 "
-        "/ pipeline 1); choose a product among [1, 2, 4, 8]"
+        "expert_weight=4 x expert=4 = 16 does not divide the 8 ranks; choose a product among "
+        "[1, 2, 4, 8]"
     )
     with pytest.raises(MeshError, match=r"expert_weight=2 \(that of weight\) x expert=3 = 6 does"):
         MeshShape(8, weight=2, expert=3)

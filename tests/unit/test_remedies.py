@@ -261,17 +261,7 @@ MESH: Table = {
     "but attention is split over {self}": {
         "make it with ring = mesh.ring and near = mesh.near": RINGS,
     },
-    "ranks of a pipeline stage (world": {"choose": degrees(4, weight=2)},
     "near={self.near} names no axis": {"choose one of {NEAR}": degrees(4, sequence=4, near="ring")},
-    "does not divide the world of": {"choose one of": degrees(4, pipeline=2)},
-    "ranks of a pipeline stage; choose one of": {"choose one of": degrees(4, tensor=2)},
-    "does not divide the sequence degree of": {
-        "choose one of": degrees(4, sequence=4, ring=2),
-    },
-    "together with an axis for experts": {
-        "shard the experts' weights over the same ranks as all others": degrees(4, tensor=2),
-    },
-    "replicas of a weight shard; choose": {"choose one of": degrees(4, weight=2, zero=2)},
     "group do not ascend": {
         "make the DeviceMesh of ranks that ascend": DEVICE_MESH, "put the axes": DEVICE_MESH,
     },

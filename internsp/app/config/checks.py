@@ -10,7 +10,8 @@ from internsp.app.config.errors import Problem
 from internsp.app.config.optimizers import OPTIMIZERS
 from internsp.app.config.sizes import too_large
 from internsp.config import hf_folder
-from internsp.config.combinations import mistakes, too_small_a_share
+from internsp.config.combinations import mistakes, mistakes_of_blocks
+from internsp.config.degrees import impossible
 
 if TYPE_CHECKING:
     from internsp.app.config import Config, DataConfig, DocumentsConfig
@@ -23,6 +24,12 @@ _MOST_PATHS = 10  # number of wrong paths that are listed
 _OF_THE_ZOO = (
     "rope_theta", "norm_eps", "qkv_bias", "bias", "norm", "attention", "init_std", "dropout",
 )  # fmt: skip
+# Keys of a degree that the section parallel does not have by itself.
+_DEGREES = {
+    "ring": ("sequence.ring", "parallel.sequence"),
+    "zero": ("parallel.optimizer_ranks", "parallel.weight", "launch.processes"),
+    "expert_weight": ("parallel.expert_weight", "parallel.expert", "launch.processes"),
+}
 
 
 def combinations(config: Config) -> Iterator[Problem]:
@@ -230,7 +237,7 @@ def _memory_and_order(config: Config) -> Iterator[Problem]:
     weights, again, model = config.weight_parallel, config.activation_checkpoint, config.model
     ring, stages = config.degrees()["ring"], config.parallel.pipeline
     found = mistakes(weights, config.sequence, again, ring=ring, pipeline=stages > 1)
-    for keys, text in found:
+    for keys, text in (*found, *mistakes_of_blocks(again, model.layers)):
         yield Problem(keys, text)
     if weights.quantize != "none" and (weights.compute_dtype or config.train.dtype) == "float16":
         text = "float16 has no range for scales; use bfloat16 or float32"
@@ -251,12 +258,6 @@ def _memory_and_order(config: Config) -> Iterator[Problem]:
     if isinstance(weights.keep_unsharded, int) and weights.keep_unsharded > model.layers:
         text = f'there are {model.layers} blocks (model.layers); a size has a unit, as "2 GiB"'
         yield Problem(("weight_parallel.keep_unsharded", "model.layers"), text)
-    outside = [str(i) for i in again.blocks or () if i >= model.layers]
-    if outside:
-        text = f"no block {', '.join(outside)}: model.layers = {model.layers}, counted from 0"
-        yield Problem(("activation_checkpoint.blocks", "model.layers"), text)
-    if less := too_small_a_share(again, model.layers):
-        yield Problem(("activation_checkpoint.fraction", "model.layers"), less)
 
 
 def _pipeline(config: Config) -> Iterator[Problem]:
@@ -366,36 +367,14 @@ def _report(config: Config) -> Iterator[Problem]:
 
 
 def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
-    """Check that both factorings (sequence or weight x replica, x pipeline) fit the ranks."""
+    """Check that the mesh fits the ranks, and the batch the mesh."""
     parallel, train = config.parallel, config.train
-    # The keys of a wrong world size are always the same; the remedy depends on who launches ranks.
-    world = f"{world_size} rank" + ("" if world_size == 1 else "s")
+    whose = " (launch.processes, or torchrun's)"
+    for name, text in impossible(world_size, config.degrees(), whose):
+        yield Problem(_DEGREES.get(name, (f"parallel.{name}", "launch.processes")), text)
     if world_size % parallel.pipeline:
-        text = f"{parallel.pipeline} does not divide the {world} (launch.processes, or torchrun's)"
-        yield Problem(("parallel.pipeline", "launch.processes"), text)
         return
-    if parallel.pipeline > 1:
-        world_size //= parallel.pipeline
-        world = f"{world_size} rank{'' if world_size == 1 else 's'} of a pipeline stage"
-    for name, degree in (("weight", parallel.weight), ("sequence", parallel.sequence)):
-        if world_size % degree:
-            text = f"{degree} does not divide the {world} (launch.processes, or torchrun's)"
-            yield Problem((f"parallel.{name}", "launch.processes"), text)
-    ring = config.sequence.ring
-    if ring is not None and parallel.sequence % ring:
-        text = f"{ring} does not divide the sequence degree of {parallel.sequence}"
-        yield Problem(("sequence.ring", "parallel.sequence"), text)
-    replicas, left = divmod(world_size, parallel.weight)
-    if parallel.optimizer_ranks is not None and not left and replicas % parallel.optimizer_ranks:
-        text = f"{parallel.optimizer_ranks} does not divide the {replicas} replicas of a weight"
-        keys = ("parallel.optimizer_ranks", "parallel.weight", "launch.processes")
-        yield Problem(keys, f"{text} ({world} / weight = {parallel.weight})")
-    own = parallel.weight if parallel.expert_weight is None else parallel.expert_weight
-    with_experts = parallel.expert > 1 or parallel.expert_weight is not None
-    if with_experts and world_size % (own * parallel.expert):
-        text = f"{own} x expert = {parallel.expert} does not divide the {world}"
-        lead = "parallel.weight" if parallel.expert_weight is None else "parallel.expert_weight"
-        yield Problem((lead, "parallel.expert", "launch.processes"), text)
+    world_size //= parallel.pipeline
     data, left = divmod(world_size, parallel.sequence)
     parts = train.micro_batches * data
     if not left and train.global_batch % parts:
