@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from internsp.app.config import Config
+from internsp.app.config import Config, sections
 from internsp.app.config.tiles import tile_count
 from internsp.app.models.factory import build_model
 from internsp.app.plan import screen
@@ -243,6 +243,13 @@ def test_the_way_of_a_blocks_weights_is_that_of_the_schedule() -> None:
     assert f"backward weight gather while layers.3 runs, {block} in 7 collectives" in told
     assert f"backward gradient reduction, {block} in 7 collectives" in told
     assert told.index("forward use") < told.index("backward use")
+
+
+def test_what_makes_a_step_smaller_are_keys_of_the_configuration() -> None:
+    known = {f"{name}.{key}" for name, cls in sections().items() for key in cls.model_fields}
+    named = re.findall(r"\b[a-z_]+\.[a-z_]+\b", " ".join(screen.LEVERS.values()))
+    assert len(named) >= 9
+    assert set(named) <= known
 
 
 def test_a_step_that_does_not_fit_says_so_and_what_takes_most(

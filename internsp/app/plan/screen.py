@@ -48,12 +48,12 @@ LEVERS = {
     "weight shards": "parallel.weight over more ranks, or weight_parallel.offload",
     "unsharded weights (slots, exact)": "weight_parallel.prefetch_depth = 0 takes one slot less, "
     "and a plan of units cuts a block into several",
-    "reductions in flight (at most)": "weight_parallel.pending_blocks = 1 has one block's on their "
-    "way",
+    "reductions in flight (at most)": "weight_parallel.reductions_in_flight = 1 has one block's on "
+    "their way",
     "gradient sums": 'weight_parallel.offload = ["gradients"], or more weight ranks',
     "unsharded gradient sums (full accumulation)": 'weight_parallel.accumulation = "sharded"',
-    "optimizer state": 'more ranks share it (parallel.zero), or weight_parallel.offload = '
-    '["optimizer"]',
+    "optimizer state": 'more ranks share it (parallel.optimizer_ranks), or '
+    'weight_parallel.offload = ["optimizer"]',
 }
 """What makes the largest component smaller."""
 
