@@ -15,7 +15,11 @@ from typing import Any, Protocol
 
 import torch
 
+from internsp.errors import MachineError
+
 HOST = "cpu"
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+"""Variables in which torchrun, Slurm and MPI give a process its number on its machine."""
 
 
 class Stream(Hashable, Protocol):
@@ -98,13 +102,36 @@ def device_name(device: torch.device) -> str:
     return "" if found is None else str(found(device))
 
 
+def device_bytes(device_type: str) -> int | None:
+    """Memory of one of this machine's devices, in bytes; ``None`` if there is none or torch cannot
+    tell."""
+    module = torch.get_device_module(device_type) if device_count(device_type) else None
+    told = getattr(module, "mem_get_info", None)
+    return None if told is None else int(told()[1])
+
+
 def local_device(device_type: str) -> torch.device:
-    """This rank's device, by ``LOCAL_RANK``. Makes it the current device, which backends use."""
-    device = torch.device(
-        device_type, int(os.environ.get("LOCAL_RANK", 0)) % max(device_count(device_type), 1)
-    )
-    torch.accelerator.set_device_index(device.index)
-    return device
+    """This rank's device. Makes it the current device, which backends use.
+
+    It is the one that the program has made current, unless that is the first, which is current
+    where no program has chosen; else the one of this rank's number on its machine, from the first
+    of :data:`LOCAL_RANKS` that is set. A process that sees one device has that.
+
+    Raises:
+        MachineError: the number is not one of a device of this machine.
+    """
+    count, index = device_count(device_type), torch.accelerator.current_device_index()
+    name = next((name for name in LOCAL_RANKS if name in os.environ), None)
+    if index == 0 and name is not None and count > 1:
+        index = int(os.environ[name])
+        if index >= count:
+            raise MachineError(
+                f"{name} = {index}, and this machine has {count} devices: start at most {count} "
+                f"ranks on it, or make a device current before (torch.accelerator."
+                "set_device_index)"
+            )
+    torch.accelerator.set_device_index(index)
+    return torch.device(device_type, index)
 
 
 def has_streams(device: torch.device) -> bool:

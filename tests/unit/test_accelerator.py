@@ -15,7 +15,7 @@ from internsp.app.launch.preflight import device_mistakes
 from internsp.app.models.factory import device_type
 from internsp.app.train.step import peak_memory_bytes
 from internsp.base import accelerator
-from internsp.base.accelerator import DeviceClock, device_clock
+from internsp.base.accelerator import LOCAL_RANKS, DeviceClock, device_bytes, device_clock
 from internsp.errors import MachineError
 from internsp.mesh import parallel_mesh
 from internsp.wp.slots import MemoryPool
@@ -39,16 +39,21 @@ class StandIn:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.stream = object()
+        self.current = 0
+        self.count = 2
 
     def current_accelerator(self, check_available: bool = False) -> torch.device:
         assert check_available, "a build of torch for a device does not mean that one is here"
         return torch.device(KIND)
 
     def device_count(self) -> int:
-        return 2
+        return self.count
 
     def set_device_index(self, index: int) -> None:
         self.calls.append(("set_device_index", index))
+
+    def current_device_index(self) -> int:
+        return self.current
 
     def current_stream(self, device: int) -> Any:
         self.calls.append(("current_stream", device))
@@ -61,6 +66,9 @@ class StandIn:
         return 1234 + (device.index or 0)
 
     # torch.get_device_module(device)
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 1000, 4000
 
     def get_rng_state(self, device: torch.device) -> torch.Tensor:
         return torch.full((4,), 7, dtype=torch.uint8)
@@ -95,24 +103,51 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     made = StandIn()
     for name in (
         "current_accelerator", "device_count", "set_device_index", "current_stream",
-        "synchronize", "max_memory_allocated",
+        "synchronize", "max_memory_allocated", "current_device_index",
     ):  # fmt: skip
         monkeypatch.setattr(torch.accelerator, name, getattr(made, name))
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch, "get_device_module", lambda device: made)
-    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     return made
 
 
 def test_a_rank_computes_on_whatever_torch_finds_and_makes_it_current(stand_in: StandIn) -> None:
     for wanted in (None, KIND):
-        assert parallel_mesh._device(wanted) == torch.device(KIND, 1)  # the fourth rank of two
+        assert parallel_mesh._device(wanted) == torch.device(KIND, 1)
     assert stand_in.calls == [("set_device_index", 1)] * 2
     assert parallel_mesh._device("cpu") == torch.device("cpu")
     with pytest.raises(MachineError, match=r"'cuda': torch finds no CUDA device .* plugin"):
         parallel_mesh._device("cuda")
     assert len(stand_in.calls) == 2, "nothing was set for what is refused"
     assert device_type(Config()) == KIND
+
+
+def test_the_memory_of_a_device_is_known_where_there_is_one(stand_in: StandIn) -> None:
+    assert device_bytes(KIND) == 4000
+    assert device_bytes("cuda") is None
+
+
+def test_a_device_that_the_program_has_chosen_stays(stand_in: StandIn) -> None:
+    stand_in.count, stand_in.current = 4, 3
+    assert parallel_mesh._device(None) == torch.device(KIND, 3)
+
+
+@pytest.mark.parametrize("name", LOCAL_RANKS)
+def test_each_launchers_number_is_that_of_the_device(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for each in LOCAL_RANKS:
+        monkeypatch.delenv(each, raising=False)
+    assert parallel_mesh._device(None) == torch.device(KIND, 0)
+    monkeypatch.setenv(name, "1")
+    assert parallel_mesh._device(None) == torch.device(KIND, 1)
+    stand_in.count = 1  # a launcher shows each process a device of its own
+    assert parallel_mesh._device(None) == torch.device(KIND, 0)
+    stand_in.count = 2
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(MachineError, match=rf"{name} = 2, and this machine has 2 devices: start"):
+        parallel_mesh._device(None)
 
 
 def test_a_run_that_asks_for_more_or_other_devices_is_refused(stand_in: StandIn) -> None:

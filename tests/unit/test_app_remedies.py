@@ -319,7 +319,6 @@ PLAN: Table = {
             "tests/unit/test_plan.py::"
             "test_micro_batches_reuse_the_blocks_that_are_still_in_their_slots",
     },
-    "use of an unsharded weight": NO_ADVICE,
 }
 AROUND = "tests/unit/test_environment.py::test_a_whole_environment_and_none_at_all_are_right"
 PROCESS: Table = {

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -27,6 +26,7 @@ from internsp.app.plan.pipeline import PipelinePlan, print_schedules, tables
 from internsp.app.plan.sequences import head_exchange_lines
 from internsp.app.plan.step import Plan, check_length, traffic
 from internsp.app.process import terminal
+from internsp.base.accelerator import HOST, device_bytes
 from internsp.base.sizes import human
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
@@ -260,10 +260,8 @@ def _memory_table(config: Config, found: Sequence[tuple[Rows, Rows]]) -> Table:
 
 def _memory_here(config: Config) -> int | None:
     """Bytes that this machine has for a rank; ``None`` if the run's device is not here."""
-    if device_type(config) == "cuda":
-        if not torch.cuda.is_available():
-            return None
-        return int(torch.cuda.mem_get_info()[1])
+    if device_type(config) != HOST:
+        return device_bytes(device_type(config))
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return pages // config.launch.processes
 
