@@ -305,8 +305,8 @@ def _block(
     by_rule = rule_options.keys() & {"gather_before", "gather_before_modules"}
     if around >= 0 and not by_rule:
         return entry  # not every part of a block has a trigger module: its entry is the trigger
-    key = "gather_before_modules"
-    key = f"{key} in its rule" if by_rule else f"weight_parallel.{key}"
+    key = "weight_parallel.gather_before_modules"
+    key = "gather_before_modules in its rule" if by_rule else key
     remedy = f"set {key}, candidates: {_trigger_candidates(module)}"
     if not any(True for _ in module.children()):
         remedy = "it has none: set gather_before = 'qkv', its entry, in a rule for it"

@@ -416,7 +416,7 @@ CONFIG: Table = {
     },
     'unused with gather_before = "rolling"': {
         "remove them": plans(gather_before="rolling"),
-        "or choose another gather_before": plans(gather_before_modules=["w2"]),
+        "or choose another": plans(gather_before_modules=["w2"]),
     },
     'unused with granularity = "module"': {"leave it out": plans(granularity="module")},
     "of a ring of one rank": {
@@ -482,12 +482,17 @@ CONFIG: Table = {
         "write a rule":
             "tests/unit/test_config.py::test_a_key_that_was_is_answered_with_what_it_became",
     },
+    "write [[optimizer.groups]]": {
+        "write [[optimizer.groups]] with match":
+            "tests/ranks/test_optimizers.py::"
+            "test_any_elementwise_class_with_groups_by_pattern_steps_as_torch_does",
+    },
     "is a list of tables": {"write [[{name}]] for each": IN_A_FILE},
-    "does not divide the world of": {"choose one of": meshes(4, pipeline=2)},
-    "does not divide the {world // pipeline}": {"choose one of": meshes(4, tensor=2)},
+    "one of {_divisors(world)}": {"choose one of": meshes(4, pipeline=2)},
+    "one of {_divisors(world // pipeline)}": {"choose one of": meshes(4, tensor=2)},
     "{degrees[name]} {where}": {"choose one of": meshes(4, weight=2)},
-    "does not divide the sequence degree of": {"choose one of": meshes(4, sequence=4, ring=2)},
-    "replicas of a weight shard": {"choose one of": meshes(4, weight=2, zero=2)},
+    "one of {_divisors(sequence)}": {"choose one of": meshes(4, sequence=4, ring=2)},
+    "one of {_divisors(replicas)}": {"choose one of": meshes(4, weight=2, zero=2)},
     "{text}; choose a product": {"choose a product among": meshes(4, expert=2)},
     "together with an axis for experts": {
         "shard the experts' weights over the same ranks as all others": meshes(4, tensor=2),
