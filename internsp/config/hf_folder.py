@@ -79,7 +79,6 @@ def _of_zoo(content: dict[str, Any]) -> dict[str, Any]:
     return {
         **_numbers(content),
         "qkv_bias": bool(content.get("attention_bias")),
-        "bias": bool(content.get("mlp_bias")),
     }
 
 
@@ -110,9 +109,7 @@ def _not_of_zoo(content: dict[str, Any], family: str) -> str | None:
         f"its rotary embedding is scaled ({turn})":
             turn != "default" and rope.get("factor") != 1.0,
         "its weights are quantized": content.get("quantization_config") is not None,
-        "it has biases only in its feed forward, or only elsewhere (bias)": (
-            (content.get("mlp_bias") and not content.get("attention_bias")) or content.get("bias")
-        ),
+        "it has biases in its feed forward": content.get("mlp_bias") or content.get("bias"),
         "it does not say intermediate_size": not isinstance(content.get("intermediate_size"), int),
         "its rope_theta or its rms_norm_eps is no sensible number": len(_numbers(content)) < 2,
     }  # fmt: skip

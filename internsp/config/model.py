@@ -11,6 +11,7 @@ from pydantic import (
 )
 
 from internsp.config import hf_folder
+from internsp.config.keys import ProgramOnly
 from internsp.config.sections import Dropped, Few, Section, Size, Text, Tiny
 
 
@@ -43,7 +44,7 @@ class ModelConfig(Section):
     """Let the head use the embedding's weight."""
     qkv_bias: bool = False
     """Bias in the query, key and value projections."""
-    bias: bool = False
+    bias: Annotated[bool, ProgramOnly] = False
     """Bias in all other linear layers."""
     norm: Literal["torch", "apex", "auto"] = "torch"
     """Implementation of the norm; apex is NVIDIA's, auto takes it where it is importable."""
