@@ -1,6 +1,6 @@
 """A run with repeated faults: checks for lost steps, leftovers and growing memory.
 
-    python -m tools.soak --minutes 10 --document docs/reliability.md
+    python -m tools.soak --minutes 10 --document docs/dev/reliability.md
 
 One run is trained in segments. Each has another mesh, chosen at random, and ends with a random
 fault; the next one resumes (``checkpoint.resume = "auto"``). At the end the run's own files show

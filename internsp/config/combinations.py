@@ -27,7 +27,7 @@ LEARN_IN_A_PIPELINE = (
 )
 OWN_DECIDES = (
     "has no effect: a communicator of your own decides when weights are gathered and freed; leave "
-    "it out, or take the library's (docs/own_communicator.md)"
+    "it out, or take the library's (docs/howto/own_communicator.md)"
 )
 OF_ORDER = (
     "memory_pool", "prefetch_depth", "gather_before", "granularity", "gather_before_modules",

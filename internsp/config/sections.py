@@ -109,7 +109,7 @@ Offload = Annotated[
 
 
 class PlanRule(Section):
-    """What holds for some modules or parameters alone (docs/plan.md).
+    """What holds for some modules or parameters alone (docs/howto/rules.md).
 
     Its keys mean what they mean in ``[weight_parallel]``, of what ``match`` matches and all below
     it; a key that is not given leaves that as it is. Two rules may match one thing, but not say the

@@ -150,7 +150,7 @@ def require_steppable(member: Member, method: Method) -> None:
         elif method.stacks and len(shape) == 3 and member.layout.dim:
             why = (
                 f"a stack of matrices that is sharded on dimension {member.layout.dim}: shard "
-                "it on dimension 0 (a rule with shard_dim = 0, docs/plan.md)"
+                "it on dimension 0 (a rule with shard_dim = 0, docs/howto/rules.md)"
             )
     if why:
         raise ConfigError(

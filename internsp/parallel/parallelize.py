@@ -66,7 +66,7 @@ def parallelize(
         activation_checkpoint: blocks that recompute their activations.
         trace: records communication events.
         communicator: gathers weights and reduces their gradients instead of the library's
-            communicator (``docs/own_communicator.md``).
+            communicator (``docs/howto/own_communicator.md``).
         collectives: makes the collectives of one group, with the arguments of
             :class:`internsp.wp.collectives.Collectives` (a benchmark passes an emulated link).
         split: a pipeline's schedule splits this chunk's backward into input and weight backward.
@@ -91,7 +91,7 @@ def parallelize(
     if communicator is not None and not isinstance(communicator, WPCommunicator):
         raise TypeError(
             f"communicator is a {type(communicator).__name__}: give a WPCommunicator, made "
-            "(docs/own_communicator.md)"
+            "(docs/howto/own_communicator.md)"
         )
     examined = require_same_model(
         model, mesh, config, sequence, activation_checkpoint, split,

@@ -30,8 +30,8 @@ def supports(
     """Why :func:`parallelize` would refuse ``model`` on ``mesh``: **empty** if it would not.
 
     Changes nothing and sends no message. Under a sequence degree above 1 every attention must
-    support sequence parallelism (``docs/bring_your_model.md``); the list has every module that does
-    not, with its name and the reason.
+    support sequence parallelism (``docs/howto/sequences_in_my_model.md``); the list has every
+    module that does not, with its name and the reason.
     """
     config = config or WeightParallelConfig()
     found = []

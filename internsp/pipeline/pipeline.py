@@ -75,7 +75,8 @@ class Pipeline:
             gradients. ``create`` finds tied weights by itself.
 
     Raises:
-        StructureError: copies of a tied weight are sharded differently; see ``docs/pipeline.md``.
+        StructureError: copies of a tied weight are sharded differently; see
+            ``docs/howto/pipeline.md``.
 
     Attributes:
         chunks: this rank's modules, by ascending stage.

@@ -207,7 +207,7 @@ def require_own_experts(
                 "would compute all tokens with this rank's experts. Make the mesh with expert = 1 "
                 "and shard all experts over expert_weight; or, for a model that builds its own "
                 "part of the experts and exchanges tokens over mesh.expert_group, set "
-                "expert_ranks = mesh.expert on the module that does so (docs/experts.md)"
+                "expert_ranks = mesh.expert on the module that does so (docs/howto/experts.md)"
             )
         raise StructureError(
             f"the model declares expert_ranks = {declared!r} for {name}, but the mesh has "

@@ -4,7 +4,7 @@
 FSDP's ``summon_full_params`` and DeepSpeed's ``GatheredParameters``); :func:`iterate_full_params`
 yields them unit by unit. Both are collective. Before any communication the ranks compare their
 calls through the store, so that all ranks get an error which names a rank whose call differs or
-fails. ``docs/whole_parameters.md`` has examples.
+fails. ``docs/howto/load_and_export.md`` has examples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A communicator of the user's own in the place of the library's (``docs/own_communicator.md``)."""
+"""A user's own communicator in place of the library's (``docs/howto/own_communicator.md``)."""
 
 from __future__ import annotations
 

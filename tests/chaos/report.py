@@ -1,4 +1,4 @@
-"""A campaign as a table, and as ``docs/reliability.md``."""
+"""A campaign as a table, and as ``docs/dev/reliability.md``."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def document(total: Found, options: Any, seconds: float, network: bool) -> str:
 
 ```
 python -m tests.chaos --faults {options.faults} --seed {options.seed} --workers {options.workers} \\
-    --document docs/reliability.md
+    --document docs/dev/reliability.md
 ```
 
 injects faults at randomly drawn points of training runs and of saves, lets the runs resume, and

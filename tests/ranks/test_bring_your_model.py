@@ -1,4 +1,4 @@
-"""The examples of docs/bring_your_model.md run unchanged, and their models learn."""
+"""The examples of docs/howto/sequences_in_my_model.md run unchanged, and their models learn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from tests.support import hf
 from tests.support.ranks import run_ranks
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "bring_your_model.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "howto" / "sequences_in_my_model.md"
 
 
 def ran(rank: int, world_size: int, source: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A hundred faults of ``python -m tests.chaos``, and deliberate mistakes that it must detect.
 
-The full campaign of a thousand is run by the command, which writes ``docs/reliability.md``.
+The full campaign of a thousand is run by the command, which writes ``docs/dev/reliability.md``.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import internsp
 from tests.support.models import Tiny
 from tests.support.ranks import ranks
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "howto"
 
 
 def blocks(name: str) -> list[str]:
@@ -24,15 +24,15 @@ def blocks(name: str) -> list[str]:
 @ranks(2)
 def test_the_examples_of_whole_parameters_run(tmp_path: Path) -> None:
     variables: dict[str, Any] = {"folder": tmp_path}
-    for number, block in enumerate(blocks("whole_parameters.md")):
-        exec(compile(block, f"whole_parameters.md, block {number}", "exec"), variables)
+    for number, block in enumerate(blocks("load_and_export.md")):
+        exec(compile(block, f"load_and_export.md, block {number}", "exec"), variables)
 
 
 @ranks(4)
 def test_the_programs_of_a_loop_of_ones_own_make_its_mesh_and_unfreeze_a_head() -> None:
     variables: dict[str, Any] = {}
-    of_mesh, of_head = blocks("own_loop.md")
-    exec(compile(of_mesh, "own_loop.md, the mesh", "exec"), variables)
+    of_mesh, of_head = blocks("shard_my_model.md")
+    exec(compile(of_mesh, "shard_my_model.md, the mesh", "exec"), variables)
     mesh = variables["mesh"]
     assert (mesh.weight, mesh.replicas) == (2, 2)
     variables["model"] = model = Tiny(layers=2)
@@ -42,7 +42,7 @@ def test_the_programs_of_a_loop_of_ones_own_make_its_mesh_and_unfreeze_a_head() 
     groups = [{"params": trained}]
     optimizer = internsp.ZeroOptimizer(communicator, torch.optim.AdamW, param_groups=groups)
     variables["optimizer"] = optimizer
-    exec(compile(of_head, "own_loop.md, unfreezing", "exec"), variables)
+    exec(compile(of_head, "shard_my_model.md, unfreezing", "exec"), variables)
     before = model.head.weight.full_tensor()
     ids = torch.zeros(2, 5, dtype=torch.long)
     model(ids, ids).backward()

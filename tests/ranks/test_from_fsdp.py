@@ -1,4 +1,4 @@
-"""docs/from_fsdp.md: its two programs and every line of its tables are run."""
+"""docs/howto/come_from.md: its two programs and every line of its tables are run."""
 
 from __future__ import annotations
 

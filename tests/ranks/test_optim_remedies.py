@@ -306,7 +306,7 @@ class Stack(Tiny):
         return super().blocks(x @ self.stack.sum(0))
 
 
-@row("it on dimension 0 (a rule with shard_dim = 0, docs/plan.md)", world=2)
+@row("it on dimension 0 (a rule with shard_dim = 0, docs/howto/rules.md)", world=2)
 def stack_on_another_dimension(_: Path) -> Pair:
     def made(dim: int) -> Act:
         twin = tiny(Stack, rules=[{"match": "stack", "shard_dim": dim}])

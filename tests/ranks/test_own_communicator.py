@@ -1,4 +1,4 @@
-"""The user's communicator of ``docs/own_communicator.md``, compared with one process (4.2)."""
+"""The communicator of ``docs/howto/own_communicator.md``, compared with one process (4.2)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.compare import check, close, gradients, parameters
 from tests.support.models import CUT, VOCABULARY, Tiny
 from tests.support.ranks import RankError, run_ranks
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "own_communicator.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "howto" / "own_communicator.md"
 FULL = ActivationCheckpointConfig(mode="full")
 REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
 

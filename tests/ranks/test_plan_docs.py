@@ -1,4 +1,4 @@
-"""The examples of docs/plan.md do what the page says."""
+"""The examples of docs/howto/rules.md do what the page says."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 
 from internsp.app.config import load_config
-from internsp.app.plan.screen import print_plan
+from internsp.app.plan.printed import print_plan
 from internsp.config import PlanRule
 from tests.support.ranks import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "rules.md"
 
 
 def blocks(language: str) -> list[str]:
@@ -37,7 +37,7 @@ def example(
 ) -> tuple[dict[str, int], list[bool], dict[str, bool]]:
     """Runs the page's Python: sharding, triggers inside blocks, gradients in fp64."""
     variables: dict[str, Any] = {}
-    exec(compile(source, "plan.md", "exec"), variables)
+    exec(compile(source, "rules.md", "exec"), variables)
     torch, communicator = variables["torch"], variables["communicator"]
     communicator.prefetch_all()
     communicator.unshard(variables["model"].head)
@@ -60,11 +60,11 @@ def test_the_python_of_the_page_runs_and_its_rules_hold() -> None:
 
 def test_the_other_rules_of_the_page_are_rules() -> None:
     _, *others = blocks("toml")
-    rules = [rule for text in others for rule in tomllib.loads(text)["weight_parallel"]["rules"]]
+    rules = [rule for text in others for rule in tomllib.loads(text)["weight_parallel"]["plan"]]
     variables: dict[str, Any] = {"torch": torch}
     (functions,) = blocks("py")
-    exec(compile(functions, "plan.md", "exec"), variables)
-    rules += variables["rules"]
+    exec(compile(functions, "rules.md", "exec"), variables)
+    rules += variables["plan"]
     assert all(PlanRule.model_validate(rule).options() for rule in rules)
     shard = torch.randn(3, 4, dtype=torch.float64)
     sent = variables["pre"](shard)

@@ -1,4 +1,4 @@
-"""Reads docs/from_fsdp.md: its tables, its Python blocks, and the kind of each code cell."""
+"""Reads docs/howto/come_from.md: its tables, its Python blocks, and the kind of each code cell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from internsp.app.config import Config
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "from_fsdp.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "howto" / "come_from.md"
 WORDS = ("nothing to write", "not yet", "none")
 """Placeholders in code; the page explains each."""
 

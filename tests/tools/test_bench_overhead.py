@@ -1,6 +1,6 @@
 """``tools/bench_overhead.py``: equal work in all variants, ratios of medians.
 
-This does not test speed: the figures are in ``docs/overhead.md``.
+This does not test speed: the figures are in ``docs/dev/overhead.md``.
 """
 
 from __future__ import annotations

@@ -212,7 +212,8 @@ def test_the_designs_rooms_stand_on_the_floors_of_the_code() -> None:
     assert {room: int(floor) for room, floor in rows} == floors
 
 
-TEXT = "# One, `two`\n\n[a](plan.md) [b](plan.md#units) [c](../README.md) [d](#one-two) [e](https://x.y)\n"
+TEXT = "# One, `two`\n\n[a](dev/fuzz.md#campaigns) [b](dev/fuzz.md) [c](../README.md) "
+TEXT += "[d](#one-two) [e](https://x.y)\n"
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ TEXT = "# One, `two`\n\n[a](plan.md) [b](plan.md#units) [c](../README.md) [d](#o
         pytest.param("", [], id="nothing"),
         pytest.param("[x](plans.md)", ["plans.md"], id="no such document"),
         pytest.param("[x](../internsp/wp/slot.py)", ["../internsp/wp/slot.py"], id="no such file"),
-        pytest.param("[x\ny](plan.md#unit)", ["plan.md#unit"], id="no such anchor elsewhere"),
+        pytest.param("[x\ny](dev/fuzz.md#unit)", ["dev/fuzz.md#unit"], id="no such anchor there"),
         pytest.param("[x](#two)", ["#two"], id="no such anchor here"),
         pytest.param("```\n[x](plans.md)\n```", [], id="in a code block"),
         pytest.param("[x](dev) [y](../internsp/wp/)", [], id="a folder"),

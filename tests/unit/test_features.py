@@ -1,4 +1,4 @@
-"""``docs/features.md``: one row per behavior, names that exist, and tests that exist."""
+"""``docs/dev/features.md``: one row per behavior, names that exist, and tests that exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from internsp.app.config import Config, sections
 from tests.support.proofs import Sources, absent, sources
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "features.md"
+PAGE = ROOT / "docs" / "dev" / "features.md"
 PARTS = {"I": 26, "L": 18, "H": 18, "F": 12, "M": 16}
 EVERY = [f"{part}{number}" for part, last in PARTS.items() for number in range(1, last + 1)]
 EVERY += [f"fault {number}" for number in range(1, 43)]

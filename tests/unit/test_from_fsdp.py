@@ -1,4 +1,4 @@
-"""docs/from_fsdp.md names everything public in FSDP, and existing options of internsp."""
+"""docs/howto/come_from.md names everything public in FSDP, and existing options of internsp."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def of(system: str) -> list[Row]:
 @pytest.mark.parametrize("system", ["FSDP2", "FSDP1"])
 def test_every_public_name_and_argument_of_the_installed_fsdp_has_a_row(system: str) -> None:
     missing = installed(system) - documented(of(system))
-    assert not missing, f"docs/from_fsdp.md has no row for {sorted(missing)}"
+    assert not missing, f"docs/howto/come_from.md has no row for {sorted(missing)}"
 
 
 @pytest.mark.parametrize("system", ["FSDP2", "FSDP1"])

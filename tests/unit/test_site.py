@@ -47,12 +47,12 @@ def test_every_document_is_a_page_and_links_lead_somewhere(site: Path) -> None:
     """mkdocs itself checks links within pages and to anchors: a wrong one fails the build."""
     for document in (ROOT / "docs").rglob("*.md"):
         assert (site / document.relative_to(ROOT / "docs")).with_suffix(".html").is_file()
-    for page in (*pages.ELSEWHERE.values(), "configuration.md"):
+    for page in (*pages.ELSEWHERE.values(), "reference/configuration.md"):
         assert "<h1" in (site / page).with_suffix(".html").read_text()
     home = (site / "index.html").read_text()
     assert 'href="trainer.html"' in home
-    own = (site / "own_loop.html").read_text()
-    assert 'href="source/model_zoo/llama.py.html"' in own
+    own = (site / "howto/shard_my_model.html").read_text()
+    assert 'href="../source/model_zoo/llama.py.html"' in own
     assert "DistributedAttention" in (site / "source/model_zoo/llama.py.html").read_text()
 
 
@@ -81,7 +81,7 @@ def test_a_browser_fetches_nothing_from_elsewhere(site: Path) -> None:
     assert found == set()
     assert FETCHED.search('<link rel="stylesheet" href="https://fonts.example/x.css">')
     assert FETCHED.search("<script src=//cdn.example/x.js>")
-    assert 'class="mermaid"' not in (site / "architecture.html").read_text()
+    assert 'class="mermaid"' not in (site / "dev/architecture.html").read_text()
 
 
 def test_a_public_name_without_a_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,17 +91,18 @@ def test_a_public_name_without_a_page_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_links_are_rewritten_outside_of_code_alone() -> None:
-    text = "[a](../internsp/mesh/axes.py) [b](plan.md#units) [c](https://x.org) [d](no.md)\n"
+    text = "[a](../internsp/mesh/axes.py) [b](dev/fuzz.md#how) [c](https://x.org) [d](no.md)\n"
     text += "```\n[a](../internsp/mesh/axes.py)\n```\n"
     sources: set[str] = set()
     found = pages.rewritten(text, "docs/x.md", "x.md", sources)
     assert found.splitlines()[0] == (
-        "[a](source/internsp/mesh/axes.py.md) [b](plan.md#units) [c](https://x.org) [d](no.md)"
+        "[a](source/internsp/mesh/axes.py.md) [b](dev/fuzz.md#how) [c](https://x.org) [d](no.md)"
     )
     assert found.splitlines()[2] == "[a](../internsp/mesh/axes.py)"
     assert sources == {"internsp/mesh/axes.py"}
-    found = pages.rewritten("[p](../../docs/plan.md)", "internsp/wp/README.md", "wp.md", sources)
-    assert found == "[p](plan.md)"
+    link = "[p](../../docs/howto/rules.md)"
+    found = pages.rewritten(link, "internsp/wp/README.md", "dev/invariants.md", sources)
+    assert found == "[p](../howto/rules.md)"
 
 
 def test_docstrings_become_markdown() -> None:

@@ -26,9 +26,9 @@ ROOT = Path(__file__).parents[2]
 # Documents outside docs/, with their pages.
 ELSEWHERE = {
     "README.md": "index.md",
-    "CHANGES.md": "changes.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "internsp/wp/README.md": "wp.md",
+    "CHANGES.md": "dev/changes.md",
+    "CONTRIBUTING.md": "dev/contributing.md",
+    "internsp/wp/README.md": "dev/invariants.md",
 }
 CONFIGURATION = "configs/documented.toml"
 
@@ -119,7 +119,7 @@ def page_of(target: str) -> str | None:
     if target in ELSEWHERE:
         return ELSEWHERE[target]
     if target == CONFIGURATION:
-        return "configuration.md"
+        return "reference/configuration.md"
     if target.startswith("docs/"):
         return target.removeprefix("docs/")
     return f"source/{target}.md" if (ROOT / target).is_file() else None
@@ -160,7 +160,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the generated pages, and rewrite the links of all pages."""
     made = api_pages()
-    made["configuration.md"] = (
+    made["reference/configuration.md"] = (
         "# Configuration\n\nEvery key with its default, as `internsp init DIR --config documented` "
         f"writes it.\n\n```toml\n{(ROOT / CONFIGURATION).read_text()}```\n"
     )

@@ -1,4 +1,4 @@
-"""``python -m tools.docs.rooms``: the table of rooms by floor, for docs/architecture.md.
+"""``python -m tools.docs.rooms``: the table of rooms by floor, for docs/dev/architecture.md.
 
 Prints the table; with ``--write`` it replaces the one in the document. The floors are those of
 ``FLOORS`` in tests/unit/test_structure.py, and what a room is for is the first sentence of its
@@ -12,7 +12,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "architecture.md"
+DOCUMENT = ROOT / "docs" / "dev" / "architecture.md"
 BEGIN, END = "<!-- python -m tools.docs.rooms --write -->\n", "<!-- end of rooms -->\n"
 PLUG_IN = ("schedule", "wp", "modules", "parallel")
 
@@ -56,7 +56,7 @@ def written(document: str) -> str:
 def main() -> None:
     """Print the table, or write it."""
     parser = argparse.ArgumentParser(prog="python -m tools.docs.rooms", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="into docs/architecture.md")
+    parser.add_argument("--write", action="store_true", help="into docs/dev/architecture.md")
     if parser.parse_args().write:
         DOCUMENT.write_text(written(DOCUMENT.read_text()))
     else:

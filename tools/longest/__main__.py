@@ -1,6 +1,6 @@
 """The longest sequence under a memory limit: the gain of each mechanism, and other systems.
 
-    python -m tools.longest --document docs/long_sequences.md
+    python -m tools.longest --document docs/dev/results/long_sequences.md
 
 Recipes: a step that runs out of memory without a mechanism, and with it, under the same limit,
 finishes with the loss of a run without a limit. Then the longest sequence under one limit, found by

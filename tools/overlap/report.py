@@ -1,4 +1,4 @@
-"""Tables: for the terminal and for ``docs/performance.md``."""
+"""Tables: for the terminal and for ``docs/explain/performance.md``."""
 
 from __future__ import annotations
 
