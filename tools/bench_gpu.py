@@ -3,11 +3,11 @@
 One device is enough. On a GPU the defaults are blocks of a 7B model in bf16; without one everything
 runs with tiny sizes on the CPU, which tests the code but says nothing about speed:
 
-    python -m tools.bench_gpu --json gpu.json --markdown docs/explain/performance.md
+    python -m tools.bench_gpu --json gpu.json --markdown docs/dev/results/h200.md
     python -m tools.bench_gpu --device cpu
 
 Losses are compared with those of one plain process before any time is printed.
-docs/explain/performance.md explains the columns.
+docs/dev/results/h200.md explains the columns.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ differ from those of one process, no time is reported. As root, with iproute2:
 
     python -m tools.bench_overlap --preset even --json even.json --picture even.png
 
-docs/explain/performance.md explains the columns and their limits.
+docs/dev/results/method.md explains the columns and their limits.
 """
 
 from __future__ import annotations

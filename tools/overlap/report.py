@@ -1,4 +1,4 @@
-"""Tables: for the terminal and for ``docs/explain/performance.md``."""
+"""Tables: for the terminal and for a file of ``docs/dev/results``."""
 
 from __future__ import annotations
 
