@@ -1,4 +1,4 @@
-"""docs/howto/come_from.md: its two programs and every line of its tables are run."""
+"""docs/howto/come_from.md: both programs, and every line of the tables of names, are run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import internsp
 from tests.support.compare import check
-from tests.support.from_fsdp import DOCUMENT, blocks, lines, rows, settings
+from tests.support.from_fsdp import TEXT, blocks, lines, rows, settings
 from tests.support.ranks import ranks, run_ranks
 
-MODEL, THEIRS, OURS, NAMES = blocks(DOCUMENT.read_text())
+MODEL, THEIRS, OURS, NAMES = blocks(TEXT)
 SMALL = 256  # parameters of at least this size are sharded in the example's model
 
 
@@ -26,7 +26,7 @@ def run(*sources: str) -> dict[str, Any]:
     """The variables of a program."""
     variables: dict[str, Any] = {}
     for source in sources:
-        exec(compile(source, DOCUMENT.name, "exec"), variables)
+        exec(compile(source, "come_from.md", "exec"), variables)
     return variables
 
 
@@ -106,7 +106,7 @@ def failures(rank: int, world_size: int, codes: list[str], folder: str) -> list[
     for number, code in enumerate(codes):
         try:
             variables = names(mesh, Path(folder) / str(number), page, code)
-            exec(compile(code, DOCUMENT.name, "exec"), page, variables)
+            exec(compile(code, "come_from.md", "exec"), page, variables)
         except Exception as error:
             found.append(f"{code}: {type(error).__name__}: {error}")
         dist.barrier()
@@ -114,7 +114,7 @@ def failures(rank: int, world_size: int, codes: list[str], folder: str) -> list[
 
 
 def test_every_line_of_the_tables_runs() -> None:
-    codes = lines(rows(DOCUMENT.read_text()))
+    codes = lines(rows(TEXT))
     assert len(codes) > 40
     with tempfile.TemporaryDirectory() as folder:
         assert run_ranks(failures, 2, codes, folder) == [[], []]
@@ -163,6 +163,6 @@ def test_a_step_runs_under_every_setting_of_weight_parallel() -> None:
         {"gather_before": "attention"}, {"gather_before": "mlp"},
         {"near_ranks": 2}, {"grad_dtype": "float32"},
     )  # fmt: skip
-    chosen = [setting for setting in settings(rows(DOCUMENT.read_text())) if setting not in other]
+    chosen = [setting for setting in settings(rows(TEXT)) if setting not in other]
     assert len(chosen) > 15
     assert run_ranks(trained, 2, chosen) == [[], []]

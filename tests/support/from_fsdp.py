@@ -1,4 +1,4 @@
-"""Reads docs/howto/come_from.md: its tables, its Python blocks, and the kind of each code cell."""
+"""Reads docs/howto/come_from.md and docs/reference/names/*.md: tables, blocks, code cells."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from typing import Any
 
 from internsp.app.config import Config
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "howto" / "come_from.md"
+DOCS = Path(__file__).parents[2] / "docs"
+NAMES = DOCS / "reference" / "names"
+DOCUMENTS = [
+    DOCS / "howto" / "come_from.md",
+    *(NAMES / name for name in ("fsdp.md", "deepspeed.md", "internevo.md")),
+]
+TEXT = "\n".join(document.read_text() for document in DOCUMENTS)
 WORDS = ("nothing to write", "not yet", "none")
 """Placeholders in code; the page explains each."""
 

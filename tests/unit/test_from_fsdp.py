@@ -1,4 +1,4 @@
-"""docs/howto/come_from.md names everything public in FSDP, and existing options of internsp."""
+"""The pages of names have everything public in FSDP, and existing options of internsp."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp import _fully_shard, sharded_grad_scaler, wrap
 
-from tests.support.from_fsdp import DOCUMENT, WORDS, Row, code_in, option, rows, wrong_option
+from tests.support.from_fsdp import TEXT, WORDS, Row, code_in, option, rows, wrong_option
 
-TEXT = DOCUMENT.read_text()
 ROWS = rows(TEXT)
 SYSTEMS = ["FSDP2", "FSDP1", "DeepSpeed ZeRO-3", "MindSpeed LayerZeRO", "InternEvo"]
 SHORT = {"FullyShardedDataParallel": "FSDP"}
@@ -90,16 +89,16 @@ def of(system: str) -> list[Row]:
 @pytest.mark.parametrize("system", ["FSDP2", "FSDP1"])
 def test_every_public_name_and_argument_of_the_installed_fsdp_has_a_row(system: str) -> None:
     missing = installed(system) - documented(of(system))
-    assert not missing, f"docs/howto/come_from.md has no row for {sorted(missing)}"
+    assert not missing, f"docs/reference/names/fsdp.md has no row for {sorted(missing)}"
 
 
 @pytest.mark.parametrize("system", ["FSDP2", "FSDP1"])
 def test_no_row_is_about_something_that_torch_has_not(system: str) -> None:
-    stated = re.search(r"what torch (\d+\.\d+),", TEXT)
+    stated = re.search(r"What torch (\d+\.\d+),", TEXT)
     assert stated is not None
     if torch.torch_version.TorchVersion(torch.__version__) < stated[1]:
         pytest.skip(f"the page is about torch {stated[1]}, this is {torch.__version__}")
-    main = TEXT[: TEXT.index("\nBeside it:")] + TEXT[TEXT.index("\n## FSDP1") :]
+    main = re.sub(r"\nBeside it:.*?(?=\n## |\Z)", "", TEXT, flags=re.DOTALL)
     stale = documented([row for row in rows(main) if row.system == system]) - installed(system)
     assert not stale, f"torch {torch.__version__} has no {sorted(stale)}"
 
@@ -125,7 +124,7 @@ def test_what_is_looked_for_is_found() -> None:
 
 
 def test_every_row_says_what_to_write_or_why_there_is_nothing() -> None:
-    assert list(dict.fromkeys(row.system for row in ROWS)) == SYSTEMS
+    assert {row.system for row in ROWS} == set(SYSTEMS)
     for row in ROWS:
         assert code_in(row.theirs), f"{row} names nothing"
         if row.here not in WORDS:
