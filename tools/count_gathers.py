@@ -5,7 +5,8 @@
 Four local processes, two pipeline ranks of two weight ranks each. One all-gather is one block's
 unsharded weights; bytes are all that a rank receives, including embedding and head. Also reports
 whether every gradient is right; with a split backward FSDP2's are not. Prints two Markdown tables,
-those of docs/howto/pipeline.md: twelve small blocks under every schedule, and two blocks per chunk.
+those of docs/dev/results/pipeline_gathers.md: twelve small blocks under every schedule, and two
+blocks per chunk.
 """
 
 from __future__ import annotations

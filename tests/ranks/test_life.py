@@ -1,4 +1,4 @@
-"""The table at the top of ``internsp/wp/README.md`` matches the recorded life of a weight."""
+"""The table of ``docs/explain/how_a_weight_travels.md`` matches the recorded life of a weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from internsp.mesh import ParallelMesh
 from internsp.parallel.parallelize import parallelize
 from tests.support.ranks import run_ranks
 
-README = Path(__file__).parents[2] / "internsp" / "wp" / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explain" / "how_a_weight_travels.md"
 
 
 def recorded(rank: int, world_size: int) -> dict[str, list[str]]:
@@ -37,7 +37,7 @@ def recorded(rank: int, world_size: int) -> dict[str, list[str]]:
 
 def table_events() -> list[str]:
     """The events column of the table, in order."""
-    rows = re.findall(r"^\| ([a-z ]+) \|.*\| ([A-Z -]+) \|$", README.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| ([a-z ]+) \|.*\| ([A-Z -]+) \|$", PAGE.read_text(), re.MULTILINE)
     stages = [stage for stage, _ in rows]
     assert stages == [
         "sharded", "prefetch", "use", "release", "prefetch again", "gradient ready", "finish",

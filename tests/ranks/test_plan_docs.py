@@ -16,11 +16,12 @@ from internsp.app.plan.printed import print_plan
 from internsp.config import PlanRule
 from tests.support.ranks import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "rules.md"
+HOWTO = Path(__file__).parents[2] / "docs" / "howto"
+PAGE = HOWTO / "rules.md"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def blocks(language: str, page: Path = PAGE) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def test_the_file_of_the_page_prints_what_the_page_shows(tmp_path: Path) -> None:
@@ -59,7 +60,8 @@ def test_the_python_of_the_page_runs_and_its_rules_hold() -> None:
 
 
 def test_the_other_rules_of_the_page_are_rules() -> None:
-    _, *others = blocks("toml")
+    _, *others = (*blocks("toml"), *blocks("toml", HOWTO / "memory.md"))
+    assert len(others) == 4
     rules = [rule for text in others for rule in tomllib.loads(text)["weight_parallel"]["plan"]]
     variables: dict[str, Any] = {"torch": torch}
     (functions,) = blocks("py")

@@ -10,7 +10,7 @@ from tests.support.ranks import run_ranks
 from tools.bench.report import markdown_rows
 from tools.count_gathers import HEAD, RANKS, TWELVE, TWO_A_CHUNK, WORLD, Counter
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "howto" / "pipeline.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "dev" / "results" / "pipeline_gathers.md"
 
 
 def rows(rank: int, world_size: int) -> list[tuple[str, ...]]:
