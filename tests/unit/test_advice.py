@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from internsp.app.report import advice
 from internsp.app.report.advice import Setting, advise
 from internsp.base.trace import Event
 from internsp.config import WeightParallelConfig
@@ -215,3 +219,13 @@ def test_a_pipelines_bubble_is_told_and_what_shrinks_it() -> None:
     assert "train.micro_batches" in told[0]
     whole = [event("FORWARD", 0, 2), event("BACKWARD", 6, 10, phase="full")]
     assert not [t for t in advise({0: whole + ends}, setting()) if "stages" in t]
+
+
+def test_the_page_about_the_report_explains_each_advice() -> None:
+    page = Path(__file__).parents[2] / "docs" / "howto" / "read_the_report.md"
+    begins = re.findall(r"^\| \*([^*]+)\* \|", page.read_text(), re.MULTILINE)
+    source = inspect.getsource(advice)
+    assert len(begins) == source.count("yield Advice(") + 1
+    for words in begins:
+        for part in words.split("..."):
+            assert part.strip() in source, words
