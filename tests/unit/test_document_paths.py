@@ -198,6 +198,14 @@ def test_what_documents_link_to_and_name_is_there() -> None:
     assert {file: wrong for file, wrong in every.items() if wrong} == {}
 
 
+def test_pages_for_users_are_short() -> None:
+    """Those of the development may be tables of a thousand rows."""
+    pages = [file for file in files(".md") if re.match(r"docs/(?!dev/)", file)]
+    lines = {file: len((ROOT / file).read_text().splitlines()) for file in pages}
+    assert len(lines) > 25
+    assert {file: number for file, number in lines.items() if number > 250} == {}
+
+
 def test_what_docstrings_and_comments_name_is_there() -> None:
     ours = [file for file in files(".py") if file not in OF_OTHERS]
     every = {file: wrong_in_source((ROOT / file).read_text(), file) for file in ours}
