@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from internsp.app.config import load_config
-from internsp.app.plan.printed import print_plan
+from internsp.app.plan.screen import print_plan
 from internsp.config import PlanRule
 from tests.support.ranks import run_ranks
 
@@ -62,11 +62,11 @@ def test_the_python_of_the_page_runs_and_its_rules_hold() -> None:
 def test_the_other_rules_of_the_page_are_rules() -> None:
     _, *others = (*blocks("toml"), *blocks("toml", HOWTO / "memory.md"))
     assert len(others) == 4
-    rules = [rule for text in others for rule in tomllib.loads(text)["weight_parallel"]["plan"]]
+    rules = [rule for text in others for rule in tomllib.loads(text)["weight_parallel"]["rules"]]
     variables: dict[str, Any] = {"torch": torch}
     (functions,) = blocks("py")
     exec(compile(functions, "rules.md", "exec"), variables)
-    rules += variables["plan"]
+    rules += variables["rules"]
     assert all(PlanRule.model_validate(rule).options() for rule in rules)
     shard = torch.randn(3, 4, dtype=torch.float64)
     sent = variables["pre"](shard)
