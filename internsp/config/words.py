@@ -19,7 +19,6 @@ from pydantic_core import ErrorDetails
 
 from internsp.base.names import ANY_TEXT, FOLDER_NAME, nearest
 from internsp.base.sizes import meant_size
-from internsp.config.former import answer
 from internsp.config.keys import ProgramOnly, nullable
 
 _SENTENCES = {
@@ -63,6 +62,8 @@ Unknown = Callable[[type[BaseModel], str], str]
 
 def unknown_key(cls: type[BaseModel], key: str) -> str:
     """What a ``key`` that a section does not have became, or a near name."""
+    from internsp.config.former import answer  # a table that is read for a mistake alone
+
     names = list(cls.model_fields)
     near = nearest(key, names)
     hint = f"; did you mean {near}?" if near else f"{_ITS_KEYS}{', '.join(names)}"
