@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from itertools import chain
 from math import ceil
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from internsp.app.config import Config, DataConfig
-from internsp.app.data.batches import FILLER, DataSource
+from internsp.app.data.batches import FILLER, Ahead, DataSource
 from internsp.app.data.cut import counted
 from internsp.app.train.rows import StepRows
 from internsp.errors import ConfigError
@@ -138,3 +139,40 @@ def test_rows_of_chats_are_read_where_tokens_say_what_counts(tmp_path: Path) -> 
     each = [counted(made.row(n)) for n in range(9)]
     assert made.rows_with(sum(each), 0) == 9
     assert json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])["messages"] == CHAT[:3]
+
+
+def test_the_next_batch_is_made_meanwhile_one_ahead_and_the_same() -> None:
+    source, go, asked = text(), threading.Event(), []
+
+    def make(taken: int) -> torch.Tensor:
+        asked.append((taken, threading.current_thread() is threading.main_thread()))
+        assert go.wait(20)
+        return source.batch(range(taken, taken + 4)).ids
+
+    ahead = Ahead(make)
+    ahead.begin(4)  # returns at once: nothing is let go yet
+    (thread,) = [t for t in threading.enumerate() if t.name == "next batch"]
+    assert thread.daemon, "a process that ends does not wait for it"
+    go.set()
+    assert torch.equal(ahead.take(4), source.train_batch(4).ids)
+    thread.join(20)
+    assert not thread.is_alive(), "it ends with its batch"
+    assert asked == [(4, False)], "one batch, and none behind it"
+    assert torch.equal(ahead.take(0), source.train_batch(0).ids), "a first batch, or another one"
+    ahead.begin(8)
+    assert torch.equal(ahead.take(40), source.train_batch(40).ids)
+    assert asked[1:] in ([(0, True), (8, False), (40, True)], [(0, True), (40, True), (8, False)])
+
+
+def test_a_mistake_in_the_next_batch_is_raised_in_the_step_that_takes_it() -> None:
+    def make(taken: int) -> int:
+        if taken == 8:
+            raise ConfigError("data.paths: a.bin was cut")
+        return taken
+
+    ahead = Ahead(make)
+    ahead.begin(8)
+    assert ahead.take(0) == 0, "the step before it is not disturbed"
+    ahead.begin(8)
+    with pytest.raises(ConfigError, match=r"^data\.paths: a\.bin was cut$"):
+        ahead.take(8)

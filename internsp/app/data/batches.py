@@ -9,10 +9,12 @@ so this number is all that a checkpoint must save, and a rank can read any rows 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from threading import Thread
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +34,7 @@ FILLER = -1
 """Used in place of a row's number for a row from which nothing is learned."""
 _COUNTED = 256  # number of sequences from which the mean tokens of a sequence are computed
 _MOST_ROWS = 1 << 20  # limit for the rows of a step: more is a mistake, and takes seconds to count
+_Made = TypeVar("_Made")
 
 
 class Batch(NamedTuple):
@@ -289,6 +292,41 @@ class DataSource:
         held_out = self.parts[part].held_out
         assert held_out is not None, "held_out_batches has checked it"
         return held_out.even(own, of)
+
+
+class Ahead(Generic[_Made]):
+    """Makes what the next step reads in a thread, while the step before it computes.
+
+    One result is made ahead, never more. A thread ends with its result, so that a run that ends,
+    however it does, leaves none behind.
+
+    Args:
+        make: called with the number of rows used before; a function of this number alone.
+    """
+
+    def __init__(self, make: Callable[[int], _Made]) -> None:
+        self._make = make
+        self._begun: tuple[int, Future[_Made]] | None = None
+
+    def begin(self, taken: int) -> None:
+        """Start to make the result for ``taken``."""
+        made: Future[_Made] = Future()
+
+        def work() -> None:
+            try:
+                made.set_result(self._make(taken))
+            except BaseException as error:  # noqa: BLE001 - raised where the result is taken
+                made.set_exception(error)
+
+        self._begun = taken, made
+        Thread(target=work, name="next batch", daemon=True).start()
+
+    def take(self, taken: int) -> _Made:
+        """The result for ``taken``, made now if it was not begun; raises what ``make`` raised."""
+        begun, self._begun = self._begun, None
+        if begun is None or begun[0] != taken:
+            return self._make(taken)
+        return begun[1].result()
 
 
 def result_of(work: Any) -> Any:

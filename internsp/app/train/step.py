@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from internsp.app.data.batches import Batch, DataSource
+from internsp.app.data.batches import Ahead, Batch, DataSource
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.flops import flops_per_token, peak_tflops
 from internsp.app.report.metrics import StepMetrics
@@ -57,6 +57,7 @@ class StepRunner:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._passes = PlainStep(session) if session.pipeline is None else PipelinedStep(session)
+        self._inputs = Ahead(self._read)
         self._checked = False
         self.micro_batches = session.config.train.micro_batches
         self._saves = 0  # save requests that earlier steps reported
@@ -78,9 +79,11 @@ class StepRunner:
         session.trace.begin_step()
         taken = number * config.train.global_batch if taken is None else taken
         start = time.perf_counter()
-        rows = self._rows(taken)
-        batches = [(session.source.batch(own), own) for own in rows.micro_batches]
-        layouts = [self._layout(batch, own) for batch, own in batches]
+        rows, batches = self._inputs.take(taken)
+        if isinstance(session.source, DataSource):  # a program's own data are an iterator of its
+            self._inputs.begin(taken + rows.total)
+        own = zip(batches, rows.micro_batches, strict=True)
+        layouts = [self._layout(batch, numbers) for batch, numbers in own]
         self.micro_batches = len(layouts)
         valid = float(sum(layout.valid_tokens for layout in layouts))
         lr = session.rate
@@ -170,6 +173,11 @@ class StepRunner:
     def _set_training(self, training: bool) -> None:
         for each in (*self.session.modules, *self.session.optimizers):
             each.train() if training else each.eval()  # a schedule-free optimizer has two values
+
+    def _read(self, taken: int) -> tuple[StepRows, list[Batch]]:
+        """The rows of the step after ``taken`` rows, and each micro-batch of them."""
+        rows = self._rows(taken)
+        return rows, [self.session.source.batch(own) for own in rows.micro_batches]
 
     def _rows(self, taken: int) -> StepRows:
         config, mesh, source = self.session.config, self.session.mesh, self.session.source
