@@ -105,7 +105,7 @@ class Segment:
 
 
 def configuration(folder: Path) -> Path:
-    """Configuration: two mixed texts with an index each, and a model with steps of milliseconds."""
+    """Configuration: two mixed texts, tokens on disk, and a model with steps of milliseconds."""
     for name in ("docs", "internsp"):
         files = sorted((ROOT / name).rglob("*.md" if name == "docs" else "*.py"))
         rows = (json.dumps({"text": file.read_text()}) + "\n" for file in files)
@@ -116,7 +116,9 @@ def configuration(folder: Path) -> Path:
     ]
     sections: dict[str, dict[str, Any]] = {
         "model": {"hidden_size": 32, "layers": 2, "heads": 4},
-        "data": {"sequence_length": 32, "mixture": tables, "index": "always", "held_out": 0.0},
+        "data": {
+            "sequence_length": 32, "mixture": tables, "cache_dir": str(folder), "held_out": 0.0,
+        },
         "parallel": {"timeout_seconds": TIMEOUT, "device": "cpu"},
         "weight_parallel": {"min_shard_elements": 256},
         "optimizer": {"min_lr_ratio": 1.0},

@@ -27,6 +27,12 @@ class Gone(NamedTuple):
     needed: bool = False
 
 
+INSTRUCTION = (
+    "rows of two columns are chats of two messages now; convert them once: jq -c '{messages: "
+    "[{role: \"user\", content: .prompt}, {role: \"assistant\", content: .completion}]}' "
+    'OLD.jsonl > NEW.jsonl, and write format = "chat"'
+)
+"""What is written instead of ``format = "instruction"`` and the names of its columns."""
 _RULE = "write a rule, [[weight_parallel.rules]] with"
 
 MOVED = {
@@ -45,6 +51,7 @@ MOVED = {
     "parallel.near": "sequence.fast_links",
     "parallel.balance": "sequence.balance",
     "parallel.zero": "parallel.optimizer_ranks",
+    "data.index_dir": "data.cache_dir",
     "activation_checkpoint.tiled": "activation_checkpoint.tiled_modules",
     "optimizer.rest": "optimizer.other",
     "train.tokens": "train.stop_after_tokens",
@@ -59,6 +66,15 @@ named as it is now."""
 
 GONE = {
     "model.embedding_dropout": Gone(0.0, "it has gone; model.dropout drops in every block"),
+    "data.index": Gone(
+        "auto",
+        "tokens of paths of 64 MiB or more are kept on disk, and with data.cache_dir those of all",
+    ),
+    **{
+        f"data.{table}{key}_field": Gone(key, INSTRUCTION)
+        for table in ("", "mixture.", "evaluation.")
+        for key in ("prompt", "completion")
+    },
     "optimizer.rest_lr": Gone(
         None,
         'write [[optimizer.groups]] with match = ["embed", "head", "**.*norm*"] (what '
@@ -135,6 +151,10 @@ def translated(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         for holder in _holders(found, old):
             if key in holder and (value := holder.pop(key)) != gone.usual:
                 lost[old] = value
+    for name in ("data.format", "data.mixture.format", "data.evaluation.format"):
+        for holder in _holders(found, name):
+            if holder.get("format") == "instruction":  # its rows are chats now, of the same tokens
+                holder["format"] = "chat"
     return found, lost
 
 

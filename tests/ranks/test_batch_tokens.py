@@ -10,7 +10,7 @@ import torch
 
 import internsp
 from internsp.app.data.batches import DataSource
-from internsp.app.data.cut import counted
+from internsp.app.data.order import counted
 from internsp.errors import ConfigError
 from tests.support.runs import Changes, Ran, config, run_all
 from tests.support.sections import mesh_sections

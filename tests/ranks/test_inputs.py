@@ -20,7 +20,7 @@ import model_zoo
 from internsp.app.checkpoint import manifest
 from internsp.app.checkpoint.disk import steps_in
 from internsp.app.config import Config
-from internsp.app.data import index
+from internsp.app.data import tokens
 from internsp.app.data.batches import DataSource
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import read_metrics
@@ -119,7 +119,7 @@ def test_padded_documents_give_the_loss_and_gradients_of_each_alone(
         torch.testing.assert_close(found, gradients[name], rtol=1e-9, atol=1e-13)
 
 
-def mixed(folder: Path, parallel: dict[str, Any], **train: Any) -> Config:
+def mixed(folder: Path, parallel: dict[str, Any], pack: bool, **train: Any) -> Config:
     tables = [
         {"source": "jsonl", "paths": [str(folder / "a.jsonl")], "weight": 2.0, "name": "a"},
         {"source": "jsonl", "paths": [str(folder / "b.jsonl")], "name": "b"},
@@ -127,32 +127,34 @@ def mixed(folder: Path, parallel: dict[str, Any], **train: Any) -> Config:
     return config(
         folder,
         parallel,
-        data={"source": "stdlib", "paths": [], "mixture": tables, "index": "always"},
+        data={"source": "stdlib", "paths": [], "mixture": tables, "pack": pack},
         checkpoint={"every": 2},
         train={**config(folder, {}).train.model_dump(), **train},
     )
 
 
 def run(rank: int, world: int, settings: Config, output: str) -> None:
+    tokens.CACHED_BYTES = 0  # the process is this run's
     train(settings, Path(output))
 
 
-def test_a_mixture_of_padded_documents_goes_on_exactly_on_another_mesh_and_batch(
-    tmp_path: Path,
+@pytest.mark.parametrize("pack", [True, False], ids=["packed", "padded"])
+def test_a_mixture_of_documents_goes_on_exactly_on_another_mesh_and_batch(
+    pack: bool, tmp_path: Path
 ) -> None:
     """Started on two ranks and resumed on one with other micro-batches, up to a number of tokens;
     compared with a run that is never stopped."""
     write(tmp_path)
     whole_run, other = tmp_path / "whole", tmp_path / "other"
-    run_ranks(run, 1, mixed(tmp_path, {}, tokens=1500), str(whole_run))
+    run_ranks(run, 1, mixed(tmp_path, {}, pack, tokens=1500), str(whole_run))
     wanted = read_metrics(whole_run / "metrics.jsonl")
     totals = [row.total_tokens for row in wanted]
     assert totals[-2] < 1500 <= totals[-1], "it ends with the first step that reaches them"
     assert len(wanted) > 6, "not after train.steps"
 
-    first = mixed(tmp_path, {"weight": 2}, steps=4)
+    first = mixed(tmp_path, {"weight": 2}, pack, steps=4)
     run_ranks(run, 2, first, str(other))
-    settings = mixed(tmp_path, {}, micro_batches=3, tokens=1500).model_dump()
+    settings = mixed(tmp_path, {}, pack, micro_batches=3, tokens=1500).model_dump()
     settings["checkpoint"]["resume"] = "auto"
     run_ranks(run, 1, Config.model_validate(settings), str(other))
     found = read_metrics(other / "metrics.jsonl")
@@ -176,13 +178,13 @@ def test_a_mixture_of_padded_documents_goes_on_exactly_on_another_mesh_and_batch
 
 
 @ranks(2)
-def test_one_rank_makes_an_index_the_others_are_told_meanwhile_and_all_read_it(
+def test_one_rank_makes_tokens_the_others_are_told_meanwhile_and_all_read_them(
     tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if rank == 0:
         write(tmp_path)
-    settings = config(tmp_path, {"weight": 2}, data={"index": "always"})
-    asked, encoded = [0], index.encoded
+    settings = config(tmp_path, {"weight": 2})
+    asked, encoded = [0], tokens.encoded
 
     class Counted(Objects):
         def on_first(self, work: Any) -> Any:
@@ -197,18 +199,18 @@ def test_one_rank_makes_an_index_the_others_are_told_meanwhile_and_all_read_it(
 
     monkeypatch.setattr(inputs, "Objects", Counted)
     monkeypatch.setattr(inputs, "_LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(index, "_YIELD_TOKENS", 1)
-    monkeypatch.setattr(index, "encoded", slow)
+    monkeypatch.setattr(tokens, "CACHED_BYTES", 0)
+    monkeypatch.setattr(tokens, "encoded", slow)
     session = Session.create(settings)
     assert asked[0] > 4
     assert ["made in" in note for note in session.source.notes] == [True, True]
-    kept = index.prepare(settings.data, session.source.tokenizer)
+    kept = tokens.prepare(settings.data, session.source.tokenizer)
     with pytest.raises(StopIteration):
         next(kept)
-    # A rank that cannot read it does not leave the others waiting.
+    # A rank that cannot read them does not leave the others waiting.
     if rank == 1:
-        monkeypatch.setattr(index, "TokenFile", missing)
-    with pytest.raises(InternspError, match=r"the index .* cannot be read here.*all ranks see"):
+        monkeypatch.setattr(tokens.TokenStore, "mapped", missing)
+    with pytest.raises(InternspError, match=r"the tokens in .* cannot be read here.*all ranks see"):
         open_source(settings, session.mesh)
     if rank == 0:
         (tmp_path / "a.jsonl").write_text("{")
@@ -216,7 +218,7 @@ def test_one_rank_makes_an_index_the_others_are_told_meanwhile_and_all_read_it(
         open_source(settings, session.mesh)
 
 
-def missing(path: Path) -> Any:
+def missing(path: Path, digests: Path) -> Any:
     raise FileNotFoundError(2, "No such file or directory", str(path))
 
 

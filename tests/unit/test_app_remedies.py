@@ -99,7 +99,7 @@ APP_CONFIG: Table = {
         "use 1": IN_FOLDERS + "test_other_names_of_sizes_are_read",
     },
     'unused with {prefix}source = "stdlib"': {
-        'set {prefix}source to "text", "jsonl" or': accepted(data={**JSONL, "source": "text"}),
+        'set {prefix}source to "text", "jsonl", ': accepted(data={**JSONL, "source": "text"}),
     },
     "set it above 0, or leave the tables out": {
         "set it above 0": accepted(data=TABLE_OF, train={"eval_batches": 1}),
@@ -150,7 +150,7 @@ APP_CONFIG: Table = {
         "leave it out":
             IN_FOLDERS + "test_sizes_are_those_of_config_json_and_survive_the_resolved_file",
     },
-    '"{given.format}" needs rows': {'set {prefix}source to "jsonl" or "parquet"': CHATS},
+    '"{given.format}" needs rows': {'set {prefix}source to "jsonl", "parquet" or': CHATS},
     '"{given.format}" needs the chat template': {
         "set data.tokenizer": CHATS, "to a folder that transformers reads": CHATS,
     },
@@ -251,7 +251,7 @@ TOKENS = (
     "tests/ranks/test_batch_tokens.py::"
     "test_a_step_takes_rows_in_their_order_until_they_have_the_tokens"
 )
-INDEX = "tests/unit/test_index.py::"
+ON_DISK = "tests/unit/test_tokens.py::"
 ROWS = "tests/unit/test_rows.py::"
 EVALUATED = "tests/ranks/test_evaluation.py::test_a_texts_loss_is_that_of_its_own_sequences"
 DATA: Table = {
@@ -266,7 +266,7 @@ DATA: Table = {
     "sequences have {found} tokens that the loss": {
         "lower it": TOKENS, "or raise data.sequence_length": TOKENS,
     },
-    "need the chat template of a tokenizer": {
+    "needs the chat template of a tokenizer": {
         "give a folder that transformers reads, with chat_template.jinja": CHATS,
     },
     "so that its tokens are not known": {
@@ -276,26 +276,29 @@ DATA: Table = {
         "give more text": EVALUATED, "or leave the table out": data("two words " * 99),
     },
     "set data.sequence_length lower": {"set data.sequence_length lower": EVALUATED},
-    "differs from that of rank 0": {
-        "give a folder that all ranks see":
-            INDEX + "test_several_that_make_one_index_at_once_all_read_it",
-    },
     "which rank 0 has made or found, cannot": {
         "give a folder that all ranks see":
-            INDEX + "test_several_that_make_one_index_at_once_all_read_it",
+            ON_DISK + "test_several_that_make_the_same_tokens_at_once_all_read_them",
+    },
+    "has tokens from {given.min()}": {
+        "give the tokenizer that made the tokens":
+            ON_DISK + "test_a_users_own_pair_is_read_where_it_lies",
+    },
+    "data.paths: {error}; give a .bin file": {
+        "give a .bin file with its .idx":
+            ON_DISK + "test_a_users_own_pair_is_read_where_it_lies",
+    },
+    "has splits {sorted(saved)}": {
+        "name one, as {first}":
+            ROWS + "test_rows_of_a_saved_dataset_are_documents_and_a_mistake_in_it_names_the_row",
     },
     "needs the package {name}": NOT_RUN,
     "is not UTF-8 ({error.reason}): save": {
         "save it as UTF-8": ROWS + "test_a_row_is_an_object_a_line_or_of_one_list",
     },
-    "the index {target} cannot be written": {
-        "give another folder by data.index_dir":
-            INDEX + "test_an_index_that_cannot_be_written_says_where_else_and_leaves_nothing",
-        'data.index = "never"': INDEX + "test_an_index_gives_the_sequences_that_memory_gives",
-    },
-    "was cut while it was read": {
-        "start the run again":
-            INDEX + "test_an_index_is_reused_until_its_data_or_what_made_it_change",
+    "the tokens of {path} cannot be written": {
+        "give another folder by data.cache_dir":
+            ON_DISK + "test_tokens_that_cannot_be_written_say_where_else_and_leave_nothing",
     },
     "is no regular file and has more than": {"save it to a file": data("two words " * 99)},
 }  # fmt: skip

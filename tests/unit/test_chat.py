@@ -1,4 +1,4 @@
-"""Chats and instructions: the template's own tokens; only the assistant's tokens are labels."""
+"""Chats: the template's own tokens; only the assistant's tokens are labels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from internsp.app.config import DataConfig
+from internsp.app.data import tokens
 from internsp.app.data.batches import DataSource
-from internsp.app.data.cut import Row
+from internsp.app.data.order import Row
 from internsp.app.data.tokenizer import FolderTokenizer
 from internsp.errors import ConfigError
 from internsp.sp import SequenceLayout
@@ -82,13 +83,14 @@ def said(row: Row) -> tuple[list[str], list[str]]:
     return words[:length], [words[n] for n in range(length) if n not in out]
 
 
-@pytest.mark.parametrize("how", ["never", "always"])
+@pytest.mark.parametrize("least", [0, 1 << 20], ids=["on disk", "in memory"])
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["appended", "marked"])
 def test_a_chat_is_what_its_template_says_and_the_assistants_words_count(
-    template: str, how: str, tmp_path: Path
+    template: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer_folder(tmp_path, template)
-    made = source(tmp_path, [{"messages": CHAT}], index=how)
+    monkeypatch.setattr(tokens, "CACHED_BYTES", least)
+    made = source(tmp_path, [{"messages": CHAT}])
     row = made.row(0)
     assert said(row) == (TEXT.split(), COUNTS)
     # Exactly those are labels in a layout, sharded over ranks or not.
@@ -98,15 +100,6 @@ def test_a_chat_is_what_its_template_says_and_the_assistants_words_count(
     assert [WORDS[n] for n in labels if n != -100] == COUNTS
     assert {layout.total_valid_tokens for layout in layouts} == {len(COUNTS)}
     assert made.tokens_of_a_sequence == len(COUNTS)
-
-
-def test_an_instruction_is_a_chat_of_two_turns(tmp_path: Path) -> None:
-    tokenizer_folder(tmp_path)
-    rows = [{"q": "how are you", "a": "fine"}]
-    fields = {"prompt_field": "q", "completion_field": "a", "format": "instruction"}
-    found = said(source(tmp_path, rows, **fields).row(0))
-    wanted = "<s> user how are you <end> <s> assistant fine <end>"
-    assert found == (wanted.split(), ["fine", "<end>"])
 
 
 def test_chats_are_packed_and_mixed_with_text_and_each_text_counts_as_it_should(
@@ -139,12 +132,12 @@ def test_chats_are_packed_and_mixed_with_text_and_each_text_counts_as_it_should(
 @pytest.mark.parametrize(
     ("rows", "template", "message"),
     [
-        ([{"messages": CHAT}], None, "need the chat template of a tokenizer"),
+        ([{"messages": CHAT}], None, "needs the chat template of a tokenizer"),
         ([{"messages": CHAT}], FORGETS, "row 1: the chat template .* does not append message 3"),
         ([{"messages": CHAT}], "{{ raise_exception('no system') }}", "row 1: .*refuses.*no system"),
         ([{"messages": CHAT}, {"messages": "hi"}], PLAIN, "row 2 has no list of messages"),
         ([{"messages": []}], PLAIN, "row 1 has no list of messages"),
-        ([{"text": "hi"}], PLAIN, "row 1 has no list of messages 'messages', but NoneType"),
+        ([{"text": "hi"}], PLAIN, r"row 1 has no 'messages'; it has \['text'\]"),
         ([{"messages": [{"content": "hi"}]}], PLAIN, "row 1: message 1 has no text 'role'"),
         ([{"messages": CHAT[:2]}], PLAIN, "in which the assistant says anything"),
     ],

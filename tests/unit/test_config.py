@@ -165,8 +165,8 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         (
             '[data]\npaths = ["."]',
             1,
-            'data.paths: unused with data.source = "stdlib"; set data.source to "text", "jsonl" '
-            'or "parquet"',
+            'data.paths: unused with data.source = "stdlib"; set data.source to "text", "jsonl", '
+            '"parquet", "datasets" or "tokens"',
         ),
         (
             '[data]\ntokenizer = "no.json"',
@@ -558,6 +558,17 @@ def test_a_name_that_was_elsewhere_leads_there_if_nothing_here_is_like_it() -> N
         assert f"; {told}" in str(problem)
 
 
+def test_rows_of_two_columns_are_answered_with_the_line_that_makes_chats_of_them() -> None:
+    told = r"data\.format: rows of two columns are chats of two messages now; .*jq -c .*"
+    table = {"name": "a", **JSONL, "format": "instruction"}
+    for data in ({**JSONL, "format": "instruction"}, {"evaluation": [table]}):
+        (problem,) = read_config({"data": data})[1]
+        assert re.search(told.replace(r"\.format: ", ".*"), str(problem))
+        assert str(problem).endswith('write format = "chat", got "instruction"')
+    (problem,) = read_config({"data": {**JSONL, "format": "chats"}})[1]
+    assert str(problem).endswith('of "text", "chat", got "chats"; did you mean "chat"?')
+
+
 @pytest.mark.parametrize(
     ("cls", "values"),
     [
@@ -623,8 +634,8 @@ JSONL = {"source": "jsonl", "paths": ["."]}
          {"checkpoint": {"keep_every": 5, "keep_last": 1}}),
         ({"data": {"text_field": "body"}}, "data.text_field", 'data.source = "jsonl"',
          {"data": {**JSONL, "text_field": "body"}}),
-        ({"data": {**JSONL, "prompt_field": "q"}}, "data.prompt_field",
-         'data.format = "instruction"', {"data": JSONL}),
+        ({"data": {**JSONL, "messages_field": "q"}}, "data.messages_field",
+         'data.format = "chat"', {"data": JSONL}),
         ({"data": {"evaluation": [{"name": "a", "messages_field": "m"}]}}, "data.evaluation",
          "table 1: messages_field: of no effect here", {}),
         ({"weight_parallel": {"reduction": "mean"}}, "weight_parallel.reduction", 'use "sum"', {}),

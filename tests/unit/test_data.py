@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from internsp.app.config import DataConfig
-from internsp.app.data import text as sources
+from internsp.app.data import documents as sources
 from internsp.app.data.batches import DataSource, rows_of, split
-from internsp.app.data.cut import Documents, PackedRows
-from internsp.app.data.store import TokenArray, documents
-from internsp.app.data.text import read_pieces, stdlib_documents
+from internsp.app.data.documents import paths_of, read_pieces, stdlib_documents
+from internsp.app.data.order import Documents, PackedRows
 from internsp.app.data.tokenizer import ByteTokenizer, Piece, load_tokenizer
+from internsp.app.data.tokens import TokenStore, documents
 from internsp.errors import ConfigError, MissingDependencyError
 
 OWN_TEXT = Path(__file__).parents[1] / "data"
@@ -35,10 +35,14 @@ def text_folder(folder: Path, *texts: str) -> DataConfig:
     return DataConfig(source="text", paths=(str(folder),), sequence_length=4, held_out=0.0)
 
 
+def pieces_of(config: DataConfig) -> list[Piece]:
+    return [piece for path in paths_of(config) for piece in read_pieces(config, path)]
+
+
 def read_documents(config: DataConfig) -> list[bytes]:
     """Whole documents."""
     found = [b""]
-    for piece in read_pieces(config):
+    for piece in pieces_of(config):
         found[-1] += piece.text
         found += [b""] * piece.ends
     assert found.pop() == b""
@@ -56,9 +60,9 @@ def tokens_of(rows: PackedRows) -> list[int]:
     return rows.documents.read(0, len(rows.documents)).tolist()
 
 
-def stored(*contents: list[int], end: int | None = END) -> TokenArray:
+def stored(*contents: list[int], end: int | None = END) -> TokenStore:
     encoded = ((np.array(content, np.uint16), True) for content in contents)
-    return TokenArray(documents(encoded, end), np.uint16)
+    return TokenStore.in_memory(documents(encoded, end), np.uint16)
 
 
 def test_documents_are_packed_end_to_end_with_an_end_token_and_their_starts(tmp_path: Path) -> None:
@@ -129,8 +133,8 @@ def test_held_out_documents_are_whole_chosen_by_content_and_not_in_the_training_
 
     def parts(contents: list[list[int]]) -> list[set[bytes]]:
         store = stored(*contents)
-        views = split(store.lengths(), store.digests(), 0.1, 1)
-        found = [[store.read(b, n).tolist() for b, n in zip(*v, strict=True)] for v in views]
+        views = split(store.lengths(), store.digests, 0.1, 1)
+        found = [[store.ids[b : b + n].tolist() for b, n in zip(*v, strict=True)] for v in views]
         assert all(document[-1] == END for part in found for document in part)
         assert [len(part) for part in found] == [36, 4]
         return [{bytes(document[:-1]) for document in part} for part in found]
@@ -146,7 +150,7 @@ def test_of_few_documents_the_tail_of_each_is_held_out() -> None:
     train, held = split(store.lengths(), None, 0.05, 1)
     assert [part.tolist() for part in train] == [[0, 101], [95, 2]]
     assert [part.tolist() for part in held] == [[95], [6]]
-    assert store.read(95, 6).tolist() == [*range(95, 100), END]
+    assert store.ids[95:101].tolist() == [*range(95, 100), END]
 
 
 def test_held_out_batches_spread_over_the_text_and_repeat_only_when_it_is_short() -> None:
@@ -242,9 +246,11 @@ def test_a_negative_number_of_rows_is_refused() -> None:
 def test_without_the_extra_the_install_line_names_the_packages_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    for package in ("pyarrow.parquet", "datasets", "tokenizers"):
+        monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / "a.parquet").touch()
+    with pytest.raises(MissingDependencyError, match=r"'datasets': pip install datasets$"):
+        read_documents(DataConfig(source="datasets", paths=(str(tmp_path),)))
     with pytest.raises(MissingDependencyError, match=r"'pyarrow': pip install pyarrow$"):
         read_documents(DataConfig(source="parquet", paths=(str(tmp_path),)))
     with pytest.raises(MissingDependencyError, match=r"'tokenizers': pip install tokenizers$"):
@@ -263,7 +269,7 @@ def test_rows_of_jsonl_and_parquet_files_are_documents(tmp_path: Path) -> None:
     for source in ("jsonl", "parquet"):
         config = DataConfig(source=source, paths=(str(tmp_path),), text_field="body")
         assert read_documents(config) == expected
-    with pytest.raises(ConfigError, match=r"no text 'text'; it has \['body', 'n'\]"):
+    with pytest.raises(ConfigError, match=r"no 'text'; it has \['body', 'n'\]"):
         read_documents(DataConfig(source="jsonl", paths=(str(tmp_path / "a.jsonl"),)))
     (tmp_path / "a.parquet").unlink()
     with pytest.raises(ConfigError, match=r"no \.parquet file"):
@@ -304,7 +310,7 @@ def test_a_large_text_is_read_in_pieces_cut_after_lines_or_between_characters(
     monkeypatch.setattr(sources, "PIECE_BYTES", 64)
     config = DataConfig(source="text", paths=(str(tmp_path),))
     assert read_documents(config) == [b"b" * 128, content]
-    pieces = [piece.text for piece in read_pieces(config)]
+    pieces = [piece.text for piece in pieces_of(config)]
     assert max(map(len, pieces)) <= 64
     assert "".join(piece.decode() for piece in pieces).endswith(line * 50)
     if line.endswith("\n"):

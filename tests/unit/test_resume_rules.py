@@ -186,3 +186,20 @@ def test_a_configuration_of_another_version_is_read_as_far_as_it_goes() -> None:
         compare({"optimizer": {"lr": "fast"}}, Config(), 1, 1)
     with pytest.raises(ConfigError, match="section train"):
         compare({"train": 3}, Config(), 1, 1)
+
+
+def test_a_run_with_keys_of_data_that_are_gone_is_read_also_in_its_tables() -> None:
+    """Rows of two columns go on as the chats that they are now: the digest of the tokens tells."""
+    saved = Config().model_dump(mode="json")
+    gone = {"index": "always", "index_dir": "d", "prompt_field": "q", "completion_field": "a"}
+    rows = {"source": "jsonl", "paths": ["a.jsonl"], "format": "instruction"}
+    table = {"name": "a", **rows, "prompt_field": "q", "completion_field": "a"}
+    saved["data"] |= gone | {"mixture": [table], "evaluation": [table]}
+    found = parse_saved(saved)["data"]
+    assert [part["format"] for part in (*found["mixture"], *found["evaluation"])] == ["chat"] * 2
+    saved["data"] |= {"mixture": [], "evaluation": [], **rows}
+    assert parse_saved(saved)["data"]["format"] == "chat"
+    assert compare(saved, Config(), 1, 1) == ([], [])
+    for damaged in (3, {"mixture": 3}, {"mixture": [3]}):
+        with pytest.raises(ConfigError, match="its configuration"):
+            parse_saved({**saved, "data": damaged})

@@ -1,4 +1,4 @@
-"""JSONL and parquet: errors name the file and the row."""
+"""Rows of JSONL, parquet and saved datasets: errors name the file and the row."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 
 from internsp.app.config import DataConfig
-from internsp.app.data.rows import row_texts
-from internsp.app.data.text import read_pieces
+from internsp.app.data.documents import paths_of, read_pieces, read_rows
 from internsp.errors import ConfigError
+
+
+def texts(path: Path, source: str = "jsonl", field: str = "text") -> list[str]:
+    config = DataConfig(source=source, paths=(str(path),), text_field=field)
+    return [text.decode() for text, _ in read_pieces(config, path)]
+
 
 GOOD = b'{"text": "one"}\n\n{"text": "two"}\n'
 
@@ -29,9 +34,9 @@ GOOD = b'{"text": "one"}\n\n{"text": "two"}\n'
 )
 def test_a_row_is_an_object_a_line_or_of_one_list(tmp_path, content, expected) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
-    assert list(row_texts(tmp_path / "a.jsonl", "jsonl", "text")) == expected
+    assert texts(tmp_path / "a.jsonl") == expected
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
-    assert list(row_texts(tmp_path / "a.jsonl.gz", "jsonl", "text")) == expected
+    assert texts(tmp_path / "a.jsonl.gz") == expected
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,7 @@ def test_a_row_is_an_object_a_line_or_of_one_list(tmp_path, content, expected) -
         (GOOD + b'{"text": "\\ud800"}', r"row 4: half a character \(\\ud800\) in the text"),
         (GOOD + b'{"text": null}', "row 4 has no text 'text'; nothing there"),
         (GOOD + b'{"text": 3}', "row 4 has no text 'text'; int there"),
-        (GOOD + b'{"body": "a"}', r"row 4 has no text 'text'; it has \['body'\]"),
+        (GOOD + b'{"body": "a"}', r"row 4 has no 'text'; it has \['body'\]"),
         (GOOD + b"[1]", "row 4: not an object with named values, but list"),
         (GOOD + b"9" * 5000, "row 4 is not JSON: Exceeds the limit"),
         (GOOD + b"[" * 100_000, "row 4: lists or objects nested too deeply"),
@@ -55,7 +60,7 @@ def test_a_row_is_an_object_a_line_or_of_one_list(tmp_path, content, expected) -
 def test_a_mistake_in_jsonl_names_the_file_and_the_row(tmp_path, content, expected) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(ConfigError, match=f"a.jsonl.*{expected}|{expected}") as caught:
-        list(row_texts(tmp_path / "a.jsonl", "jsonl", "text"))
+        texts(tmp_path / "a.jsonl")
     assert str(tmp_path / "a.jsonl") in str(caught.value)
     assert caught.value.exit_status == 2
 
@@ -71,7 +76,7 @@ PACKED = gzip.compress(GOOD * 500)
 def test_a_packed_file_that_is_cut_is_told(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(content)
     with pytest.raises(ConfigError, match=r"a.jsonl.gz cannot be read to its end: \w"):
-        list(row_texts(tmp_path / "a.jsonl.gz", "jsonl", "text"))
+        texts(tmp_path / "a.jsonl.gz")
 
 
 def test_a_mistake_in_parquet_names_the_file_and_the_row(tmp_path) -> None:
@@ -89,27 +94,28 @@ def test_a_mistake_in_parquet_names_the_file_and_the_row(tmp_path) -> None:
 
     def told() -> str:
         with pytest.raises(ConfigError) as caught:
-            list(row_texts(path, "parquet", "text"))
+            texts(path, "parquet", "text")
         assert str(path) in str(caught.value)
         return str(caught.value).replace(str(path), "a.parquet")
 
     whole = write(["a text of some length"] * 5000)
-    assert list(row_texts(path, "parquet", "text")) == ["a text of some length"] * 5000
-    assert told_for(path, whole[:-50], told).startswith("data.paths: a.parquet, after row 0: not a")
-    assert told_for(path, whole[50:], told).startswith("data.paths: a.parquet, after row 0: not a")
+    assert texts(path, "parquet", "text") == ["a text of some length"] * 5000
+    cut = "data.paths: a.parquet, after row 0: cannot be read, or not to its end"
+    assert told_for(path, whole[:-50], told).startswith(cut)
+    assert told_for(path, whole[50:], told).startswith(cut)
     flipped = bytearray(whole)
     flipped[whole.index(b"of some")] ^= 1
-    assert "not a complete parquet file" in told_for(path, bytes(flipped), told), "by its checksum"
-    assert "not a complete parquet file" in told_for(path, b"", told)
+    assert "or not to its end" in told_for(path, bytes(flipped), told), "by its checksum"
+    assert told_for(path, b"", told).startswith(cut)
     write(["one", None])
     assert told() == "data.text_field: a.parquet, row 2 has no text 'text'; nothing there"
     write([1, 2])
     assert told() == "data.text_field: a.parquet, row 1 has no text 'text'; int there"
     data = write(["one", "two", "three"]).replace(b"two", b"t\xff\xff")
     path.write_bytes(data)
-    assert "row 2: the text is not UTF-8" in told() or "not a complete" in told()
+    assert "row 0: a text is not UTF-8" in told() or "not to its end" in told()
     with pytest.raises(ConfigError, match=r"a.parquet has no column 'body'; it has \['text'\]"):
-        list(row_texts(path, "parquet", "body"))
+        texts(path, "parquet", "body")
 
 
 def told_for(path: Path, content: bytes, told) -> str:
@@ -117,11 +123,35 @@ def told_for(path: Path, content: bytes, told) -> str:
     return told()
 
 
+def test_rows_of_a_saved_dataset_are_documents_and_a_mistake_in_it_names_the_row(tmp_path) -> None:
+    datasets = pytest.importorskip("datasets", reason="the extra 'data' is not installed")
+    rows = ["one", "two é", "three"] * 300
+    saved = datasets.Dataset.from_dict({"body": rows, "n": list(range(900))})
+    saved.save_to_disk(tmp_path / "saved")
+    assert texts(tmp_path / "saved", "datasets", "body") == rows
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "splits")
+    assert texts(tmp_path / "splits" / "train", "datasets", "body") == rows
+    chats = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "there"}]] * 3
+    datasets.Dataset.from_dict({"messages": chats}).save_to_disk(tmp_path / "chats")
+    config = DataConfig(source="datasets", paths=(str(tmp_path),), format="chat")
+    assert [value for _, value in read_rows(config, tmp_path / "chats")] == chats
+    datasets.Dataset.from_dict({"body": ["a", None]}).save_to_disk(tmp_path / "none")
+    (tmp_path / "other").mkdir()
+    for name, told in {
+        "none": "row 2 has no text 'body'; nothing there",
+        "chats": r"data.text_field: .*chats has no column 'body'; it has \['messages'\]",
+        "splits": r"has splits \['test', 'train'\]: name one, as .*/splits/train",
+        "other": "other, after row 0: cannot be read, or not to its end: .*other",
+    }.items():
+        with pytest.raises(ConfigError, match=told):
+            texts(tmp_path / name, "datasets", "body")
+
+
 def test_files_that_cannot_be_read_are_named_and_pipes_are_not_waited_for(tmp_path) -> None:
     def told(name: str, source: str = "text") -> str:
         config = DataConfig(source=source, paths=(str(tmp_path / name),))
         with pytest.raises(ConfigError) as caught:
-            list(read_pieces(config))
+            list(read_pieces(config, paths_of(config)[0]))
         return str(caught.value)
 
     (tmp_path / "folder").mkdir()
@@ -137,4 +167,4 @@ def test_files_that_cannot_be_read_are_named_and_pipes_are_not_waited_for(tmp_pa
     assert "no .jsonl or .json" in told("pipes", "jsonl")
     (tmp_path / "pipes" / "b.txt").write_text("text beside a pipe")
     config = DataConfig(source="text", paths=(str(tmp_path / "pipes"),))
-    assert list(read_pieces(config)) == [(b"text beside a pipe", True)]
+    assert list(read_pieces(config, tmp_path / "pipes")) == [(b"text beside a pipe", True)]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 HELD_OUT, AVERAGE = "held-out", "average"
 """Names of evaluations that no table defines."""
 
+ROWS = ("jsonl", "parquet", "datasets")
+"""Sources that have rows of named columns."""
 _MOST_PATHS = 10  # number of wrong paths that are listed
 # Keys of the section model that only the zoo's models read.
 _OF_THE_ZOO = (
@@ -81,16 +83,11 @@ def _unused(config: Config) -> Iterator[Problem]:
 
 def documents_unused(given: DocumentsConfig, prefix: str) -> Iterator[tuple[str, str]]:
     """(key, mistake) for names of columns that are not read."""
-    rows = given.source in ("jsonl", "parquet")
-    of = {
-        "text_field": "text", "messages_field": "chat", "prompt_field": "instruction",
-        "completion_field": "instruction",
-    }  # fmt: skip
-    for key, format_ in of.items():
+    for key, format_ in {"text_field": "text", "messages_field": "chat"}.items():
         usual = type(given).model_fields[key].default
-        if getattr(given, key) != usual and not (rows and given.format == format_):
-            needs = f'{prefix}source = "jsonl" or "parquet" and {prefix}format = "{format_}"'
-            yield key, f"of no effect here: it needs {needs}"
+        if getattr(given, key) != usual and not (given.source in ROWS and given.format == format_):
+            needs = f'{prefix}source = "jsonl", "parquet" or "datasets", and {prefix}format = '
+            yield key, f'of no effect here: it needs {needs}"{format_}"'
 
 
 def machine(config: Config, world_size: int) -> Iterator[Problem]:
@@ -185,14 +182,14 @@ def documents_mistakes(
 ) -> Iterator[tuple[str, str]]:
     """(key, mistake) for where documents come from."""
     if given.source == "stdlib" and given.paths:
-        text = f'unused with {prefix}source = "stdlib"; set {prefix}source to "text", "jsonl" or '
-        yield "paths", f'{text}"parquet"'
+        text = f'unused with {prefix}source = "stdlib"; set {prefix}source to "text", "jsonl", '
+        yield "paths", f'{text}"parquet", "datasets" or "tokens"'
     if given.source != "stdlib" and not given.paths:
         yield "paths", f'{prefix}source = "{given.source}" needs at least one file or folder'
     if given.format != "text":
-        if given.source not in ("jsonl", "parquet"):
-            text = f'"{given.format}" needs rows: set {prefix}source to "jsonl" or "parquet"'
-            yield "format", text
+        if given.source not in ROWS:
+            text = f'"{given.format}" needs rows: set {prefix}source to "jsonl", "parquet" or '
+            yield "format", f'{text}"datasets"'
         if tokenizer == "bytes":
             text = f'"{given.format}" needs the chat template of a tokenizer: set data.tokenizer '
             yield "format", f"{text}to a folder that transformers reads"

@@ -41,8 +41,8 @@ _KEYS: dict[str, dict[Rule, str]] = {
     # mixture's weights.
     "data": {
         Rule.FIXED: "sequence_length pack held_out",
-        Rule.FREE: "source paths text_field format messages_field prompt_field completion_field "
-        "tokenizer index index_dir mixture evaluation",
+        Rule.FREE: "source paths text_field format messages_field tokenizer cache_dir mixture "
+        "evaluation",
     },
     "parallel": {
         Rule.TAKEN: "weight sequence pipeline optimizer_ranks expert_weight expert",

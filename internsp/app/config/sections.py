@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -13,6 +13,7 @@ from pydantic import (
 
 from internsp.app.config.optimizers import checked_optimizer, checked_option
 from internsp.base.names import FOLDER_NAME, below
+from internsp.config.former import INSTRUCTION
 from internsp.config.sections import (
     MAX_TIMEOUT_SECONDS,
     Count,
@@ -36,23 +37,26 @@ OptimizerName = Annotated[Text, AfterValidator(checked_optimizer)]
 Option = Annotated[Text, AfterValidator(checked_option)]
 
 
+def _no_instruction(value: Any) -> Any:
+    if value == "instruction":
+        raise ValueError(INSTRUCTION)
+    return value
+
+
 class DocumentsConfig(Section):
     """Where documents come from, and what they are."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet"] = "stdlib"
-    """Where documents come from; stdlib is the Python standard library's own source."""
+    source: Literal["stdlib", "text", "jsonl", "parquet", "datasets", "tokens"] = "stdlib"
+    """Where documents come from. stdlib is Python's own source, datasets a folder that the package
+    datasets has saved, tokens a .bin file with its .idx."""
     paths: Texts = ()
     """Files or folders of the source, from the current folder; unused by stdlib."""
     text_field: Text = "text"
-    """Column of the text in jsonl and parquet files."""
-    format: Literal["text", "chat", "instruction"] = "text"
-    """What a row of jsonl or parquet is; in chats and instructions only the answers are learned."""
+    """Column of the text in jsonl, parquet and datasets."""
+    format: Annotated[Literal["text", "chat"], BeforeValidator(_no_instruction)] = "text"
+    """What a row of jsonl, parquet and datasets is; of a chat only the answers are learned."""
     messages_field: Text = "messages"
     """Column of a chat: a list of messages, each with role and content."""
-    prompt_field: Text = "prompt"
-    """Column of an instruction."""
-    completion_field: Text = "completion"
-    """Column of its answer."""
 
 
 class MixturePart(DocumentsConfig):
@@ -87,10 +91,9 @@ class DataConfig(DocumentsConfig):
     """Pack documents into one sequence, each attending only within itself; false: pad each."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of documents kept for the evaluation loss, from 0 to below 1."""
-    index: Literal["auto", "always", "never"] = "auto"
-    """Keep tokens in an index beside each path, not in memory; auto: of paths from 64 MiB on."""
-    index_dir: Text | None = None
-    """Folder of the indices, on a disk that all ranks see; none: beside the data."""
+    cache_dir: Text | None = None
+    """Folder for the tokens of all paths, on a disk that all ranks see. Without it tokens of paths
+    of 64 MiB or more are beside their path, others in memory."""
     mixture: Annotated[tuple[MixturePart, ...], Field(strict=False, max_length=1000)] = ()
     """Texts to mix by weight, in place of source and paths, each a table [[data.mixture]]."""
     evaluation: Annotated[tuple[EvaluationText, ...], Field(strict=False, max_length=100)] = ()

@@ -1,9 +1,9 @@
 """Token batches whose order depends only on the seed, not on the mesh or the batch size.
 
 Documents are split into a training and a held-out part. Each part is cut into sequences of
-``sequence_length`` tokens (:mod:`internsp.app.data.cut`), and several texts are mixed
-(:mod:`internsp.app.data.mixture`). A batch is a function of the number of sequences used before it,
-so this number is all that a checkpoint must save, and a rank can read any rows of the global batch.
+``sequence_length`` tokens, and several texts are mixed (:mod:`internsp.app.data.order`). A batch is
+a function of the number of sequences used before it, so this number is all that a checkpoint must
+save, and a rank can read any rows of the global batch.
 """
 
 from __future__ import annotations
@@ -14,20 +14,32 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Thread
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from internsp.app.config import Config, DataConfig, DocumentsConfig, MixturePart
-from internsp.app.data.cut import Documents, Row, Rows, counted
-from internsp.app.data.evaluation import Evaluation, evaluations, rows_of_documents
-from internsp.app.data.index import Indices, open_stores, parts_of, prepare
-from internsp.app.data.mixture import Mixture
-from internsp.app.data.store import TokenStore
+from internsp.app.config import Config, DataConfig, DocumentsConfig, EvaluationText, MixturePart
+from internsp.app.data.order import (
+    Documents,
+    Mixture,
+    PackedRows,
+    PaddedRows,
+    Row,
+    Rows,
+    counted,
+)
 from internsp.app.data.tokenizer import Tokenizer, load_tokenizer
+from internsp.app.data.tokens import (
+    Cached,
+    TokenStore,
+    open_stores,
+    parts_of,
+    prepare,
+    result_of,
+)
 from internsp.errors import ConfigError
 
 FILLER = -1
@@ -86,7 +98,6 @@ class Part:
             ConfigError: there is no text, or not enough for one sequence.
         """
         name = given.called if isinstance(given, MixturePart) else ""
-        end = 1 if given.format == "text" else 0
         lengths = np.concatenate([store.lengths() for store in stores])
         if not len(lengths):
             where = list(given.paths) if given.paths else "the standard library"
@@ -96,17 +107,17 @@ class Part:
             )
         digests = None
         if round(data.held_out * len(lengths)):
-            digests = np.concatenate([store.digests() for store in stores])
-        train, held = split(lengths, digests, data.held_out, end)
+            digests = np.concatenate([store.digests for store in stores])
+        train, held = split(lengths, digests, data.held_out, 1 if given.format == "text" else 0)
         order = np.random.default_rng([seed, 0]).permutation(len(train[0]))
-        marked = given.format != "text"
-        made = [
-            Documents.create(stores, begins, sizes, marked)
-            for begins, sizes in ((train[0][order], train[1][order]), held)
-        ]
-        for what, found in zip(("training", "held-out"), made, strict=True):
-            _require_enough(found, what, data, name)
-        rows = [rows_of_documents(found, data, seed, tokenizer) for found in made]
+        rows = []
+        for what, begins, sizes in (
+            ("training", train[0][order], train[1][order]), ("held-out", *held),
+        ):  # fmt: skip
+            found = Documents.create(stores, begins, sizes, given.format != "text")
+            if what == "training" or data.held_out:
+                _require_enough(found, what, data, name)
+            rows.append(_rows_of_documents(found, data, seed, tokenizer))
         if not rows[0].available:
             raise ConfigError("data: no document has two tokens, so that nothing can be predicted")
         weight = given.weight if isinstance(given, MixturePart) else 1.0
@@ -114,8 +125,6 @@ class Part:
 
 
 def _require_enough(found: Documents, what: str, data: DataConfig, name: str) -> None:
-    if what == "held-out" and not data.held_out:
-        return
     least = data.sequence_length if data.pack else 2
     if len(found) < least:
         remedy = "" if what == "training" else ", raise data.held_out (0: no evaluation)"
@@ -127,19 +136,77 @@ def _require_enough(found: Documents, what: str, data: DataConfig, name: str) ->
         )
 
 
+def _rows_of_documents(found: Documents, data: DataConfig, seed: int, tokenizer: Tokenizer) -> Rows:
+    """Sequences of these documents, packed or padded as ``data`` sets."""
+    if data.pack:
+        return PackedRows(found, data.sequence_length, seed)
+    return PaddedRows(found, data.sequence_length, seed, tokenizer.end_of_document)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A named text to evaluate on (``[[data.evaluation]]``), of which nothing is trained on.
+
+    Attributes:
+        name: name in metrics.
+        rows: its sequences, in the order of its documents.
+    """
+
+    name: str
+    rows: Rows
+
+    @classmethod
+    def create(
+        cls,
+        given: EvaluationText,
+        stores: Sequence[TokenStore],
+        data: DataConfig,
+        tokenizer: Tokenizer,
+    ) -> Evaluation:
+        """Cut a text into sequences.
+
+        Raises:
+            ConfigError: there is no text, or not enough for one sequence.
+        """
+        lengths = np.concatenate([store.lengths() for store in stores])
+        begins = np.cumsum(lengths) - lengths
+        found = Documents.create(stores, begins, lengths, given.format != "text")
+        rows = _rows_of_documents(found, data, 0, tokenizer)
+        if not rows.available:
+            least = data.sequence_length if data.pack else 2
+            lower = "set data.sequence_length lower, " * data.pack
+            where = ", ".join(given.paths) or "the standard library"
+            raise ConfigError(
+                f"data.evaluation: {given.name!r} has {len(found)} tokens in {where}, and a "
+                f"sequence takes {least}: give more text, {lower}or leave the table out"
+            )
+        return cls(given.name, rows)
+
+
+def evaluations(data: DataConfig, tokenizer: Tokenizer, cached: Cached) -> tuple[Evaluation, ...]:
+    """All evaluation texts of a configuration, in its order.
+
+    Raises:
+        ConfigError: see :meth:`Evaluation.create`.
+    """
+    return tuple(
+        Evaluation.create(given, open_stores(given, tokenizer, cached), data, tokenizer)
+        for given in data.evaluation
+    )
+
+
 @dataclass
 class DataSource:
     """Batches of a :class:`~internsp.app.config.DataConfig`; the same on every rank and every mesh.
 
     Attributes:
         evaluations: named texts that are only evaluated on.
-        notes: messages for the user about the indices.
+        notes: messages for the user about tokens on disk.
     """
 
     parts: tuple[Part, ...]
     tokenizer: Tokenizer
     global_batch: int
-    sequence_length: int
     held_out_share: float
     seed: int
     notes: tuple[str, ...] = ()
@@ -156,41 +223,31 @@ class DataSource:
         global_batch: int,
         seed: int = 0,
         tokenizer: Tokenizer | None = None,
-        indices: Indices | None = None,
+        cached: Cached | None = None,
     ) -> DataSource:
         """Read or open all texts and split them.
 
         Args:
             tokenizer: the tokenizer of ``config``, if it is already loaded.
-            indices: the result of :func:`internsp.app.data.index.prepare`; ``None``: make them.
+            cached: the result of :func:`internsp.app.data.tokens.prepare`; ``None``: call it.
 
         Raises:
             ConfigError: paths are missing, there is no text, or not enough for one sequence.
-            MachineError: there is no disk space for an index.
+            MachineError: there is no disk space for the tokens of a large text.
             MissingDependencyError: an optional package is needed; gives the install command.
         """
         tokenizer = tokenizer or load_tokenizer(config.tokenizer)
         notes: list[str] = []
-        if indices is None:
-            indices, notes = result_of(prepare(config, tokenizer))
+        if cached is None:
+            cached, notes = result_of(prepare(config, tokenizer))
         parts = tuple(
-            Part.create(given, open_stores(given, tokenizer, indices), config, tokenizer, seed)
+            Part.create(given, open_stores(given, tokenizer, cached), config, tokenizer, seed)
             for given in parts_of(config)
         )
         return cls(
-            parts, tokenizer, global_batch, config.sequence_length, config.held_out, seed,
-            tuple(notes), evaluations(config, tokenizer, indices),
+            parts, tokenizer, global_batch, config.held_out, seed, tuple(notes),
+            evaluations(config, tokenizer, cached),
         )  # fmt: skip
-
-    @property
-    def vocab_size(self) -> int:
-        """The smallest ``model.vocab_size`` that covers every id."""
-        return self.tokenizer.vocab_size
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the texts that are mixed."""
-        return tuple(part.name for part in self.parts)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -200,7 +257,7 @@ class DataSource:
         for part in self.parts:
             digest.update(f"{part.weight!r} {len(part.stores)}".encode())
             for store in part.stores:
-                digest.update(f"{store.digest} {store.documents}".encode())
+                digest.update(f"{store.digest()} {len(store.digests)}".encode())
         digest.update(f"{self.seed} {self.held_out_share!r}".encode())
         return digest.hexdigest()
 
@@ -268,30 +325,29 @@ class DataSource:
         the text has fewer. In a mixture each text has its share. Yields nothing if
         ``data.held_out`` is 0.
         """
-        if any(part.held_out is None for part in self.parts):
+        texts = [part.held_out for part in self.parts if part.held_out is not None]
+        if len(texts) < len(self.parts):
             return
-        total = batches * self.global_batch
-        for wanted in self._rows_of_batches(batches, rows):
-            yield Batch.of([self._held_out_row(row, total) for row in wanted])
+
+        def row(number: int, total: int) -> Row:
+            text, own, of = self._mixture.even(number, total)
+            return texts[text].even(own, of)
+
+        yield from self._evenly(row, batches, rows)
 
     def evaluation_batches(
         self, text: Evaluation, batches: int, rows: slice | None = None
     ) -> Iterator[Batch]:
         """As :meth:`held_out_batches`, for one of :attr:`evaluations`."""
-        total = batches * self.global_batch
-        for wanted in self._rows_of_batches(batches, rows):
-            yield Batch.of([text.rows.even(row, total) for row in wanted])
+        return self._evenly(text.rows.even, batches, rows)
 
-    def _rows_of_batches(self, batches: int, rows: slice | None) -> Iterator[range]:
+    def _evenly(
+        self, row: Callable[[int, int], Row], batches: int, rows: slice | None
+    ) -> Iterator[Batch]:
         size = self.global_batch
-        for index in range(batches):
-            yield range(index * size, (index + 1) * size)[rows or slice(None)]
-
-    def _held_out_row(self, number: int, total: int) -> Row:
-        part, own, of = self._mixture.even(number, total)
-        held_out = self.parts[part].held_out
-        assert held_out is not None, "held_out_batches has checked it"
-        return held_out.even(own, of)
+        for first in range(0, batches * size, size):
+            wanted = range(first, first + size)[rows or slice(None)]
+            yield Batch.of([row(number, batches * size) for number in wanted])
 
 
 class Ahead(Generic[_Made]):
@@ -327,15 +383,6 @@ class Ahead(Generic[_Made]):
         if begun is None or begun[0] != taken:
             return self._make(taken)
         return begun[1].result()
-
-
-def result_of(work: Any) -> Any:
-    """Run a generator to its end and return its return value."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            return end.value
 
 
 Views = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -374,7 +421,7 @@ def split(
     return (begins[~held], lengths[~held]), (begins[ranked], lengths[ranked])
 
 
-def vocabulary_mistake(config: Config, tokenizer: Tokenizer | DataSource) -> ConfigError:
+def vocabulary_mistake(config: Config, tokenizer: Tokenizer) -> ConfigError:
     """The error if the model's vocabulary is smaller than the tokenizer's."""
     return ConfigError(
         f"model.vocab_size: {config.model.vocab_size} is less than the {tokenizer.vocab_size} ids "

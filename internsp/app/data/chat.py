@@ -1,4 +1,4 @@
-"""Chats and instructions: token ids from the tokenizer's chat template, and which tokens count.
+"""Chats: token ids from the tokenizer's chat template, and which tokens count.
 
 Only the assistant's tokens count in the loss: its messages and the ends of its turns. If the
 template marks them (``{% generation %}``), the marks are used. Otherwise a message's tokens are
@@ -9,7 +9,7 @@ earlier messages is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,14 @@ from typing import Any
 import numpy as np
 
 from internsp.app.config import DocumentsConfig
-from internsp.app.data.rows import SUFFIXES, file_rows, required, text_of
-from internsp.app.data.text import check_paths, files_of
-from internsp.app.data.tokenizer import FolderTokenizer, Tokenizer, Tokens, smallest_dtype
+from internsp.app.data.documents import read_rows
+from internsp.app.data.tokenizer import (
+    FolderTokenizer,
+    Tokenizer,
+    Tokens,
+    required,
+    smallest_dtype,
+)
 from internsp.errors import ConfigError
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the same expression as in transformers
@@ -27,9 +32,9 @@ Message = Mapping[str, Any]
 
 
 def conversations(
-    given: DocumentsConfig, tokenizer: Tokenizer, paths: Iterable[str] | None = None
+    given: DocumentsConfig, tokenizer: Tokenizer, path: Path
 ) -> Iterator[tuple[Tokens, bool]]:
-    """One document for each row, in order, as marked ids (:func:`marked`).
+    """One document for each row of a path, in order, as marked ids (:func:`marked`).
 
     Rows without a token that counts are left out: nothing could be learned from them.
 
@@ -38,46 +43,16 @@ def conversations(
             refuses it; names the file and the row.
     """
     template = _Template(tokenizer)
-    check_paths(given)
     dtype = smallest_dtype(2 * tokenizer.vocab_size)
-    for path in map(Path, given.paths if paths is None else paths):
-        for file in files_of(given, path):
-            for where, messages in _messages(given, file):
-                ids, counts = template.apply(messages, where)
-                if any(counts):
-                    yield marked(ids, counts).astype(dtype), True
+    for where, value in read_rows(given, path):
+        ids, counts = template.apply(_checked(value, given.messages_field, where), where)
+        if any(counts):
+            yield marked(ids, counts).astype(dtype), True
 
 
 def marked(ids: Sequence[int], counts: Sequence[int]) -> Tokens:
     """Encode each id and whether it counts in one number: twice the id, plus one if it counts."""
     return np.asarray(ids, np.int64) * 2 + np.asarray(counts, np.int64)
-
-
-def _messages(given: DocumentsConfig, file: Path) -> Iterator[tuple[str, list[Message]]]:
-    fields = columns(given)
-    for number, row in file_rows(file, given.source, fields):
-        where = f"{file}, row {number}"
-        if given.format == "chat":
-            yield where, _checked(row.get(given.messages_field), given.messages_field, where)
-            continue
-        prompt, answer = (text_of(file, number, row, *pair) for pair in fields.items())
-        yield where, [
-            {"role": "user", "content": prompt}, {"role": "assistant", "content": answer},
-        ]  # fmt: skip
-
-
-def columns(given: DocumentsConfig) -> dict[str, str]:
-    """The columns that documents are read from, by the configuration keys that name them."""
-    if given.source not in SUFFIXES:
-        return {}
-    if given.format == "chat":
-        return {"messages_field": given.messages_field}
-    if given.format == "instruction":
-        return {
-            "prompt_field": given.prompt_field,
-            "completion_field": given.completion_field,
-        }
-    return {"text_field": given.text_field}
 
 
 def _checked(messages: Any, field: str, where: str) -> list[Message]:
@@ -107,9 +82,8 @@ class _Template:
                 text = self._own.get_chat_template()
         if text is None:
             raise ConfigError(
-                'data.format: "chat" and "instruction" need the chat template of a tokenizer, and '
-                "data.tokenizer has none: give a folder that transformers reads, with "
-                "chat_template.jinja"
+                'data.format: "chat" needs the chat template of a tokenizer, and data.tokenizer '
+                "has none: give a folder that transformers reads, with chat_template.jinja"
             )
         self._text, self._marks = text, bool(_MARKED.search(text))
 

@@ -7,6 +7,7 @@ Text is tokenized in pieces, so that a document may be larger than memory: docum
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,8 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from internsp.app.data.rows import required
-from internsp.errors import ConfigError
+from internsp.errors import ConfigError, MissingDependencyError
 
 Tokens = NDArray[Any]
 
@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_pieces(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
-        """Ids of each piece, in order, in the smallest unsigned dtype that holds them."""
+        """Ids of each piece, in order, in :func:`smallest_dtype`."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -90,13 +90,37 @@ class ByteTokenizer:
         return "bytes"
 
 
-class _Batched:
-    """Base of tokenizers that encode many pieces at once, in threads of their own."""
+class _OfALibrary:
+    """Base of tokenizers that encode many texts at once, in threads of their own. Errors of the
+    library, also its panics, are :class:`ConfigError`.
 
-    vocab_size: int
+    Args:
+        path: the tokenizer's file or folder.
+        size: number of its ids.
+        end: the id that ends a document; ``None``: one more id after its last.
+    """
+
+    def __init__(self, path: str, size: int, end: int | None) -> None:
+        self.path = path
+        self.end_of_document = size if end is None else end
+        self.vocab_size = max(size, self.end_of_document + 1)
 
     def _ids(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        """Ids of each text, without the tokenizer's own begin and end tokens."""
         raise NotImplementedError
+
+    def _text(self, ids: list[int]) -> str:
+        """Text of ``ids`` without special tokens."""
+        raise NotImplementedError
+
+    def encode(self, text: str) -> list[int]:
+        """See :class:`Tokenizer`."""
+        (ids,) = self._ids([text])
+        return list(ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See :class:`Tokenizer`."""
+        return self._text([int(i) for i in ids if i != self.end_of_document])
 
     def encode_pieces(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
         """Ids of each piece; bytes that are not UTF-8 are replaced."""
@@ -108,18 +132,18 @@ class _Batched:
             if len(chunk) == _ENCODE_AT_ONCE or size >= _ENCODE_BYTES:
                 yield from self._encode_chunk(chunk)
                 chunk, size = [], 0
-        yield from self._encode_chunk(chunk)
+        if chunk:
+            yield from self._encode_chunk(chunk)
 
     def _encode_chunk(self, chunk: list[Piece]) -> Iterator[tuple[Tokens, bool]]:
-        if not chunk:
-            return
-        found = self._ids([piece.text.decode(errors="replace") for piece in chunk])
+        with _tokenizer_errors(self.path, "cannot encode the text"):
+            found = self._ids([piece.text.decode(errors="replace") for piece in chunk])
         dtype = smallest_dtype(self.vocab_size)
         for piece, ids in zip(chunk, found, strict=True):
             yield np.asarray(ids, dtype=dtype), piece.ends
 
 
-class FileTokenizer(_Batched):
+class FileTokenizer(_OfALibrary):
     """A ``tokenizers`` JSON file. The end of a document is a usual end token of the file
     (``<|endoftext|>``, ``</s>``, ...), else one more id after the file's last.
 
@@ -133,35 +157,24 @@ class FileTokenizer(_Batched):
         if not os.path.isfile(path):
             raise ConfigError(f"data.tokenizer: there is no file {path!r}")
         with _tokenizer_errors(path, "is not a tokenizer"):
-            self._tokenizer = tokenizers.Tokenizer.from_file(path)
-        self._path = path
-        size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
-        known = (self._tokenizer.token_to_id(name) for name in _END_OF_DOCUMENT_NAMES)
-        self.end_of_document: int = next((i for i in known if i is not None), size)
-        self.vocab_size = max(size, self.end_of_document + 1)
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of ``text`` without the file's own begin and end tokens."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+            self._own = tokenizers.Tokenizer.from_file(path)
+        known = (self._own.token_to_id(name) for name in _END_OF_DOCUMENT_NAMES)
+        end = next((i for i in known if i is not None), None)
+        super().__init__(path, int(self._own.get_vocab_size(with_added_tokens=True)), end)
 
     def _ids(self, texts: list[str]) -> Iterable[Sequence[int]]:
-        with _tokenizer_errors(self._path, "cannot encode the text"):
-            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return (encoding.ids for encoding in encodings)
+        return (found.ids for found in self._own.encode_batch(texts, add_special_tokens=False))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` without special tokens."""
-        inside = [int(i) for i in ids if i != self.end_of_document]
-        text: str = self._tokenizer.decode(inside, skip_special_tokens=True)
+    def _text(self, ids: list[int]) -> str:
+        text: str = self._own.decode(ids, skip_special_tokens=True)
         return text
 
     def fingerprint(self) -> str:
         """Digest of the file."""
-        return hashlib.blake2b(Path(self._path).read_bytes(), digest_size=16).hexdigest()
+        return hashlib.blake2b(Path(self.path).read_bytes(), digest_size=16).hexdigest()
 
 
-class FolderTokenizer(_Batched):
+class FolderTokenizer(_OfALibrary):
     """A folder from which ``transformers`` loads a tokenizer; it may have a chat template. The end
     of a document is the tokenizer's end of sequence, else one more id after its last. Code in the
     folder is not executed.
@@ -180,27 +193,16 @@ class FolderTokenizer(_Batched):
             self.transformers = library.AutoTokenizer.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False
             )
-        self.path = path
-        end, size = self.transformers.eos_token_id, len(self.transformers)
-        self.end_of_document: int = size if end is None else int(end)
-        self.vocab_size = max(size, self.end_of_document + 1)
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of ``text`` without the tokenizer's own begin and end tokens."""
-        ids: list[int] = self.transformers.encode(text, add_special_tokens=False)
-        return ids
+        super().__init__(path, len(self.transformers), self.transformers.eos_token_id)
 
     def _ids(self, texts: list[str]) -> Iterable[Sequence[int]]:
-        with _tokenizer_errors(self.path, "cannot encode the text"):
-            ids: list[list[int]] = self.transformers(
-                texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-            )["input_ids"]
+        ids: list[list[int]] = self.transformers(
+            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` without special tokens."""
-        inside = [int(i) for i in ids if i != self.end_of_document]
-        text: str = self.transformers.decode(inside, skip_special_tokens=True)
+    def _text(self, ids: list[int]) -> str:
+        text: str = self.transformers.decode(ids, skip_special_tokens=True)
         return text
 
     def fingerprint(self) -> str:
@@ -263,12 +265,27 @@ def load_tokenizer(name: str) -> Tokenizer:
     return FolderTokenizer(name) if os.path.isdir(name) else FileTokenizer(name)
 
 
-def smallest_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
-    """The smallest unsigned integer dtype that holds every id below ``vocab_size``."""
+def smallest_dtype(vocab_size: int) -> Any:
+    """The smallest dtype of a ``.bin`` file that holds every id below ``vocab_size``."""
     for dtype in (np.uint8, np.uint16):
         if vocab_size - 1 <= np.iinfo(dtype).max:
             return dtype
-    return np.uint32
+    return np.int32  # a .bin file has no uint32
+
+
+def required(package: str, wanted_by: str) -> Any:
+    """Import the optional ``package``.
+
+    Raises:
+        MissingDependencyError: it is not installed; gives the install command.
+    """
+    name = package.partition(".")[0]
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{wanted_by} needs the package {name!r}: pip install {name}"
+        ) from error
 
 
 @contextmanager

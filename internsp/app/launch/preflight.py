@@ -189,8 +189,9 @@ def _model(config: Config, output: Path) -> Iterable[InternspError]:
 def _text(config: Config, output: Path) -> Iterable[InternspError]:
     """Read a small text as the ranks will; of a larger one the first document of each path."""
     from internsp.app.data.batches import vocabulary_mistake
-    from internsp.app.data.index import encoded, parts_of
+    from internsp.app.data.documents import paths_of
     from internsp.app.data.tokenizer import load_tokenizer
+    from internsp.app.data.tokens import encoded, parts_of
 
     data, model = config.data, config.model
     tokenizer = load_tokenizer(data.tokenizer)
@@ -201,18 +202,16 @@ def _text(config: Config, output: Path) -> Iterable[InternspError]:
     if not parts:
         return []
     if _size_of(path for part in parts for path in part.paths) <= _SMALL_TEXT:
-        from internsp.app.data.batches import DataSource
-        from internsp.app.data.evaluation import evaluations
+        from internsp.app.data.batches import DataSource, evaluations
 
-        # Nothing is written before a run: the run itself makes its indices.
-        in_memory = data.model_copy(update={"index": "never"})
+        # Nothing is written before a run: all tokens are in memory.
         if all(part.source == "stdlib" for part in trained):
-            evaluations(in_memory, tokenizer, {})
+            evaluations(data, tokenizer, {})
         else:
-            DataSource.create(in_memory, global_batch=1, tokenizer=tokenizer)
+            DataSource.create(data, global_batch=1, tokenizer=tokenizer, cached={})
         return []
     for part in parts:
-        for path in part.paths:
+        for path in paths_of(part):
             next(iter(encoded(part, tokenizer, path)), None)
     return []
 

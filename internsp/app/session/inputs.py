@@ -1,4 +1,4 @@
-"""The training data on all ranks: rank 0 makes the index files, then all ranks open them."""
+"""The training data on all ranks: rank 0 makes the tokens of large texts, then all open them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from internsp.app.config import Config
 from internsp.app.data.batches import DataSource, vocabulary_mistake
-from internsp.app.data.index import prepare
 from internsp.app.data.tokenizer import Tokenizer, load_tokenizer
+from internsp.app.data.tokens import prepare
 from internsp.failure.objects import Objects
 from internsp.mesh import ParallelMesh
 
-_LOOK_SECONDS = 5.0  # between messages to the ranks that wait for an index
+_LOOK_SECONDS = 5.0  # between messages to the ranks that wait for tokens
 
 
 def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
@@ -23,14 +23,14 @@ def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
     Raises:
         ConfigError: on every rank: see :meth:`DataSource.create`; or the text has ids that the
             model's vocabulary lacks.
-        InternspError: on every rank: a rank cannot see an index that rank 0 made.
+        InternspError: on every rank: a rank cannot see tokens that rank 0 made.
     """
     loaded: list[Tokenizer] = []
     Objects().on_every(lambda: loaded.append(load_tokenizer(config.data.tokenizer)))
     tokenizer = loaded[0]
     if tokenizer.vocab_size > config.model.vocab_size:
         raise vocabulary_mistake(config, tokenizer)
-    indices, notes = _prepare_indices(config, tokenizer, mesh)
+    cached, notes = _prepare_tokens(config, tokenizer, mesh)
     made: list[DataSource] = []
 
     def open_data() -> None:
@@ -40,7 +40,7 @@ def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
                 global_batch=config.train.global_batch,
                 seed=config.train.seed,
                 tokenizer=tokenizer,
-                indices=indices,
+                cached=cached,
             )
         )
 
@@ -50,8 +50,8 @@ def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
     return source
 
 
-def _prepare_indices(config: Config, tokenizer: Tokenizer, mesh: ParallelMesh) -> Any:
-    """Make the missing indices on rank 0. It sends the other ranks a message every few seconds, so
+def _prepare_tokens(config: Config, tokenizer: Tokenizer, mesh: ParallelMesh) -> Any:
+    """Make the missing tokens on rank 0. It sends the other ranks a message every few seconds, so
     that none waits in a collective for longer than its timeout, however large the data are."""
     work = prepare(config.data, tokenizer) if dist.get_rank() == 0 else None
     pause = min(_LOOK_SECONDS, mesh.timeout_seconds / 4)
