@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from internsp.app.config import DataConfig
+from internsp.app.config import DataConfig, load_config
 from internsp.app.data import tokens
 from internsp.app.data.batches import DataSource
 from internsp.app.data.order import Row
@@ -100,6 +100,15 @@ def test_a_chat_is_what_its_template_says_and_the_assistants_words_count(
     assert [WORDS[n] for n in labels if n != -100] == COUNTS
     assert {layout.total_valid_tokens for layout in layouts} == {len(COUNTS)}
     assert made.tokens_of_a_sequence == len(COUNTS)
+
+
+def test_the_command_takes_the_folder_of_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    data = {"source": "jsonl", "paths": [str(tmp_path / "rows.jsonl")], "format": "chat",
+            "tokenizer": str(tokenizer_folder(tmp_path))}  # fmt: skip
+    assert load_config({"data": data}, world_size=1).data.tokenizer == data["tokenizer"]
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: neither a file nor a fol"):
+        load_config({"data": {"tokenizer": "/dev/null"}}, world_size=1)
 
 
 def test_chats_are_packed_and_mixed_with_text_and_each_text_counts_as_it_should(

@@ -171,7 +171,7 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         (
             '[data]\ntokenizer = "no.json"',
             1,
-            'data.tokenizer: no such file: no.json (or "bytes" for no tokenizer)',
+            'data.tokenizer: no such file or folder: no.json (or "bytes" for no tokenizer)',
         ),
         (
             "[data]\nsequence_length = 2\n[parallel]\nsequence = 3",

@@ -390,13 +390,8 @@ def _files(config: Config) -> Iterator[Problem]:
         unfit[_MOST_PATHS:] = [f"and {len(unfit) - _MOST_PATHS} more that cannot be read"]
     for mistake in unfit:
         yield Problem(("data.paths",), mistake)
-    if data.tokenizer != "bytes":
-        if mistake := _missing(data.tokenizer, "file"):
-            text = f'{mistake} (or "bytes" for no tokenizer)'
-            yield Problem(("data.tokenizer",), text)
-        elif not Path(data.tokenizer).is_file():
-            text = f'not a file: {data.tokenizer} (or "bytes" for no tokenizer)'
-            yield Problem(("data.tokenizer",), text)
+    if data.tokenizer != "bytes" and (mistake := _unfit_text(data.tokenizer)):
+        yield Problem(("data.tokenizer",), f'{mistake} (or "bytes" for no tokenizer)')
     if resume is not None and (mistake := _missing(resume, "checkpoint")):
         yield Problem(("checkpoint.resume",), mistake)
 
