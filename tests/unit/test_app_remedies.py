@@ -284,7 +284,7 @@ DATA: Table = {
         "give the tokenizer that made the tokens":
             ON_DISK + "test_a_users_own_pair_is_read_where_it_lies",
     },
-    "data.paths: {error}; give a .bin file": {
+    "data.paths: {reason}; give a .bin file": {
         "give a .bin file with its .idx":
             ON_DISK + "test_a_users_own_pair_is_read_where_it_lies",
     },

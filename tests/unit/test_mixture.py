@@ -107,7 +107,7 @@ def vars_of(source: DataSource) -> dict[str, object]:
 
 def reweighted(source: DataSource):
     for part in source.parts:
-        yield type(part)(part.name, part.weight + 1, part.stores, part.train, part.held_out)
+        yield type(part)(part.name, part.weight + 1, part.train, part.held_out)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,10 @@ def source(path: Path, kind: str = "jsonl", least: int = 0, **changes: object) -
 IN_MEMORY = 1 << 40
 
 
+def stores(given: DataSource) -> tuple[TokenStore, ...]:
+    return given.parts[0].train.documents.stores
+
+
 def folders(folder: Path) -> list[Path]:
     return sorted(folder.glob(".*.tokens*"))
 
@@ -88,7 +92,7 @@ def test_tokens_on_disk_give_the_sequences_that_memory_gives(
     assert len(folders(tmp_path / "data")) == 1
     require_same(one, other)
     (note,) = one.notes
-    assert f"{len(one.parts[0].stores[0].ids):,} tokens in 60 documents, made in" in note
+    assert f"{len(stores(one)[0].ids):,} tokens in 60 documents, made in" in note
     assert not other.notes
     # A text whose tokens are on disk goes on as the same tokens, given themselves.
     (pair,) = (tmp_path / "data").glob(".*/tokens.bin")
@@ -133,7 +137,7 @@ def test_a_users_own_pair_is_read_where_it_lies(least: int, tmp_path: Path) -> N
         tmp_path / "a.bin", [[1, 2], [3, END]], [[4, 5, 6]], [[]], [], [[7] * 40, [END]], [[8, END]]
     )
     made = source(given, "tokens", least, held_out=0.0, pack=False, sequence_length=8)
-    (store,) = made.parts[0].stores
+    (store,) = stores(made)
     assert store.lengths().tolist() == [4, 3, 41, 2]
     assert store.ids.tolist() == [1, 2, 3, END, 4, 5, 6, *[7] * 40, END, 8, END]
     padded = [1, 2, 3, *[END] * 5]
@@ -148,10 +152,10 @@ def test_a_users_own_pair_is_read_where_it_lies(least: int, tmp_path: Path) -> N
     pair(tmp_path / "more" / "a.bin", [[1, 2, 3, END]], dtype="<u2", code=8)
     pair(tmp_path / "more" / "b.bin", [[4, 5, 6]])
     both = source(tmp_path / "more", "tokens", least, held_out=0.0, sequence_length=2)
-    assert [store.ids.tolist() for store in both.parts[0].stores] == [[1, 2, 3, END], [4, 5, 6]]
+    assert [store.ids.tolist() for store in stores(both)] == [[1, 2, 3, END], [4, 5, 6]]
     alone = pair(tmp_path / "c.bin", [[1, 2, 3, END]])
-    found = source(alone, "tokens", least, held_out=0.0, sequence_length=2).parts[0].stores[0]
-    assert found.digest() == both.parts[0].stores[0].digest()
+    (found,) = stores(source(alone, "tokens", least, held_out=0.0, sequence_length=2))
+    assert found.digest() == stores(both)[0].digest()
 
 
 @pytest.mark.parametrize("least", [0, IN_MEMORY], ids=["mapped", "in memory"])

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from internsp.app.config import Config, DataConfig, DocumentsConfig, EvaluationText, MixturePart
+from internsp.app.config import Config, DataConfig, DocumentsConfig, MixturePart
 from internsp.app.data.order import (
     Documents,
     Mixture,
@@ -77,13 +77,11 @@ class Part:
     Attributes:
         name: name in metrics.
         weight: its share, relative to the others' weights.
-        stores: its tokens.
-        train, held_out: sequences cut from them.
+        train, held_out: its sequences.
     """
 
     name: str
     weight: float
-    stores: tuple[TokenStore, ...]
     train: Rows
     held_out: Rows | None
 
@@ -121,7 +119,7 @@ class Part:
         if not rows[0].available:
             raise ConfigError("data: no document has two tokens, so that nothing can be predicted")
         weight = given.weight if isinstance(given, MixturePart) else 1.0
-        return cls(name, weight, tuple(stores), rows[0], rows[1] if rows[1].available else None)
+        return cls(name, weight, rows[0], rows[1] if rows[1].available else None)
 
 
 def _require_enough(found: Documents, what: str, data: DataConfig, name: str) -> None:
@@ -143,8 +141,7 @@ def _rows_of_documents(found: Documents, data: DataConfig, seed: int, tokenizer:
     return PaddedRows(found, data.sequence_length, seed, tokenizer.end_of_document)
 
 
-@dataclass(frozen=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """A named text to evaluate on (``[[data.evaluation]]``), of which nothing is trained on.
 
     Attributes:
@@ -155,19 +152,16 @@ class Evaluation:
     name: str
     rows: Rows
 
-    @classmethod
-    def create(
-        cls,
-        given: EvaluationText,
-        stores: Sequence[TokenStore],
-        data: DataConfig,
-        tokenizer: Tokenizer,
-    ) -> Evaluation:
-        """Cut a text into sequences.
 
-        Raises:
-            ConfigError: there is no text, or not enough for one sequence.
-        """
+def evaluations(data: DataConfig, tokenizer: Tokenizer, cached: Cached) -> tuple[Evaluation, ...]:
+    """All evaluation texts of a configuration, in its order.
+
+    Raises:
+        ConfigError: there is no text in one of them, or not enough for one sequence.
+    """
+    made = []
+    for given in data.evaluation:
+        stores = open_stores(given, tokenizer, cached)
         lengths = np.concatenate([store.lengths() for store in stores])
         begins = np.cumsum(lengths) - lengths
         found = Documents.create(stores, begins, lengths, given.format != "text")
@@ -180,19 +174,8 @@ class Evaluation:
                 f"data.evaluation: {given.name!r} has {len(found)} tokens in {where}, and a "
                 f"sequence takes {least}: give more text, {lower}or leave the table out"
             )
-        return cls(given.name, rows)
-
-
-def evaluations(data: DataConfig, tokenizer: Tokenizer, cached: Cached) -> tuple[Evaluation, ...]:
-    """All evaluation texts of a configuration, in its order.
-
-    Raises:
-        ConfigError: see :meth:`Evaluation.create`.
-    """
-    return tuple(
-        Evaluation.create(given, open_stores(given, tokenizer, cached), data, tokenizer)
-        for given in data.evaluation
-    )
+        made.append(Evaluation(given.name, rows))
+    return tuple(made)
 
 
 @dataclass
@@ -255,8 +238,9 @@ class DataSource:
         machines, or in a resumed run, if and only if the data are equal."""
         digest = hashlib.blake2b(digest_size=16)
         for part in self.parts:
-            digest.update(f"{part.weight!r} {len(part.stores)}".encode())
-            for store in part.stores:
+            stores = part.train.documents.stores
+            digest.update(f"{part.weight!r} {len(stores)}".encode())
+            for store in stores:
                 digest.update(f"{store.digest()} {len(store.digests)}".encode())
         digest.update(f"{self.seed} {self.held_out_share!r}".encode())
         return digest.hexdigest()
@@ -432,16 +416,8 @@ def vocabulary_mistake(config: Config, tokenizer: Tokenizer) -> ConfigError:
 def rows_of(
     global_batch: int, *, micro_batches: int, micro_batch: int, data: int, data_rank: int
 ) -> slice:
-    """Rows of the global batch that data rank ``data_rank`` computes in one micro-batch.
-
-    Raises:
-        ConfigError: ``global_batch`` is not divisible by micro-batches times data ranks.
-    """
-    each, rest = divmod(global_batch, micro_batches * data)
-    if rest or not each:
-        raise ConfigError(
-            f"train.global_batch {global_batch} does not divide by train.micro_batches "
-            f"{micro_batches} x {data} data ranks"
-        )
+    """Rows of the global batch that data rank ``data_rank`` computes in one micro-batch; a
+    configuration's batch is a multiple of micro-batches times data ranks."""
+    each = global_batch // (micro_batches * data)
     first = (micro_batch * data + data_rank) * each
     return slice(first, first + each)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,51 +42,33 @@ class Piece(NamedTuple):
     ends: bool
 
 
-class Tokenizer(Protocol):
-    """Converts text to ids and back; ``end_of_document`` is the id put after each document."""
-
-    vocab_size: int
-    end_of_document: int
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of ``text``, without an end of document."""
-        ...
-
-    def encode_pieces(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
-        """Ids of each piece, in order, in :func:`smallest_dtype`."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``; ends of documents are left out, broken characters replaced."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Digest of everything that determines the ids."""
-        ...
-
-
 class ByteTokenizer:
-    """Each byte is its own id; 256 ends a document."""
+    """Each byte is its own id; 256 ends a document.
+
+    Attributes:
+        vocab_size: number of ids.
+        end_of_document: the id put after each document.
+    """
 
     vocab_size = 257
     end_of_document = 256
 
     def encode(self, text: str) -> list[int]:
-        """UTF-8 bytes of ``text``."""
+        """Ids of ``text``, without an end of document."""
         return list(text.encode())
 
     def encode_pieces(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
-        """Ids as ``uint16`` (256 does not fit into a byte)."""
+        """Ids of each piece, in order, in :func:`smallest_dtype`, and whether its document ends."""
         return (
             (np.frombuffer(text, dtype=np.uint8).astype(np.uint16), ends) for text, ends in pieces
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids below 256."""
+        """Text of ``ids``; ends of documents are left out, broken characters replaced."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def fingerprint(self) -> str:
-        """A constant name."""
+        """Digest of everything that determines the ids."""
         return "bytes"
 
 
@@ -114,12 +96,12 @@ class _OfALibrary:
         raise NotImplementedError
 
     def encode(self, text: str) -> list[int]:
-        """See :class:`Tokenizer`."""
+        """See :class:`ByteTokenizer`."""
         (ids,) = self._ids([text])
         return list(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See :class:`Tokenizer`."""
+        """See :class:`ByteTokenizer`."""
         return self._text([int(i) for i in ids if i != self.end_of_document])
 
     def encode_pieces(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
@@ -214,6 +196,8 @@ class FolderTokenizer(_OfALibrary):
             digest.update(file.read_bytes())
         return digest.hexdigest()
 
+
+Tokenizer = ByteTokenizer | FileTokenizer | FolderTokenizer
 
 BYTES_END = "<|endoftext|>"
 """The name of id 256 in :func:`byte_tokenizer_files`."""

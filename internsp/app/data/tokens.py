@@ -101,15 +101,12 @@ class TokenStore:
             )
         if not ends or documents[0] != 0 or documents[-1] != count:
             raise ValueError(f"{index} lists documents that are not its sequences")
-        none: Any = np.zeros((0, 2), ">u8")
-        made = cls(_map(pair, dtype, tokens), sequences, documents, none)
-        if digests is None:
-            return made
-        lengths = len(made.lengths())
-        if digests.stat().st_size != 16 * lengths:
+        numbers = 0 if digests is None else digests.stat().st_size // 8
+        found = _map(digests or pair, ">u8", numbers).reshape(-1, 2)
+        made = cls(_map(pair, dtype, tokens), sequences, documents, found)
+        if digests is not None and len(found) != len(made.lengths()):
             raise ValueError(f"{digests} was cut")
-        found = _map(digests, ">u8", 2 * lengths).reshape(-1, 2)
-        return cls(made.ids, sequences, documents, found)
+        return made
 
     def lengths(self) -> NDArray[np.int64]:
         """``[n]``, number of tokens of each document, with its end; empty ones are left out."""
@@ -187,11 +184,13 @@ def _documents_of_pair(path: Path, tokenizer: Tokenizer) -> Read:
     try:
         store = TokenStore.mapped(path)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"data.paths: {error}; give a .bin file with its .idx") from error
+        reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        raise ConfigError(f"data.paths: {reason}; give a .bin file with its .idx") from error
     dtype, end = smallest_dtype(tokenizer.vocab_size), tokenizer.end_of_document
-    for stop, count in zip(np.cumsum(store.lengths()).tolist(), store.lengths(), strict=True):
+    lengths = store.lengths()
+    for stop, count in zip(map(int, np.cumsum(lengths)), map(int, lengths), strict=True):
         digest = hashlib.blake2b(digest_size=16)
-        for at in range(stop - int(count), stop, _AT_ONCE):
+        for at in range(stop - count, stop, _AT_ONCE):
             given, last = store.ids[at : min(at + _AT_ONCE, stop)], at + _AT_ONCE >= stop
             if given.min() < 0 or given.max() >= tokenizer.vocab_size:
                 raise ConfigError(
@@ -231,11 +230,7 @@ def _key(given: DocumentsConfig, tokenizer: Tokenizer) -> str:
 
 
 def _state_of(given: DocumentsConfig, path: Path) -> tuple[str, int]:
-    """Digest of the names, sizes and modification times of a path's files, and their bytes.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
+    """Digest of the names, sizes and modification times of a path's files, and their bytes."""
     digest, total = hashlib.blake2b(digest_size=6), 0
     index = [path.with_suffix(".idx")] if given.source == "tokens" else []
     for file in [*files_of(given, path), *index]:
@@ -294,7 +289,6 @@ def _made(
     try:
         store = _opened(given, path, folder)
     except (ValueError, OSError):  # there is none, or it was cut
-        shutil.rmtree(folder, ignore_errors=True)
         try:
             yield from _write(given, tokenizer, path, folder)
         except OSError as error:
@@ -326,10 +320,14 @@ def _write(
             file.write(digests.data)
         if f".{_state_of(given, path)[0]}." not in folder.name:
             raise ConfigError(f"data.paths: {path} was changed while its tokens were made")
+        with suppress(ValueError, OSError):
+            _opened(given, path, folder)  # another run has made the same meanwhile
+            return
+        shutil.rmtree(folder, ignore_errors=True)
         try:
             partial.rename(folder)
         except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another run made the same
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another run, just now
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
