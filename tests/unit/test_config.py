@@ -566,7 +566,7 @@ def test_rows_of_two_columns_are_answered_with_the_line_that_makes_chats_of_them
         assert re.search(told.replace(r"\.format: ", ".*"), str(problem))
         assert str(problem).endswith('write format = "chat", got "instruction"')
     (problem,) = read_config({"data": {**JSONL, "format": "chats"}})[1]
-    assert str(problem).endswith('of "text", "chat", got "chats"; did you mean "chat"?')
+    assert str(problem).endswith('"text" or "chat", got "chats"; did you mean "chat"?')
 
 
 @pytest.mark.parametrize(

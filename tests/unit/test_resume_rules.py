@@ -194,12 +194,16 @@ def test_a_run_with_keys_of_data_that_are_gone_is_read_also_in_its_tables() -> N
     gone = {"index": "always", "index_dir": "d", "prompt_field": "q", "completion_field": "a"}
     rows = {"source": "jsonl", "paths": ["a.jsonl"], "format": "instruction"}
     table = {"name": "a", **rows, "prompt_field": "q", "completion_field": "a"}
+    del saved["data"]["cache_dir"]
     saved["data"] |= gone | {"mixture": [table], "evaluation": [table]}
     found = parse_saved(saved)["data"]
     assert [part["format"] for part in (*found["mixture"], *found["evaluation"])] == ["chat"] * 2
     saved["data"] |= {"mixture": [], "evaluation": [], **rows}
     assert parse_saved(saved)["data"]["format"] == "chat"
-    assert compare(saved, Config(), 1, 1) == ([], [])
+    refused, taken = compare(saved, Config(), 1, 1)
+    told = [line.partition(":")[0] for line in taken]
+    assert (refused, told) == ([], ["data.index", "data.prompt_field", "data.completion_field"])
+    assert parse_saved(saved)["data"]["cache_dir"] == "d"
     for damaged in (3, {"mixture": 3}, {"mixture": [3]}):
         with pytest.raises(ConfigError, match="its configuration"):
             parse_saved({**saved, "data": damaged})
