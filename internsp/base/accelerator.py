@@ -102,20 +102,11 @@ def device_name(device: torch.device) -> str:
     return "" if found is None else str(found(device))
 
 
-def device_bytes(device_type: str) -> int | None:
-    """Memory of one of this machine's devices, in bytes; ``None`` if there is none or torch cannot
-    tell."""
-    module = torch.get_device_module(device_type) if device_count(device_type) else None
-    told = getattr(module, "mem_get_info", None)
-    return None if told is None else int(told()[1])
-
-
 def local_device(device_type: str) -> torch.device:
     """This rank's device. Makes it the current device, which backends use.
 
-    It is the one that the program has made current, unless that is the first, which is current
-    where no program has chosen; else the one of this rank's number on its machine, from the first
-    of :data:`LOCAL_RANKS` that is set. A process that sees one device has that.
+    A device other than the first stays if the program has made it current. Else it is that of this
+    rank's number on its machine, from :data:`LOCAL_RANKS`.
 
     Raises:
         MachineError: the number is not one of a device of this machine.
@@ -127,8 +118,7 @@ def local_device(device_type: str) -> torch.device:
         if index >= count:
             raise MachineError(
                 f"{name} = {index}, and this machine has {count} devices: start at most {count} "
-                f"ranks on it, or make a device current before (torch.accelerator."
-                "set_device_index)"
+                "ranks on it, or make a device current before (torch.accelerator.set_device_index)"
             )
     torch.accelerator.set_device_index(index)
     return torch.device(device_type, index)

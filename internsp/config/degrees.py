@@ -1,7 +1,4 @@
-"""Degrees that do not fit the number of ranks: for a mesh, and for a command before there is one.
-
-Pure: nothing here imports torch.
-"""
+"""Degrees that do not fit the number of ranks, of a mesh or of a command. Imports no torch."""
 
 from __future__ import annotations
 

@@ -248,7 +248,8 @@ class ZeroReducer:
         for member, start in bucket.offsets.items():
             assert isinstance(member, ShardedParameter), "replicated parameters have no parcel"
             part = packed[start : start + member.storage.numel()]
-            total = member.reduced.take()
+            total = member.reduced.on_device()
+            member.reduced.drop()
             if total is None:  # unused on this rank, but perhaps used on others: zeros
                 part.zero_()
             else:

@@ -303,11 +303,8 @@ class UnshardedSums:
     def _offloaded(
         self, weight: ShardedParameter, total: HostSum | None, part: Tensor
     ) -> HostSum | None:
-        """Add ``part`` to ``weight``'s sum in host memory, if its gradients are offloaded.
-
-        Returns:
-            That sum; ``None`` if they are not offloaded.
-        """
+        """Add ``part`` to ``weight``'s sum in host memory, and return that; ``None`` if its
+        gradients are not offloaded."""
         link = weight.reduced.link
         if link is None:
             return None

@@ -11,13 +11,11 @@ from internsp.base.host import HostLink, HostSum
 
 
 class ReducedGradient:
-    """The sum of a weight's finished reductions that nothing has taken yet.
-
-    Sums over replicas, ``.grad`` and optimizers take it.
+    """The sum of a weight's finished reductions, until ``.grad`` or an optimizer has it.
 
     Args:
         shape: of the padded shard.
-        link: the sum lies in host memory, and ``link`` copies it; ``None``: on the device.
+        link: copies the sum to and from host memory; ``None``: it stays on the device.
 
     Attributes:
         total: the sum, of ``shape``, fp32 or wider (unless ``borrowed``); ``None`` if there is
@@ -32,10 +30,7 @@ class ReducedGradient:
         self._host: HostSum | None = None
 
     def add(self, total: Tensor) -> None:
-        """Add ``total`` (of the padded shard's shape, fp32 or wider).
-
-        Takes ``total`` over: the caller must not use it again.
-        """
+        """Add ``total``, of ``shape``, fp32 or wider; the caller must not use it again."""
         if self.link is not None:
             if self._host is None:
                 self._host = HostSum(self.link, total.numel(), total.dtype)
@@ -70,14 +65,8 @@ class ReducedGradient:
             self.total, self.borrowed = self.total.to(wide, copy=True), False
         return self.total
 
-    def take(self) -> Tensor | None:
-        """:meth:`on_device`, and drop it: later gradients are a new sum."""
-        total = self.on_device()
-        self.drop()
-        return total
-
     def drop(self) -> None:
-        """Drop the sum."""
+        """Drop the sum: later gradients are a new one."""
         self.total, self.borrowed = None, False
         if self._host is not None:
             self._host.clear()

@@ -13,9 +13,10 @@ import torch
 from internsp.app.config import Config
 from internsp.app.launch.preflight import device_mistakes
 from internsp.app.models.factory import device_type
+from internsp.app.plan import screen
 from internsp.app.train.step import peak_memory_bytes
 from internsp.base import accelerator
-from internsp.base.accelerator import LOCAL_RANKS, DeviceClock, device_bytes, device_clock
+from internsp.base.accelerator import LOCAL_RANKS, DeviceClock, device_clock
 from internsp.errors import MachineError
 from internsp.mesh import parallel_mesh
 from internsp.wp.slots import MemoryPool
@@ -124,8 +125,8 @@ def test_a_rank_computes_on_whatever_torch_finds_and_makes_it_current(stand_in: 
 
 
 def test_the_memory_of_a_device_is_known_where_there_is_one(stand_in: StandIn) -> None:
-    assert device_bytes(KIND) == 4000
-    assert device_bytes("cuda") is None
+    assert screen._memory_here(Config(parallel={"device": "auto"})) == 4000
+    assert screen._memory_here(Config(parallel={"device": "cuda"})) is None
 
 
 def test_a_device_that_the_program_has_chosen_stays(stand_in: StandIn) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -26,7 +27,7 @@ from internsp.app.plan.pipeline import PipelinePlan, print_schedules, tables
 from internsp.app.plan.sequences import head_exchange_lines
 from internsp.app.plan.step import Plan, check_length, traffic
 from internsp.app.process import terminal
-from internsp.base.accelerator import HOST, device_bytes
+from internsp.base.accelerator import HOST, device_count
 from internsp.base.sizes import human
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
@@ -260,8 +261,11 @@ def _memory_table(config: Config, found: Sequence[tuple[Rows, Rows]]) -> Table:
 
 def _memory_here(config: Config) -> int | None:
     """Bytes that this machine has for a rank; ``None`` if the run's device is not here."""
-    if device_type(config) != HOST:
-        return device_bytes(device_type(config))
+    kind = device_type(config)
+    if kind != HOST:
+        module = torch.get_device_module(kind) if device_count(kind) else None
+        told = getattr(module, "mem_get_info", None)
+        return None if told is None else int(told()[1])
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return pages // config.launch.processes
 
