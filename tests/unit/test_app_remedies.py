@@ -188,10 +188,6 @@ APP_CONFIG: Table = {
             "groups": [{"match": "head", "optimizer": "adamw"}],
         }),
     },
-    'unused without "wandb" in report.writers': {
-        "add it": accepted(report={"writers": ["wandb"], "wandb_project": "p"}),
-        "or leave this out": accepted(),
-    },
     "{text}; change one": {
         "change one": accepted(model={"heads": 4, "hidden_size": 64}),
         "or give model.head_dim": accepted(

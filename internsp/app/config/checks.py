@@ -354,13 +354,8 @@ def _train(config: Config) -> Iterator[Problem]:
 
 
 def _report(config: Config) -> Iterator[Problem]:
-    report, fields = config.report, type(config.report).model_fields
-    if len(set(report.writers)) < len(report.writers):
+    if len(set(config.report.writers)) < len(config.report.writers):
         yield Problem(("report.writers",), "one is given twice")
-    for key in ("wandb_mode", "wandb_project", "wandb_entity"):
-        if "wandb" not in report.writers and getattr(report, key) != fields[key].default:
-            text = 'unused without "wandb" in report.writers; add it, or leave this out'
-            yield Problem((f"report.{key}", "report.writers"), text)
 
 
 def _degrees(config: Config, world_size: int) -> Iterator[Problem]:

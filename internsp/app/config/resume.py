@@ -81,7 +81,7 @@ _KEYS: dict[str, dict[Rule, str]] = {
         "early_stop",
     },
     "checkpoint": {Rule.FREE: "save every keep_last keep_every peer resume"},
-    "report": {Rule.FREE: "writers wandb_mode wandb_project wandb_entity"},
+    "report": {Rule.FREE: "writers"},
     "launch": {Rule.FREE: "processes threads"},
 }
 

@@ -330,12 +330,6 @@ class ReportConfig(Section):
         tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False, max_length=2)
     ] = ()
     """Programs that get every row too, into folders of the run; extras of the same names."""
-    wandb_mode: Literal["offline", "online"] = "offline"
-    """Whether Weights & Biases sends; offline: files alone, for wandb sync, and no connection."""
-    wandb_project: Annotated[Text, Field(min_length=1)] = "internsp"
-    """Project of Weights & Biases."""
-    wandb_entity: Text | None = None
-    """User or team of Weights & Biases; none: the one who is logged in."""
 
 
 class LaunchConfig(Section):

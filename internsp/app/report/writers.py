@@ -1,44 +1,22 @@
-"""Writers of metrics for other programs (``report.writers``), in addition to ``metrics.jsonl``.
+"""Metrics for TensorBoard and Weights & Biases (``report.writers``), beside ``metrics.jsonl``.
 
-Only rank 0 writes, each program's files in a thread of their own. A writer that fails or hangs is
-reported once; it neither ends the run nor delays it.
+Only rank 0 writes. A writer that fails is reported once, and the run goes on without it.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import queue
-import threading
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from internsp.app.config import Config
-from internsp.app.report.metrics import StepMetrics
-from internsp.errors import InternspError, MissingDependencyError
+from internsp.app.report.metrics import StepMetrics, named
+from internsp.errors import ConfigError, InternspError, MissingDependencyError
 
-_MOST_ROWS = 20_000  # largest number of rows that wait for a writer
-_SECONDS = 90.0  # limit for a writer to write its remaining rows at the end
-
-
-class Writer(Protocol):
-    """Writes one program's files. All methods but the constructor run in one thread."""
-
-    location: str
-    """The location of the files, and how to open them."""
-
-    def begin(self) -> None:
-        """Do slow work before the first row."""
-        ...
-
-    def write(self, row: StepMetrics) -> None:
-        """Write one row, under the names of :func:`internsp.app.report.metrics.named`."""
-        ...
-
-    def close(self, well: bool) -> None:
-        """Finish: no more rows follow; ``well``: whether the run has not failed."""
-        ...
+_SECONDS = 60  # limit for a server's answer, at the beginning and at the end
 
 
 def missing_packages(config: Config) -> Iterator[MissingDependencyError]:
@@ -53,11 +31,11 @@ def missing_packages(config: Config) -> Iterator[MissingDependencyError]:
 
 
 class Writers:
-    """The chosen writers of a run, none of which can end it.
+    """The chosen writers of a run, none of which can end it once it has begun.
 
     Args:
         folder: folder of the run; each writer has a folder of its own name in it.
-        run: id of the run.
+        run: id of the run, also the id of W&B's run.
         rows: rows in ``metrics.jsonl`` so far. Later steps that an earlier process wrote are
             replaced.
         notify: called with a message for the user.
@@ -73,108 +51,126 @@ class Writers:
         folder: Path,
         run: str,
         rows: Sequence[StepMetrics],
-        done: int,
         notify: Callable[[str], None],
     ) -> None:
         for error in missing_packages(config):
             raise error
         self._notify = notify
-        self._open: dict[str, _Feeder] = {}
+        self._open: dict[str, _TensorBoard | _WeightsAndBiases] = {}
         for name in config.report.writers:
+            make = _TensorBoard if name == "tensorboard" else _WeightsAndBiases
             try:
-                writer = _make_writer(name, config, folder, run, rows, done, notify)
+                self._open[name] = make(config, folder, run, rows)
             except InternspError:
                 raise
             except Exception as error:  # noqa: BLE001 - of another program: the run goes on
-                self._report_failure(name, _in_words(error))
-            else:
-                self._open[name] = _Feeder(name, writer)
+                self._report_failure(name, error)
 
     @property
     def files(self) -> dict[str, str]:
-        """Location of the files, by writer."""
-        return {name: feeder.writer.location for name, feeder in self._open.items()}
+        """Where each writer's files are, or the command that shows them, by writer."""
+        return {name: writer.location for name, writer in self._open.items()}
 
     def write(self, row: StepMetrics) -> None:
-        """Queue one row for each writer; does not block."""
-        for name, feeder in list(self._open.items()):
-            if failed := feeder.failed or feeder.put(row):
-                del self._open[name]
-                self._report_failure(name, failed)
+        """Write one row, under the names of :func:`internsp.app.report.metrics.named`."""
+        self._each(lambda writer: writer.write(row))
 
     def close(self, well: bool = True) -> None:
-        """Finish all writers; waits at most 90 s for each. May be called more than once."""
-        while self._open:
-            name, feeder = self._open.popitem()
-            if failed := feeder.failed or feeder.finish(well):
-                self._report_failure(name, failed)
+        """Finish all writers (``well``: the run has not failed); may be called more than once."""
+        self._each(lambda writer: writer.close(well))
+        self._open.clear()
 
-    def _report_failure(self, name: str, failed: str) -> None:
-        self._notify(f"report.writers: {name} failed ({failed}); the run goes on without it")
+    def _each(self, call: Callable[[Any], None]) -> None:
+        for name, writer in list(self._open.items()):
+            try:
+                call(writer)
+            except Exception as error:  # noqa: BLE001 - of another program: the run goes on
+                del self._open[name]
+                self._report_failure(name, error)
+
+    def _report_failure(self, name: str, error: Exception) -> None:
+        why = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
+        self._notify(f"report.writers: {name} failed ({why}); the run goes on without it")
 
 
-class _Feeder:
-    """Passes rows to a writer in a daemon thread, so that a writer that hangs can be abandoned.
+class _TensorBoard:
+    """Event files in ``tensorboard/``. Each row is on the disk when :meth:`write` returns."""
 
-    Attributes:
-        failed: why the writer takes no more rows; empty if it does.
+    def __init__(
+        self, config: Config, folder: Path, run: str, rows: Sequence[StepMetrics]
+    ) -> None:
+        # Imported here, as wandb is: the package is optional and takes a second to import.
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = folder / "tensorboard"
+        self.location = f"tensorboard --logdir {path}"
+        # Readers drop the steps from purge_step on that an earlier process wrote.
+        self._writer = SummaryWriter(str(path), purge_step=rows[-1].step + 1 if rows else 1)
+        code = "".join(f"    {line}\n" for line in config.to_toml().splitlines())  # as Markdown
+        self._writer.add_text("config", code, 0)
+
+    def write(self, row: StepMetrics) -> None:
+        for name, value in named(row).items():
+            self._writer.add_scalar(name, value, row.step)
+        self._writer.flush()
+
+    def close(self, well: bool) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases:
+    """Files in ``wandb/``, or with WANDB_MODE=online rows sent to a server.
+
+    Offline, a resumed run writes a new folder with all rows so far in place of the old ones, so
+    that there is one folder to sync. Online, steps that the server has are not sent again.
     """
 
-    def __init__(self, name: str, writer: Writer) -> None:
-        self.writer, self.failed = writer, ""
-        self._rows: queue.Queue[StepMetrics | None] = queue.Queue(_MOST_ROWS)
-        self._well = False
-        self._thread = threading.Thread(target=self._feed, name=f"internsp {name}", daemon=True)
-        self._thread.start()
+    def __init__(
+        self, config: Config, folder: Path, run: str, rows: Sequence[StepMetrics]
+    ) -> None:
+        mode: Any = os.environ.get("WANDB_MODE", "offline")
+        offline = mode != "online"
+        if offline:  # read at import: else reports of errors and of use are sent all the same
+            os.environ["WANDB_ERROR_REPORTING"] = "false"
+        import wandb
 
-    def put(self, row: StepMetrics | None) -> str:
-        """Queue a row for the thread (``None``: close); returns why it cannot, or ""."""
+        path = folder / "wandb"
+        older = list(path.glob(f"offline-run-*-{run}"))
+        path.mkdir(parents=True, exist_ok=True)
+        patience = min(_SECONDS, config.parallel.timeout_seconds / 2)  # other ranks wait meanwhile
         try:
-            self._rows.put_nowait(row)
-        except queue.Full:
-            self.failed = f"it has not taken the last {_MOST_ROWS:,} rows"
-        return self.failed
+            self._run = wandb.init(
+                mode=mode,
+                project=os.environ.get("WANDB_PROJECT", "internsp"),
+                id=run,
+                name=config.train.name,
+                dir=str(folder),
+                config=config.model_dump(mode="json"),
+                resume="allow",
+                reinit="create_new",  # a program's own W&B run continues beside it
+                settings=wandb.Settings(
+                    silent=True, console="off", disable_git=True, save_code=False,
+                    x_disable_stats=True, init_timeout=patience, finish_timeout=_SECONDS,
+                ),
+            )  # fmt: skip
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+            raise ConfigError(
+                f"report.writers: wandb: {str(error).splitlines()[0]} Without a server: "
+                "WANDB_MODE=offline"
+            ) from None
+        self._first = self._run.starting_step  # the server has the steps before this one
+        if offline:
+            self.location = f"wandb sync {Path(self._run.dir).parent}"
+            for row in rows:
+                self.write(row)
+            for old in older:  # all their rows are in the new folder
+                shutil.rmtree(old, ignore_errors=True)
+        else:
+            self.location = str(self._run.url)
 
-    def finish(self, well: bool) -> str:
-        """Wait until the remaining rows are written; returns what failed, or ""."""
-        self._well = well
-        if not self.put(None):
-            self._thread.join(_SECONDS)
-            if self._thread.is_alive():
-                self.failed = f"it has not ended in {_SECONDS:.0f} s"
-        return self.failed
+    def write(self, row: StepMetrics) -> None:
+        if row.step >= self._first:
+            self._run.log(named(row), step=row.step)
 
-    def _feed(self) -> None:
-        try:
-            self.writer.begin()
-            while (row := self._rows.get()) is not None:
-                self.writer.write(row)
-            self.writer.close(self._well)
-        except Exception as error:  # noqa: BLE001 - of another program: the run goes on
-            self.failed = _in_words(error)
-            with suppress(Exception):
-                self.writer.close(well=False)
-
-
-def _in_words(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _make_writer(
-    name: str,
-    config: Config,
-    folder: Path,
-    run: str,
-    rows: Sequence[StepMetrics],
-    done: int,
-    notify: Callable[[str], None],
-) -> Writer:
-    # Imported here: the packages are optional, and each takes a second to import.
-    if name == "tensorboard":
-        from internsp.app.report.tensorboard import TensorBoard
-
-        return TensorBoard(config, folder, done)
-    from internsp.app.report.weights_biases import WeightsAndBiases
-
-    return WeightsAndBiases(config, folder, run, rows, notify)
+    def close(self, well: bool) -> None:
+        self._run.finish(exit_code=0 if well else 1)

@@ -248,7 +248,7 @@ class _Run:
                 display.note(text)
 
         rows = read_metrics(self.output / "metrics.jsonl")
-        self.writers = Writers(self.config, self.output, self.id, rows, self.done, notify)
+        self.writers = Writers(self.config, self.output, self.id, rows, notify)
 
     def _out_of_data(self, display: Display | None) -> bool:
         """Whether the program's own data (if any) has ended. Collective."""
