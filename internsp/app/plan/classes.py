@@ -13,7 +13,6 @@ from rich.table import Table
 
 from internsp.app.plan.offloaded import with_sums
 from internsp.app.plan.repeats import Item, folded_lines, ranges
-from internsp.app.process.terminal import FittingTable
 from internsp.base.sizes import human
 from internsp.config.words import in_words
 from internsp.mesh.shape import MeshShape
@@ -90,10 +89,17 @@ def _groups_table(shape: MeshShape) -> Table:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table to print: columns are aligned right, or left if their names begin with ``<``."""
-    result = FittingTable(title=title, title_justify="left")
+    """A table to print: columns are aligned right, or left if their names begin with ``<``.
+
+    In a narrow terminal what is too long for its column goes on in the next line.
+    """
+    result = Table(title=title, title_justify="left")
     for column in columns:
-        result.add_column(column.removeprefix("<"), justify="left" if "<" in column else "right")
+        result.add_column(
+            column.removeprefix("<"),
+            justify="left" if "<" in column else "right",
+            overflow="fold",
+        )
     for values in rows:
         result.add_row(*(str(value) for value in values))
     return result

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import textwrap
 from collections.abc import Mapping
 from typing import TextIO
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
+from rich.console import Console
 
 _PIPE = 160  # columns of output to no terminal, unless COLUMNS is set
 
@@ -25,45 +23,15 @@ def shows_escapes(stream: TextIO, environ: Mapping[str, str]) -> bool:
     return stream.isatty()
 
 
-def terminal_width(stream: TextIO) -> int | None:
-    """Value of COLUMNS, else the width of ``stream``'s terminal; ``None`` if it is no terminal."""
-    width = os.environ.get("COLUMNS", "")
-    if width.isdigit() and int(width):
-        return int(width)
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or None
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
 def console() -> Console:
     """A console on standard output for tables and text; a pipe gets unbroken lines."""
-    width = terminal_width(sys.stdout)
+    terminal = sys.stdout.isatty()
     return Console(
-        soft_wrap=not sys.stdout.isatty(),
+        soft_wrap=not terminal,
         highlight=False,
-        width=width or _PIPE,
+        width=None if terminal or "COLUMNS" in os.environ else _PIPE,
         force_terminal=None if shows_escapes(sys.stdout, os.environ) else False,
     )
-
-
-def wrap(text: str, stream: TextIO) -> str:
-    """``text`` wrapped between words to the width of a terminal.
-
-    A word longer than a line (a path) is not broken; text for a pipe or a file is unchanged.
-    """
-    width = terminal_width(stream) if stream.isatty() else None
-    if width is None:
-        return text
-    lines = []
-    for line in text.split("\n"):
-        begin = line[: len(line) - len(line.lstrip(" |"))]
-        lines += textwrap.wrap(
-            line, width, subsequent_indent=begin if "|" in begin else begin + "  ",
-            expand_tabs=False, replace_whitespace=False, break_long_words=False,
-            break_on_hyphens=False,
-        ) or [line]  # fmt: skip
-    return "\n".join(lines)
 
 
 def printable(text: str) -> str:
@@ -72,23 +40,11 @@ def printable(text: str) -> str:
 
 
 def write_lines(text: str, stream: TextIO) -> None:
-    """Write ``text``, wrapped to the terminal, and flush."""
-    stream.write(wrap(text, stream) + "\n")
+    """Write ``text`` and a newline, and flush. What the encoding lacks (a log in ASCII) becomes ?.
+
+    Raises:
+        OSError: it cannot be written; of a pipe, BrokenPipeError.
+    """
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
     stream.flush()
-
-
-class FittingTable(Table):
-    """A table that prints one line for each cell if the terminal is too narrow for its columns."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render as a table, or as lines if cells would be truncated."""
-        drawn = list(super().__rich_console__(console, options))
-        if not any("…" in getattr(part, "text", "") for part in drawn):
-            yield from drawn
-            return
-        yield str(self.title)
-        names = [str(column.header) for column in self.columns]
-        cells = ([str(c).replace("\n", ", ") for c in column.cells] for column in self.columns)
-        for first, *others in zip(*cells, strict=True):
-            yield f"  {names[0]}: {first}"
-            yield from (f"    {n}: {c}" for n, c in zip(names[1:], others, strict=True))

@@ -234,7 +234,6 @@ class _Run:
             total_tokens=train.stop_after_tokens,
             done_tokens=self.tokens,
         )
-        display.start()
         parameters = self.session.parameters
         display.note(f"{parameters / 1e6:.2f}M parameters, {self.session.mesh.describe()}")
         for note in self.notes:
