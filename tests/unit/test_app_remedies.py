@@ -409,9 +409,6 @@ TRAIN: Table = {
         "wait until it has ended or stop it":
             "tests/unit/test_run_lock.py::test_a_second_run_is_refused_with_the_first_ones_process",
         "or choose another train.name or --output": STARTS,
-        "remove {folder / NAME}":
-            "tests/unit/test_run_lock.py::"
-            "test_a_lock_whose_file_was_removed_or_moved_holds_nothing_for_the_next",
     },
     "so there is nothing to learn": {
         "raise data.sequence_length or train.global_batch": GOES_ON,

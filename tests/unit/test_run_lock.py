@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
 import os
 import socket
 import subprocess
@@ -14,30 +11,29 @@ from pathlib import Path
 
 import pytest
 
-from internsp.app.train.run_lock import NAME, RunLock
+from internsp.app.train.run_lock import RunLock
 from internsp.errors import ConfigError
 
 
 def test_a_second_run_is_refused_with_the_first_ones_process(tmp_path: Path) -> None:
-    first = RunLock.acquire(tmp_path / "run", "one")
+    first = RunLock(tmp_path / "run", "one")
     with pytest.raises(ConfigError) as refused:
-        RunLock.acquire(tmp_path / "run", "two")
+        RunLock(tmp_path / "run", "two")
     text = str(refused.value)
     assert f"in use by process {os.getpid()} on {socket.gethostname()} (run one," in text
     assert "choose another train.name" in text
-    first.release()
-    first.release()
-    assert not (tmp_path / "run" / NAME).exists()
-    second = RunLock.acquire(tmp_path / "run", "two")
-    assert second.predecessor is None
-    second.release()
+    first.release(tmp_path / "run")
+    first.release(tmp_path / "run")
+    second = RunLock(tmp_path / "run", "two")
+    assert second.predecessor == ""
+    second.release(tmp_path / "run")
 
 
 def test_the_lock_of_a_process_that_was_killed_is_taken_over(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"
         "from internsp.app.train.run_lock import RunLock\n"
-        "lock = RunLock.acquire(Path(sys.argv[1]), 'dead'); print('held', flush=True)\n"
+        "lock = RunLock(Path(sys.argv[1]), 'dead'); print('held', flush=True)\n"
         "time.sleep(60)"
     )
     root = Path(__file__).parents[2]
@@ -47,59 +43,35 @@ def test_the_lock_of_a_process_that_was_killed_is_taken_over(tmp_path: Path) -> 
     assert process.stdout is not None
     assert process.stdout.readline() == b"held\n"
     with pytest.raises(ConfigError, match=f"process {process.pid} "):
-        RunLock.acquire(tmp_path, "next")
+        RunLock(tmp_path, "next")
     process.kill()
     process.wait()
     process.stdout.close()
-    lock = RunLock.acquire(tmp_path, "next")
-    assert lock.predecessor is not None
+    lock = RunLock(tmp_path, "next")
     assert f"process {process.pid} " in lock.predecessor
-    assert json.loads((tmp_path / NAME).read_text())["run"] == "next"
-    lock.release()
+    assert "(run next, since" in (tmp_path / "run.owner").read_text()
+    lock.release(tmp_path)
 
 
-def test_a_lock_whose_file_was_removed_or_moved_holds_nothing_for_the_next(tmp_path: Path) -> None:
-    first = RunLock.acquire(tmp_path / "run", "one")
+def test_a_folder_that_was_moved_leaves_its_name_to_the_next_run(tmp_path: Path) -> None:
+    first = RunLock(tmp_path / "run", "one")
     (tmp_path / "run").rename(tmp_path / "run.1")
-    second = RunLock.acquire(tmp_path / "run", "two")
-    first.release()  # its path belongs to the second one now, which remains
-    assert json.loads((tmp_path / "run" / NAME).read_text())["run"] == "two"
-    second.release()
+    second = RunLock(tmp_path / "run", "two")
+    first.release(tmp_path / "run.1")
+    assert not (tmp_path / "run.1" / "run.owner").exists()
+    with pytest.raises(ConfigError, match=r"\(run two, since"):
+        RunLock(tmp_path / "run", "three")
+    second.release(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("change", "free"),
-    [
-        ({}, False),
-        ({"started": "long ago"}, True),  # another process has the same id now
-        ({"pid": 2**22 + 1}, True),
-        ({"host": "elsewhere"}, False),  # nothing is known about its processes
-    ],
-    ids=["alive", "number reused", "ended", "another host"],
-)
-def test_without_locks_in_the_file_system_process_and_host_decide(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], free: bool
-) -> None:
-    def none(handle: int, how: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", none)
-    RunLock.acquire(tmp_path, "one")
-    owner = json.loads((tmp_path / NAME).read_text()) | change
-    (tmp_path / NAME).write_text(json.dumps(owner))
-    if free:
-        RunLock.acquire(tmp_path, "two").release()
-    else:
-        with pytest.raises(ConfigError, match=f"remove {tmp_path}"):
-            RunLock.acquire(tmp_path, "two")
-
-
-@pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff" * 9, b"[" * 4000])
-def test_a_lock_file_of_anything_is_taken_over(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / NAME).write_bytes(content)
-    lock = RunLock.acquire(tmp_path, "one")
-    assert lock.predecessor is None
-    lock.release()
+@pytest.mark.parametrize("owner", [b"", b"\xff" * 9, b"\x1b[2J"])
+def test_a_note_of_anything_hinders_nothing(tmp_path: Path, owner: bytes) -> None:
+    first = RunLock(tmp_path, "one")
+    (tmp_path / "run.owner").write_bytes(owner)
+    with pytest.raises(ConfigError, match="is in use by") as refused:
+        RunLock(tmp_path, "two")
+    assert str(refused.value).isprintable()
+    first.release(tmp_path)
 
 
 def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
@@ -110,10 +82,11 @@ def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
         "while time.time() < float(sys.argv[2]): pass\n"
         "won = 0\n"
         "while won < 20:\n"
-        "    try: lock = RunLock.acquire(Path(sys.argv[1]) / 'run', str(won))\n"
+        "    try: lock = RunLock(Path(sys.argv[1]) / 'run', str(won))\n"
         "    except ConfigError: continue\n"
         "    inside = Path(sys.argv[1]) / 'inside'\n"
-        "    inside.mkdir(); won += 1; inside.rmdir(); lock.release(); time.sleep(0.001)\n"
+        "    inside.mkdir(); won += 1; inside.rmdir()\n"
+        "    lock.release(Path(sys.argv[1]) / 'run'); time.sleep(0.001)\n"
         "print(won)"
     )
     start = str(time.time() + 1.5)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint.checkpoint import Resumed
 from internsp.app.checkpoint.disk import discard_partial
-from internsp.app.train.run_lock import RunLock
+from internsp.app.train.run_lock import LOCK, OWNER, RunLock
 from internsp.errors import MACHINE_ERRNOS, ConfigError, MachineError
 from internsp.failure.objects import Objects
 
@@ -70,15 +71,14 @@ class RunFolder:
         assert self._lock is not None, "rank 0 alone runs this, and holds the lock"
         moved = set_aside(self.path)
         if moved is not None:
-            self._lock.moved(moved)
-            self._lock.release()
-            self._lock = RunLock.acquire(self.path, self.run)
+            self._lock.release(moved)
+            self._lock = RunLock(self.path, self.run)
         return moved
 
     def release(self) -> None:
         """Release the folder's lock; may be called more than once."""
         if self._lock is not None:
-            self._lock.release()
+            self._lock.release(self.path)
 
 
 @contextmanager
@@ -94,28 +94,28 @@ def claimed(path: Path, main: bool) -> Iterator[RunFolder]:
     """
     held: list[RunLock] = []
 
-    def acquire() -> tuple[str, str | None]:
+    def acquire() -> str:
         run = new_id()
         try:
-            held.append(RunLock.acquire(path, run))
+            held.append(RunLock(path, run))
         except OSError as error:
             kind = MachineError if error.errno in MACHINE_ERRNOS else ConfigError
             raise kind(
                 f"the run's folder {path} cannot be written on rank 0: {error.strerror}; choose "
                 "another train.name or --output"
             ) from error
-        return run, held[0].predecessor
+        return run
 
     path = _named(path)
     fresh = not path.exists()
-    run, _ = Objects().on_first(acquire)
+    run = Objects().on_first(acquire)
     folder = RunFolder(path, run, held[0] if main else None)
     try:
         yield folder
     finally:
+        if main and fresh and set(os.listdir(path)) <= {LOCK, OWNER}:
+            shutil.rmtree(path, ignore_errors=True)  # a run that could not start leaves no folder
         folder.release()
-        if main and fresh:  # a run that could not start leaves no empty folder
-            _remove_if_empty(path)
 
 
 def new_id() -> str:
@@ -146,8 +146,3 @@ def _named(path: Path) -> Path:
 
 def _same(one: Path, other: Path) -> bool:
     return one.exists() and other.exists() and one.samefile(other)
-
-
-def _remove_if_empty(path: Path) -> None:
-    with suppress(OSError):
-        path.rmdir()
