@@ -11,9 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from internsp.app.report.charts import Series, downsample, line_chart, number, smooth, ticks
-from internsp.app.report.lanes import MAX_BARS, draw_timeline
 from internsp.app.report.page import Report
+from internsp.app.report.svg import (
+    MAX_BARS,
+    Series,
+    downsample,
+    draw_timeline,
+    line_chart,
+    number,
+    smooth,
+    ticks,
+)
 from internsp.base.trace import Event
 from tests.support import metrics
 
@@ -214,9 +222,10 @@ def test_the_mesh_shows_both_factorings_of_the_ranks():
 
 
 def test_memory_bars_are_in_proportion_and_summed():
-    text = page(memory=[("slots", 3 << 20), ("optimizer", 6 << 20)])
-    assert re.findall(r'"bar"><i style="width:([\d.]+)%', text) == ["50.00", "100.00"]
-    assert re.findall(r'class="value[^>]*>([^<]+)', text) == ["3.0 MiB", "6.0 MiB", "9.0 MiB"]
+    text = page(memory=[("slots", 3 << 20), ("optimizer", 6 << 20), ("buffers", 9 << 10)])
+    assert re.findall(r'"bar"><i style="width:([\d.]+)%', text) == ["50.00", "100.00", "0.15"]
+    shown = re.findall(r'class="value[^>]*>([^<]+)', text)
+    assert shown == ["3.0 MiB", "6.0 MiB", "0.0 MiB", "9.0 MiB"]  # all in the unit of the sum
     assert "At its peak" not in page(metrics=[step(1, 2.0, peak_memory_bytes=0)])
     assert "had 3.0 GiB" in page(metrics=[step(1, 2.0, peak_memory_bytes=3 << 30)])
 
@@ -290,7 +299,7 @@ def test_a_huge_trace_is_thinned_but_still_covers_the_step(uses_per_block):
     assert min(at for style, at, _ in bars if style == "b backward") == pytest.approx(2000, abs=20)
     assert max(at for _, at, _ in bars) == pytest.approx(4000, abs=20)
     # A fifth of the step waits and gathers fly half of it: the few bars show the same parts.
-    width = 2 * 984  # two ranks; pixels of the axis, which ends with the step
+    width = 2 * 968  # two ranks; pixels of the axis, which ends with the step
     parts = {"wait": 0.0, "compute": 0.0, "gather": 0.0}
     for bar in root.iter("rect"):
         if bar.get("class") != "track":

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from internsp.app.config import HELD_OUT
-from internsp.app.report.charts import Series, line_chart
 from internsp.app.report.metrics import StepMetrics, read_metrics
 from internsp.app.report.page import COLORS, Chart, clean, evaluated, template
+from internsp.app.report.svg import Series, line_chart
 from internsp.base.sizes import human
 from internsp.errors import ConfigError
 

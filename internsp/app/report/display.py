@@ -26,8 +26,8 @@ from rich.text import Text
 
 from internsp.app.config import AVERAGE, HELD_OUT
 from internsp.app.process.terminal import printable, shows_escapes, write_lines
-from internsp.app.report.charts import number
 from internsp.app.report.metrics import StepMetrics
+from internsp.app.report.svg import number
 from internsp.base.sizes import human
 
 LAST_STEPS = 10  # of the closing mean

@@ -23,12 +23,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from internsp.app.config import HELD_OUT
-from internsp.app.report.charts import Series, drawable, line_chart, number
-from internsp.app.report.lanes import PHASES, draw_timeline
 from internsp.app.report.metrics import StepMetrics, read_metrics
+from internsp.app.report.svg import PHASES, Series, draw_timeline, drawable, line_chart, number
 from internsp.app.report.tables import COORDINATES, communication_rows, mesh_grids, waiting
 from internsp.app.report.timeline import step_times
-from internsp.base.sizes import human
+from internsp.base.sizes import UNITS, human
 from internsp.base.trace import Event
 from internsp.errors import ConfigError
 
@@ -115,7 +114,7 @@ class Report:
             step=draw_timeline(self.timeline),
             phases={**{name: name for name in PHASES}, "wait": "waiting (exposed)"},
             traced=sum(1 for trace in self.timeline.values() if trace),
-            communication=communication_rows(self.timeline),
+            communication=list(communication_rows(self.timeline)),
             waits=waits,
             blocks=blocks,
             stages=mesh_grids(self.ranks),
@@ -172,8 +171,15 @@ def template(name: str) -> Template:
         "bounded": lambda text: text[:_MAX_TEXT] + ("\n…" if len(text) > _MAX_TEXT else ""),
         "ms": lambda seconds: f"{seconds * 1e3:.2f}",
         "human": human,
+        "bytes_as": _bytes_as,
     }
     return environment.get_template(name)
+
+
+def _bytes_as(nbytes: float, greatest: float) -> str:
+    """Bytes in the unit of the greatest number of a table, so that a column can be compared."""
+    unit = human(greatest).split()[1]
+    return f"{nbytes / UNITS[unit]:.{0 if unit == 'B' else 1}f} {unit}"
 
 
 def _lead(metrics: Sequence[StepMetrics], mesh: Mapping[str, int]) -> str:
