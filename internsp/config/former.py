@@ -89,6 +89,24 @@ GONE = {
     "optimizer.loss_scale_growth_interval": Gone(
         1000, "it is 1000 steps; for another number make the optimizer in a program"
     ),
+    "train.early_stop": Gone(
+        0, "it is gone: in a program, call trainer.stop() in a callback's on_evaluation"
+    ),
+    "train.eval_average": Gone(
+        False, "it is gone: metrics.jsonl and the report have the loss of each text"
+    ),
+    "train.loss_spike": Gone(
+        2.0, "it is gone: twice the median of 50 steps is a spike now (report.alert)"
+    ),
+    "train.norm_spike": Gone(
+        10.0, "it is gone: 10 times the median of 50 steps is a spike now (report.alert)"
+    ),
+    "train.torch_profile": Gone(
+        None, 'it is train.profile = "torch" and train.profile_steps now'
+    ),
+    "train.memory_snapshot": Gone(
+        False, 'it is train.profile = "memory" and train.profile_steps now'
+    ),
     "report.wandb_mode": Gone(
         "offline", "it is the environment variable WANDB_MODE now; offline without it"
     ),
@@ -152,6 +170,9 @@ def translated(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
                 there = holder if to == old.rpartition(".")[0] else found.setdefault(to, {})
                 if isinstance(there, dict):
                     there.setdefault(name, holder.pop(key))
+    train = found.get("train")
+    if isinstance(train, dict) and isinstance(train.get("profile"), bool):
+        del train["profile"]  # it has words for values now
     lost = {}
     for old, gone in GONE.items():
         key = old.rpartition(".")[2]

@@ -42,8 +42,7 @@ def settings(folder: Path, mesh: dict[str, int], mixed: bool = False, **data: An
         given |= {"mixture": parts, "source": "stdlib", "paths": []}
     return config(
         data=given, parallel=mesh,
-        train={"steps": 4, "eval_every": 2, "dtype": "float64", "micro_batches": 2,
-               "eval_average": True},
+        train={"steps": 4, "eval_every": 2, "dtype": "float64", "micro_batches": 2},
     )  # fmt: skip
 
 
@@ -72,10 +71,8 @@ def test_losses_of_all_texts_are_those_of_one_process_on_every_mesh(tmp_path: Pa
         for row, want in zip(rows, wanted, strict=True):
             assert list(row.evaluated) == list(want.evaluated), (world, m, k)
             assert row.evaluated == pytest.approx(want.evaluated, rel=1e-9), (world, m, k)
-        assert list(rows[-1].evaluated) == ["held-out", "code", "rows", "average"]
-        *losses, average = rows[-1].evaluated.values()
-        assert average == pytest.approx(sum(losses) / 3, rel=1e-12)
-        assert len(set(losses)) == 3
+        assert list(rows[-1].evaluated) == ["held-out", "code", "rows"]
+        assert len(set(rows[-1].evaluated.values())) == 3
 
 
 class ByHand(internsp.Callback):
@@ -111,7 +108,7 @@ def test_a_texts_loss_is_that_of_its_own_sequences(tmp_path: Path) -> None:
     for found, wanted in pairs:
         assert found == pytest.approx(wanted, rel=1e-12)
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert list(rows[-1].evaluated) == ["code", "rows", "average"]
+    assert list(rows[-1].evaluated) == ["code", "rows"]
 
 
 @pytest.mark.unmeasured
@@ -133,7 +130,7 @@ def test_every_place_where_a_run_is_looked_at_has_each_text(tmp_path: Path) -> N
 
     said = command("train", "config.toml")
     (last,) = [row.evaluated for row in read_metrics(tmp_path / "runs/a/metrics.jsonl")][-1:]
-    assert list(last) == ["held-out", "code", "rows"]  # no average without a request
+    assert list(last) == ["held-out", "code", "rows"]
     note = ", ".join(f"{name} loss {loss:.4f}" for name, loss in last.items())
     assert f"step 3: {note}\n" in said
     assert f"  code loss {last['code']:.4f}  rows loss {last['rows']:.4f}  lr" in said
@@ -170,8 +167,8 @@ SETTING = {"source": "text", "paths": ["t.txt"], "name": "code"}
         ({"evaluation": [{**SETTING, "path": "x"}]}, {}, "did you mean paths?"),
         ({"evaluation": [{**SETTING, "paths": []}]}, {}, "needs at least one file or folder"),
         ({"evaluation": [SETTING]}, {"eval_batches": 0}, "nothing is evaluated"),
-        ({}, {"eval_average": True}, "there are not two texts to average"),
-        ({"held_out": 0.0}, {"early_stop": 2, "eval_every": 1}, "uses the held-out loss"),
+        ({}, {"eval_average": True}, "it is gone: metrics.jsonl and the report have the loss of"),
+        ({}, {"early_stop": 2}, "it is gone: in a program, call trainer.stop"),
     ],
 )
 def test_tables_that_cannot_be_are_refused_by_name(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import internsp
 from internsp.app.config import load_config
 from internsp.app.launch.preflight import check_before_start
-from internsp.app.process.modes import Profiles
+from internsp.app.process.modes import Profile
 from internsp.errors import ConfigError
 from tests.ranks.test_trainer import Tiny, loss, rows, sections
 from tests.support.ranks import run_ranks
@@ -60,7 +60,7 @@ def test_an_operation_without_a_deterministic_kernel_ends_a_deterministic_run_al
 
 
 def profiled(rank: int, world: int, folder: str) -> None:
-    trainer(Path(folder), {"torch_profile": [2, 2]}).train()
+    trainer(Path(folder), {"profile": "torch", "profile_steps": [2, 2]}).train()
 
 
 def test_torchs_profiler_writes_the_chosen_steps_of_every_rank(tmp_path: Path) -> None:
@@ -77,11 +77,11 @@ def test_a_snapshot_of_memory_is_refused_on_a_cpu_before_the_run(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("internsp.base.accelerator.default_device_type", lambda: "cpu")
-    given = {"torch_profile": [2, 3], "memory_snapshot": True}
+    given = {"profile": "memory", "steps": 9}
     with pytest.raises(ConfigError, match="history of CUDA's memory, and this run is on cpu"):
         check_before_start(load_config({"train": given, "parallel": {"device": device}}), tmp_path)
     with pytest.raises(ConfigError, match="and this run is on cpu"):  # in a user's own Trainer
-        Profiles((2, 3), True, tmp_path, 0, torch.device("cpu"))
+        Profile("memory", (2, 3), tmp_path, 0, torch.device("cpu"))
 
 
 def test_a_snapshot_of_memory_is_of_the_chosen_steps_and_ends_with_them(
@@ -94,13 +94,13 @@ def test_a_snapshot_of_memory_is_of_the_chosen_steps_and_ends_with_them(
         memory, "_record_memory_history", lambda enabled="all": calls.append(("record", enabled))
     )
     monkeypatch.setattr(memory, "_dump_snapshot", lambda path: calls.append(("dump", path)))
-    profiles = Profiles((2, 3), True, tmp_path, 1, torch.device("cuda"))
+    profile = Profile("memory", (2, 3), tmp_path, 1, torch.device("cuda"))
     for step in (1, 2, 3, 4):
-        profiles.before_step(step)
+        profile.before_step(step)
         calls.append(("step", step))
-        written = profiles.after_step(step)
+        written = profile.after_step(step)
         assert bool(written) == (step == 3)
-    profiles.close()
+    profile.close()
     path = tmp_path / "memory-rank1.pickle"
     recorded = [("record", "all"), ("step", 2), ("step", 3), ("dump", str(path)), ("record", None)]
     assert calls == [("step", 1), *recorded, ("step", 4)]
@@ -109,9 +109,10 @@ def test_a_snapshot_of_memory_is_of_the_chosen_steps_and_ends_with_them(
 @pytest.mark.parametrize(
     ("train", "wanted"),
     [
-        ({"torch_profile": [5, 3]}, "the first step, 5, comes after the last, 3"),
-        ({"memory_snapshot": True}, "set train.torch_profile"),
-        ({"torch_profile": [5, 9], "steps": 4}, "the run ends with step 4, before the first"),
+        ({"profile_steps": [5, 3]}, "the first step, 5, comes after the last, 3"),
+        ({"profile": "torch", "steps": 2}, "the run ends with step 2, before the first"),
+        ({"profile": True}, 'expected "none", "timeline", "torch" or "memory", got true'),
+        ({"torch_profile": [2, 3]}, r'it is train\.profile = "torch" and train\.profile_steps now'),
     ],
 )
 def test_profiles_that_cannot_be_are_refused(train: dict[str, Any], wanted: str) -> None:

@@ -14,7 +14,7 @@ from internsp.app.plan import offloaded
 from internsp.app.plan.offloaded import HOSTED, PASSING, STAGED, STEPPING
 from internsp.app.plan.step import make_plan
 from internsp.app.session.session import Session
-from internsp.app.train import run
+from internsp.app.train import page, run
 from internsp.base import host
 from internsp.base.host import HostLink, Pairs
 from internsp.optim import streamed
@@ -73,7 +73,7 @@ def trained(rank: int, world: int, cases: list[Config], folder: str) -> list[dic
         found.append(dict(rows) | {PASSING: Counted.peak})
         return rows
 
-    components, run.components = run.components, seen  # type: ignore[assignment]
+    components, page.components = page.components, seen  # type: ignore[assignment]
     for number, case in enumerate(cases):
         Counted.peak = 0
         run.train(case, Path(folder) / str(number))

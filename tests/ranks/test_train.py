@@ -20,11 +20,12 @@ from internsp.app.config import Config
 from internsp.app.plan.step import make_plan
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import StepMetrics, read_metrics
+from internsp.app.train.loop import Loop
 from internsp.app.train.run import train
 from internsp.app.train.step import StepRunner
 from internsp.errors import ConfigError
 from internsp.sp import SequenceLayout
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 from tests.support.sections import mesh_sections
 
 TEXT = Path(__file__).parents[1] / "data"
@@ -205,7 +206,7 @@ def test_a_stop_asked_of_one_rank_ends_all_after_the_step_with_checkpoint_and_re
     tmp_path: Path,
 ) -> None:
     settings = config(
-        parallel={"weight": 2, "sequence": 2}, train={"sample_tokens": 20, "profile": True},
+        parallel={"weight": 2, "sequence": 2}, train={"sample_tokens": 20, "profile": "timeline"},
         checkpoint={"save": True},
     )  # fmt: skip
     assert run_ranks(stopped, 2, settings, str(tmp_path / "run")) == [1, -1]
@@ -216,6 +217,17 @@ def test_a_stop_asked_of_one_rank_ends_all_after_the_step_with_checkpoint_and_re
     for rank in (0, 1):
         trace = json.loads((tmp_path / "run" / "traces" / f"rank{rank}.json").read_text())
         assert any(row["name"].startswith("RS layers.1") for row in trace["traceEvents"])
+
+
+@ranks(2)
+def test_the_page_shows_the_step_of_middle_length_the_same_on_all_ranks(
+    rank: int, world_size: int
+) -> None:
+    loop = object.__new__(Loop)
+    steps: list[tuple[float, list[Any]]] = [(9.0, ["first"]), (3.0, [1]), (1.0, [2]), (2.0, [3])]
+    for count, wanted in ((4, [3]), (3, [2]), (2, [1]), (1, ["first"]), (0, [])):
+        loop.traced = [(took * (-1) ** rank, events) for took, events in steps[:count]]
+        assert loop._typical() == wanted
 
 
 def test_a_step_without_a_token_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:

@@ -104,12 +104,13 @@ def test_steps_are_skipped_counted_and_said_and_a_run_of_them_stops_with_what_it
     some, stuck, loss, again = (tmp_path / n for n in ("some", "stuck", "loss", "again"))
     unclipped = settings(optimizer={"max_grad_norm": None}, train={"dtype": "bfloat16"})
     resumed = settings(checkpoint={"save": False, "resume": str(stuck)}, train={"steps": 7})
+    alert = f"""sh -c 'echo "$1" >> {tmp_path / "told"}' alert"""
     ranks = run_ranks(
         several,
         2,
         [
             (unclipped, str(some), 1, "gradient", (2, 3)),
-            (settings(), str(stuck), 1, "gradient", (3, 4, 5)),
+            (settings(report={"alert": alert}), str(stuck), 1, "gradient", (3, 4, 5)),
             (settings(), str(loss), 1, "loss", (2,)),
             (resumed, str(again), 1, "gradient", (6,)),
         ],
@@ -134,6 +135,10 @@ def test_steps_are_skipped_counted_and_said_and_a_run_of_them_stops_with_what_it
     assert "step-000005" in stuck_text
     assert "The run failed: gradients were not finite" in (stuck / "report.html").read_text()
     assert skipped(again) == [1, 1], "a run of another folder counts its own"
+    told = sorted((tmp_path / "told").read_text().splitlines())
+    assert len(told) == 2, "one rank tells, a kind once in ten minutes"
+    assert told[0].startswith("run: step 3 was skipped: gradients are not finite on rank")
+    assert told[1].startswith("run: the run failed: NotFiniteError: gradients were not finite in 3")
     # A loss alone is only reported.
     assert skipped(loss) == [0] * 6
     assert "step 2: the loss is inf, but its gradients are finite: the step was taken" in loss_text

@@ -1,4 +1,4 @@
-"""A run compares replicas, reports spikes, and ends when the held-out loss stops falling."""
+"""A run compares replicas."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from internsp.app.report.metrics import read_metrics
-from internsp.app.train import run as training
-from internsp.app.train.numbers import compare_replicas
+from internsp.app.train import loop
+from internsp.app.train.replicas import compare_replicas
 from internsp.app.train.run import train
 from internsp.errors import ReplicaError
 from tests.ranks.test_train import config
@@ -36,7 +35,7 @@ def flip(rank: int, world_size: int, folder: str, weight: int, which: str) -> st
         parallel={"weight": weight}, train=SHORT, checkpoint={"save": True, "every": 2}
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "compare_replicas", after)
+        patch.setattr(loop, "compare_replicas", after)
         try:
             train(settings, Path(folder))
         except ReplicaError as error:
@@ -74,18 +73,3 @@ def test_one_flipped_bit_in_one_replica_ends_the_run(
     saved = [path.name for path in (folder / "checkpoints").iterdir()]
     assert any("2" in name for name in saved)
     assert not any("4" in name for name in saved)
-
-
-def stay(rank: int, world_size: int, folder: str) -> None:
-    settings = config(
-        parallel={"weight": 2},
-        optimizer={"lr": 0.0},
-        train={"steps": 9, "eval_every": 1, "early_stop": 2, "eval_batches": 1},
-    )
-    train(settings, Path(folder))
-
-
-def test_a_run_ends_when_the_held_out_loss_stays(tmp_path: Path) -> None:
-    run_ranks(stay, 2, str(tmp_path), timeout=120)
-    assert [row.step for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-    assert "ended early, after step 3" in (tmp_path / "report.html").read_text()

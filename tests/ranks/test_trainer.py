@@ -229,7 +229,6 @@ def test_ranks_of_a_sequence_that_are_given_other_rows_are_told(tmp_path: Path) 
     ("parts", "section", "key", "value"),
     [
         (Custom(model=Tiny()), "model", "dropout", 0.1),
-        (Custom(data=own_data), "train", "early_stop", 2),
         (Custom(data=own_data), "train", "batch_tokens", 100),
     ],
 )

@@ -105,18 +105,6 @@ APP_CONFIG: Table = {
         "set it above 0": accepted(data=TABLE_OF, train={"eval_batches": 1}),
         "or leave the tables out": accepted(train={"eval_batches": 0}),
     },
-    "there are not two texts to average": {
-        "give tables [[data.evaluation]]": accepted(data=TABLE_OF, train={"eval_average": True}),
-    },
-    "uses the held-out loss, and there is none": {
-        "set data.held_out": accepted(
-            data={"held_out": 0.1}, train={"early_stop": 2, "eval_every": 1}
-        ),
-        "or eval_average": accepted(
-            data={"evaluation": [{"name": n, **JSONL} for n in "ab"], "held_out": 0},
-            train={"early_stop": 2, "eval_every": 1, "eval_average": True},
-        ),
-    },
     "float16 has no range for scales": {
         f"{verb} {dtype}": accepted(
             train={"dtype": dtype}, weight_parallel={"quantize": "fp8"}
@@ -136,11 +124,6 @@ APP_CONFIG: Table = {
     },
     'unused with schedule = "{optimizer.schedule}"': {
         'set it to "wsd"': accepted(optimizer={"schedule": "wsd", "decay_steps": 3}),
-    },
-    "needs the steps: set": {
-        "set train.torch_profile": accepted(
-            train={"memory_snapshot": True, "torch_profile": [1, 2]}
-        ),
     },
     "too long for the name of a folder": {"use at most 200": accepted(train={"name": "x" * 200})},
     "{hf_folder.FILE} has no {names}": {
@@ -364,11 +347,6 @@ SESSION: Table = {
         "return internsp.ZeroOptimizer(communicator, torch.optim.Adam, lr=...)": OWN_RIGHT,
     },
     "data determines its batches": {"set it to 0": NO_EFFECT},
-    "data have no held-out loss": {
-        "set it to 0": NO_EFFECT,
-        "and call trainer.stop() in a callback":
-            OWN + "test_callbacks_are_told_in_order_on_every_rank_and_one_rank_may_stop_all",
-    },
     "a model of your own is not split into stages": {
         "set parallel.pipeline = 1": OWN_RIGHT,
         "or use internsp.Pipeline in a loop of your own":
@@ -405,6 +383,11 @@ TRAIN: Table = {
         "and resume from the newest checkpoint": GOES_ON, "look at the machines": GOES_ON,
     },
     "the run's folder {path} cannot be written": {"choose another train.name or --output": STARTS},
+    "rank 0 finds no command": {
+        "give its whole path":
+            "tests/unit/test_alerts.py::"
+            "test_the_message_is_the_last_argument_whatever_is_in_it",
+    },
     "is in use by": {
         "wait until it has ended or stop it":
             "tests/unit/test_run_lock.py::test_a_second_run_is_refused_with_the_first_ones_process",

@@ -1,6 +1,6 @@
 """The configuration of a run: its sections, reading them from a file, and checks across them."""
 
-from internsp.app.config.checks import AVERAGE, HELD_OUT
+from internsp.app.config.checks import HELD_OUT
 from internsp.app.config.load import (
     Config,
     documented,
@@ -24,7 +24,6 @@ from internsp.app.config.sections import (
 )
 
 __all__ = [
-    "AVERAGE",
     "HELD_OUT",
     "CheckpointConfig",
     "Config",

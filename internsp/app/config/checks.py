@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from internsp.config.degrees import impossible
 if TYPE_CHECKING:
     from internsp.app.config import Config, DataConfig, DocumentsConfig
 
-HELD_OUT, AVERAGE = "held-out", "average"
+HELD_OUT = "held-out"
 """Names of evaluations that no table defines."""
 
 ROWS = ("jsonl", "parquet", "datasets")
@@ -204,19 +205,13 @@ def _evaluation(config: Config) -> Iterator[Problem]:
         if given.name in names:
             text = f"table {number}: another is called {given.name!r}, too"
             yield Problem(("data.evaluation",), text)
-        if given.name in (HELD_OUT, AVERAGE):
+        if given.name == HELD_OUT:
             text = f"table {number}: {given.name!r} is the name of another figure; choose one"
             yield Problem(("data.evaluation",), text)
         names.add(given.name)
     if names and not train.eval_batches:
         text = "set it above 0, or leave the tables out: nothing is evaluated"
         yield Problem(("train.eval_batches", "data.evaluation"), text)
-    if train.eval_average and len(names) + bool(data.held_out) < 2:
-        text = "there are not two texts to average: give tables [[data.evaluation]]"
-        yield Problem(("train.eval_average", "data.evaluation", "data.held_out"), text)
-    if train.early_stop and not data.held_out and not train.eval_average:
-        text = "uses the held-out loss, and there is none: set data.held_out, or eval_average"
-        yield Problem(("train.early_stop", "data.held_out", "train.eval_average"), text)
 
 
 def _mixture(data: DataConfig) -> Iterator[Problem]:
@@ -333,20 +328,14 @@ def _rest(config: Config) -> Iterator[Problem]:
 
 def _train(config: Config) -> Iterator[Problem]:
     train = config.train
-    if train.early_stop and not (train.eval_every and train.eval_batches):
-        text = "there is nothing to stop by: evaluations are off until the end"
-        yield Problem(("train.early_stop", "train.eval_every", "train.eval_batches"), text)
-    if train.torch_profile is not None and train.torch_profile[0] > train.torch_profile[1]:
-        first, last = train.torch_profile
+    first, last = train.profile_steps
+    if first > last:
         text = f"the first step, {first}, comes after the last, {last}"
-        yield Problem(("train.torch_profile",), text)
-    elif train.torch_profile is not None and train.torch_profile[0] > train.steps:
+        yield Problem(("train.profile_steps",), text)
+    elif train.profile in ("torch", "memory") and first > train.steps:
         if not train.stop_after_tokens:
             text = f"the run ends with step {train.steps}, before the first of them"
-            yield Problem(("train.torch_profile", "train.steps"), text)
-    if train.memory_snapshot and train.torch_profile is None:
-        text = "needs the steps: set train.torch_profile"
-        yield Problem(("train.memory_snapshot", "train.torch_profile"), text)
+            yield Problem(("train.profile_steps", "train.steps"), text)
     size = len(config.train.name.encode())
     if size > 200:  # of the 255 bytes that most file systems take
         text = f"{size} bytes are too long for the name of a folder; use at most 200"
@@ -356,6 +345,13 @@ def _train(config: Config) -> Iterator[Problem]:
 def _report(config: Config) -> Iterator[Problem]:
     if len(set(config.report.writers)) < len(config.report.writers):
         yield Problem(("report.writers",), "one is given twice")
+    try:
+        empty = config.report.alert is not None and not shlex.split(config.report.alert)
+    except ValueError as error:
+        yield Problem(("report.alert",), f"is not words as in a shell: {error}")
+    else:
+        if empty:
+            yield Problem(("report.alert",), "names no command")
 
 
 def _degrees(config: Config, world_size: int) -> Iterator[Problem]:

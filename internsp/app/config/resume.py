@@ -75,13 +75,12 @@ _KEYS: dict[str, dict[Rule, str]] = {
     "train": {
         Rule.FIXED: "seed dtype",
         Rule.TAKEN: "steps stop_after_tokens global_batch batch_tokens",
-        Rule.FREE: "name micro_batches eval_every eval_batches eval_average sample_tokens "
-        "sample_prompt profile peak_tflops torch_profile memory_snapshot deterministic "
-        "log_every loss_chunk max_skipped_steps compare_replicas_every loss_spike norm_spike "
-        "early_stop",
+        Rule.FREE: "name micro_batches eval_every eval_batches sample_tokens sample_prompt "
+        "profile profile_steps peak_tflops deterministic log_every loss_chunk max_skipped_steps "
+        "compare_replicas_every",
     },
     "checkpoint": {Rule.FREE: "save every keep_last keep_every peer resume"},
-    "report": {Rule.FREE: "writers"},
+    "report": {Rule.FREE: "writers alert"},
     "launch": {Rule.FREE: "processes threads"},
 }
 

@@ -265,32 +265,22 @@ class TrainConfig(Section):
     """Steps between evaluations; 0: only at the end."""
     eval_batches: Annotated[int, Field(ge=0, le=1_000_000)] = 4
     """Batches of global_batch sequences of each text in an evaluation; 0: none."""
-    eval_average: bool = False
-    """Report the mean of the texts' evaluation losses, too; early_stop goes by it."""
     sample_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 200
     """Tokens of the sample generated at the end; 0: none."""
     sample_prompt: Annotated[str, Field(max_length=1_000_000)] = "def "
     """Text that the sample continues; empty: it begins a document."""
     peak_tflops: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """TFLOP/s of a device at most, for MFU; none: what is known of it, for 16-bit training."""
-    profile: bool = False
-    """Write the step that the report shows as a Chrome/Perfetto trace, a file a rank."""
-    torch_profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = None
-    """Steps, first and last, over which torch's profiler writes a trace, a file a rank."""
-    memory_snapshot: bool = False
-    """Write CUDA's allocations over the same steps, a file a rank."""
+    profile: Literal["none", "timeline", "torch", "memory"] = "none"
+    """Write a file a rank: the report's step, a trace of torch's profiler, CUDA's allocations."""
+    profile_steps: Annotated[tuple[Count, Count], Field(strict=False)] = (3, 5)
+    """Steps, first and last, of the profiles "torch" and "memory"."""
     deterministic: bool = False
     """Take deterministic kernels only; an operation that has none ends the run."""
     max_skipped_steps: Count = 10
     """Stop after so many steps in a row whose gradients were not finite; none of them is taken."""
     compare_replicas_every: Natural = 0
     """Steps between comparisons of all replicas of the weights, bit for bit; 0: none."""
-    loss_spike: Annotated[float, Field(ge=0, le=1e6)] = 2.0
-    """Tell of a loss above so many times the median of the last 50 steps; 0: never."""
-    norm_spike: Annotated[float, Field(ge=0, le=1e6)] = 10.0
-    """The same of the gradient norm."""
-    early_stop: Natural = 0
-    """Stop after so many evaluations in a row without a lower held-out loss; 0: never."""
     log_every: Count = 1
     """Steps between printed lines; metrics.jsonl has every step."""
     loss_chunk: Count = 1024
@@ -324,12 +314,14 @@ class CheckpointConfig(Section):
 
 
 class ReportConfig(Section):
-    """Where metrics go beside metrics.jsonl and the page."""
+    """Where metrics and alerts go beside metrics.jsonl and the page."""
 
     writers: Annotated[
         tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False, max_length=2)
     ] = ()
     """Programs that get every row too, into folders of the run; extras of the same names."""
+    alert: Annotated[Text, Field(min_length=1)] | None = None
+    """Command to run with a message: at a failure, a skipped step, a spike, a slow rank."""
 
 
 class LaunchConfig(Section):

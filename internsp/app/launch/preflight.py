@@ -133,7 +133,7 @@ def _device(config: Config, output: Path) -> Iterator[InternspError]:
 def device_mistakes(config: Config, environment: Mapping[str, str]) -> Iterator[InternspError]:
     """Check that the requested device exists, and that there is one for each local process."""
     wanted = config.parallel.device
-    if config.train.memory_snapshot:
+    if config.train.profile == "memory":
         from internsp.app.process.modes import memory_mistake
         from internsp.base import accelerator
 

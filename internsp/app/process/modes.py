@@ -42,76 +42,73 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
 
 def memory_mistake(device_type: str) -> str:
-    """Why a memory snapshot cannot be recorded on this type of device; empty if it can."""
+    """Why memory cannot be recorded on this type of device; empty if it can."""
     if device_type == "cuda":
         return ""
     return (
-        "train.memory_snapshot: torch keeps a history of CUDA's memory, and this run is on "
+        'train.profile = "memory": torch keeps a history of CUDA\'s memory, and this run is on '
         f"{device_type}: leave it out, or set parallel.device"
     )
 
 
-class Profiles:
-    """Runs torch's profiler, and records device memory, over the chosen steps; one file a rank.
+class Profile:
+    """Runs torch's profiler, or records device memory, over some steps; one file a rank.
 
     Args:
-        steps: first and last step, counted from 1; ``None``: nothing is profiled.
-        memory: whether to record allocations with their stack traces.
-        folder: ``torch-rank0.json`` (chrome://tracing, Perfetto) and ``memory-rank0.pickle``
-            (pytorch.org/memory_viz) are written there.
+        kind: ``train.profile``. ``"torch"`` writes ``torch-rank0.json`` (chrome://tracing,
+            Perfetto) and ``"memory"`` ``memory-rank0.pickle`` (pytorch.org/memory_viz); others
+            write nothing here.
+        steps: first and last step, counted from 1.
+        folder: the files are written there.
 
     Raises:
-        ConfigError: ``memory`` on a device for which torch keeps no history.
+        ConfigError: ``"memory"`` on a device for which torch keeps no history.
     """
 
     def __init__(
-        self,
-        steps: tuple[int, int] | None,
-        memory: bool,
-        folder: Path,
-        rank: int,
-        device: torch.device,
+        self, kind: str, steps: tuple[int, int], folder: Path, rank: int, device: torch.device
     ) -> None:
-        if memory and (mistake := memory_mistake(device.type)):
+        if kind == "memory" and (mistake := memory_mistake(device.type)):
             raise ConfigError(mistake)
-        self._steps, self._memory, self._folder, self._rank = steps, memory, folder, rank
-        self._device = device
+        self._kind, self._steps, self._device = kind, steps, device
+        self._path = folder / {"torch": f"torch-rank{rank}.json"}.get(
+            kind, f"memory-rank{rank}.pickle"
+        )
         self._profiler: Any = None
-        self._recording = ExitStack()
+        self._recording: ExitStack | None = None
 
     def before_step(self, step: int) -> None:
-        """Start the profiler if ``step`` (from 1), which begins now, is the first chosen one."""
-        if self._steps is None or step != self._steps[0]:
+        """Start if ``step`` (from 1), which begins now, is the first chosen one."""
+        if step != self._steps[0]:
             return
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        if accelerator.has_streams(self._device):
-            kinds.append(getattr(torch.profiler.ProfilerActivity, self._device.type.upper()))
-        self._profiler = torch.profiler.profile(activities=kinds, record_shapes=True)
-        if self._memory:
+        if self._kind == "torch":
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            if accelerator.has_streams(self._device):
+                kinds.append(getattr(torch.profiler.ProfilerActivity, self._device.type.upper()))
+            self._profiler = torch.profiler.profile(activities=kinds, record_shapes=True)
+            self._profiler.start()
+        elif self._kind == "memory":
             # A recomputation that stops early ends by an exception, which torch 2.11 loses while it
             # records what its unwinding frees ("returned NULL without setting an exception").
+            self._recording = ExitStack()
             self._recording.enter_context(set_checkpoint_early_stop(False))
             torch.cuda.memory._record_memory_history()
-        self._profiler.start()
 
-    def after_step(self, step: int) -> list[Path]:
-        """Stop the profiler if ``step`` was the last chosen one; returns the files written."""
-        if self._steps is None or step < self._steps[1]:
-            return []
-        return self.close()
+    def after_step(self, step: int) -> Path | None:
+        """Stop if ``step`` was the last chosen one; returns the file written, if any."""
+        return self.close() if step == self._steps[1] else None
 
-    def close(self) -> list[Path]:
-        """Stop and write the profile if one is being recorded; returns the files written."""
-        if self._profiler is None:
-            return []
-        profiler, self._profiler = self._profiler, None
-        profiler.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        written = [self._folder / f"torch-rank{self._rank}.json"]
-        profiler.export_chrome_trace(str(written[0]))
-        if self._memory:
-            written.append(self._folder / f"memory-rank{self._rank}.pickle")
-            torch.cuda.memory._dump_snapshot(str(written[1]))
+    def close(self) -> Path | None:
+        """Stop and write what is being recorded; returns the file written, if any."""
+        if self._profiler is None and self._recording is None:
+            return None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(self._path))
+        if self._recording is not None:
+            torch.cuda.memory._dump_snapshot(str(self._path))
             torch.cuda.memory._record_memory_history(enabled=None)
             self._recording.close()
-        return written
+        self._profiler = self._recording = None
+        return self._path

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from internsp.app.config import AVERAGE, HELD_OUT
+from internsp.app.config import HELD_OUT
 from internsp.app.process.terminal import printable, shows_escapes, write_lines
 from internsp.app.report.metrics import StepMetrics
 from internsp.app.report.svg import number
@@ -191,7 +191,7 @@ def figures(metrics: StepMetrics) -> dict[str, str]:
 
 def _brief(name: str) -> str:
     """Heading for a text's loss that cannot be mistaken for another figure of the display."""
-    return name if name in (HELD_OUT, AVERAGE) else f"{printable(name)} loss"
+    return name if name == HELD_OUT else f"{printable(name)} loss"
 
 
 def _epochs_text(epochs: Mapping[str, float]) -> str:

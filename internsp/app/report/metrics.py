@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from internsp.app.config import AVERAGE, HELD_OUT
+from internsp.app.config import HELD_OUT
 from internsp.errors import InternspError
 
 
@@ -51,8 +51,6 @@ class StepMetrics(BaseModel):
     """Held-out loss, nats per valid token, if an evaluation followed the step."""
     eval_losses: dict[str, float] | None = None
     """Loss of each text of ``data.evaluation``, by name."""
-    eval_average: float | None = None
-    """Unweighted mean of all of these losses, with ``train.eval_average``."""
     comm_seconds: float | None = None
     """Time in which communication was in flight, hidden or exposed, if measured (see
     :func:`internsp.app.report.timeline.step_times`)."""
@@ -78,12 +76,8 @@ class StepMetrics(BaseModel):
     @property
     def evaluated(self) -> dict[str, float]:
         """Each loss of the evaluation that followed the step, by display name; else empty."""
-        held_out, average = self.eval_loss, self.eval_average
-        return {
-            **({} if held_out is None else {HELD_OUT: held_out}),
-            **(self.eval_losses or {}),
-            **({} if average is None else {AVERAGE: average}),
-        }
+        held_out = {} if self.eval_loss is None else {HELD_OUT: self.eval_loss}
+        return held_out | (self.eval_losses or {})
 
     @property
     def exposed_step_share(self) -> float:
@@ -109,7 +103,7 @@ def named(row: StepMetrics) -> dict[str, float]:
     """Every number of a row but its step, as ``train/...``, ``eval/...`` and ``epochs/...``."""
     found = {f"eval/{name}": loss for name, loss in row.evaluated.items()}
     for key, value in row:
-        if value is None or key in ("step", "run", "eval_loss", "eval_losses", "eval_average"):
+        if value is None or key in ("step", "run", "eval_loss", "eval_losses"):
             continue
         if isinstance(value, dict):
             found |= {f"{key}/{name or 'text'}": each for name, each in value.items()}

@@ -51,11 +51,6 @@ class Custom:
             raise ConfigError(
                 "train.batch_tokens: a program's own data determines its batches; set it to 0"
             )
-        if self.data is not None and config.train.early_stop:
-            raise ConfigError(
-                "train.early_stop: a program's own data have no held-out loss; set it to 0, and "
-                "call trainer.stop() in a callback"
-            )
         if self.model is not None:
             if config.model.dropout:
                 raise ConfigError(

@@ -1,23 +1,16 @@
-"""Checks of a run's numbers: equal replicas, spikes of loss or gradient norm, early stopping."""
+"""The weights that several ranks hold are compared, bit for bit, every so many steps."""
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from internsp.app.config import Config
-from internsp.app.report.metrics import StepMetrics
 from internsp.app.session.session import Session
 from internsp.base.bits import checksum
 from internsp.errors import ReplicaError
 from internsp.failure.objects import Objects
 from internsp.wp.parameter import ShardedParameter
 
-_REMEMBERED = 50  # steps whose median a spike is compared with
-_FEWEST = 10  # steps before the first spike is reported
 _LISTED = 5
 
 
@@ -70,48 +63,3 @@ def _differing(everyone: Sequence[Sequence[Any]], ranks: Sequence[int]) -> list[
             others = ", another on ".join(str(ranks) for ranks in few)
             lines.append(f"{name} differs: one value on ranks {most}, another on {others}")
     return lines
-
-
-class Spikes:
-    """Reports a step whose loss or gradient norm is far above those of the steps before."""
-
-    def __init__(self, config: Config) -> None:
-        train = config.train
-        self._ratios = {"loss": train.loss_spike, "gradient norm": train.norm_spike}
-        self._before: dict[str, deque[float]] = {
-            what: deque(maxlen=_REMEMBERED) for what in self._ratios
-        }
-
-    def check(self, metrics: StepMetrics) -> str:
-        """A message about this step; empty if there is no spike."""
-        messages = []
-        for what, value in (("loss", metrics.loss), ("gradient norm", metrics.grad_norm)):
-            before, ratio = self._before[what], self._ratios[what]
-            if value is None or not math.isfinite(value):
-                continue  # reported by `finite.remark`
-            usual = statistics.median(before) if len(before) >= _FEWEST else math.inf
-            if ratio and value > ratio * usual:
-                messages.append(
-                    f"step {metrics.step}: the {what} is {value:.4g}, {value / usual:.1f} times "
-                    f"the median of the {len(before)} steps before"
-                )
-            before.append(value)
-        return "; ".join(messages)
-
-
-class EarlyStop:
-    """Detects that the held-out loss has stopped falling; the same on all ranks, as the loss is."""
-
-    def __init__(self, config: Config) -> None:
-        self._patience = config.train.early_stop
-        self._best, self._since = math.inf, 0
-
-    def reached(self, eval_loss: float | None) -> bool:
-        """Whether to stop, after an evaluation (``None``: there was no evaluation)."""
-        if eval_loss is None or not self._patience:
-            return False
-        if eval_loss < self._best:
-            self._best, self._since = eval_loss, 0
-        else:
-            self._since += 1
-        return self._since >= self._patience

@@ -1,0 +1,164 @@
+"""Alerts of a run: rank 0 runs the command ``report.alert`` with a message as its last argument.
+
+There are four kinds: the run fails, a step is skipped (or its loss is not finite), a spike, and a
+slow rank. Of one kind, at most one alert is sent in ten minutes. The command is run without a
+shell, without input, and its output is discarded. It neither ends the run nor delays it: what does
+not end within a minute, or within ten seconds of the run's end, is killed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from internsp.app.report.metrics import StepMetrics
+from internsp.errors import ConfigError
+from internsp.failure.objects import Objects
+
+_AGAIN = 600.0  # seconds between two alerts of one kind
+_SECONDS, _LAST_SECONDS = 60.0, 10.0  # limits for the command: while the run goes on, at its end
+_REMEMBERED, _FEWEST = 50, 10  # steps before, whose median a spike is compared with
+_LOSS_SPIKE, _NORM_SPIKE = 2.0, 10.0  # times the median
+_SLOW = 1.5  # times the median of the ranks
+
+
+class Alerts:
+    """Sends alerts.
+
+    Args:
+        command: ``report.alert``; ``None``, as on all ranks but 0: nothing is sent.
+        title: name of the run, with which each message begins.
+
+    Attributes:
+        notify: called with a message for the user: what became of the command.
+
+    Raises:
+        ConfigError: there is no such command.
+    """
+
+    def __init__(self, command: str | None, title: str) -> None:
+        self._words, self._title = shlex.split(command or ""), title
+        self._sent: dict[str, float] = {}
+        self._running: list[tuple[subprocess.Popen[bytes], float]] = []
+        self.notify: Callable[[str], None] = print
+        if self._words and shutil.which(self._words[0]) is None:
+            raise ConfigError(
+                f"report.alert: rank 0 finds no command {self._words[0]!r}: give its whole path"
+            )
+
+    def send(self, kind: str, text: str) -> None:
+        """Run the command with ``text``, if none of this ``kind`` was sent lately; do not wait."""
+        self._end_those_beyond(_SECONDS)
+        now = time.monotonic()
+        if not self._words or now < self._sent.get(kind, -math.inf) + _AGAIN:
+            return
+        self._sent[kind] = now
+        try:
+            process = subprocess.Popen(
+                [*self._words, f"{self._title}: {text}"], stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the message
+            self.notify(f"report.alert: {error}")
+        else:
+            self._running.append((process, now))
+
+    def close(self) -> None:
+        """Wait for commands that still run, ten seconds at most, and kill those that remain."""
+        end = time.monotonic() + _LAST_SECONDS
+        for process, _ in self._running:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+        self._end_those_beyond(0.0)
+
+    def _end_those_beyond(self, seconds: float) -> None:
+        """Notice which commands have ended, and kill those that run for longer."""
+        for process, began in list(self._running):
+            status = process.poll()
+            late = status is None and time.monotonic() - began >= seconds
+            if late:
+                os.killpg(process.pid, signal.SIGKILL)  # its session's leader: not reaped yet
+                process.wait()
+            if late or status is not None:
+                self._running.remove((process, began))
+            if late or status:
+                self.notify(
+                    f"report.alert: {self._words[0]} "
+                    + (f"ended with status {status}" if status else "did not end and was killed")
+                )
+
+
+class Spikes:
+    """Reports a step whose loss or gradient norm is far above those of the steps before.
+
+    A loss above twice, and a gradient norm above ten times the median of the last 50 steps (of at
+    least 10).
+    """
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_REMEMBERED)
+        self._norms: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def check(self, metrics: StepMetrics) -> str:
+        """A message about this step; empty if there is no spike."""
+        messages = []
+        for what, value, before, ratio in (
+            ("loss", metrics.loss, self._losses, _LOSS_SPIKE),
+            ("gradient norm", metrics.grad_norm, self._norms, _NORM_SPIKE),
+        ):
+            if not math.isfinite(value):
+                continue  # reported by `finite.remark`
+            usual = statistics.median(before) if len(before) >= _FEWEST else math.inf
+            if value > ratio * usual:
+                messages.append(
+                    f"step {metrics.step}: the {what} is {value:.4g}, {value / usual:.1f} times "
+                    f"the median of the {len(before)} steps before"
+                )
+            before.append(value)
+        return "; ".join(messages)
+
+
+class SlowRanks:
+    """Finds ranks that compute for longer than others, every 50 steps.
+
+    Ranks wait for each other, so that their steps take equally long: what differs is the part in
+    which a rank does not wait. Stages of a pipeline have different work and are not compared.
+    """
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self._own: list[float] = []
+
+    def check(self, metrics: StepMetrics) -> str:
+        """A message about slow ranks; empty if there is none. Collective, every 50th call."""
+        waited = metrics.exposed_comm_seconds + (metrics.stage_wait_seconds or 0.0)
+        self._own.append(metrics.step_seconds - waited)
+        if len(self._own) < _REMEMBERED:
+            return ""
+        found = Objects().gather((self._stage, statistics.median(self._own)))
+        self._own.clear()
+        return slow_ranks(found)
+
+
+def slow_ranks(found: Sequence[tuple[int, float]]) -> str:
+    """A message about ranks that take 1.5 times the median of their stage; empty if there is none.
+
+    Args:
+        found: (stage, seconds of a step in which it did not wait) of each rank.
+    """
+    lines = []
+    for rank, (stage, seconds) in enumerate(found):
+        usual = statistics.median_low([other for at, other in found if at == stage])
+        if seconds > _SLOW * usual:
+            lines.append(f"rank {rank} {seconds:.3g} s, others {usual:.3g} s")
+    said = "; ".join(lines)
+    return f"slow: of a step of the last {_REMEMBERED} these compute for {said}" if lines else ""

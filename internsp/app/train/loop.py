@@ -1,0 +1,263 @@
+"""The training loop of one rank: from the first step to the report's page."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from internsp.app.checkpoint.checkpoint import Resumed
+from internsp.app.checkpoint.finite import too_many_skipped
+from internsp.app.checkpoint.saver import Saver
+from internsp.app.process.modes import Profile
+from internsp.app.process.stop import SAVE, StopRequest, name_of
+from internsp.app.report.metrics import StepMetrics
+from internsp.app.session.own import CustomData
+from internsp.app.session.session import Session
+from internsp.app.train.output import Output
+from internsp.app.train.page import gather_timelines, write_page
+from internsp.app.train.replicas import compare_replicas
+from internsp.app.train.run_folder import RunFolder
+from internsp.app.train.sample import sample
+from internsp.app.train.step import StepRunner
+from internsp.base.trace import Event
+from internsp.errors import InternspError, NotFiniteError, ReplicaError
+from internsp.failure.objects import Objects
+
+# Steps, counted from the first one run, of which the report shows the one of middle length.
+_TYPICAL = range(2, 5)
+
+
+class Loop:
+    """One run. Every method is collective.
+
+    Attributes:
+        done: steps that the run had finished before, if it resumes.
+        step: finished steps.
+        sequences: rows of the training text used so far.
+        tokens: tokens of those rows that the loss counted.
+        failure: why the run ends; raised on all ranks, after the report is written.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        folder: RunFolder,
+        resumed: Resumed | None,
+        stop: StopRequest,
+        saver: Saver,
+        output: Output,
+    ) -> None:
+        self.session, self.config, self.folder = session, session.config, folder
+        self.stop, self.saver, self.output = stop, saver, output
+        self.resumed_notes = resumed.notes if resumed else []
+        self.done = self.step = resumed.step if resumed else 0
+        self.sequences = resumed.sequences if resumed else 0
+        self.tokens = resumed.tokens if resumed else 0
+        self.runner = StepRunner(session)
+        train, mesh = self.config.train, session.mesh
+        self.profile = Profile(
+            train.profile, train.profile_steps, folder.path / "traces", mesh.rank, mesh.device
+        )
+        self.traced: list[tuple[float, list[Event]]] = []  # seconds and events of a step
+        self.skipped_before = 0
+        self.interrupted = False
+        self.stopped_by = ""
+        self.save_requested = False  # by SAVE, and not done yet
+        self.failure: Exception | None = None
+
+    def run(self) -> None:
+        """Train, then save, evaluate, sample and report.
+
+        What must not be lost comes first. If saving, an evaluation or a sample fails, the report is
+        written all the same and the error is raised after it.
+        """
+        notes = [*self.session.source.notes, *self.folder.notes, *self.resumed_notes]
+        try:
+            self.skipped_before = self.output.open(notes, self.done, self.tokens)
+            last = self._steps()
+            timelines = gather_timelines(self.session, self.folder.path, self._typical())
+            path, text = None, ""
+            try:
+                trusted = not isinstance(self.failure, ReplicaError)
+                wanted = self.config.checkpoint.save or self.save_requested
+                if wanted and self.step > self.done and trusted:
+                    path = self._save(last=True)
+                else:  # complete a save that was started
+                    self._call_saver(self.saver.finish)
+                if self.failure is None:
+                    last = last and self._evaluate(last, at_end=True)
+                    text = sample(self.session)
+            except Exception as error:  # noqa: BLE001 - raised below
+                self.failure = self.failure or error
+            if last is not None:
+                self.output.step(last)
+            if self.session.mesh.rank == 0:
+                micro_batches = self.runner.micro_batches
+                notes = self._page_notes()
+                write_page(self.session, self.folder.path, timelines, text, notes, micro_batches)
+            if self.failure is not None:
+                raise self.failure
+            self.output.end(text, path, self.interrupted)
+        finally:
+            self.output.close()
+            self.saver.close()
+            self.profile.close()
+
+    def _steps(self) -> StepMetrics | None:
+        """Run all steps; returns the last one's metrics if not yet evaluated and recorded."""
+        train, every, log = self.config.train, self.config.checkpoint.every, self.output.log
+        if every:
+            self.saver.prepare()
+        while not self._finished():
+            if self._out_of_data():
+                self.output.note(f"the program's data ended after step {self.step}")
+                return None
+            log.begin_step(self.step + 1)
+            self.profile.before_step(self.step + 1)
+            metrics = self._one_step()
+            if path := self.profile.after_step(self.step):
+                self.output.note(f"profile {path}")
+            if metrics.step % train.log_every == 0:
+                seconds = metrics.step_seconds
+                log.write(f"step {metrics.step}: loss {metrics.loss:.4f}, {seconds:.3f} s")
+            if self.interrupted:
+                self._find_signal()
+            self.failure = too_many_skipped(self.session, self.step) or self._check_replicas()
+            if self.interrupted or self.failure is not None or self._finished():
+                return metrics
+            self.output.step(self._evaluate(metrics))
+            if self.save_requested or (every and self.step % every == 0):
+                self._save()
+        return None
+
+    def _finished(self) -> bool:
+        """Whether the last step is done; the same on all ranks."""
+        train = self.config.train
+        if train.stop_after_tokens:
+            return self.tokens >= train.stop_after_tokens
+        return self.step >= train.steps
+
+    def _out_of_data(self) -> bool:
+        """Whether the program's own data (if any) has ended."""
+        source = self.session.source
+        return isinstance(source, CustomData) and not source.has_batches(self.sequences)
+
+    def _one_step(self) -> StepMetrics:
+        """Train one step, count what it used, and advance a save that is under way."""
+        trace, since = self.session.trace, self.step - self.done
+        last = self.step == self.session.steps - 1  # of a run too short for a typical step
+        # The first one, whose order of collectives is checked, and those that may be typical.
+        trace.enabled = since in (0, *_TYPICAL) or (last and since < _TYPICAL.start)
+        trace.clear()
+        done = self.runner.step(
+            self.step, self.stop, taken=self.sequences, saved=self.saver.progress()
+        )
+        if trace.enabled:
+            trace.resolve()
+            self.traced.append((done.metrics.step_seconds, list(trace.events)))
+        trace.enabled = False
+        trace.clear()
+        self.step += 1
+        self.sequences += done.rows
+        self.tokens += done.metrics.tokens
+        self.interrupted = done.interrupted
+        self.save_requested |= done.save
+        self._call_saver(partial(self.saver.advance, done.saved))
+        return done.metrics.model_copy(
+            update={
+                "skipped_steps": self.skipped_before + (done.metrics.skipped_steps or 0),
+                "total_tokens": self.tokens,
+                "epochs": self.session.source.epochs(self.sequences),
+            }
+        )
+
+    def _typical(self) -> list[Event]:
+        """This rank's events of the traced step of middle length, the same step on all ranks."""
+        seconds = [took for took, _ in self.traced[1:] or self.traced]
+        if not seconds:
+            return []
+        middle = Objects().on_first(lambda: seconds.index(statistics.median_low(seconds)))
+        return (self.traced[1:] or self.traced)[middle][1]
+
+    def _find_signal(self) -> None:
+        """Find which signal requested the stop, and on which ranks."""
+        numbers = Objects().gather(self.stop.number)
+        ranks = [rank for rank, number in enumerate(numbers) if number]
+        if not ranks:
+            return  # requested by the program, not by a signal
+        number = numbers[ranks[0]]
+        self.stop.request(number)  # every rank ends with the same status
+        self.stopped_by = f" by {name_of(number)}"
+        if len(ranks) < len(numbers):
+            self.stopped_by += f" to rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        self.output.note(f"stopped{self.stopped_by} after step {self.step}")
+
+    def _check_replicas(self) -> ReplicaError | None:
+        """Compare replicas, in the steps in which it is due; returns an error."""
+        every = self.config.train.compare_replicas_every
+        if not every or self.step % every:
+            return None
+        try:
+            compare_replicas(self.session, self.step)
+        except ReplicaError as error:  # raised on all ranks together
+            return error
+        return None
+
+    def _evaluate(self, metrics: StepMetrics, at_end: bool = False) -> StepMetrics:
+        """``metrics`` with the losses of all texts, if an evaluation is due."""
+        train = self.config.train
+        due = train.eval_every and metrics.step % train.eval_every == 0
+        if not (due or at_end) or not train.eval_batches:
+            return metrics
+        found, texts = self.runner.evaluate(), self.runner.evaluate_texts()
+        if found is None and not texts:
+            return metrics
+        metrics = metrics.model_copy(update={"eval_loss": found, "eval_losses": texts or None})
+        self.output.evaluation(metrics)
+        return metrics
+
+    def _save(self, last: bool = False) -> Path | None:
+        """Start to save this step; for the ``last`` one, wait and return the checkpoint."""
+        self._call_saver(self.saver.finish)
+        if self.save_requested:
+            self.output.note(f"asked by {name_of(SAVE)}: saving step {self.step}")
+        self.save_requested = False
+        self.saver.start(self.step, self.sequences, self.tokens)
+        return self._call_saver(self.saver.finish, last) if last else None
+
+    def _call_saver(self, call: Callable[[], Path | None], last: bool = False) -> Path | None:
+        """Run ``call`` (a method of the saver) and report what became of the save.
+
+        Returns:
+            The checkpoint; ``None`` if there is none yet, or if weights are not finite, in which
+            case none is written.
+        """
+        path, message = None, ""
+        try:
+            path = call()
+            if path is not None and not (last and self.failure is None):
+                message = f"checkpoint {path}"
+        except NotFiniteError as error:  # raised on all ranks together
+            message = str(error)
+            if last:  # otherwise the run would end as a success without a checkpoint
+                self.failure = self.failure or error
+        notes, self.saver.notes = self.saver.notes, []
+        for note in [*notes, *([message] if message else [])]:
+            self.output.note(note)
+        if path is not None:
+            self.output.listener.checkpoint(path)
+        return path
+
+    def _page_notes(self) -> list[str]:
+        stopped = f"The run was stopped before its last step{self.stopped_by}."
+        notes = [stopped] if self.interrupted else []
+        skipped = self.skipped_before + self.session.optimizer.skipped_steps
+        if skipped:
+            notes.append(f"Steps skipped because gradients were not finite: {skipped}.")
+        if self.failure is not None:
+            known = isinstance(self.failure, InternspError)
+            kind = "" if known else f"{type(self.failure).__name__}: "
+            notes.append(f"The run failed: {kind}{self.failure}")
+        return notes

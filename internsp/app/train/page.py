@@ -1,0 +1,104 @@
+"""The page of a run, from what its ranks measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from internsp.app.plan.offloaded import HOSTED, STAGED
+from internsp.app.plan.pipeline import make_pipeline_plan
+from internsp.app.report.advice import Setting, advise
+from internsp.app.report.chrome import write_chrome_trace
+from internsp.app.report.metrics import read_metrics
+from internsp.app.report.page import Report
+from internsp.app.session.session import Session
+from internsp.base.host import ACTIVATIONS
+from internsp.base.trace import Event
+
+Timeline = tuple[dict[str, int], list[Event]]
+"""A rank's coordinates in the mesh, and its events of one step."""
+
+
+def gather_timelines(session: Session, folder: Path, events: list[Event]) -> list[Timeline]:
+    """``events`` of every rank, on rank 0; with ``train.profile``, also as files. Collective."""
+    mesh = session.mesh
+    if session.config.train.profile == "timeline":
+        write_chrome_trace(folder / "traces" / f"rank{mesh.rank}.json", events, mesh.rank)
+    place = {
+        "rank": mesh.rank,
+        "pipeline": mesh.pipeline_rank,
+        "weight": mesh.weight_rank,
+        "replica": mesh.replica_rank,
+        "zero": mesh.zero_rank,
+        "sequence": mesh.sequence_rank,
+        "data": mesh.data_rank,
+    }
+    gathered: list[Timeline | None] = [None] * mesh.world_size
+    dist.gather_object((place, events), gathered if mesh.rank == 0 else None)
+    return [g for g in gathered if g is not None]
+
+
+def write_page(
+    session: Session,
+    folder: Path,
+    timelines: Sequence[Timeline],
+    sample: str,
+    notes: Sequence[str],
+    micro_batches: int,
+) -> None:
+    """Write ``report.html`` and ``report.json``, on rank 0 only."""
+    config, shape = session.config, session.mesh.shape
+    timeline = {row["rank"]: events for row, events in timelines}
+    setting = Setting(
+        config.weight_parallel,
+        weight=shape.weight,
+        sequence=shape.sequence,
+        zero=shape.zero_size,
+        micro_batches=micro_batches,
+        blocks=len(session.communicators[0].blocks),
+    )
+    pipelined = session.pipeline is not None
+    report = Report(
+        title=config.train.name,
+        config_toml=config.to_toml(),
+        metrics=read_metrics(folder / "metrics.jsonl"),
+        mesh=shape.degrees(),
+        ranks=[row for row, _ in timelines],
+        memory=components(session),
+        timeline=timeline,
+        sample=sample,
+        notes=notes,
+        schedule=make_pipeline_plan(config, shape.world_size).picture() if pipelined else "",
+        advice=advise(timeline, setting),
+    )
+    report.write(folder / "report.html")
+    report.save(folder / "report.json")
+
+
+def components(session: Session) -> list[tuple[str, int]]:
+    """(component, bytes) of this rank: shards, slots, reduction buffers, optimizer, host memory."""
+    total: dict[str, int] = {}
+    for communicator, optimizer in zip(session.communicators, session.optimizers, strict=True):
+        replicated, pool = communicator.replicated, communicator.state.pool
+        shards = sum(w.storage.nbytes for w in replicated.sharded if not w.hosted)
+        full = sum(m.storage.numel() * m.storage.element_size() for m in replicated.members)
+        rows = [
+            ("weight shards", shards),
+            ("replicated parameters", full),
+            ("unsharded weights (slots)", pool.slot_nbytes if pool.reuse else pool.live_nbytes()),
+            ("reduction buffers", communicator.state.reducer.buffers.nbytes),
+        ]
+        link = communicator.state.link
+        kinds = [what for what in HOSTED if what != ACTIVATIONS]
+        hosted = (
+            [(HOSTED[what], link.allocated[what]) for what in kinds] if link is not None else []
+        )
+        if link is not None:
+            rows.append((STAGED, link.staging_bytes))
+        if communicator.state.activations is not None:
+            hosted.append((HOSTED[ACTIVATIONS], communicator.state.activations.peak))
+        for name, nbytes in (*rows, *optimizer.memory(), *hosted):
+            total[name] = total.get(name, 0) + nbytes
+    return list(total.items())
