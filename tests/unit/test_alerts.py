@@ -36,8 +36,8 @@ def test_a_spike_is_told_from_the_median_of_the_steps_before() -> None:
     ("found", "told"),
     [
         ([(0, 1.0), (0, 1.2), (0, 1.1), (0, 1.4)], ""),
-        ([(0, 1.0), (0, 1.0), (0, 1.0), (0, 1.6)], "rank 3 1.6 s, others 1 s"),
-        ([(0, 2.0), (0, 1.0)], "rank 0 2 s, others 1 s"),
+        ([(0, 1.0), (0, 1.0), (0, 1.0), (0, 1.6)], "rank 3 computes 1.6 s of a step, others 1 s"),
+        ([(0, 2.0), (0, 1.0)], "rank 0 computes 2 s of a step, others 1 s"),
         ([(0, 1.0), (0, 1.0), (1, 3.0), (1, 3.0)], ""),  # a stage has more to do
         ([(0, 0.0)], ""),
     ],
@@ -46,7 +46,7 @@ def test_a_rank_that_computes_for_longer_than_its_stage_is_slow(
     found: list[tuple[int, float]], told: str
 ) -> None:
     said = slow_ranks(found)
-    assert said.endswith(told)
+    assert said.startswith(told)
     assert bool(said) == bool(told)
 
 

@@ -95,6 +95,15 @@ def test_a_key_that_has_gone_since_is_told_and_its_rule_is_taken_over(
     assert compare(usual, now, 1, 1)[0][0].startswith("weight_parallel.rules: []")
 
 
+def test_a_run_of_before_goes_on_whatever_it_said_of_profiles_and_spikes() -> None:
+    saved = Config().model_dump(mode="json")
+    for profile in (True, False):
+        saved["train"] |= {"profile": profile, "torch_profile": None, "early_stop": 3}
+        refused, (told,) = compare(saved, Config(), 1, 1)
+        assert refused == []
+        assert told.startswith("train.early_stop: 3 in the checkpoint; it is gone")
+
+
 def test_a_kept_configuration_is_read_under_the_names_that_its_run_knew() -> None:
     own = Config.model_validate({
         "parallel": {"sequence": 4, "optimizer_ranks": 1},

@@ -159,6 +159,5 @@ def slow_ranks(found: Sequence[tuple[int, float]]) -> str:
     for rank, (stage, seconds) in enumerate(found):
         usual = statistics.median_low([other for at, other in found if at == stage])
         if seconds > _SLOW * usual:
-            lines.append(f"rank {rank} {seconds:.3g} s, others {usual:.3g} s")
-    said = "; ".join(lines)
-    return f"slow: of a step of the last {_REMEMBERED} these compute for {said}" if lines else ""
+            lines.append(f"rank {rank} computes {seconds:.3g} s of a step, others {usual:.3g} s")
+    return f"{'; '.join(lines)} (medians of {_REMEMBERED} steps)" if lines else ""
