@@ -75,7 +75,7 @@ def test_the_message_is_the_last_argument_whatever_is_in_it(tmp_path: Path) -> N
 
 
 def test_a_command_that_fails_or_hangs_is_told_and_delays_the_end_for_seconds(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alerts, "_LAST_SECONDS", 0.5)
     one, told = made(f"{sys.executable} -c 'import sys; sys.exit(3)'")
@@ -84,13 +84,18 @@ def test_a_command_that_fails_or_hangs_is_told_and_delays_the_end_for_seconds(
     one.close()
     assert told[0].startswith("report.alert: ")
     assert told[1] == f"report.alert: {sys.executable} ended with status 3"
-    one, told = made("sh -c 'sleep 60; true'")  # the shell's child is killed, too
+    child = tmp_path / "child"
+    one, told = made(f"sh -c 'sleep 60 & echo $! > {child}; wait'")
     began = time.monotonic()
     one.send("spike", "x")
     assert time.monotonic() - began < 0.4
     one.close()
     assert time.monotonic() - began < 5
     assert told == ["report.alert: sh did not end and was killed"]
+    command_line = Path(f"/proc/{int(child.read_text())}/cmdline")
+    while command_line.exists() and command_line.read_bytes():  # killed, too; empty: not reaped
+        assert time.monotonic() - began < 20
+        time.sleep(0.01)
 
 
 def test_a_command_that_cannot_be_is_refused() -> None:
