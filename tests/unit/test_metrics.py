@@ -159,6 +159,10 @@ class Terminal(io.StringIO):
         return True
 
 
+class AsciiTerminal(Terminal):
+    encoding = "ascii"  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
     ("stream", "environ", "live"),
     [
@@ -168,6 +172,7 @@ class Terminal(io.StringIO):
         (Terminal(), {"NO_COLOR": "1"}, False),
         (Terminal(), {"TERM": "dumb"}, False),
         (io.StringIO(), {"TERM": "xterm"}, False),
+        (AsciiTerminal(), {"TERM": "xterm"}, False),
     ],
 )
 def test_only_a_willing_terminal_gets_the_bar(stream, environ, live):

@@ -75,7 +75,8 @@ class Display:
         self._stream: TextIO = stream or sys.stdout
         environ = os.environ if environ is None else environ
         in_ci = environ.get("CI", "").lower() not in ("", "0", "false")
-        self.live = shows_escapes(self._stream, environ) and not in_ci
+        utf8 = (getattr(self._stream, "encoding", None) or "").lower().startswith("utf")
+        self.live = utf8 and not in_ci and shows_escapes(self._stream, environ)
         # Redrawn by update() only: a refresh thread would take time from the computing threads.
         self._bar = Progress(
             TextColumn("{task.description}", markup=False), MofNCompleteColumn(), BarColumn(),

@@ -129,8 +129,7 @@ class _WeightsAndBiases:
         self, config: Config, folder: Path, run: str, rows: Sequence[StepMetrics]
     ) -> None:
         mode: Any = os.environ.get("WANDB_MODE", "offline")
-        offline = mode != "online"
-        if offline:  # read at import: else reports of errors and of use are sent all the same
+        if mode != "online":  # read at import; else it sends reports of errors and of use
             os.environ["WANDB_ERROR_REPORTING"] = "false"
         import wandb
 
@@ -159,14 +158,14 @@ class _WeightsAndBiases:
                 "WANDB_MODE=offline"
             ) from None
         self._first = self._run.starting_step  # the server has the steps before this one
-        if offline:
+        if mode == "offline":
             self.location = f"wandb sync {Path(self._run.dir).parent}"
             for row in rows:
                 self.write(row)
             for old in older:  # all their rows are in the new folder
                 shutil.rmtree(old, ignore_errors=True)
         else:
-            self.location = str(self._run.url)
+            self.location = str(self._run.url or mode)
 
     def write(self, row: StepMetrics) -> None:
         if row.step >= self._first:
