@@ -13,6 +13,7 @@ from internsp.app.report.advice import Setting, advise
 from internsp.app.report.chrome import write_chrome_trace
 from internsp.app.report.metrics import read_metrics
 from internsp.app.report.page import Report
+from internsp.app.report.tables import COORDINATES
 from internsp.app.session.session import Session
 from internsp.base.host import ACTIVATIONS
 from internsp.base.trace import Event
@@ -26,15 +27,7 @@ def gather_timelines(session: Session, folder: Path, events: list[Event]) -> lis
     mesh = session.mesh
     if session.config.train.profile == "timeline":
         write_chrome_trace(folder / "traces" / f"rank{mesh.rank}.json", events, mesh.rank)
-    place = {
-        "rank": mesh.rank,
-        "pipeline": mesh.pipeline_rank,
-        "weight": mesh.weight_rank,
-        "replica": mesh.replica_rank,
-        "zero": mesh.zero_rank,
-        "sequence": mesh.sequence_rank,
-        "data": mesh.data_rank,
-    }
+    place = {"rank": mesh.rank, **{name: getattr(mesh, f"{name}_rank") for name in COORDINATES}}
     gathered: list[Timeline | None] = [None] * mesh.world_size
     dist.gather_object((place, events), gathered if mesh.rank == 0 else None)
     return [g for g in gathered if g is not None]
