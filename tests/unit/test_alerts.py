@@ -74,10 +74,11 @@ def test_the_message_is_the_last_argument_whatever_is_in_it(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["said"]
 
 
-def test_a_command_that_fails_or_hangs_is_told_and_delays_the_end_for_seconds(
+def test_a_command_that_fails_or_hangs_is_told_and_delays_nothing_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alerts, "_LAST_SECONDS", 0.5)
+    monkeypatch.setattr(alerts, "_SECONDS", 0.6)
     one, told = made(f"{sys.executable} -c 'import sys; sys.exit(3)'")
     one.send("spike", "x")
     one.send("slow", "a \0 that no argument can hold")
@@ -91,6 +92,9 @@ def test_a_command_that_fails_or_hangs_is_told_and_delays_the_end_for_seconds(
     assert time.monotonic() - began < 0.4
     one.close()
     assert time.monotonic() - began < 5
+    assert told == []
+    time.sleep(0.2)
+    one.close()
     assert told == ["report.alert: sh did not end and was killed"]
     command_line = Path(f"/proc/{int(child.read_text())}/cmdline")
     while command_line.exists() and command_line.read_bytes():  # killed, too; empty: not reaped

@@ -2,8 +2,9 @@
 
 There are four kinds: the run fails, a step is skipped (or its loss is not finite), a spike, and a
 slow rank. Of one kind, at most one alert is sent in ten minutes. The command is run without a
-shell, without input, and its output is discarded. It neither ends the run nor delays it: what does
-not end within a minute, or within ten seconds of the run's end, is killed.
+shell, without input, and its output is discarded. It neither ends the run nor delays it: what runs
+for longer than a minute is killed at the next alert, and what still runs three seconds after the
+run is left to itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from internsp.errors import ConfigError
 from internsp.failure.objects import Objects
 
 _AGAIN = 600.0  # seconds between two alerts of one kind
-_SECONDS, _LAST_SECONDS = 60.0, 10.0  # limits for the command: while the run goes on, at its end
+_SECONDS = 60.0  # limit for the command
+_LAST_SECONDS = 3.0  # of waiting for it at the end: a launcher ends ranks 4 s after a failed one
 _REMEMBERED, _FEWEST = 50, 10  # steps before, whose median a spike is compared with
 _LOSS_SPIKE, _NORM_SPIKE = 2.0, 10.0  # times the median
 _SLOW = 1.5  # times the median of the ranks
@@ -73,12 +75,12 @@ class Alerts:
             self._running.append((process, now))
 
     def close(self) -> None:
-        """Wait for commands that still run, ten seconds at most, and kill those that remain."""
+        """Wait for commands that still run, three seconds at most."""
         end = time.monotonic() + _LAST_SECONDS
         for process, _ in self._running:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
-        self._end_those_beyond(0.0)
+        self._end_those_beyond(_SECONDS)
 
     def _end_those_beyond(self, seconds: float) -> None:
         """Notice which commands have ended, and kill those that run for longer."""
