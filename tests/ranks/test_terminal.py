@@ -92,7 +92,7 @@ def test_a_plain_terminal_gets_lines_without_escape_sequences(
     text = on_terminal(folder, PLAIN[kind], *words)
     assert "\x1b" not in text
     assert "\r" not in text
-    assert ("step 3/3" if kind == "notebook" else "Mesh of 1 ranks") in text
+    assert ("step 3/3" if kind == "notebook" else "parameters in 1 blocks, on 1 rank") in text
 
 
 @pytest.mark.unmeasured
