@@ -146,7 +146,7 @@ def test_a_mixture_of_documents_goes_on_exactly_on_another_mesh_and_batch(
     compared with a run that is never stopped."""
     write(tmp_path)
     whole_run, other = tmp_path / "whole", tmp_path / "other"
-    run_ranks(run, 1, mixed(tmp_path, {}, pack, tokens=1500), str(whole_run))
+    run_ranks(run, 1, mixed(tmp_path, {}, pack, stop_after_tokens=1500), str(whole_run))
     wanted = read_metrics(whole_run / "metrics.jsonl")
     totals = [row.total_tokens for row in wanted]
     assert totals[-2] < 1500 <= totals[-1], "it ends with the first step that reaches them"
@@ -154,7 +154,7 @@ def test_a_mixture_of_documents_goes_on_exactly_on_another_mesh_and_batch(
 
     first = mixed(tmp_path, {"weight": 2}, pack, steps=4)
     run_ranks(run, 2, first, str(other))
-    settings = mixed(tmp_path, {}, pack, micro_batches=3, tokens=1500).model_dump()
+    settings = mixed(tmp_path, {}, pack, micro_batches=3, stop_after_tokens=1500).model_dump()
     settings["checkpoint"]["resume"] = "auto"
     run_ranks(run, 1, Config.model_validate(settings), str(other))
     found = read_metrics(other / "metrics.jsonl")
