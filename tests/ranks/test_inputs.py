@@ -127,14 +127,16 @@ def mixed(folder: Path, parallel: dict[str, Any], pack: bool, **train: Any) -> C
     return config(
         folder,
         parallel,
-        data={"source": "stdlib", "paths": [], "mixture": tables, "pack": pack},
+        data={
+            "source": "stdlib", "paths": [], "mixture": tables, "pack": pack,
+            "cache_dir": str(folder / "tokens"),
+        },
         checkpoint={"every": 2},
         train={**config(folder, {}).train.model_dump(), **train},
     )
 
 
 def run(rank: int, world: int, settings: Config, output: str) -> None:
-    tokens.CACHED_BYTES = 0  # the process is this run's
     train(settings, Path(output))
 
 
