@@ -49,15 +49,19 @@ def write(folder: Path, kind: str, texts: list[str] = TEXTS) -> Path:
     return path
 
 
-def source(path: Path, kind: str = "jsonl", least: int = 0, **changes: object) -> DataSource:
-    """The source of a path whose tokens are on disk if its files have ``least`` bytes."""
+def source_of(path: Path, kind: str = "jsonl", **changes: object) -> DataSource:
     settings = {
         "source": "jsonl" if kind == "gz" else kind, "paths": (str(path),), "sequence_length": 16,
         "held_out": 0.1, **changes,
     }  # fmt: skip
+    return DataSource.create(DataConfig(**settings), global_batch=8, seed=3)
+
+
+def source(path: Path, kind: str = "jsonl", least: int = 0, **changes: object) -> DataSource:
+    """The source of a path whose tokens are on disk if its files have ``least`` bytes."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(tokens, "CACHED_BYTES", least)
-        return DataSource.create(DataConfig(**settings), global_batch=8, seed=3)
+        return source_of(path, kind, **changes)
 
 
 IN_MEMORY = 1 << 40
@@ -335,13 +339,16 @@ def test_data_that_change_meanwhile_are_refused_and_tokens_opened_before_stay_as
     assert torch.equal(first.train_batch(0).ids, wanted)
 
 
-def test_several_that_make_the_same_tokens_at_once_all_read_them(tmp_path: Path) -> None:
+def test_several_that_make_the_same_tokens_at_once_all_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path, "jsonl")
     found: list[object] = []
+    monkeypatch.setattr(tokens, "CACHED_BYTES", 0)
 
     def make() -> None:
         try:
-            found.append(source(path).train_batch(0).ids.tolist())
+            found.append(source_of(path).train_batch(0).ids.tolist())
         except Exception as error:
             found.append(error)
 
