@@ -131,6 +131,11 @@ GONE = {
     "weight_parallel.rules.replicate_below": Gone(
         None, "it is min_shard_elements now, also in a rule: elements, not bytes", needed=True
     ),
+    "checkpoint.peer": Gone(
+        False,
+        "leave it out: no rank keeps copies for another, and torchrun's restarts go on from the "
+        "newest whole checkpoint (checkpoint.every says how often one is saved)",
+    ),
 }
 """By the same names."""
 

@@ -100,15 +100,15 @@ def damage_is_noticed(rank: int, run: Path) -> None:
                 flipped = bytearray(right)
                 flipped[place] ^= 1 << place % 8
                 on_first(rank, lambda file=file, new=flipped: file.write_bytes(new))
-                assert str(file) in refusal(lambda: checkpoint._newest_complete(newest, None))
-                chosen, content, notes = checkpoint._newest_complete(run, None)
+                assert str(file) in refusal(lambda: checkpoint._newest_complete(newest))
+                chosen, content, notes = checkpoint._newest_complete(run)
                 assert (chosen.name, content.step) == ("step-000004", 4)
                 assert notes[0].startswith("checkpoint step-000006 was passed over: " + str(file))
     with changed(rank, files[0]):
         on_first(rank, files[0].unlink)
-        assert "saving did not end" in refusal(lambda: checkpoint._newest_complete(newest, None))
-        assert checkpoint._newest_complete(run, None)[0].name == "step-000004"
-    assert checkpoint._newest_complete(run, None)[0] == newest
+        assert "saving did not end" in refusal(lambda: checkpoint._newest_complete(newest))
+        assert checkpoint._newest_complete(run)[0].name == "step-000004"
+    assert checkpoint._newest_complete(run)[0] == newest
 
 
 class Evil:
@@ -273,7 +273,7 @@ def what_came_later_is_set_aside(rank: int, run: Path) -> None:
     assert names(folder / "abandoned-1") == ["metrics.jsonl", "step-000004", "step-000006"]
     assert [row.step for row in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
     assert ids(run) == before, "the run goes on"
-    assert checkpoint._newest_complete(run, None)[0].name == "step-000003"
+    assert checkpoint._newest_complete(run)[0].name == "step-000003"
     dist.barrier()
     # There is nothing left to do: the checkpoint is not written again, the folder is unchanged.
     stamp = (folder / "step-000003" / MANIFEST).stat().st_mtime_ns

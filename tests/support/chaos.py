@@ -139,8 +139,8 @@ def _repeats_a_batch() -> None:
 
     load = module.checkpoint.load
 
-    def wrong(session: Any, path: Path, copies: Any) -> Any:
-        found = load(session, path, copies)
+    def wrong(session: Any, path: Path) -> Any:
+        found = load(session, path)
         object.__setattr__(found, "sequences", found.sequences - session.config.train.global_batch)
         return found
 

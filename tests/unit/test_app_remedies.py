@@ -72,13 +72,6 @@ CHECKPOINT: Table = {
             "passed_over",
         "or one step-* in it": EARLIER,
     },
-    "checkpoint.peer = true needs Linux": {"set it to false": GOES_ON},
-    "checkpoint.peer = true keeps copies": {
-        "start with torchrun --max-restarts":
-            "tests/ranks/test_peer.py::"
-            "test_torchrun_goes_on_from_memory_with_the_same_bytes_and_leaves_nothing",
-        "or set it to false": GOES_ON,
-    },
     "start() has prepared": NO_ADVICE,
 }  # fmt: skip
 def accepted(world: int = 1, **sections: Any) -> Remedy:

@@ -28,7 +28,6 @@ from internsp.app.checkpoint.disk import MANIFEST
 from internsp.app.checkpoint.files import Reader
 from internsp.app.checkpoint.finite import require_finite
 from internsp.app.checkpoint.manifest import Manifest, Position, State
-from internsp.app.checkpoint.peer import PeerCopies
 from internsp.app.checkpoint.plain_errors import plain_errors
 from internsp.app.config import resume as resume_rules
 from internsp.app.session.session import Session
@@ -109,19 +108,18 @@ def _position(session: Session, sequences: int, tokens: int) -> Position:
     )
 
 
-def load(session: Session, path: Path, copies: PeerCopies | None = None) -> Resumed:
+def load(session: Session, path: Path) -> Resumed:
     """Restore a checkpoint that was written on any mesh. Collective; blocks.
 
     Args:
         path: folder of a checkpoint, or of a run, whose newest complete checkpoint is loaded.
-        copies: in-memory copies of files; a file that has one is not read from disk.
 
     Raises:
         ConfigError: on every rank, before anything is overwritten: there is no complete checkpoint,
             a setting differs that must not, or the text has changed.
         NotFiniteError: on every rank: its weights are not finite.
     """
-    chosen, content, notes = _newest_complete(path, copies)
+    chosen, content, notes = _newest_complete(path)
     try:
         refused, taken = resume_rules.compare(
             content.config, session.config, content.mesh["world"], session.mesh.world_size
@@ -164,12 +162,10 @@ def load(session: Session, path: Path, copies: PeerCopies | None = None) -> Resu
         for part in (tensors, *repeated):
             dcp.load(
                 dict(part),
-                storage_reader=Reader(chosen, content, None if copies is None else copies.open),
+                storage_reader=Reader(chosen, content),
                 planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
             )
     Objects().on_every(lambda: _restore(session, tensors, repeated, content, chosen))
-    if copies is not None:
-        copies.retain(content)
     if not same_ranks:
         seed = derived_seed(session.config.train.seed, content.step, session.mesh.rank)
         torch.manual_seed(seed)  # seeds the accelerator, too
@@ -199,14 +195,15 @@ def _detached(values: Mapping[str, Any]) -> dict[str, Tensor]:
     return {k: v.detach() if isinstance(v, Parameter) else v for k, v in tensors.items()}
 
 
-def _newest_complete(path: Path, copies: PeerCopies | None) -> tuple[Path, Manifest, list[str]]:
+def _newest_complete(path: Path) -> tuple[Path, Manifest, list[str]]:
     """Find the newest complete checkpoint; also return messages for the user. Collective."""
     folders, named = Objects().on_first(lambda: checkpoint_folder.candidates(path))
     skipped: list[str] = []
     for folder in folders:
         try:
             content = Objects().on_first(lambda folder=folder: manifest.read(folder))  # type: ignore[misc]
-            return folder, content, skipped + check_complete(folder, content, copies)
+            check_complete(folder, content)
+            return folder, content, skipped
         except ConfigError as error:
             if named:
                 raise ConfigError(f"checkpoint.resume: {error}") from None
@@ -217,36 +214,18 @@ def _newest_complete(path: Path, copies: PeerCopies | None) -> tuple[Path, Manif
     )
 
 
-def check_complete(folder: Path, content: State, copies: PeerCopies | None = None) -> list[str]:
-    """Check that every file is as it was written, or has an intact copy in memory. Collective.
-
-    Each rank checks a part of the files.
-
-    Returns:
-        Messages for the user: which files are read from copies.
+def check_complete(folder: Path, content: State) -> None:
+    """Check that every file is as it was written; each rank reads a part of them. Collective.
 
     Raises:
         ConfigError: on every rank: a file is missing or damaged.
     """
-    names = sorted(content.files)
-    own = names[dist.get_rank() :: dist.get_world_size()]
-
-    def look() -> tuple[list[str], list[str]]:
-        read = [n for n in own if copies is None or not copies.has(content.files[n])]
-        return manifest.damage(folder, content, read), [content.files[n].sha256 for n in read]
-
-    found = Objects().on_every(look)
-    damaged = [line for lines, _ in found for line in lines]
+    own = sorted(content.files)[dist.get_rank() :: dist.get_world_size()]
+    found = Objects().on_every(lambda: manifest.damage(folder, content, own))
+    damaged = [line for lines in found for line in lines]
     if damaged:
         more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
         raise ConfigError(damaged[0] + more)
-    if copies is None:
-        return []
-    kept = copies.drop_damaged(content, [digest for _, digests in found for digest in digests])
-    gone = [name for name in kept if not (folder / name).is_file()]
-    missing = f"; not there any more: {', '.join(gone)}" if gone else ""
-    many = f"{len(kept)} of {len(names)} files of {folder} are read from copies in memory{missing}"
-    return [many] if kept else []
 
 
 def check_fits(content: State, tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -1,10 +1,9 @@
 """Disk operations of a save, and the writer process that does them while its rank trains.
 
 Every rank has one writer process. The process shares a block of memory with its rank, in which the
-rank puts a whole safetensors file, and runs commands from it: write this file durably, send a copy
-to a process that outlives the rank (:mod:`internsp.app.checkpoint.keeper`), commit the folder as a
-checkpoint, delete old checkpoints. The process ends when its rank ends; a file that it wrote and
-that is part of no checkpoint by then is removed.
+rank puts a whole safetensors file, and runs commands from it: write this file durably, commit the
+folder as a checkpoint, delete old checkpoints. The process ends when its rank ends; a file that it
+wrote and that is part of no checkpoint by then is removed.
 
 Nothing here imports internsp or torch, so that the process starts in a few hundredths of a second.
 """
@@ -12,7 +11,6 @@ Nothing here imports internsp or torch, so that the process starts in a few hund
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import mmap
@@ -21,7 +19,6 @@ import re
 import select
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -33,8 +30,6 @@ PARTIAL = ".partial"
 # A save over the same step renames the old folder to "replaced" for a moment, between two renames.
 STEP = re.compile(r"step-([0-9]+)(\.replaced)?")
 _AT_ONCE = 1 << 24  # bytes that are digested, still in the processor's cache, and then written
-_NETWORK_SECONDS = 60.0
-_ANSWER_SECONDS = 600.0  # a keeper may have to read a large copy to its end before it answers
 _PATIENCE = 1.0  # seconds between checks whether the rank still runs
 
 
@@ -190,84 +185,6 @@ def not_finite(data: memoryview, unseen: Container[str] = ()) -> list[str]:
     return found
 
 
-class KeeperConnection:
-    """A connection to a keeper process (:mod:`internsp.app.checkpoint.keeper`).
-
-    Args:
-        address: ``{"name": ...}`` on this machine, else ``{"host": ..., "port": ..., "key": ...}``.
-
-    Raises:
-        OSError: the process does not run (here and in every method).
-    """
-
-    def __init__(self, address: dict[str, Any]) -> None:
-        if "name" in address:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._socket.connect("\0" + address["name"])
-            credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            if int.from_bytes(credentials[4:8], sys.byteorder) != os.getuid():
-                self._socket.close()
-                raise PermissionError(errno.EPERM, f"{address['name']} is another user's")
-        else:
-            place = address["host"], address["port"]
-            self._socket = socket.create_connection(place, timeout=_NETWORK_SECONDS)
-        self._socket.settimeout(_ANSWER_SECONDS)
-        self._file = self._socket.makefile("rwb")
-        if "key" in address:
-            self._file.write(address["key"].encode() + b"\n")
-
-    def request(self, what: str, data: memoryview | bytes = b"", **details: Any) -> dict[str, Any]:
-        """Send a command, followed by ``data``, and return the keeper's answer. Blocks."""
-        self._file.write(json.dumps({"do": what, **details}).encode() + b"\n")
-        self._file.write(data)
-        self._file.flush()
-        line = self._file.readline()
-        if not line:
-            raise ConnectionResetError("the process that keeps copies has ended the connection")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise OSError(answer["errno"], answer["error"])
-        return answer
-
-    def read_into(self, memory: Any, digest: str, begin: int) -> int:
-        """Read a copy from byte ``begin`` on into ``memory``; returns the number of bytes read."""
-        nbytes: int = self.request("get", digest=digest, begin=begin, length=len(memory))["nbytes"]
-        at = 0
-        with memoryview(memory) as view:
-            while at < nbytes and (more := self._file.readinto(view[at:nbytes])):
-                at += more
-        return at
-
-    def close(self) -> None:
-        """Close the connection."""
-        with contextlib.suppress(OSError):
-            self._file.close()
-        self._socket.close()
-
-
-def put_copy(data: memoryview, digest: str, copy: dict[str, Any]) -> str | None:
-    """Send a copy of ``data`` to a keeper.
-
-    Args:
-        copy: the keeper's address, the owner of the copy, and which of its copies to keep.
-
-    Returns:
-        Why the copy could not be made, or ``None``.
-    """
-    try:
-        keeper = KeeperConnection(copy["address"])
-        try:
-            keeper.request(
-                "put", data, owner=copy["owner"], digest=digest, nbytes=len(data),
-                keep=copy["keep"],
-            )  # fmt: skip
-        finally:
-            keeper.close()
-    except OSError as error:
-        return f"{error.strerror or error}"
-    return None
-
-
 class _Commands:
     """The commands that the writer process runs, one method each."""
 
@@ -276,21 +193,13 @@ class _Commands:
         self._tensors: dict[str, Any] = {}
         self._open: dict[Path, Path] = {}  # uncommitted folder -> this rank's file in it
 
-    def write(
-        self,
-        folder: str,
-        name: str,
-        nbytes: int,
-        unseen: list[str],
-        copy: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Check the values, write the file, and then send a copy to a keeper if asked to."""
+    def write(self, folder: str, name: str, nbytes: int, unseen: list[str]) -> dict[str, Any]:
+        """Check the values and write the file."""
         data = self._memory[:nbytes]
         self._open[Path(folder)] = Path(folder) / name
         broken = not_finite(data, set(unseen))
         written = write_part(Path(folder), name, data)
-        why = None if copy is None else put_copy(data, written["sha256"], copy)
-        return {"broken": broken, "no copy": why, **written}
+        return {"broken": broken, **written}
 
     def set_tensors(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """Set the manifest's table of tensors, which is the same for every checkpoint."""

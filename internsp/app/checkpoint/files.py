@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from internsp.app.checkpoint.manifest import Chunk, FileRecord, State, TensorRecord
+from internsp.app.checkpoint.manifest import Chunk, State, TensorRecord
 from internsp.errors import ConfigError, InternspError
 from internsp.optim.slices import Slices
 
@@ -206,15 +206,11 @@ class Reader(StorageReader):
     Args:
         path: the checkpoint's folder.
         manifest: the manifest of that folder.
-        copy: returns an open copy to read instead of the file, or ``None``.
     """
 
-    def __init__(
-        self, path: Path, manifest: State, copy: Callable[[FileRecord], Any] | None = None
-    ) -> None:
+    def __init__(self, path: Path, manifest: State) -> None:
         self.path = path
         self.manifest = manifest
-        self._copy = copy
         self.places = {
             MetadataIndex(name, torch.Size(chunk.offsets)): (getattr(torch, record.dtype), chunk)
             for name, record in manifest.tensors.items()
@@ -265,7 +261,7 @@ class Reader(StorageReader):
         for item in plan.items:
             by_file.setdefault(self.places[item.storage_index][1].file, []).append(item)
         for name, items in by_file.items():
-            with self._open(name) as file:
+            with (self.path / name).open("rb") as file:
                 for item in sorted(items, key=lambda i: self.places[i.storage_index][1].begin):
                     assert item.type is LoadItemType.TENSOR, "the manifest has nothing else"
                     target = planner.resolve_tensor(item).detach()
@@ -274,10 +270,6 @@ class Reader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def _open(self, name: str) -> Any:
-        copy = None if self._copy is None else self._copy(self.manifest.files[name])
-        return copy or (self.path / name).open("rb")
 
     def _read(self, file: Any, item: ReadItem) -> Tensor:
         """Read the range that ``item`` names; rows outside it are not read from the file."""

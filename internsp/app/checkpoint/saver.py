@@ -17,7 +17,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint.checkpoint import manifest_of, parameter_of, scale_of, state_of
 from internsp.app.checkpoint.files import FilePlan
-from internsp.app.checkpoint.peer import PeerCopies
 from internsp.app.checkpoint.plain_errors import plain_errors
 from internsp.app.checkpoint.writer import Writer
 from internsp.app.session.session import Session
@@ -49,7 +48,6 @@ class _Save:
         values: this rank's values that are not tensors.
         content: makes the manifest's content, on rank 0; called while training goes on.
         committing: whether every rank's file is durable, so that rank 0 commits.
-        digests: digests of all files, set when ``committing`` is.
     """
 
     step: int
@@ -58,7 +56,6 @@ class _Save:
     values: dict[str, Any]
     content: Callable[[], dict[str, Any]]
     committing: bool = False
-    digests: list[str] = field(default_factory=list)
 
 
 class Saver:
@@ -69,18 +66,10 @@ class Saver:
 
     Args:
         run: the run's id.
-        copies: in-memory copies of ``checkpoint.peer``.
-
-    Attributes:
-        notes: messages for the user about the last save: copies that were not made.
     """
 
-    def __init__(
-        self, session: Session, folder: Path, run: str, copies: PeerCopies | None = None
-    ) -> None:
+    def __init__(self, session: Session, folder: Path, run: str) -> None:
         self._session, self._folder, self._run = session, folder, run
-        self._copies = copies
-        self.notes: list[str] = []
         self._plan: FilePlan | None = None
         self._writer: Writer | None = None
         self._save: _Save | None = None
@@ -144,9 +133,8 @@ class Saver:
         self._save = _Save(step, final, folder, values, content)
         # Not checked: buffers, which may hold values that are not finite, as masks do.
         plain = [name for name, value in tensors.items() if not isinstance(value, DTensor | Slices)]
-        copy = None if self._copies is None else self._copies.destination(self._session.mesh.rank)
         writer.order(
-            "write", folder=str(folder), name=plan.file, nbytes=plan.nbytes, unseen=plain, copy=copy
+            "write", folder=str(folder), name=plan.file, nbytes=plan.nbytes, unseen=plain
         )
 
     def progress(self) -> float:
@@ -205,18 +193,10 @@ class Saver:
         assert save is not None, "the caller has looked"
         assert writer is not None, "start() has prepared"
         assert plan is not None, "start() has prepared"
-        rank = self._session.mesh.rank
         with self._close_on_error():
             found = Objects().on_every(lambda: self._rank_record(writer, plan, save))
             _require_finite(save, found)
-        why = [(rank, record.pop("no copy")) for rank, (_, record, _, _) in enumerate(found)]
-        self.notes = [
-            f"checkpoint {save.final} has no copy of rank {rank}'s part in memory: {text}"
-            for rank, text in why
-            if text is not None
-        ]
-        save.digests = [record["sha256"] for _, record, _, _ in found]
-        if rank == 0:
+        if self._session.mesh.rank == 0:
             content = save.content()
             content["files"] = {name: record for name, record, _, _ in found}
             content["values"] = {k: v for _, _, values, _ in found for k, v in values.items()}
@@ -241,8 +221,6 @@ class Saver:
         assert writer is not None, "start() has prepared"
         with self._close_on_error():
             Objects().on_first(lambda: self._answer(writer, save))
-        if self._copies is not None:
-            self._copies.keep = save.digests
         self._save = None
         return save.final
 

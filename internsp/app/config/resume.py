@@ -79,7 +79,7 @@ _KEYS: dict[str, dict[Rule, str]] = {
         "profile profile_steps peak_tflops deterministic log_every loss_chunk max_skipped_steps "
         "compare_replicas_every",
     },
-    "checkpoint": {Rule.FREE: "save every keep_last keep_every peer resume"},
+    "checkpoint": {Rule.FREE: "save every keep_last keep_every resume"},
     "report": {Rule.FREE: "writers alert"},
     "launch": {Rule.FREE: "processes threads"},
 }

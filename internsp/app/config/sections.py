@@ -298,8 +298,6 @@ class CheckpointConfig(Section):
     """Checkpoints that are kept, the newest ones; 0: all."""
     keep_every: Natural = 0
     """Steps whose multiples are kept besides; 0: none."""
-    peer: bool = False
-    """Under torchrun: copies of what ranks save, in the memory of the next machine or this one."""
     resume: Text | None = None
     """Path to go on from, auto (the run's own newest one), or never; none: auto under torchrun."""
 

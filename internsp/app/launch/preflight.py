@@ -35,7 +35,7 @@ def check_before_start(config: Config, output: Path) -> None:
         MachineError: the machine lacks something.
     """
     found: list[InternspError] = []
-    for check in (_peer, _writers, _output, _device, _model, _text):
+    for check in (_writers, _output, _device, _model, _text):
         try:
             found += check(config, output)
         except InternspError as error:  # raised by a function that the run itself would call
@@ -57,16 +57,8 @@ def check_joined(config: Config, output: Path, rank: int) -> None:
         raise error
     if rank:
         return
-    for error in [*_peer(config, output), *_writers(config, output), *_output(config, output)]:
+    for error in [*_writers(config, output), *_output(config, output)]:
         raise error
-
-
-def _peer(config: Config, output: Path) -> Iterator[InternspError]:
-    if config.checkpoint.peer:
-        from internsp.app.checkpoint.peer import mistake
-
-        if why := mistake():
-            yield ConfigError(why)
 
 
 def _writers(config: Config, output: Path) -> Iterator[InternspError]:

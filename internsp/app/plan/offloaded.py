@@ -18,8 +18,6 @@ HOSTED = {
     OPTIMIZER: "host: optimizer state (exact)",
     ACTIVATIONS: "host: activations (exact)",
 }
-WRITTEN = "host: checkpoint that is being written (at most)"
-COPIED = "host: copies of checkpoints for others (at most)"
 STAGED = "offloaded shards, to be cast (exact)"
 PASSING = "offloaded, passing the device (at most)"
 IN_FLIGHT = 2  # exchanges of buckets between replicas: see ``internsp.optim.reduction``
@@ -98,7 +96,7 @@ class OffloadedMemory:
 
 def with_sums(memory: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     """``memory`` with the device's sum after the device's components, and the host's sum last."""
-    host = [row for row in memory if row[0] in (*HOSTED.values(), WRITTEN, COPIED)]
+    host = [row for row in memory if row[0] in HOSTED.values()]
     device = [row for row in memory if row not in host]
     rows = [*device, ("sum", sum(nbytes for _, nbytes in device)), *host]
     return [*rows, ("host: sum", sum(nbytes for _, nbytes in host))] if host else rows

@@ -14,8 +14,6 @@ from internsp.app.config.sizes import moments
 from internsp.app.models.factory import build_model, device_type
 from internsp.app.plan.matrices import MatrixTraffic
 from internsp.app.plan.offloaded import (
-    COPIED,
-    WRITTEN,
     OffloadedMemory,
     exchange_buffer_bytes,
 )
@@ -35,8 +33,6 @@ from internsp.structure.units import chunk_layout
 from internsp.wp.encode import encoder_bytes
 
 _LONGEST_STEP = 20_000  # micro-batches x blocks that are simulated within a minute
-_ENTRY_BYTES = 400  # of a tensor's entry in a checkpoint file, with its number of steps
-_RANDOM_BYTES = 1 << 14  # random states of a rank
 
 
 @dataclass(frozen=True)
@@ -129,8 +125,6 @@ def _memory(
     if config.optimizer.name in ("adafactor", "muon"):  # state by parameter
         values = matrices.state
     device_state = values + owned * wide * masters
-    state = device_state + off.host[OPTIMIZER]
-    peer = config.checkpoint.peer
     encoded = encoder_bytes(chunk, schedule, shape)
     return [
         ("weight shards", shards - off.shards[WEIGHTS]),
@@ -145,20 +139,7 @@ def _memory(
         ("optimizer state", device_state),
         *matrices.rows(),
         *off.rows(),
-        *(_peer_copies(shards + small_bytes + state, len(shardings)) if peer else []),
     ]
-
-
-def _peer_copies(nbytes: int, parameters: int) -> list[tuple[str, int]]:
-    """Host memory of ``checkpoint.peer``: a rank's file while it is written, and the two files kept
-    for a rank of another machine: the newest valid one, and the one that is being received.
-
-    Args:
-        nbytes: of the rank's weights and optimizer state.
-    """
-    # A parameter has its weight and three kinds of state, each of up to three boxes.
-    file = nbytes + 12 * parameters * _ENTRY_BYTES + _RANDOM_BYTES
-    return [(WRITTEN, file), (COPIED, 2 * file)]
 
 
 def traffic(config: Config, shape: MeshShape, blocks: int, recomputed: int) -> SequenceTraffic:

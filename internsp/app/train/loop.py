@@ -243,9 +243,8 @@ class Loop:
             message = str(error)
             if last:  # otherwise the run would end as a success without a checkpoint
                 self.failure = self.failure or error
-        notes, self.saver.notes = self.saver.notes, []
-        for note in [*notes, *([message] if message else [])]:
-            self.output.note(note)
+        if message:
+            self.output.note(message)
         if path is not None:
             self.output.listener.checkpoint(path)
         return path

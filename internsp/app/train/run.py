@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from internsp.app.checkpoint import checkpoint
 from internsp.app.checkpoint.folder import has_checkpoint
-from internsp.app.checkpoint.peer import PeerCopies
 from internsp.app.checkpoint.saver import Saver
 from internsp.app.config import Config
 from internsp.app.process.modes import deterministic
@@ -56,13 +55,10 @@ def run_session(session: Session, output: Path, stop: StopRequest, listener: Lis
     config, main = session.config, session.mesh.rank == 0
     with claimed(output, main) as folder, _alerts(config, main) as alerts:
         source = _source(config, folder.path)
-        copies = PeerCopies() if config.checkpoint.peer else None
-        resumed = None if source is None else checkpoint.load(session, source, copies)
-        if copies is not None and resumed is None:
-            copies.retain(None)
+        resumed = None if source is None else checkpoint.load(session, source)
         folder.begin(resumed)
         with _log(session, folder.path) as log, deterministic(config.train.deterministic):
-            saver = Saver(session, folder.path / "checkpoints", folder.run, copies)
+            saver = Saver(session, folder.path / "checkpoints", folder.run)
             shown = Output(session, folder.path, folder.run, log, listener, alerts)
             Loop(session, folder, resumed, stop, saver, shown).run()
 
