@@ -233,6 +233,7 @@ HOSTILE = [
     ("files/a\n", {"nbytes": 1, "sha256": "0" * 64}),
     ("tensors/w/chunks/0/file", "rank-00009.safetensors"),
     ("tensors/w/chunks/0/begin", 41),
+    ("tensors/w/chunks/0/begin", 1),
     ("tensors/w/chunks/0/length", 10**30),
     ("tensors/w/chunks/0/length", -1),
     ("tensors/w/chunks/0/length", 8),

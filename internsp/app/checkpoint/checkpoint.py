@@ -1,8 +1,8 @@
 """Checkpoints of a run: model, optimizer and random states as tensors, everything else as JSON.
 
-Tensors are written and read through ``torch.distributed.checkpoint``
-(:mod:`internsp.app.checkpoint.files`) by their global index ranges, so that a run on any mesh can
-resume from a checkpoint of any other mesh. Everything else is in ``manifest.json``. Writing is in
+Tensors are written and read by their global index ranges, as ``torch.distributed.checkpoint`` plans
+it (:mod:`internsp.app.checkpoint.files`), so that a run on any mesh can resume from a checkpoint of
+any other mesh. Everything else is in ``manifest.json``. Writing is in
 :mod:`internsp.app.checkpoint.saver`. Before anything is loaded, the digest of every file is
 checked; nothing in a checkpoint is executed.
 """
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -28,7 +27,6 @@ from internsp.app.checkpoint.disk import MANIFEST
 from internsp.app.checkpoint.files import Reader
 from internsp.app.checkpoint.finite import require_finite
 from internsp.app.checkpoint.manifest import Manifest, Position, State
-from internsp.app.checkpoint.plain_errors import plain_errors
 from internsp.app.config import resume as resume_rules
 from internsp.app.session.session import Session
 from internsp.base import accelerator
@@ -158,14 +156,14 @@ def load(session: Session, path: Path) -> Resumed:
     tensors = {k: v for k, v in tensors.items() if k not in left.values()}
     Objects().on_every(lambda: check_fits(content, tensors, chosen))
     Objects().on_every(lambda: _check_values(content, values, chosen))
-    with plain_errors(f"checkpoint {chosen} could not be read"):
+
+    def read() -> None:
+        reader = Reader(chosen, content)
         for part in (tensors, *repeated):
-            dcp.load(
-                dict(part),
-                storage_reader=Reader(chosen, content),
-                planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
-            )
-    Objects().on_every(lambda: _restore(session, tensors, repeated, content, chosen))
+            reader.into(part)
+        _restore(session, tensors, repeated, content, chosen)
+
+    Objects().on_every(read)
     if not same_ranks:
         seed = derived_seed(session.config.train.seed, content.step, session.mesh.rank)
         torch.manual_seed(seed)  # seeds the accelerator, too

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from internsp.app.checkpoint.export import newest, read_tensor
+from internsp.app.checkpoint.export import newest
+from internsp.app.checkpoint.files import Reader
 from internsp.app.config import Config
 from internsp.app.config.resume import parse_saved
 from internsp.app.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,7 +33,8 @@ def load_run(run: Path) -> tuple[Model, Config, list[str]]:
         raise ConfigError(f"{folder} was trained from {config.model.path}, which does not exist")
     model = build_for_load(config)
     saved = {name for name in content.tensors if name.startswith("model.")}
-    weights = {n.removeprefix("model."): read_tensor(folder, content, n) for n in sorted(saved)}
+    reader = Reader(folder, content)
+    weights = {n.removeprefix("model."): reader.whole(n) for n in sorted(saved)}
     shapes = {n: v.shape for n, v in model.state_dict().items()}
     wrong = [n for n, v in weights.items() if n in shapes and v.shape != shapes[n]]
     missing = model.load_state_dict(

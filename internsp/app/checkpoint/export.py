@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch import Tensor
 from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint import manifest
 from internsp.app.checkpoint.disk import PARTIAL, sync
-from internsp.app.checkpoint.files import SAFETENSORS
+from internsp.app.checkpoint.files import Reader, header_of
 from internsp.app.checkpoint.manifest import Manifest
 from internsp.app.config import Config
 from internsp.app.config.resume import parse_saved
@@ -164,40 +163,15 @@ def _write_weights(
 
 
 def _write_file(path: Path, folder: Path, content: Manifest, parts: list[_ExportTensor]) -> None:
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for part in parts:
-        table[part.name] = {
-            "dtype": SAFETENSORS[part.dtype],
-            "shape": list(part.shape),
-            "data_offsets": [end, end + part.nbytes],
-        }
-        end += part.nbytes
-    text = json.dumps(table).encode()
-    text += b" " * (-len(text) % 8)
+    reader = Reader(folder, content)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header_of((part.name, part.dtype, part.shape) for part in parts)[0])
         for part in parts:
             value = torch.zeros(part.shape, dtype=getattr(torch, part.dtype))
             if part.source is not None:
-                value = part.convert(read_tensor(folder, content, part.source)).to(value.dtype)
+                value = part.convert(reader.whole(part.source)).to(value.dtype)
             assert value.shape == part.shape, "planned so"
             file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def read_tensor(folder: Path, content: Manifest, name: str) -> Tensor:
-    """Read a full tensor of a checkpoint from its chunks."""
-    record = content.tensors[name]
-    full = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
-    for chunk in record.chunks:
-        if chunk.length:
-            with (folder / chunk.file).open("rb") as file:
-                file.seek(chunk.begin)
-                data = bytearray(file.read(chunk.length))
-            ends = zip(chunk.offsets, chunk.sizes, strict=True)
-            box = tuple(slice(start, start + size) for start, size in ends)
-            full[box] = torch.frombuffer(data, dtype=full.dtype).view(chunk.sizes)
-    return full
 
 
 def _write_config(to: Path, config: Config) -> None:

@@ -1,42 +1,34 @@
-"""Writing and reading the tensors of a checkpoint, with the planners of torch's checkpointing.
+"""The tensors of a checkpoint: one safetensors file a rank, planned by torch's checkpointing.
 
-``torch.distributed.checkpoint`` plans which rank writes which part of each tensor, without gaps or
-duplicates, and which ranges each rank reads. Each rank writes one safetensors file; the manifest
-records where every tensor is. No pickle is written or read.
+The planners of ``torch.distributed.checkpoint`` decide which rank writes which part of each tensor,
+without gaps or duplicates, and which ranges each rank reads. The manifest records where every part
+lies. Nothing here is a pickle. torch's own ``HuggingFaceStorageWriter`` is not used: it keeps one
+part of a tensor per file and drops the others without an error, and a rank's slice of optimizer
+state is up to three.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-)
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from internsp.app.checkpoint.manifest import Chunk, State, TensorRecord
 from internsp.errors import ConfigError, InternspError
@@ -48,14 +40,28 @@ SAFETENSORS = {
 }  # fmt: skip
 """Names of dtypes in safetensors, by their names in the manifest."""
 
+_AT_ONCE = 1 << 22  # elements that are checked at once: the masks take memory, too
 
-@dataclass(frozen=True)
-class _Entry:
-    """A chunk of a tensor and its byte range in the file."""
 
-    index: MetadataIndex
-    chunk: Chunk
-    dtype: torch.dtype
+def header_of(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[bytes, list[int]]:
+    """Header of a safetensors file that holds tensors without gaps, and where each begins.
+
+    Args:
+        tensors: (name, dtype as in the manifest, shape).
+
+    Returns:
+        The header, and byte offsets in the file: of each tensor, and of the file's end.
+    """
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ends = [0]
+    for name, dtype, shape in tensors:
+        ends.append(ends[-1] + math.prod(shape) * getattr(torch, dtype).itemsize)
+        table[name] = {
+            "dtype": SAFETENSORS[dtype], "shape": list(shape), "data_offsets": ends[-2:]
+        }  # fmt: skip
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, [8 + len(text) + end for end in ends]
 
 
 @dataclass(frozen=True)
@@ -65,169 +71,146 @@ class FilePlan:
     Attributes:
         file: name of the file.
         nbytes: size of the file, and of the host memory in which it is put together.
+        parts: each part of a tensor: its index, place in the file, and dtype.
         tensors: on rank 0, the records of all tensors; empty on other ranks.
     """
 
     file: str
     nbytes: int
     header: bytes
-    entries: list[_Entry]
+    parts: list[tuple[MetadataIndex, Chunk, torch.dtype]]
     tensors: dict[str, TensorRecord]
 
     @classmethod
-    def make(cls, state: Mapping[str, Any], distributed: bool = True) -> FilePlan:
+    def make(cls, state: Mapping[str, Tensor], distributed: bool = True) -> FilePlan:
         """Plan with all ranks, each with its own ``state`` (tensors by name). Collective.
 
         Raises:
-            CheckpointException: the ranks' parts overlap, or leave gaps.
+            InternspError: on every rank: the ranks' parts overlap, or leave gaps.
         """
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-        planned = _PlanningWriter()
-        dcp.save(dict(state), storage_writer=planned, planner=planner, no_dist=not distributed)
-        assert planned.plan is not None, "dcp.save has called write_data"
-        return planned.plan
+        planner.set_up_planner(dict(state), is_coordinator=True)
+        tensors: dict[str, TensorRecord] = {}
 
-    @torch.no_grad()
-    def fill(self, memory: Tensor, state: Mapping[str, Any]) -> None:
-        """Write the file's content into ``memory`` (uint8); blocks until all values are copied."""
-        memory[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
-        for entry in self.entries:
-            if entry.index.fqn not in state:
-                raise InternspError(f"{entry.index.fqn} is no longer in the model")
-            value = state[entry.index.fqn]
-            source = value._local_tensor if isinstance(value, DTensor) else value
-            if isinstance(value, Slices):
-                source = value.__get_tensor_shard__(entry.index)
-            part = memory[entry.chunk.begin : entry.chunk.begin + entry.chunk.length]
-            part.view(entry.dtype).view(entry.chunk.sizes).copy_(source)
+        def decide(plans: list[SavePlan]) -> list[FilePlan]:
+            plans, metadata = planner.create_global_plan(plans)
+            made = [cls._of(f"rank-{r:05d}.safetensors", plan) for r, plan in enumerate(plans)]
+            places = {index: chunk for one in made for index, chunk, _ in one.parts}
+            for name, entry in metadata.state_dict_metadata.items():
+                assert isinstance(entry, TensorStorageMetadata), "only tensors are given to save"
+                tensors[name] = TensorRecord(
+                    dtype=_name(entry.properties.dtype),
+                    shape=tuple(entry.size),
+                    chunks=[places[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks],
+                )
+            return made
 
-
-class _PlanningWriter(StorageWriter):
-    """A storage writer that takes the plan from ``dcp.save`` and writes nothing."""
-
-    def __init__(self) -> None:
-        self.plan: FilePlan | None = None
+        mine = planner.create_local_plan()
+        own = _decided(mine, decide) if distributed else decide([mine])[0]
+        return cls(own.file, own.nbytes, own.header, own.parts, tensors)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Always false: there is no location to write to."""
-        return False
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: no state is kept between saves."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: no file is opened."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Assign each rank its own file."""
-        for rank, plan in enumerate(plans):
-            object.__setattr__(plan, "storage_data", f"rank-{rank:05d}.safetensors")
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Compute the layout of this rank's file."""
-        self.plan = _file_plan(cast(str, plan.storage_data), plan)
-        results = [
-            WriteResult(entry.index, entry.chunk.length, entry.chunk) for entry in self.plan.entries
-        ]
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Record on rank 0 where every tensor is."""
-        places = {result.index: result.storage_data for rank in results for result in rank}
-        assert self.plan is not None, "dcp.save has called write_data"
-        for name, entry in metadata.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata), "only tensors are given to save"
-            self.plan.tensors[name] = TensorRecord(
-                dtype=cast(Any, _name(entry.properties.dtype)),
-                shape=tuple(entry.size),
-                chunks=[places[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks],
-            )
-
-
-def _file_plan(file: str, plan: SavePlan) -> FilePlan:
-    """Lay out a safetensors file: length and JSON table, then the tensors without gaps."""
-    items = []
-    for item in plan.items:
-        data = item.tensor_data
-        assert data is not None, "only tensors are given to save"
-        assert data.chunk is not None, "torch gives every tensor its place"
-        items.append((item.index, data.chunk, data.size, data.properties.dtype))
-    items.sort(key=lambda item: -item[3].itemsize)  # so that every tensor is aligned to its dtype
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end, places = 0, []
-    for index, chunk, full_size, dtype in items:
-        length = math.prod(chunk.sizes) * dtype.itemsize
-        places.append((end, length))
-        name = index.fqn
-        if chunk.sizes != full_size:
-            pairs = zip(chunk.offsets, chunk.sizes, strict=True)
-            name += f"[{', '.join(f'{start}:{start + size}' for start, size in pairs)}]"
-        table[name] = {
-            "dtype": SAFETENSORS[_name(dtype)],
-            "shape": list(chunk.sizes),
-            "data_offsets": [end, end + length],
-        }
-        end += length
-    text = json.dumps(table).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    entries = [
-        _Entry(
-            MetadataIndex(index.fqn, chunk.offsets),
-            Chunk(
-                offsets=tuple(chunk.offsets),
-                sizes=tuple(chunk.sizes),
-                file=file,
-                begin=len(header) + begin,
-                length=length,
-            ),
-            dtype,
+    def _of(cls, file: str, plan: SavePlan) -> FilePlan:
+        """Lay out a file: its header, then the tensors, each aligned to its dtype."""
+        items = []
+        for item in plan.items:
+            data = item.tensor_data
+            assert data is not None, "only tensors are given to save"
+            assert data.chunk is not None, "torch gives every tensor its place"
+            items.append((item.index.fqn, data.chunk, data.size, data.properties.dtype))
+        items.sort(key=lambda item: -item[3].itemsize)
+        header, ends = header_of(
+            (_part_name(name, chunk, size), _name(dtype), chunk.sizes)
+            for name, chunk, size, dtype in items
         )
-        for (index, chunk, _, dtype), (begin, length) in zip(items, places, strict=True)
-    ]
-    return FilePlan(file, len(header) + end, header, entries, {})
+        parts = [
+            (
+                MetadataIndex(name, chunk.offsets),
+                Chunk(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes), file=file,
+                      begin=begin, length=end - begin),
+                dtype,
+            )
+            for (name, chunk, _, dtype), begin, end in zip(items, ends, ends[1:], strict=False)
+        ]  # fmt: skip
+        return cls(file, ends[-1], header, parts, {})
+
+    @torch.no_grad()
+    def fill(self, memory: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Write the file's content into ``memory`` (uint8); blocks until all values are copied."""
+        memory[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        for index, chunk, dtype in self.parts:
+            if index.fqn not in state:
+                raise InternspError(f"{index.fqn} is no longer in the model")
+            value = state[index.fqn]
+            source = value._local_tensor if isinstance(value, DTensor) else value
+            if isinstance(value, Slices):
+                source = value.__get_tensor_shard__(index)
+            _view(memory, chunk, dtype).copy_(source)
+
+    def not_finite(self, memory: Tensor, unseen: Iterable[str]) -> list[str]:
+        """Names of the tensors in ``memory`` that have a value which is not finite.
+
+        Args:
+            unseen: names of tensors that are not checked.
+        """
+        ignored, found = set(unseen), dict[str, None]()
+        for index, chunk, dtype in self.parts:
+            if dtype.is_floating_point and index.fqn not in ignored:
+                pieces = _view(memory, chunk, dtype).reshape(-1).split(_AT_ONCE)
+                if not all(bool(piece.isfinite().all()) for piece in pieces):
+                    found[index.fqn] = None
+        return list(found)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _decided(mine: SavePlan, decide: Callable[[list[SavePlan]], list[FilePlan]]) -> FilePlan:
+    """This rank's part of what rank 0 decides on the plans of all. Collective; raises on all."""
+    plans: list[Any] = [None] * dist.get_world_size()
+    main, error, given = dist.get_rank() == 0, None, plans
+    dist.gather_object(mine, plans if main else None)
+    if main:
+        try:
+            given = list(decide(plans))
+        except ValueError as refused:  # the ranks' parts do not fit together
+            error = f"what the ranks would save does not fit together: {refused}"
+    own: list[Any] = [None]
+    dist.scatter_object_list(own, [(one, error) for one in given] if main else None)
+    found, error = own[0]
+    if error is not None:
+        raise InternspError(error)
+    plan: FilePlan = found
+    return plan
+
+
+def _part_name(name: str, chunk: ChunkStorageMetadata, size: torch.Size) -> str:
+    if chunk.sizes == size:
+        return name
+    pairs = zip(chunk.offsets, chunk.sizes, strict=True)
+    return f"{name}[{', '.join(f'{start}:{start + size}' for start, size in pairs)}]"
+
+
+def _name(dtype: torch.dtype) -> Any:
     return str(dtype).removeprefix("torch.")
 
 
-class Reader(StorageReader):
-    """Reads tensors of a folder by its manifest.
+def _view(data: Tensor, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    return data[chunk.begin : chunk.begin + chunk.length].view(dtype).view(chunk.sizes)
 
-    Args:
-        path: the checkpoint's folder.
-        manifest: the manifest of that folder.
+
+class Reader:
+    """Reads tensors of a folder by its manifest; files are mapped, and read where they are used.
+
+    Raises:
+        ConfigError: (in every method) a file is missing, or shorter than the manifest records.
     """
 
-    def __init__(self, path: Path, manifest: State) -> None:
-        self.path = path
-        self.manifest = manifest
-        self.places = {
-            MetadataIndex(name, torch.Size(chunk.offsets)): (getattr(torch, record.dtype), chunk)
-            for name, record in manifest.tensors.items()
-            for chunk in record.chunks
-        }
+    def __init__(self, folder: Path, content: State) -> None:
+        self._folder, self._content = folder, content
+        self._mapped: dict[str, Tensor] = {}
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Always false: the folder is given, not found by an id."""
-        return False
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: no state is kept between loads."""
-
-    def read_metadata(self, *args: Any) -> Metadata:
-        """Metadata of all tensors, from the manifest."""
-        tensors = {
+    def into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill ``tensors``: of each the part that this rank has, whatever parts were written."""
+        records = self._content.tensors
+        stored = {
             name: TensorStorageMetadata(
                 TensorProperties(dtype=getattr(torch, record.dtype)),
                 torch.Size(record.shape),
@@ -236,57 +219,42 @@ class Reader(StorageReader):
                     for chunk in record.chunks
                 ],
             )
-            for name, record in self.manifest.tensors.items()
+            for name, record in records.items()
         }
-        return Metadata(cast(Any, tensors), storage_data={}, storage_meta=StorageMeta())
+        places = {
+            MetadataIndex(name, torch.Size(chunk.offsets)): (chunk, record.dtype)
+            for name, record in records.items()
+            for chunk in record.chunks
+        }
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(dict(tensors), Metadata({**stored}), is_coordinator=False)
+        for item in planner.create_local_plan().items:
+            values = self._part(*places[item.storage_index])
+            for dim, (begin, size) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                values = values.narrow(dim, begin, size)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(values)
+            planner.commit_tensor(item, target)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # type: ignore[override]
-        """Do nothing: the manifest already has the location of every chunk."""
+    def whole(self, name: str) -> Tensor:
+        """A full tensor, from all its parts."""
+        record = self._content.tensors[name]
+        full = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+        for chunk in record.chunks:
+            ends = zip(chunk.offsets, chunk.sizes, strict=True)
+            box = tuple(slice(start, start + size) for start, size in ends)
+            full[box] = self._part(chunk, record.dtype)
+        return full
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the ranges of ``plan`` into its tensors. Blocks.
-
-        Raises:
-            ConfigError: a file is shorter than the manifest records.
-        """
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.places[item.storage_index][1].file, []).append(item)
-        for name, items in by_file.items():
-            with (self.path / name).open("rb") as file:
-                for item in sorted(items, key=lambda i: self.places[i.storage_index][1].begin):
-                    assert item.type is LoadItemType.TENSOR, "the manifest has nothing else"
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(self._read(file, item))
-                    planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read(self, file: Any, item: ReadItem) -> Tensor:
-        """Read the range that ``item`` names; rows outside it are not read from the file."""
-        dtype, chunk = self.places[item.storage_index]
-        start, length, sizes = chunk.begin, chunk.length, list(chunk.sizes)
-        inside = list(zip(item.storage_offsets, item.lengths, strict=True))
-        if inside and sizes[0]:
-            row = length // sizes[0]
-            first, sizes[0] = inside[0]
-            start, length = start + first * row, sizes[0] * row
-            inside[0] = (0, sizes[0])
-        file.seek(start)
-        data = bytearray(length)
-        if file.readinto(data) != length:
-            raise ConfigError(f"{self.path / chunk.file} ends before its byte {start + length}")
-        values = torch.frombuffer(data, dtype=dtype) if length else torch.empty(0, dtype=dtype)
-        values = values.view(sizes)
-        for dim, (begin, size) in enumerate(inside):
-            values = values.narrow(dim, begin, size)
-        return values
+    def _part(self, chunk: Chunk, dtype: str) -> Tensor:
+        path, nbytes = self._folder / chunk.file, self._content.files[chunk.file].nbytes
+        if chunk.file not in self._mapped:
+            try:
+                # Private: writing to it would change no file.
+                found = torch.from_file(str(path), False, nbytes, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise ConfigError(f"{path} cannot be read to its byte {nbytes}: {error}") from None
+            self._mapped[chunk.file] = found
+        return _view(self._mapped[chunk.file], chunk, getattr(torch, dtype))

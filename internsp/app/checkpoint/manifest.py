@@ -76,6 +76,8 @@ class TensorRecord(_Record):
                 raise ValueError("a chunk lies outside its tensor")
             if chunk.length != math.prod(chunk.sizes) * _BYTES[self.dtype]:
                 raise ValueError("a chunk has another number of bytes than its elements take")
+            if chunk.begin % _BYTES[self.dtype]:
+                raise ValueError("a chunk begins inside an element")
         if sum(math.prod(c.sizes) for c in self.chunks) != math.prod(self.shape):
             raise ValueError("the chunks do not cover the tensor")
         ordered = sorted(self.chunks, key=lambda c: c.offsets)

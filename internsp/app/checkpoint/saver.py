@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint.checkpoint import manifest_of, parameter_of, scale_of, state_of
 from internsp.app.checkpoint.files import FilePlan
-from internsp.app.checkpoint.plain_errors import plain_errors
 from internsp.app.checkpoint.writer import Writer
 from internsp.app.session.session import Session
 from internsp.errors import MACHINE_ERRNOS, InternspError, MachineError, NotFiniteError
@@ -85,12 +84,11 @@ class Saver:
                 not start.
         """
         if self._plan is None or self._writer is None:
-            with plain_errors(f"no checkpoint can be saved in {self._folder}"):
-                tensors, _ = state_of(self._session)
-                plan = FilePlan.make(tensors)
-                self._token = Objects().on_first(partial(secrets.token_hex, 4))
-                Objects().on_every(lambda: self._begin(plan))
-                self._plan = plan
+            tensors, _ = state_of(self._session)
+            plan = FilePlan.make(tensors)
+            self._token = Objects().on_first(partial(secrets.token_hex, 4))
+            Objects().on_every(lambda: self._begin(plan))
+            self._plan = plan
         assert self._writer is not None, "_begin has made it"
         return self._plan, self._writer
 

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from internsp.app.checkpoint import manifest
 from internsp.app.checkpoint.checkpoint import check_complete, check_fits
-from internsp.app.checkpoint.disk import MANIFEST, sync, write_manifest, write_part
+from internsp.app.checkpoint.disk import sync, write_manifest, write_part
 from internsp.app.checkpoint.files import FilePlan, Reader
 from internsp.app.checkpoint.manifest import State
-from internsp.app.checkpoint.plain_errors import plain_errors
 from internsp.errors import ConfigError
 from internsp.failure.objects import Objects
 
@@ -39,8 +37,7 @@ def save_state(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str,
         ConfigError: on every rank: a value has a type that JSON lacks.
         InternspError, OSError: on every rank: some rank could not write.
     """
-    with plain_errors(f"no state can be saved in {folder}"):
-        plan = FilePlan.make(tensors)
+    plan = FilePlan.make(tensors)
     Objects().on_first(lambda: shutil.rmtree(folder, ignore_errors=True))
 
     def write() -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -81,12 +78,7 @@ def load_state(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         if name in content.tensors or not name.startswith("random.")
     }
     Objects().on_every(lambda: check_fits(content, wanted, folder))
-    with plain_errors(f"{folder / MANIFEST} could not be followed"):
-        dcp.load(
-            dict(wanted),
-            storage_reader=Reader(folder, content),
-            planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
-        )
+    Objects().on_every(lambda: Reader(folder, content).into(wanted))
     return {name: _of_json(value) for name, value in content.values.items()}
 
 
