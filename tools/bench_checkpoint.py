@@ -79,17 +79,17 @@ def measure(mebibytes: int, saves: int, folder: Path) -> tuple[Pairs, Pairs, int
     with StopRequest() as stop:  # without it there would be no optimizer moments
         StepRunner(session).step(0, stop)
     saver = Saver(session, folder, "bench")
-    plan, writer = saver.prepare()
+    plan, memory = saver.prepare()
     tensors, _ = state_of(session)
     rows: list[tuple[float, ...]] = []
     for step in range(saves + 1):
         # The order within a pair alternates: the caches' contents favor neither.
         if step % 2:
-            copied = _timed(lambda: plan.fill(writer.memory, tensors))
+            copied = _timed(lambda: plan.fill(memory, tensors))
         stalled = _timed(partial(saver.start, step, 0))
         saver.finish()  # no write is in progress during either measurement
         if not step % 2:
-            copied = _timed(lambda: plan.fill(writer.memory, tensors))
+            copied = _timed(lambda: plan.fill(memory, tensors))
         rows.append((*stalled, *copied))
     saver.close()
     # The first save allocates new memory.

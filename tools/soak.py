@@ -56,7 +56,6 @@ FAULTS: dict[str, tuple[str, int]] = {
     "a rank killed": ("rank", signal.SIGKILL),
     "a rank stopped (SIGSTOP)": ("rank", signal.SIGSTOP),
     "the launcher killed": ("launcher", signal.SIGKILL),
-    "a writer of checkpoints killed": ("writer", signal.SIGKILL),
     "SIGTERM": ("launcher", signal.SIGTERM),
     "SIGHUP": ("launcher", signal.SIGHUP),
     "Ctrl-C": ("launcher", signal.SIGINT),
@@ -192,15 +191,12 @@ class WatchedWork:
 
 
 def tree(launcher: int) -> Iterator[tuple[int, str]]:
-    """(process, role) of a launcher and its descendants: children of the fork server are ranks, and
-    a rank's children write checkpoints."""
+    """(process, role) of a launcher and its descendants: children of the fork server are ranks."""
     yield launcher, "launcher"
     for server in _children(launcher):
         ranks = _children(server)
         yield server, "server" if ranks else "other"
-        for rank in ranks:
-            yield rank, "rank"
-            yield from ((writer, "writer") for writer in _children(rank))
+        yield from ((rank, "rank") for rank in ranks)
 
 
 def _children(pid: int) -> list[int]:

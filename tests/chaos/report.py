@@ -85,7 +85,7 @@ after `parallel.timeout_seconds` ({TIMEOUT} s in these runs). A rank that dies m
   faults can happen are counted in each rank: launches of all-gathers (AG), reduce-scatters (RS),
   sums between replicas (EX), all-gathers of the optimizer's updated parameters (PUBLISH),
   torch.distributed's own collectives; optimizer steps; operations on files by a rank and by the
-  process that writes its checkpoints. After every start all checkpoints are read and their
+  thread that writes its checkpoints. After every start all checkpoints are read and their
   digests compared. At the end weights, optimizer and random states, losses, and the rows that
   each step took are compared. Some runs change the number of ranks between two starts: their
   weights are compared within 1e-6, those of all others byte for byte.

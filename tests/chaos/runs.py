@@ -86,8 +86,8 @@ def _at(chance: random.Random, kind: str, ranks: int, left: int) -> dict[str, An
         points = (*collectives, "file") if rank == 0 else collectives
     if kind == "leave":
         points = collectives
-    if kind == "stop" and ranks == 1:  # no other rank waits for it, so it may stay stopped
-        points = ("writer",)
+    if kind == "stop" and ranks == 1:  # no other rank waits for it, so it would stay stopped
+        kind = "kill"
     point = chance.choice(points)
     saves = max(left // EVERY, 1)
     most = {
@@ -256,7 +256,7 @@ class Runs:
             if not any(name in said for name in names):
                 found.unnamed += 1
                 found.wrong.append(f"{where}: not named in {said}")
-            if ending[0]["kind"] == "kill" and ending[0]["point"] != "writer":
+            if ending[0]["kind"] == "kill":
                 found.named = max(found.named, ended - times[first])
         if signals and not ending and not said:
             allowed = {0, *(0 if s == signal.SIGTERM else 128 + s for s in signals)}
@@ -374,7 +374,7 @@ def _whole_name(path: Path) -> bool:
 def _place(fault: dict[str, Any]) -> str:
     point = fault["point"]
     names = {
-        "writer": "file operation of the process that writes", "file": "file operation of a rank",
+        "writer": "file operation of the thread that writes", "file": "file operation of a rank",
         "DIST": "collective: torch.distributed", "step": "optimizer step",
     }  # fmt: skip
     return names.get(point, f"collective: {point}")

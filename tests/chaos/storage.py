@@ -2,7 +2,7 @@
 
 The saved state is small and follows a rule in which every step's rows count: a step or rows that
 are lost or repeated change the final bytes. :mod:`internsp.app.checkpoint.disk` writes the files as
-in a rank's process, for two ranks.
+in a rank's thread, for two ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class Stand:
         self.step, self.value = 0, torch.arange(24, dtype=torch.int64)
         self.plan = plan or FilePlan.make(self._state(), distributed=False)
         self.memory = torch.zeros(self.plan.nbytes, dtype=torch.uint8)
-        self.orders = disk._Commands(memoryview(self.memory.numpy()))
         self.saved: list[tuple[int, int]] = []  # steps, and operations when each became valid
         self.attempt = 0
 
@@ -90,21 +89,17 @@ class Stand:
             files = {}
             for rank in (0, 1):
                 name = f"rank-{rank:05d}.safetensors"
-                record = self.orders.write(str(partial), name, self.plan.nbytes, [])
-                files[name] = {key: record[key] for key in ("nbytes", "sha256")}
+                files[name] = disk.write_part(partial, name, self.memory.numpy().data)
             tensors = {k: v.model_dump(mode="json") for k, v in self.plan.tensors.items()}
-            self.orders.set_tensors(tensors)
             content = Manifest(
                 step=self.step, run="stand", mesh={"world": 2}, config={}, loss_scaler=None,
                 data={
                     "fingerprint": "", "sequences": self.step, "tokens": 0, "document": 0,
                     "token": 0,
                 },
-                values={}, tensors={}, files={},
+                values={}, tensors=tensors, files=files,
             ).model_dump(mode="json")  # fmt: skip
-            self.orders.commit(
-                str(partial), str(final), {**content, "files": files}, KEEP_LAST, KEEP_EVERY
-            )
+            disk.publish(partial, final, manifest.canonical(content), KEEP_LAST, KEEP_EVERY)
         except (OSError, Injected):
             shutil.rmtree(partial, ignore_errors=True)  # as the saver does
             raise
@@ -200,7 +195,6 @@ class Storage:
                 stand.train(recorder)
             except (OSError, Injected):
                 raised = True
-                stand.orders.end()
         return max((step for step, _ in stand.saved), default=0), raised
 
 

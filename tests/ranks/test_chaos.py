@@ -87,12 +87,12 @@ def put_in(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(disk, "write_part", unflushed)
     elif mistake == "renamed before the manifest is there":
 
-        def early(self: Any, folder: str, final: str, content: Any, *keep: int) -> Any:
-            commit(Path(folder), Path(final))
-            disk.write_manifest(Path(final), {**content, "tensors": self._tensors})
-            return {"removed": disk.thin_out(Path(final).parent, *keep)}
+        def early(partial: Path, final: Path, content: str, *keep: int) -> None:
+            commit(partial, final)
+            manifest.write_manifest(final, content)
+            disk.thin_out(final.parent, *keep)
 
-        monkeypatch.setattr(disk._Commands, "commit", early)
+        monkeypatch.setattr(disk, "publish", early)
     elif mistake:
         monkeypatch.setattr(manifest, "damage", lambda *_: [])
 
@@ -112,20 +112,6 @@ def test_a_save_that_is_not_durable_in_order_or_not_verified_is_found(
     for found in Storage(tmp_path).draw(random.Random(1), 75):
         total.add(found)
     assert bool(total.unusable or total.lost or total.different) == bool(mistake), total.wrong
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_process_that_writes_and_is_stopped_is_told_and_holds_nothing_up(
-    ranks: int, tmp_path: Path
-) -> None:
-    output = tmp_path / "run"
-    config = settings(ranks, parallel={"timeout_seconds": 2})
-    began = time.monotonic()
-    with pytest.raises(ChildError, match=f"rank {ranks - 1}: the process that writes .* stopped"):
-        begin(output, config, fault("stop", "writer", 3, ranks - 1))
-    assert time.monotonic() - began < 25
-    assert steps_in(output / "checkpoints") == []
-    assert list((output / "checkpoints").iterdir()) == []
 
 
 def test_a_rank_that_is_killed_is_named_at_once_with_its_place_its_log_and_how_to_go_on(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from internsp.app.checkpoint import checkpoint, manifest
-from internsp.app.checkpoint.disk import write_manifest
+from internsp.app.checkpoint.manifest import write_manifest
 from internsp.app.checkpoint.saver import save
 from internsp.app.config import Config
 from internsp.app.process.stop import StopRequest

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor import distribute_tensor
 
 from internsp.app.checkpoint.checkpoint import load
-from internsp.app.checkpoint.disk import MANIFEST, write_manifest
 from internsp.app.checkpoint.export import export
+from internsp.app.checkpoint.manifest import MANIFEST, write_manifest
 from internsp.app.checkpoint.saver import save
 from internsp.app.cli.command import main
 from internsp.app.config import Config

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
-import time
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ import torch.distributed as dist
 
 from internsp.app.checkpoint import checkpoint, manifest
 from internsp.app.checkpoint.checkpoint import derived_seed
-from internsp.app.checkpoint.disk import MANIFEST, steps_in, write_manifest
-from internsp.app.checkpoint.saver import Saver, save
+from internsp.app.checkpoint.disk import PARTIAL, discard_partial, steps_in, write_part
+from internsp.app.checkpoint.manifest import MANIFEST, write_manifest
+from internsp.app.checkpoint.saver import THREAD, Saver, save
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import read_metrics
 from internsp.app.session.session import Session
@@ -46,108 +49,135 @@ def test_the_end_of_a_save_is_polled_with_pauses_that_grow_to_a_tenth_of_a_secon
 ) -> None:
     pauses: list[float] = []
     monkeypatch.setattr("internsp.app.checkpoint.saver.time.sleep", pauses.append)
-    everyone = SimpleNamespace(on_every=lambda work: [work()])
+    everyone = SimpleNamespace(gather=lambda mine: [mine])
     monkeypatch.setattr("internsp.app.checkpoint.saver.Objects", lambda: everyone)
     session: Any = None
     saver, answers = Saver(session, tmp_path, "run"), iter([*[None] * 9, tmp_path / "saved"])
     monkeypatch.setattr(saver, "_save", "one that is being written")
-    monkeypatch.setattr(saver, "_progress_or_error", lambda: 0.0)
+    monkeypatch.setattr(saver, "progress", lambda: 0.0)
     monkeypatch.setattr(saver, "advance", lambda done: next(answers))
     assert saver.finish() == tmp_path / "saved"
     assert pauses == [*(0.001 * 2**i for i in range(7)), 0.1, 0.1]
 
 
-def gone(pid: int) -> bool:
-    """Whether the process has ended; also true for a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+class Held:
+    """Holds up the writing of files while :attr:`go` is not set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+
+    def write(self, folder: Path, name: str, data: memoryview, given_up: threading.Event) -> Any:
+        """``write_part``, held up; it ends when the save is given up."""
+        while not self.go.wait(0.01) and not given_up.is_set():
+            pass
+        return write_part(folder, name, data, given_up)
 
 
 @ranks(2)
 def test_saving_goes_on_beside_training_and_leaves_no_trace(rank: int, tmp_path: Path) -> None:
-    session = Session.create(config({"weight": 2}))
+    session, held = Session.create(config({"weight": 2})), Held()
     runner, saver = StepRunner(session), Saver(session, tmp_path / "beside", "run")
     assert steps(runner, saver, range(2)) == []
     # The state after the first step, saved separately.
     alone = save(session, tmp_path / "alone", 2, "run")
-    _, writer = saver.prepare()
-    process = writer._process.pid
-    if rank == 1:
-        os.kill(process, signal.SIGSTOP)
-    saver.start(2, 24)
-    assert steps(runner, saver, range(2, 5)) == [], "rank 1 has not written"
-    assert steps_in(tmp_path / "beside") == []
-    with pytest.raises(AssertionError, match="never two at once"):
-        saver.start(3, 36)
-    if rank == 1:
-        os.kill(process, signal.SIGCONT)
-    path = saver.finish()
-    assert path == tmp_path / "beside" / "step-000002"
-    found, expected = whole(path), whole(alone)
-    assert [n for n in expected if bits(found[n]) != bits(expected[n])] == [], "of step 2"
-    # Without a wait: only further steps finish the next save.
-    dist.barrier()
-    saver.start(5, 60)
-    number, done = 5, list[Path]()
-    while not done:
-        done = steps(runner, saver, range(number, number + 1))
-        number += 1
-    assert done == [tmp_path / "beside" / "step-000005"]
+    with patch("internsp.app.checkpoint.saver.write_part", held.write):
+        if rank == 1:
+            held.go.clear()
+        saver.start(2, 24)
+        assert steps(runner, saver, range(2, 5)) == [], "rank 1 has not written"
+        assert steps_in(tmp_path / "beside") == []
+        with pytest.raises(AssertionError, match="never two at once"):
+            saver.start(3, 36)
+        held.go.set()
+        path = saver.finish()
+        assert path == tmp_path / "beside" / "step-000002"
+        found, expected = whole(path), whole(alone)
+        assert [n for n in expected if bits(found[n]) != bits(expected[n])] == [], "of step 2"
+        # Without a wait: only further steps finish the next save.
+        dist.barrier()
+        saver.start(5, 60)
+        number, done = 5, list[Path]()
+        while not done:
+            done = steps(runner, saver, range(number, number + 1))
+            number += 1
+        assert done == [tmp_path / "beside" / "step-000005"]
+        assert names(tmp_path / "beside") == ["latest", "step-000002", "step-000005"]
+        # A run that ends by an exception removes an unfinished save.
+        dist.barrier()
+        held.go.clear()
+        saver.start(number, 0)
+        saver.close()
+        dist.barrier()
     assert names(tmp_path / "beside") == ["latest", "step-000002", "step-000005"]
-    # A run that ends by an exception removes an unfinished save.
-    dist.barrier()
-    if rank == 1:
-        os.kill(process, signal.SIGSTOP)
-    saver.start(number, 0)
-    saver.close()
-    dist.barrier()
-    assert names(tmp_path / "beside") == ["latest", "step-000002", "step-000005"]
-    assert gone(process)
+    assert [thread.name for thread in threading.enumerate() if thread.name == THREAD] == []
 
 
 @ranks(2)
-def test_a_process_that_dies_ends_the_save_on_every_rank(rank: int, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_ends_the_save_on_every_rank(rank: int, tmp_path: Path) -> None:
     session = Session.create(config({"weight": 2}))
     saver = Saver(session, tmp_path, "run")
-    _, writer = saver.prepare()
-    if rank == 1:
-        os.kill(writer._process.pid, signal.SIGKILL)
-    saver.start(1, 0)
-    with pytest.raises(InternspError, match="rank 1: the process that writes checkpoints ended"):
-        saver.finish()
+
+    def failing(*args: Any) -> Any:
+        if rank == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write_part(*args)
+
+    with patch("internsp.app.checkpoint.saver.write_part", failing):
+        saver.start(1, 0)
+        with pytest.raises(InternspError, match=r"was not saved: rank 1: OSError: \[Errno 5\]"):
+            saver.finish()
     dist.barrier()
     assert names(tmp_path) == []
-    saver.start(1, 0)  # by new processes
+    saver.start(1, 0)
     assert saver.finish() == tmp_path / "step-000001"
     saver.close()
 
 
+@ranks(1)
+def test_a_value_that_json_lacks_ends_the_save_with_its_name_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    saver = Saver(Session.create(config({})), tmp_path, "run")
+    odd = {}, {"optimizer.w.x": float("inf")}
+    saver.prepare()[1].zero_()
+    with (
+        patch("internsp.app.checkpoint.saver.state_of", lambda _: odd),
+        patch("internsp.app.checkpoint.files.FilePlan.fill"),
+    ):
+        saver.start(1, 0)
+    with pytest.raises(InternspError, match="rank 0: ValueError: Out of range float values"):
+        saver.finish()
+    assert names(tmp_path) == []
+
+
 def killed(rank: int, world: int, folder: str) -> None:
     session = Session.create(config({"weight": 2}))
-    saver = Saver(session, Path(folder), "run")
-    _, writer = saver.prepare()
-    everyone = Objects().on_every(lambda: writer._process.pid)
-    if rank == 0:
-        (Path(folder) / "processes").write_text(json.dumps(everyone))
-    saver.start(1, 0)
-    while sum(Objects().on_every(saver.progress)) < 2:
-        pass
-    assert list(Path(folder).glob("*.partial/rank-00001.safetensors"))
-    dist.barrier()
-    os.kill(os.getpid(), signal.SIGKILL)
+    save(session, Path(folder), 1, "run")
+    saver, held = Saver(session, Path(folder), "run"), Held()
+    with patch("internsp.app.checkpoint.saver.write_part", held.write):
+        if rank == 0:
+            held.go.clear()
+        saver.start(2, 0)
+        while sum(Objects().gather(saver.progress())) < 1:
+            pass
+        assert list(Path(folder).glob("*.partial/rank-00001.safetensors"))
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_of_ranks_that_are_killed_no_process_and_no_file_is_left(tmp_path: Path) -> None:
+def test_ranks_that_are_killed_while_they_write_leave_the_newest_whole_checkpoint(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(AssertionError, match="died with exit code -9"):
         run_ranks(killed, 2, str(tmp_path))
-    processes = json.loads((tmp_path / "processes").read_text())
-    deadline = time.monotonic() + 30
-    while not all(gone(pid) for pid in processes) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [pid for pid in processes if not gone(pid)] == []
-    assert names(tmp_path) == ["processes"]
+    assert [step for step, _ in steps_in(tmp_path)] == [1]
+    content = manifest.read(tmp_path / "step-000001")
+    assert manifest.damage(tmp_path / "step-000001", content, content.files) == []
+    (left,) = [name for name in names(tmp_path) if name.endswith(PARTIAL)]
+    assert left.startswith("step-000002.")
+    discard_partial(tmp_path)  # as the next run does
+    assert names(tmp_path) == ["latest", "step-000001"]
 
 
 def losses(folder: Path) -> dict[int, float]:

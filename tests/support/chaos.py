@@ -3,7 +3,7 @@
 A point is the n-th launch of a kind of collective (``AG``, ``RS``, ``EX``, ``PUBLISH`` of
 :class:`internsp.wp.collectives.Collectives`; ``DIST``: one that torch.distributed launches), the
 k-th optimizer step (``step``), or the n-th operation on the run's folder by the rank (``file``) or
-by the process that writes its checkpoints (``writer``). ``before`` or ``after`` the point the rank
+by its thread that writes checkpoints (``writer``). ``before`` or ``after`` the point the rank
 is killed (SIGKILL), stopped (SIGSTOP), raises, waits, exits silently, finds the disk full, or gets
 a signal. ``cut`` takes the network link down, if the campaign runs in its own network namespace.
 
@@ -24,13 +24,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from internsp.app.checkpoint import disk
 from internsp.app.config import Config
 from internsp.app.train.run import train
 from internsp.app.train.step import StepRunner
 from internsp.wp.collectives import Collectives
 from tests.support import chaos_files
-from tests.support.chaos_files import PLAN, Counter, files_of, started, tell
+from tests.support.chaos_files import Counter, files_of, started, tell
 
 COLLECTIVES = ("AG", "RS", "EX", "PUBLISH")
 _DIST = ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list", "gather_object")
@@ -59,22 +58,19 @@ def run(config: Config, output: Path) -> None:
     given = json.loads(plan_of(output).read_text())
     faults = [fault for fault in given["faults"] if fault["rank"] == rank]
     log = str(log_of(output))
-    plan = {
-        "rank": rank, "faults": faults, "log": log, "folder": str(output), "disk": disk.__file__
-    }  # fmt: skip
+    plan = {"rank": rank, "faults": faults, "log": log, "folder": str(output)}
     tell(log, process="rank", rank=rank, started=started(os.getpid()))
-    os.environ[PLAN] = json.dumps(plan)
-    disk.__file__ = chaos_files.__file__  # the program that a rank starts to write its checkpoints
     for name in given.get("mistakes", ()):
         MISTAKES[name]()
-    files = files_of(plan, "file")
+    files = {point: files_of(plan, point) for point in ("file", "writer")}
     counters = {kind: _counter(kind, plan) for kind in (*COLLECTIVES, "DIST")}
     _collectives(counters)
     _distributed(counters["DIST"])
     _steps(plan)
-    files.install()
+    for counter in files.values():
+        counter.install()
     train(config, output)
-    for point, counter in {**counters, "file": files}.items():
+    for point, counter in {**counters, **files}.items():
         tell(log, count=counter.count, point=point, rank=rank)
 
 

@@ -1,7 +1,4 @@
-"""Injects faults at counted file operations of a process.
-
-:mod:`tests.support.chaos` uses this module in a rank; it is also started instead of the process
-that writes checkpoints.
+"""Injects faults at counted file operations of a process, or of one of its threads.
 
 An operation changes the file system below one folder: opening to write, each write, flush to disk,
 rename, removal, link. It is counted where Python's ``os`` and ``io`` are called, so that the
@@ -15,15 +12,14 @@ import errno
 import io
 import json
 import os
-import runpy
 import signal
-import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-PLAN = "INTERNSP_CHAOS"
-"""Environment variable: a rank's plan as JSON, for the process that it starts."""
+WRITER = "checkpoint"
+"""Name of the thread of a rank that writes checkpoints (``internsp.app.checkpoint.saver``)."""
 FATAL = ("kill", "stop", "raise", "full", "leave")
 Hit = Callable[[], None]
 _open, _write = os.open, os.write  # the original functions, not counted
@@ -105,10 +101,18 @@ class _File:
 
 
 class Files(Counter):
-    """Counts operations below ``folder``. Once the disk is full, it stays full for this process."""
+    """Counts operations below ``folder``. Once the disk is full, it stays full for this counter.
 
-    def __init__(self, faults: list[dict[str, Any]], log: str, folder: str) -> None:
+    Args:
+        writer: count those of the thread that writes checkpoints, not those of all others; both,
+            if it is ``None``.
+    """
+
+    def __init__(
+        self, faults: list[dict[str, Any]], log: str, folder: str, writer: bool | None = None
+    ) -> None:
         super().__init__(faults, log)
+        self._writer = writer
         self._folder = os.path.realpath(folder)
         self._full = False
 
@@ -119,6 +123,8 @@ class Files(Counter):
         io.open = builtins.open = self._opened(io.open)
 
     def _ours(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        if self._writer not in (None, threading.current_thread().name == WRITER):
+            return False
         if name == "fsync":
             path = os.readlink(f"/proc/self/fd/{args[0]}")
         elif name == "open" and not args[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
@@ -162,22 +168,10 @@ class Files(Counter):
             raise
 
 
-def files_of(plan: dict[str, Any], process: str) -> Files:
-    """The counter of a rank's own operations (``file``) or of its writer process (``writer``)."""
-    faults = [fault for fault in plan["faults"] if fault["point"] == process]
-    return Files(faults, plan["log"], plan["folder"])
-
-
-def main() -> None:
-    """Run the process that writes checkpoints, under its plan, with its own ``argv``."""
-    plan = json.loads(os.environ[PLAN])
-    tell(plan["log"], process="writer", rank=plan["rank"], started=started(os.getpid()))
-    files = files_of(plan, "writer")
-    files.install()
-    try:
-        runpy.run_path(plan["disk"], run_name="__main__")
-    finally:
-        tell(plan["log"], count=files.count, point="writer", rank=plan["rank"])
+def files_of(plan: dict[str, Any], point: str) -> Files:
+    """The counter of a rank's operations: those that write checkpoints (``writer``), or others."""
+    faults = [fault for fault in plan["faults"] if fault["point"] == point]
+    return Files(faults, plan["log"], plan["folder"], point == "writer")
 
 
 def started(pid: int) -> str:
@@ -191,6 +185,3 @@ def started(pid: int) -> str:
 
 
 _read = io.open
-
-if __name__ == "__main__":
-    sys.exit(main())

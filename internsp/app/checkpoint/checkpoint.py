@@ -23,10 +23,9 @@ from torch.nn import Parameter
 
 from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint import manifest
-from internsp.app.checkpoint.disk import MANIFEST
 from internsp.app.checkpoint.files import Reader
 from internsp.app.checkpoint.finite import require_finite
-from internsp.app.checkpoint.manifest import Manifest, Position, State
+from internsp.app.checkpoint.manifest import MANIFEST, Manifest, Position, State
 from internsp.app.config import resume as resume_rules
 from internsp.app.session.session import Session
 from internsp.base import accelerator

@@ -13,15 +13,8 @@ import shutil
 from pathlib import Path
 
 from internsp.app.checkpoint import manifest
-from internsp.app.checkpoint.disk import (
-    LATEST,
-    MANIFEST,
-    PARTIAL,
-    STEP,
-    point_latest,
-    steps_in,
-    sync,
-)
+from internsp.app.checkpoint.disk import LATEST, PARTIAL, STEP, point_latest, steps_in, sync
+from internsp.app.checkpoint.manifest import MANIFEST
 from internsp.errors import ConfigError
 
 _LONGEST_NAME = 1000  # bytes of a text file latest that are read

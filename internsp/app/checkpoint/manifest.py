@@ -10,16 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, overload
+from typing import Annotated, Any, Literal, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from internsp.app.checkpoint.disk import MANIFEST, digest_of
 from internsp.errors import ConfigError
 
+MANIFEST = "manifest.json"
 FORMAT = 2
 MAX_BYTES = 1 << 30
 """Largest manifest that is read; one of a million tensors takes a quarter of this."""
@@ -162,6 +163,29 @@ class Manifest(State):
     loss_scaler: dict[str, float] | None
 
 
+def canonical(content: Any) -> str:
+    """JSON content as text that is the same whatever the order of keys; its sha256 is its digest.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest_of(content: str) -> str:
+    """sha256 of what :func:`canonical` gives."""
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def write_manifest(folder: Path, content: dict[str, Any] | str) -> None:
+    """Write ``manifest.json``: ``content`` (or its canonical text) with its digest; durable."""
+    text = content if isinstance(content, str) else canonical(content)
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(f'{{"sha256":"{digest_of(text)}","content":{text}}}')
+        file.flush()
+        os.fsync(file.fileno())
+
+
 Kind = TypeVar("Kind", bound=State)
 
 
@@ -200,7 +224,7 @@ def read(folder: Path, kind: type[State] = Manifest) -> State:
     if not isinstance(document, dict) or document.keys() != {"sha256", "content"}:
         raise ConfigError(f"{path} is not a manifest")
     try:
-        intact = digest_of(document["content"]) == document["sha256"]
+        intact = digest_of(canonical(document["content"])) == document["sha256"]
         written = document["content"].get("format") if intact else FORMAT
         if isinstance(written, int) and written != FORMAT:
             raise ConfigError(

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from internsp.app.checkpoint import manifest
 from internsp.app.checkpoint.checkpoint import check_complete, check_fits
-from internsp.app.checkpoint.disk import sync, write_manifest, write_part
+from internsp.app.checkpoint.disk import sync, write_part
 from internsp.app.checkpoint.files import FilePlan, Reader
-from internsp.app.checkpoint.manifest import State
+from internsp.app.checkpoint.manifest import State, write_manifest
 from internsp.errors import ConfigError
 from internsp.failure.objects import Objects
 
