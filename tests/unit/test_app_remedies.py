@@ -72,7 +72,6 @@ CHECKPOINT: Table = {
             "passed_over",
         "or one step-* in it": EARLIER,
     },
-    "start() has prepared": NO_ADVICE,
 }  # fmt: skip
 def accepted(world: int = 1, **sections: Any) -> Remedy:
     """A configuration that is taken as it is."""

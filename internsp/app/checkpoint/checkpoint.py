@@ -116,7 +116,10 @@ def load(session: Session, path: Path) -> Resumed:
             a setting differs that must not, or the text has changed.
         NotFiniteError: on every rank: its weights are not finite.
     """
-    chosen, content, notes = _newest_complete(path)
+    try:
+        chosen, content, notes = _newest_complete(path)
+    except ConfigError as error:
+        raise ConfigError(f"checkpoint.resume: {error}") from None
     try:
         refused, taken = resume_rules.compare(
             content.config, session.config, content.mesh["world"], session.mesh.world_size
@@ -194,21 +197,14 @@ def _detached(values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _newest_complete(path: Path) -> tuple[Path, Manifest, list[str]]:
     """Find the newest complete checkpoint; also return messages for the user. Collective."""
-    folders, named = Objects().on_first(lambda: checkpoint_folder.candidates(path))
-    skipped: list[str] = []
-    for folder in folders:
-        try:
-            content = Objects().on_first(lambda folder=folder: manifest.read(folder))  # type: ignore[misc]
-            check_complete(folder, content)
-            return folder, content, skipped
-        except ConfigError as error:
-            if named:
-                raise ConfigError(f"checkpoint.resume: {error}") from None
-            skipped.append(f"checkpoint {folder.name} was passed over: {error}")
-    remedy = "give the path of another, or checkpoint.resume = \"never\" to start afresh"
-    raise ConfigError(
-        "\n  ".join([f"checkpoint.resume: no complete checkpoint at {path}: {remedy}", *skipped])
-    )
+
+    def read(folder: Path) -> Manifest:
+        content = Objects().on_first(lambda: manifest.read(folder))
+        check_complete(folder, content)
+        return content
+
+    found = Objects().on_first(lambda: checkpoint_folder.candidates(path))
+    return checkpoint_folder.newest_whole(path, found, read)
 
 
 def check_complete(folder: Path, content: State) -> None:

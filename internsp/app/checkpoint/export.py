@@ -100,20 +100,14 @@ def newest(run: Path) -> tuple[Path, Manifest, list[str]]:
     Raises:
         ConfigError: there is none.
     """
-    folders, named = checkpoint_folder.candidates(run)
-    notes: list[str] = []
-    for folder in folders:
-        try:
-            content = manifest.read(folder)
-            if damaged := manifest.damage(folder, content, sorted(content.files)):
-                raise ConfigError(damaged[0])
-        except ConfigError as error:
-            if named:
-                raise
-            notes.append(f"checkpoint {folder.name} was passed over: {error}")
-        else:
-            return folder, content, notes
-    raise ConfigError("\n  ".join([f"no complete checkpoint at {run}", *notes]))
+
+    def read(folder: Path) -> Manifest:
+        content = manifest.read(folder)
+        if damaged := manifest.damage(folder, content, sorted(content.files)):
+            raise ConfigError(damaged[0])
+        return content
+
+    return checkpoint_folder.newest_whole(run, checkpoint_folder.candidates(run), read)
 
 
 def _weights(content: Manifest) -> dict[str, tuple[int, ...]]:

@@ -30,15 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from internsp.app.checkpoint.manifest import Chunk, State, TensorRecord
+from internsp.app.checkpoint.manifest import DTYPES, Chunk, State, TensorRecord
 from internsp.errors import ConfigError, InternspError
 from internsp.optim.slices import Slices
-
-SAFETENSORS = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
-    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
-"""Names of dtypes in safetensors, by their names in the manifest."""
 
 _AT_ONCE = 1 << 22  # elements that are checked at once: the masks take memory, too
 
@@ -55,10 +49,9 @@ def header_of(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[bytes,
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     ends = [0]
     for name, dtype, shape in tensors:
-        ends.append(ends[-1] + math.prod(shape) * getattr(torch, dtype).itemsize)
-        table[name] = {
-            "dtype": SAFETENSORS[dtype], "shape": list(shape), "data_offsets": ends[-2:]
-        }  # fmt: skip
+        word, nbytes = DTYPES[dtype]
+        ends.append(ends[-1] + math.prod(shape) * nbytes)
+        table[name] = {"dtype": word, "shape": list(shape), "data_offsets": ends[-2:]}
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, [8 + len(text) + end for end in ends]
@@ -188,7 +181,7 @@ def _part_name(name: str, chunk: ChunkStorageMetadata, size: torch.Size) -> str:
     return f"{name}[{', '.join(f'{start}:{start + size}' for start, size in pairs)}]"
 
 
-def _name(dtype: torch.dtype) -> Any:
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

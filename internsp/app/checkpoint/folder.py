@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from internsp.app.checkpoint import manifest
 from internsp.app.checkpoint.disk import LATEST, PARTIAL, STEP, point_latest, steps_in, sync
-from internsp.app.checkpoint.manifest import MANIFEST
+from internsp.app.checkpoint.manifest import MANIFEST, Manifest
 from internsp.errors import ConfigError
 
 _LONGEST_NAME = 1000  # bytes of a text file latest that are read
@@ -51,9 +52,34 @@ def candidates(path: Path) -> tuple[list[Path], bool]:
         if found:
             return found, False
     raise ConfigError(
-        f"checkpoint.resume: no checkpoint at {path} (looked for step-*/{MANIFEST} there and in "
-        "its folder checkpoints)"
+        f"no checkpoint at {path} (looked for step-*/{MANIFEST} there and in its folder "
+        "checkpoints)"
     )
+
+
+def newest_whole(
+    path: Path, found: tuple[list[Path], bool], read: Callable[[Path], Manifest]
+) -> tuple[Path, Manifest, list[str]]:
+    """The first folder that ``read`` does not refuse, its manifest, and notes on those before it.
+
+    Args:
+        found: what :func:`candidates` returns for ``path``.
+        read: reads a manifest and checks the files that it lists.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folders, named = found
+    skipped: list[str] = []
+    for folder in folders:
+        try:
+            return folder, read(folder), skipped
+        except ConfigError as error:
+            if named:
+                raise
+            skipped.append(f"checkpoint {folder.name} was passed over: {error}")
+    remedy = 'give the path of another, or checkpoint.resume = "never" to start afresh'
+    raise ConfigError("\n  ".join([f"no complete checkpoint at {path}: {remedy}", *skipped]))
 
 
 def has_checkpoint(checkpoints: Path) -> bool:
@@ -90,7 +116,7 @@ def _named_by(latest: Path) -> Path:
     if STEP.fullmatch(name) and (latest.parent / name).is_dir():
         return latest.parent / name
     raise ConfigError(
-        f"checkpoint.resume: {latest} names {target!r}, which is no checkpoint beside it: give "
+        f"{latest} names {target!r}, which is no checkpoint beside it: give "
         f"{latest.parent}, of which the newest whole checkpoint is used, or one step-* in it"
     )
 

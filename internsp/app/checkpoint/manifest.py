@@ -30,13 +30,12 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 60)]
 Dims = Annotated[tuple[Count, ...], Field(strict=False, max_length=16)]
-_Dtype = Literal[
-    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"
-]
-_BYTES = {
-    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
-    "int8": 1, "uint8": 1, "bool": 1,
+DTYPES = {
+    "float64": ("F64", 8), "int64": ("I64", 8), "float32": ("F32", 4), "int32": ("I32", 4),
+    "float16": ("F16", 2), "bfloat16": ("BF16", 2), "int16": ("I16", 2), "int8": ("I8", 1),
+    "uint8": ("U8", 1), "bool": ("BOOL", 1),
 }  # fmt: skip
+"""Names of dtypes in safetensors, and bytes of an element, by their names here."""
 
 
 class _Record(BaseModel):
@@ -63,7 +62,7 @@ class Chunk(_Record):
 class TensorRecord(_Record):
     """A full tensor: its chunks cover it without gap or overlap."""
 
-    dtype: _Dtype
+    dtype: Annotated[str, Field(pattern=rf"^({'|'.join(DTYPES)})$")]
     shape: Dims
     chunks: Annotated[list[Chunk], Field(min_length=1)]
 
@@ -75,9 +74,9 @@ class TensorRecord(_Record):
             ends = zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
             if any(offset + size > full for offset, size, full in ends):
                 raise ValueError("a chunk lies outside its tensor")
-            if chunk.length != math.prod(chunk.sizes) * _BYTES[self.dtype]:
+            if chunk.length != math.prod(chunk.sizes) * DTYPES[self.dtype][1]:
                 raise ValueError("a chunk has another number of bytes than its elements take")
-            if chunk.begin % _BYTES[self.dtype]:
+            if chunk.begin % DTYPES[self.dtype][1]:
                 raise ValueError("a chunk begins inside an element")
         if sum(math.prod(c.sizes) for c in self.chunks) != math.prod(self.shape):
             raise ValueError("the chunks do not cover the tensor")
@@ -211,36 +210,29 @@ def read(folder: Path, kind: type[State] = Manifest) -> State:
         if status.st_size > MAX_BYTES:
             raise ConfigError(f"{path} has {status.st_size} bytes, more than any manifest has")
         document = json.loads(path.read_bytes())
-    except ConfigError:  # a ConfigError is a ValueError, too
+        content = document["content"]
+        if digest_of(canonical(content)) != document["sha256"]:
+            raise ConfigError(f"{path} is damaged: its digest does not match")
+        written = content.get("format")
+        if isinstance(written, int) and written != FORMAT:
+            raise ConfigError(
+                f"{path} is of format {written}, this version of internsp reads {FORMAT}"
+            )
+        return kind.model_validate(content)
+    except ConfigError:  # a ConfigError is a ValueError, too, and so is a ValidationError
         raise
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path} is not a manifest: {where}: {first['msg']}") from None
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is missing: saving did not end, or an earlier version wrote the checkpoint"
         ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged: it is not JSON") from error
-    if not isinstance(document, dict) or document.keys() != {"sha256", "content"}:
-        raise ConfigError(f"{path} is not a manifest")
-    try:
-        intact = digest_of(canonical(document["content"])) == document["sha256"]
-        written = document["content"].get("format") if intact else FORMAT
-        if isinstance(written, int) and written != FORMAT:
-            raise ConfigError(
-                f"{path} is of format {written}, this version of internsp reads {FORMAT}"
-            )
-        if intact:
-            return kind.model_validate(document["content"])
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path} is not a manifest: {where}: {first['msg']}") from None
-    except ConfigError:  # a ConfigError is a ValueError, too
-        raise
-    except (ValueError, RecursionError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a manifest") from error
-    raise ConfigError(f"{path} is damaged: its digest does not match")
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is damaged: it is no manifest") from error
 
 
 def damage(folder: Path, manifest: State, names: Iterable[str]) -> list[str]:

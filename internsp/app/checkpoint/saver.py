@@ -95,7 +95,7 @@ class Saver:
         """
         if self._planned is None:
             plan = FilePlan.make(state_of(self._session)[0])
-            self._token = Objects().on_first(partial(secrets.token_hex, 4))
+            self._token = Objects().name()[:8]
             made: list[Tensor] = []
             Objects().on_every(lambda: made.append(torch.empty(plan.nbytes, dtype=torch.uint8)))
             if self._session.mesh.rank == 0:
