@@ -114,6 +114,20 @@ def test_a_save_that_is_not_durable_in_order_or_not_verified_is_found(
     assert bool(total.unusable or total.lost or total.different) == bool(mistake), total.wrong
 
 
+def test_a_run_killed_as_its_last_checkpoint_becomes_valid_has_its_last_row(
+    tmp_path: Path,
+) -> None:
+    runs = Runs(tmp_path)
+    runs.reference(1, 1)
+    (last,) = (
+        line["count"] for line in chaos.lines_of(tmp_path / "reference1-1")
+        if line.get("point") == "writer"
+    )  # fmt: skip
+    found = runs.chain(random.Random(0), (1, 1), [[fault("kill", "writer", last)]])
+    assert [one.kind for one in found.faults] == ["kill"]
+    assert found.wrong == []
+
+
 def test_a_rank_that_is_killed_is_named_at_once_with_its_place_its_log_and_how_to_go_on(
     tmp_path: Path,
 ) -> None:

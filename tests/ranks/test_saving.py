@@ -19,6 +19,7 @@ import torch.distributed as dist
 from internsp.app.checkpoint import checkpoint, manifest
 from internsp.app.checkpoint.checkpoint import derived_seed
 from internsp.app.checkpoint.disk import PARTIAL, discard_partial, steps_in, write_part
+from internsp.app.checkpoint.files import FilePlan
 from internsp.app.checkpoint.manifest import MANIFEST, write_manifest
 from internsp.app.checkpoint.saver import THREAD, Saver, save
 from internsp.app.process.stop import StopRequest
@@ -28,6 +29,7 @@ from internsp.app.train.run import train
 from internsp.app.train.step import StepRunner
 from internsp.errors import InternspError
 from internsp.failure.objects import Objects
+from internsp.optim.slices import Slices
 from tests.ranks.test_checkpoint import names
 from tests.ranks.test_checkpoint_meshes import bits, config, whole
 from tests.support.ranks import ranks, run_ranks
@@ -132,6 +134,20 @@ def test_a_rank_that_cannot_write_ends_the_save_on_every_rank(rank: int, tmp_pat
     saver.start(1, 0)
     assert saver.finish() == tmp_path / "step-000001"
     saver.close()
+
+
+@ranks(2)
+def test_what_one_rank_cannot_plan_is_told_on_every_rank(rank: int) -> None:
+    def failing(*_: Any) -> Any:
+        raise TypeError("no tensor")
+
+    odd = Slices(torch.Size((2, 3)), torch.zeros(1), {(1, rank): torch.zeros(1, 1)})
+    with pytest.raises(InternspError, match=r"does not fit together: .*x invalid fill"):
+        FilePlan.make({"x": odd})
+    if rank == 1:
+        odd.__create_write_items__ = failing  # type: ignore[attr-defined]
+    with pytest.raises(InternspError, match="does not fit together: rank 1: TypeError: no tensor"):
+        FilePlan.make({"x": odd})
 
 
 @ranks(1)

@@ -55,6 +55,21 @@ def test_resuming_removes_later_rows_and_a_torn_last_line(tmp_path, torn):
     assert [(m.step, m.loss) for m in read_metrics(path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_last_step_written_again_takes_the_place_of_its_row(tmp_path, resumed):
+    path = tmp_path / "m.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write(step(1, loss=1.0))
+        if not resumed:
+            writer.write(step(2, loss=2.0))
+    with MetricsWriter(path, resume_step=2) as writer:
+        for loss in (2.25, 2.25, 2.5):
+            writer.write(step(2, loss=loss))
+            assert [(m.step, m.loss) for m in read_metrics(path)] == [(1, 1.0), (2, loss)]
+        writer.write(step(3, loss=3.0))
+    assert [(m.step, m.loss) for m in read_metrics(path)] == [(1, 1.0), (2, 2.5), (3, 3.0)]
+
+
 def test_a_new_run_does_not_keep_rows_of_an_older_one(tmp_path):
     for number in (1, 9):
         with MetricsWriter(tmp_path / "m.jsonl") as writer:

@@ -98,8 +98,8 @@ class FilePlan:
                 )
             return made
 
-        mine = planner.create_local_plan()
-        own = _decided(mine, decide) if distributed else decide([mine])[0]
+        make = planner.create_local_plan
+        own = _decided(make, decide) if distributed else decide([make()])[0]
         return cls(own.file, own.nbytes, own.header, own.parts, tensors)
 
     @classmethod
@@ -155,23 +155,33 @@ class FilePlan:
         return list(found)
 
 
-def _decided(mine: SavePlan, decide: Callable[[list[SavePlan]], list[FilePlan]]) -> FilePlan:
+def _decided(
+    make: Callable[[], SavePlan], decide: Callable[[list[SavePlan]], list[FilePlan]]
+) -> FilePlan:
     """This rank's part of what rank 0 decides on the plans of all. Collective; raises on all."""
-    plans: list[Any] = [None] * dist.get_world_size()
-    main, error, given = dist.get_rank() == 0, None, plans
-    dist.gather_object(mine, plans if main else None)
-    if main:
-        try:
-            given = list(decide(plans))
-        except ValueError as refused:  # the ranks' parts do not fit together
-            error = f"what the ranks would save does not fit together: {refused}"
+    rank, plans = dist.get_rank(), [None] * dist.get_world_size()
+    dist.gather_object(_outcome(make), plans if rank == 0 else None)
+    answers: list[Any] | None = None
+    if rank == 0:
+        found: list[Any] = plans
+        wrong = [f"rank {at}: {text}" for at, (_, text) in enumerate(found) if text]
+        made, text = (None, wrong[0]) if wrong else _outcome(lambda: decide([p for p, _ in found]))
+        answers = [(one, text) for one in made or plans]
     own: list[Any] = [None]
-    dist.scatter_object_list(own, [(one, error) for one in given] if main else None)
-    found, error = own[0]
-    if error is not None:
-        raise InternspError(error)
-    plan: FilePlan = found
-    return plan
+    dist.scatter_object_list(own, answers)
+    plan, text = own[0]
+    if text:
+        raise InternspError(f"what the ranks would save does not fit together: {text}")
+    result: FilePlan = plan
+    return result
+
+
+def _outcome(work: Callable[[], Any]) -> tuple[Any, str]:
+    """What ``work()`` returned, and its error in words; empty without one."""
+    try:
+        return work(), ""
+    except Exception as error:  # noqa: BLE001 - the other ranks would wait in the collective
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _part_name(name: str, chunk: ChunkStorageMetadata, size: torch.Size) -> str:

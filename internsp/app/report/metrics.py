@@ -134,12 +134,24 @@ class MetricsWriter:
             self._file = self.path.open("a", encoding="utf-8")
         else:
             self._file = self.path.open("w", encoding="utf-8")
+        self._last: tuple[int, int, str] | None = None  # step, where its line begins, the line
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one row and hand it to the operating system before returning."""
+        """Append one row and hand it to the operating system before returning.
+
+        Of the same step as the row before, it takes that row's place.
+        """
         row = metrics.model_copy(update={"run": self._run})
-        self._file.write(row.model_dump_json(exclude_none=True) + "\n")
+        line, at = row.model_dump_json(exclude_none=True) + "\n", self._file.tell()
+        if self._last is not None and self._last[0] == row.step:
+            _, at, before = self._last
+            if line == before:
+                return
+            os.truncate(self.path, at)
+            self._file.seek(at)
+        self._file.write(line)
         self._file.flush()
+        self._last = row.step, at, line
 
     def close(self) -> None:
         """Close the file; may be called more than once."""

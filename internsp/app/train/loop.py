@@ -83,6 +83,8 @@ class Loop:
                 trusted = not isinstance(self.failure, ReplicaError)
                 wanted = self.config.checkpoint.save or self.save_requested
                 if wanted and self.step > self.done and trusted:
+                    # First: with its checkpoint valid, a killed run has no step left to do.
+                    self.output.keep(last)
                     path = self._save(last=True)
                 else:  # complete a save that was started
                     self._call_saver(self.saver.finish)

@@ -96,6 +96,11 @@ class Output:
         self.note(f"step {metrics.step}: {shown}")
         self.listener.evaluation(metrics)
 
+    def keep(self, metrics: StepMetrics | None) -> None:
+        """Write the row of a step, if there is one, that :meth:`step` will write with more."""
+        if self._metrics is not None and metrics is not None:
+            self._metrics.write(metrics)
+
     def step(self, metrics: StepMetrics) -> None:
         """Record a finished step, and send alerts about it. Collective if alerts are wanted."""
         if self._metrics is not None:
