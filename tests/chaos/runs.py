@@ -356,7 +356,7 @@ class Runs:
                 found.repeated += max(-off, 0)
                 found.wrong.append(f"{where}: step {step} began at row {begin}")
         wanted = {"config.toml", "metrics.jsonl", "report.html", "report.json",
-                  "checkpoints", "logs"}  # fmt: skip
+                  "checkpoints", "logs", "run.lock"}  # fmt: skip
         extra = {p.name for p in output.iterdir()} - wanted
         extra |= {p.name for p in (output / "checkpoints").iterdir() if not _whole_name(p)}
         if extra:
