@@ -46,8 +46,8 @@ class Trainer(transformers.Trainer):
 
     A checkpoint has the full model for ``from_pretrained`` (of a PEFT model its adapter), and in
     the folder ``optimizer`` the rest of the training state: optimizer, schedule and random states,
-    in the format of ``internsp train`` (``docs/checkpoints.md``). Training can resume from it on
-    any mesh. Nothing in it is a pickle.
+    in the format of ``internsp train`` (``docs/howto/save_and_resume.md``). Training can resume
+    from it on any mesh. Nothing in it is a pickle.
 
     Args:
         model: as :func:`internsp.parallelize` left it.

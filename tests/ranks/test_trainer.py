@@ -346,7 +346,7 @@ def test_a_program_trains(
 
 @pytest.mark.slow(12)
 def test_the_documents_own_program_runs(tmp_path: Path) -> None:
-    blocks = (ROOT / "docs" / "trainer.md").read_text().split("```python\n")
+    blocks = (ROOT / "docs" / "howto" / "run_from_python.md").read_text().split("```python\n")
     (tmp_path / "script.py").write_text(blocks[2].split("```")[0])
     done = python("script.py", cwd=tmp_path)
     assert done.stdout.splitlines()[-1].startswith("4 ")

@@ -50,7 +50,7 @@ def test_every_document_is_a_page_and_links_lead_somewhere(site: Path) -> None:
     for page in (*pages.ELSEWHERE.values(), "reference/configuration.md"):
         assert "<h1" in (site / page).with_suffix(".html").read_text()
     home = (site / "index.html").read_text()
-    assert 'href="trainer.html"' in home
+    assert 'href="howto/several_machines.html"' in home
     own = (site / "howto/sequences_in_my_model.html").read_text()
     assert 'href="../source/model_zoo/llama.py.html"' in own
     assert "DistributedAttention" in (site / "source/model_zoo/llama.py.html").read_text()
