@@ -8,12 +8,14 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 import internsp
 from tools.docs import pages
 from tools.docs.docstrings import in_markdown
+from tools.docs.picture import picture
 
 ROOT = Path(__file__).parents[2]
 # mkdocs, where any connection is an error.
@@ -111,3 +113,14 @@ def test_docstrings_become_markdown() -> None:
         "Of `X`:\n\n    code\n\nArgs:\n    k: ``[B]``,\n        both.\n    v: ``[B]``,\n"
         "        both.\n    w: one.\n"
     )
+
+
+def test_the_picture_of_a_step_is_the_reports_timeline_with_its_colors() -> None:
+    bars = '<svg class="timeline" viewBox="0 0 9 5" role="img"><rect class="b wait"/></svg>'
+    made = picture(f"<p>{bars}</p>")
+    assert made.startswith('<svg xmlns="http://www.w3.org/2000/svg" class="timeline" viewBox="0 0')
+    assert '<rect class="b wait"/></svg>' in made
+    assert ".wait {" in made
+    ElementTree.fromstring(made)
+    with pytest.raises(ValueError, match="no step was traced"):
+        picture("<p></p>")
