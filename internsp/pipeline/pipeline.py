@@ -75,8 +75,7 @@ class Pipeline:
             gradients. ``create`` finds tied weights by itself.
 
     Raises:
-        StructureError: copies of a tied weight are sharded differently; see
-            ``docs/howto/pipeline.md``.
+        StructureError: copies of a tied weight are cut differently (``docs/howto/pipeline.md``).
 
     Attributes:
         chunks: this rank's modules, by ascending stage.

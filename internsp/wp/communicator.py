@@ -42,9 +42,8 @@ P = TypeVar("P", bound=ModelParameter, default=ShardedParameter)
 class WPCommunicator(ABC, Generic[P]):
     """Gathers weights and reduces their gradients for layers.
 
-    An implementation needs the four abstract methods (``docs/howto/own_communicator.md`` has
-    one of sixty lines, for :func:`internsp.parallelize`); the defaults of the others are right for
-    any.
+    An implementation needs the four abstract methods (``docs/howto/own_communicator.md`` has one,
+    for :func:`internsp.parallelize`); the defaults of the others are right for any.
     """
 
     @property
