@@ -22,15 +22,15 @@ def picture(report: str) -> str:
     Raises:
         ValueError: no step was traced.
     """
-    found = re.search(r'<svg class="timeline" (viewBox="0 0 (\d+) (\d+)")(.*?</svg>)', report, re.S)
+    found = re.search(r'<svg (class="timeline"[^>]*)>(.*?)</svg>', report, re.DOTALL)
     if found is None:
         raise ValueError("the report has no timeline: no step was traced")
-    box, width, height, rest = found.groups()
+    head, bars = found.groups()
+    _, _, width, height = head.partition('viewBox="')[2].partition('"')[0].split()
     style = re.sub(r"^(svg|svg\.timeline) \{[^}]*\}\n", "", STYLE.read_text(), flags=re.M)
     style += "svg { background:var(--card); }"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="timeline" {box}'
-    start, body = rest.split(">", 1)
-    return f'{head} width="{width}" height="{height}"{start}><style>{style}</style>{body}\n'
+    sizes = f'xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+    return f"<svg {sizes} {head}><style>{style}</style>{bars}</svg>\n"
 
 
 def main() -> None:
