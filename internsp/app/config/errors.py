@@ -91,22 +91,33 @@ def _nearest_file(path: Path) -> str:
 
 def nearest_key(names: Names, prefix: str, cls: type[BaseModel], key: str) -> str:
     """What is told of a ``key`` that a section or a table does not have."""
-    section, word = section_name(cls), plain(key)
+    section = section_name(cls)
     if section not in names:
         return unknown_key(cls, key)
+    hint = _meant(names, prefix, section, key)
+    return f"unknown key; {hint}" if hint else unknown_key(cls, key)
+
+
+def _meant(names: Names, prefix: str, section: str, key: str) -> str:
+    """What became of a ``key``, or which one is meant; empty if nothing is like it.
+
+    Args:
+        section: where it is written; empty: outside any.
+    """
+    word = plain(key)
+    if re.match(r"att.*drop", word):
+        return _ATTENTION_DROPOUT
+    if section and (told := answer(section, key)):
+        return told
     full = {f"{s}.{k}": k for s, keys in names.items() for k in keys}
-    told = _ATTENTION_DROPOUT if re.match(r"att.*drop", word) else answer(section, key)
     right = ELSEWHERE.get(word) or next((f for f, k in full.items() if k == word), None)
-    if right is None and nearest(key, names[section]) is None:
+    if right is None and (near := nearest(key, names.get(section, ()))):
+        right = f"{section}.{near}"
+    if right is None:
         # Only the name of another key can be meant now; be strict, since there are many.
         found = difflib.get_close_matches(word, list(full.values()), n=1, cutoff=0.75)
         right = next((f for f, k in full.items() if found and k == found[0]), None)
-        told = told or (None if right else answer("", key))
-    elif right is None:
-        right = f"{section}.{nearest(key, names[section])}"
-    if right and not told:
-        return f"unknown key; did you mean {prefix}{right}?"
-    return f"unknown key; {told}" if told else unknown_key(cls, key)
+    return f"did you mean {prefix}{right}?" if right else answer("", key) or ""
 
 
 def nearest_section(
@@ -132,16 +143,9 @@ def not_a_section(written: str, names: Names, prefix: str = "") -> Problem:
     """The problem of a value at the top level of the file, where only sections are allowed."""
     if written in names:
         return Problem((written,), f"is a section: write [{written}] and its keys below", prefix)
-    owner = ELSEWHERE.get(written) or next(
-        (f"{section}.{written}" for section, keys in names.items() if written in keys), None
-    )
-    near = nearest(written, [f"{s}.{k}" for s, keys in names.items() for k in keys])
-    right = owner or near
-    hint = f"; did you mean {prefix}{right}?" if right else ""
-    told = None if owner else answer("", written)
-    hint = f"; {told}" if told else hint
+    hint = _meant(names, prefix, "", written)
     text = "unknown option" if prefix else "is outside any section"
-    return Problem((written,), text + hint, prefix)
+    return Problem((written,), f"{text}; {hint}" if hint else text, prefix)
 
 
 def _short(name: str) -> str:
