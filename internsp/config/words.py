@@ -153,7 +153,7 @@ def _sentence(value: Any, found: _Errors, or_none: bool) -> str:
         where, value = f"entry {number + 1}: ", value[number]
     one, *others = dict.fromkeys(_said(detail) for _, detail in chosen)
     text = one + "".join(f" or {other.removeprefix('expected ')}" for other in others)
-    if or_none and not where and text.startswith("expected "):
+    if or_none and first["type"] != "value_error" and text.startswith("expected ") and not where:
         text += ' or "none"'
     near = _near(value, first) if isinstance(value, str) else None
     hint = f"; did you mean {in_words(near)}?" if near else ""

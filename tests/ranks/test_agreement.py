@@ -423,14 +423,14 @@ def test_a_sequence_degree_needs_an_attention_that_knows_of_it(rank: int) -> Non
             assert len(exchanged) == 6
 
 
-@pytest.mark.parametrize("key", ["gather_before_modules", "experts", "blocks"])
+@pytest.mark.parametrize("key", ["gather_before_modules", "expert_parameters", "blocks"])
 @ranks(1)
 def test_every_single_pattern_must_match_something(rank: int, key: str) -> None:
     right = {
         "gather_before_modules": ("wo",), "expert_parameters": ("layers.*.w1",),
         "blocks": ("layers.*",),
     }[key]
-    mesh = mesh_of(1, expert_weight=1 if key == "experts" else None)
+    mesh = mesh_of(1, expert_weight=1 if key == "expert_parameters" else None)
     parallelize(tiny(), mesh, WeightParallelConfig(**SMALL, **{key: right}))
     wrong = (*right, "nowhere")
     refused(rank, tiny(), StructureError, "nowhere", "candidates", "w", mesh=mesh,

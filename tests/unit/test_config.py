@@ -598,6 +598,33 @@ def test_wrong_values_are_told_in_a_program_in_the_words_of_a_file(
     assert of_program.value.__suppress_context__
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value", "told"),
+    [
+        ("activation_checkpoint", "tiles", "much",
+         'expected "auto" or a whole number, got "much"'),
+        ("activation_checkpoint", "tiles", 0, 'expected "auto" or must be at least 1, got 0'),
+        ("weight_parallel", "keep_unsharded", "2 GB",
+         'expected a number of blocks, a size such as "2 GiB", "all" or "none", got "2 GB"; did '
+         'you mean "2 GiB"?'),
+        ("optimizer", "betas", [0.1], "has too few entries, got [0.1]"),
+        ("optimizer", "betas", [0.1] * 3, "must have at most 2 entries, got [0.1, 0.1, 0.1]"),
+        ("weight_parallel", "rules", [{"match": "a", "forward_prefetch": ["b", 3]}],
+         "rule 1: forward_prefetch: entry 2: expected a text, got 3"),
+        ("weight_parallel", "rules", [{"match": "a", "forward_prefetch": 99}],
+         "rule 1: forward_prefetch: must be at most 64 or a list, got 99"),
+        ("report", "writers", ["tensorboard", "wandbb"],
+         'entry 2: expected "tensorboard" or "wandb", got "wandbb"; did you mean "wandb"?'),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_value_of_several_forms_or_entries_is_told_by_all_or_by_the_wrong_one(
+    section: str, key: str, value: Any, told: str
+) -> None:
+    (problem,) = read_config({section: {key: value}})[1]
+    assert str(problem) == f"{section}.{key}: {told}"
+
+
 def test_a_rule_by_itself_and_sections_within_a_config_are_told_so_too() -> None:
     with pytest.raises(ConfigError) as rule:
         PlanRule(match="layers.{9-3}", quantize="int9")  # type: ignore[arg-type]
