@@ -129,10 +129,10 @@ def _names(case: Case, model: Drawn) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if any(not list(layer.parameters()) for layer in model.layers):
         found["blocks"] = ("layers.*",)  # blocks without weights are not found by the usual names
-    if "experts" in case.options:
+    if "expert_parameters" in case.options:
         there = {part for name, _ in model.named_parameters() for part in name.split(".")}
-        patterns = [part for part in case.options["experts"] if part in there]
-        found["experts"] = patterns or ["experts"]
+        patterns = [part for part in case.options["expert_parameters"] if part in there]
+        found["expert_parameters"] = patterns or ["experts"]
     return found
 
 

@@ -228,7 +228,7 @@ def fitted(case: Case) -> Case:
     if "granularity" in options:
         options.pop("coalesce_bytes", None)
     if case.expert_weight is None:
-        options.pop("experts", None)
+        options.pop("expert_parameters", None)
     if any("full_tensor" in block for block in case.blocks):
         # Some ranks run modules that others do not, and all of them meet in full_tensor(). A rank
         # that waits at once, for a reduction or for a gather of that module alone, waits for those
@@ -237,8 +237,9 @@ def fitted(case: Case) -> Case:
         options.pop("granularity", None)
     if {"run_twice", "reversed", "skipped", "same_block_twice"} & set(case.beside):
         options["unexpected_order"] = "gather"
-    if case.expert_weight is not None and "experts" not in options:
-        options["experts"] = ["experts", "fc1", "out_proj"]  # patterns without a match are dropped
+    if case.expert_weight is not None and "expert_parameters" not in options:
+        # Patterns without a match are dropped.
+        options["expert_parameters"] = ["experts", "fc1", "out_proj"]
     clip = case.clip
     if case.expert_weight is not None and clip == "torch":
         clip = "ours"  # torch's clipping requires gradients of one mesh

@@ -79,7 +79,8 @@ def test_what_one_rank_refuses_no_rank_waits_for(schedule: str, chunks: int) -> 
 def unmatched(rank: int, world_size: int) -> list[str]:
     told = []
     for key, pattern in (
-        ("blocks", "layer.*"), ("gather_before_modules", "attention.woo"), ("experts", "expert"),
+        ("blocks", "layer.*"), ("gather_before_modules", "attention.woo"),
+        ("expert_parameters", "expert"),
     ):  # fmt: skip
         with pytest.raises(StructureError) as error:
             make(Case(weights={key: (pattern,)}))
