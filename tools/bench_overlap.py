@@ -23,7 +23,7 @@ if __package__ in (None, ""):
 from tools.bench.ranks import RankError, Refused, Session, Setup
 from tools.bench.report import Page, say, write
 from tools.bench.signals import terminate_as_interrupt
-from tools.overlap import campaign, chunks, report
+from tools.overlap import campaign, report
 from tools.overlap.network import Link, Namespaces, NetworkError, missing, remove_stale
 from tools.overlap.options import Options
 
@@ -64,9 +64,6 @@ def session_on(link: Link, options: Options) -> Session:
 def measure(options: Options) -> tuple[dict[str, Any], Page, Page]:
     """The summary, the text to print, and the text for the page."""
     with make_link(options) as link, session_on(link, options) as session:
-        if options.probe == "chunks":
-            summary = chunks.run(options, link, session, say)
-            return summary, chunks.page(summary), chunks.page(summary)
         outcome = campaign.run(options, link, session, say)
     summary = campaign.summarize(outcome)
     return summary, report.page(summary, legend=True), report.page(summary)

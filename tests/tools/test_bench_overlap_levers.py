@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +9,7 @@ import pytest
 import torch
 
 from internsp.mesh import WeightAxis
-from tools.bench.bounds import MBIT
 from tools.bench.model import batch, elements, exchanged_bytes, full_batch
-from tools.overlap import chunks, pieces
-from tools.overlap.campaign import Outcome
 from tools.overlap.laws import least_bytes, own_least_bytes, passes
 from tools.overlap.options import Options, Spec
 from tools.overlap.variants import with_shared_group
@@ -91,77 +87,3 @@ def test_a_shared_group_changes_a_copy_of_the_mesh_only() -> None:
     assert shared.experts is shared.dense
     assert mesh.dense is axis
     assert axis.gradient_group is groups["gradient_group"] is mesh.gradient_group
-
-
-@dataclass
-class FakeGroup:
-    """Two ranks in this process that send the same; ``shift`` moves pieces out of place."""
-
-    shift: int = 0
-
-    def size(self) -> int:
-        return 2
-
-    def rank(self) -> int:
-        return 0
-
-    def gather(self, out: list[torch.Tensor], piece: torch.Tensor, **_: Any) -> Any:
-        for row in out:
-            row.copy_(piece.roll(self.shift))
-        return SimpleNamespace(wait=lambda: None)
-
-    def gather_whole(self, out: torch.Tensor, shard: torch.Tensor, group: Any) -> Any:
-        out.copy_(shard.repeat(2))
-        return SimpleNamespace(wait=lambda: None)
-
-    def exchange(self, out: torch.Tensor, source: torch.Tensor, **_: Any) -> Any:
-        out.copy_(source.view(2, -1)[:1].expand(2, -1).reshape(-1))
-        return SimpleNamespace(wait=lambda: None)
-
-    def pairs(
-        self, group: Any, places: list[torch.Tensor], sent: list[torch.Tensor], launch: int
-    ) -> Any:
-        for place in places:
-            place.copy_(sent[0].roll(self.shift))
-        return SimpleNamespace(wait=lambda: None)
-
-
-@pytest.mark.parametrize("count", [pieces.MESSAGES, 2, 4])
-def test_pieces_of_a_weight_must_arrive_where_the_whole_does(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for shift in (0, 1):
-        fake = FakeGroup(shift)
-        monkeypatch.setattr(torch.distributed, "all_gather", fake.gather)
-        monkeypatch.setattr(torch.distributed, "all_to_all_single", fake.exchange)
-        monkeypatch.setattr(pieces, "gather_slices", fake.gather_whole)
-        monkeypatch.setattr(pieces, "send_pairs", fake.pairs)
-        mesh: Any = SimpleNamespace(rank=0, weight=2, weight_group=fake, gradient_group=fake)
-        if shift:
-            with pytest.raises(RuntimeError, match="do not arrive as one collective"):
-                pieces.verify(mesh, 19, count)
-        else:
-            pieces.verify(mesh, 19, count)
-
-
-def test_what_is_sent_is_what_the_schedule_prints() -> None:
-    schedule = [
-        ["AG", "forward", "a", 12], ["WAIT", "forward", "a", 0], ["RS", "backward", "a", 36],
-    ]  # fmt: skip
-    assert pieces.messages(schedule, world=4) == [("AG", 2), ("RS", 6)]
-
-
-def test_pieces_are_compared_with_whole_weights_that_have_as_much_in_flight() -> None:
-    options = Options(preset="tiny").resolve()
-    hello: dict[str, Any] = {"torch": "2", "numels": {"a": 4}, "itemsize": 2}
-    outcome = Outcome(options, "a link", hello, [], 8.0, 1.0, 7.0)
-    payload = int(8.0 * MBIT)  # a second at the rate
-    seconds = {(1, 4): [1.25, 1.25], (2, 4): [1.0, 1.0], (1, 8): [2.0, 2.0], (2, 8): [3.0, 3.0]}
-    busy = {case: [0.25, 0.75] for case in seconds}
-    summary = chunks.summarize(outcome, payload, seconds, busy)
-    rows = summary["rows"]
-    assert [row["against_whole"] for row in rows] == pytest.approx([1.0, 0.8, 1.0, 1.5])
-    assert [row["of_rate"] for row in rows] == pytest.approx([0.8, 1.0, 0.5, 1 / 3])
-    page = chunks.page(summary).markdown(["python", "x y"])
-    assert "| halves | 4 | 1.000 | 1.000 .. 1.000 | 1.000 | 0.800 | 0.500 |" in page
-    assert "python 'x y'" in page

@@ -134,21 +134,6 @@ def test_hybrid_groups_train_the_same_and_send_less_for_gathers(
     assert weights / 2 <= ours["replica_bytes"] <= 1.02 * weights / 2
 
 
-@pytest.mark.unmeasured
-@pytest.mark.ranks
-def test_the_probe_of_pieces_sends_a_step_without_training(tmp_path: Path, bench: Bench) -> None:
-    files = {k: tmp_path / f"out.{k}" for k in ("json", "markdown")}
-    flags = [x for k, path in files.items() for x in (f"--{k}", str(path))]
-    done = bench(*SMALL, "--network", "loopback", "--probe", "chunks", *flags)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(files["json"].read_text())
-    cases = {(row["pieces"], row["flying"]) for row in summary["rows"]}
-    assert cases == {(p, f) for p in (0, 1, 2, 4) for f in (4, 8, 16)}
-    weights = 3 * (4 * 96 * 96 + 3 * 96 * 256) * 2
-    assert summary["payload"] == weights * (3 - 2 / 3) / 2
-    assert "| halves | 4 |" in files["markdown"].read_text()
-
-
 def _namespaces() -> list[str]:
     done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     return re.findall(r"^ispbench\d+\S+", done.stdout, re.MULTILINE)

@@ -80,4 +80,4 @@ def test_commands_are_found_and_what_is_not_there_too() -> None:
     assert mistakes("python -m tests.nothing") == ["no tests.nothing"]
     assert mistakes("python -m tests.families --familly llama") == ["--familly"]
     assert mistakes("python -m tools.bench_overlap --preset even --pictures x") == ["--pictures"]
-    assert mistakes("python tools/count_gathers.py") == []
+    assert mistakes("python tools/bench_overhead.py") == []

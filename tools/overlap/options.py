@@ -68,11 +68,6 @@ class Options(options.Trained):
     """light, even, heavy: communication 0.6, 1.3, 2.8 times compute; four: 1.3 at four ranks."""
     network: Network = "namespaces"
     """namespaces: a rate-limited link (root, iproute2); loopback: no limit, any user."""
-    probe: Literal["none", "chunks"] = "none"
-    """chunks: only a step's collectives, unsharded weights against halves and quarters.
-
-    No training.
-    """
     variants: tuple[str, ...] = DEFAULT_VARIANTS
     """FAMILY[:SETTINGS][@free]. ours: KEY=VALUE,... of weight_parallel, and weight=RANKS per
     group, gradient_group=shared; fsdp2: FORM+FORM of prefetch, chunked, unshard, last, whole,

@@ -20,7 +20,6 @@ from tools.overlap.measure import (
     settle_memory,
 )
 from tools.overlap.options import Options, Spec
-from tools.overlap.pieces import Message, messages, send, verify
 from tools.overlap.variants import Ours, Setting, Variant, make, reference, unavailable
 
 PROFILED = ("AG", "RS", "EX", "A2A", "USE", "WAIT", "A2A_WAIT", "PUBLISH")
@@ -36,7 +35,6 @@ class Worker:
         self.clock = WaitClock()
         self.clock.install()
         self.setting = Setting(options, initial_weights(options.sizes()))
-        self.messages: list[Message] = []
 
     def hello(self) -> dict[str, Any]:
         """Versions, sizes of the weights, and which variants cannot run, with reasons."""
@@ -77,21 +75,6 @@ class Worker:
                 work.wait()
             seconds.append(time.perf_counter() - start)
         return seconds
-
-    def pieces_ready(self, pieces: list[int]) -> int:
-        """Check that pieces arrive as one collective does; returns the bytes that a step sends."""
-        made = Ours(self.setting, Spec("ours"))
-        schedule = made.report()["schedule"]
-        self.messages = messages(schedule, self.setting.world)
-        for count in pieces:
-            for numel in sorted({numel for _, numel in self.messages}):
-                verify(self.setting.mesh, numel, count)
-        return sum(action[3] for action in schedule if action[0] in ("AG", "RS"))
-
-    def pieces(self, pieces: int, flying: int, steps: int) -> list[tuple[float, float]]:
-        """Seconds and processor seconds of a step's collectives, after one warm-up."""
-        mesh = self.setting.mesh
-        return [send(mesh, self.messages, pieces, flying) for _ in range(steps + 1)][1:]
 
     def run(self, variant: str, warm_up: int, steps: int, probe: bool) -> dict[str, Any]:
         """Build a variant, warm it up, time it, profile one more step, and remove it."""
