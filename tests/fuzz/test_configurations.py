@@ -75,6 +75,7 @@ def test_real_commands_end_with_a_status_that_says_whose_mistake_it_was(tmp_path
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in (tmp_path / "good").iterdir()) == [
         "checkpoints", "config.toml", "logs", "metrics.jsonl", "report.html", "report.json",
+        "run.lock",
     ]  # fmt: skip
     # Detected by a rank: not among the checks before ranks start.
     large = rows * (6_000_000 // len("\n".join(rows)))

@@ -126,9 +126,8 @@ def test_a_disk_that_is_full_on_one_rank_is_one_line_with_status_3(tmp_path: Pat
     assert caught.value.exit_status == 3
     (line,) = str(caught.value).splitlines()
     assert line.startswith("rank ")
-    # The limit also applies to the memory in which a file is assembled.
-    assert " failed: MachineError: no checkpoint can be saved in " in line
-    assert "rank 1: OSError: [Errno 27] File too large" in line
+    assert " failed: MachineError: checkpoint " in line
+    assert " was not saved: rank 1: OSError: [Errno 27] File too large" in line
     assert (tmp_path / "report.html").exists()
 
 

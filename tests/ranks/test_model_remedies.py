@@ -487,6 +487,21 @@ CONFIG: Table = {
             "tests/ranks/test_optimizers.py::"
             "test_any_elementwise_class_with_groups_by_pattern_steps_as_torch_does",
     },
+    "rows of two columns are chats of two messages": {
+        "convert them once":
+            "tests/unit/test_chat.py::"
+            "test_a_chat_is_what_its_template_says_and_the_assistants_words_count",
+    },
+    "call trainer.stop() in a callback": {
+        "call trainer.stop() in a callback's on_evaluation":
+            "tests/ranks/test_trainer.py::"
+            "test_callbacks_are_told_in_order_on_every_rank_and_one_rank_may_stop_all",
+    },
+    "no rank keeps copies for another": {
+        "leave it out":
+            "tests/ranks/test_elastic.py::"
+            "test_a_run_goes_on_by_itself_after_a_rank_died_and_ends_with_the_same_bytes",
+    },
     "is a list of tables": {"write [[{name}]] for each": IN_A_FILE},
     "one of {_divisors(world)}": {"choose one of": meshes(4, pipeline=2)},
     "one of {_divisors(world // pipeline)}": {"choose one of": meshes(4, tensor=2)},

@@ -20,6 +20,7 @@ from internsp.errors import OrderError
 from internsp.pipeline import ComputeAction, Pipeline, SchedulerHook
 from internsp.schedule.chunk import Schedule
 from tests.support.ranks import run_ranks
+from tests.support.sections import mesh_sections
 
 TEXT = Path(__file__).parents[1] / "data"
 Changes = dict[str, dict[str, Any]]
@@ -56,10 +57,8 @@ def rows_of(tmp_path: Path, world: int, changes: list[Changes]) -> list[list[Ste
 
 
 def pipelined(schedule: str, chunks: int = 1, **parallel: int) -> Changes:
-    return {
-        "parallel": {"pipeline": 2, **parallel},
-        "pipeline": {"schedule": schedule, "chunks": chunks},
-    }
+    degrees = mesh_sections(pipeline=2, **parallel)
+    return {**degrees, "pipeline": {"schedule": schedule, "chunks": chunks}}
 
 
 RUNS: dict[int, list[Changes]] = {

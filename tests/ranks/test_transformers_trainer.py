@@ -137,7 +137,7 @@ def hostile(rank: int, checkpoint: Path) -> None:
     place = checkpoint / "optimizer"
     for name, words in (
         ("rank-00001.safetensors", r"rank-00001\.safetensors is damaged: its sha256"),
-        ("manifest.json", r"manifest\.json is damaged: it is not JSON"),
+        ("manifest.json", r"manifest\.json is damaged: it is no manifest"),
     ):
         torch.distributed.barrier()
         content = (place / name).read_bytes()
