@@ -22,7 +22,7 @@ PARTS = 4  # so that several workers share them
 @pytest.mark.unmeasured
 @pytest.mark.parametrize(
     "part",
-    [0, 1, *(pytest.param(part, marks=pytest.mark.thorough(9)) for part in range(2, PARTS))],
+    [0, *(pytest.param(part, marks=pytest.mark.thorough(30)) for part in range(1, PARTS))],
 )
 def test_what_is_drawn_is_refused_in_clear_words_or_planned_and_damages_nothing(part: int) -> None:
     each = COUNT // PARTS

@@ -11,8 +11,7 @@ from rich.console import Console
 from torch.distributed.pipelining import PipelineStage
 
 from internsp.app.config import Config
-from internsp.app.plan.pipeline import make_pipeline_plan
-from internsp.app.plan.screen import print_plan
+from internsp.app.plan.pipeline import make_pipeline_plan, tables
 from internsp.app.process.stop import StopRequest
 from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
@@ -105,7 +104,8 @@ def steps(rank: int, world_size: int) -> list[tuple[int, list[Row]]]:
 def printed(settings: Config) -> dict[int, Row]:
     """The table of ``internsp plan``, read from its text."""
     out = io.StringIO()
-    print_plan(settings, WORLD, Console(file=out, width=160))
+    for made in tables(settings, make_pipeline_plan(settings, WORLD)):
+        Console(file=out, width=160).print(made)
     table = out.getvalue().split("messages ┃")[1].split("└")[0]
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines()]
     rows: dict[int, list[list[str]]] = {}

@@ -58,7 +58,7 @@ def write(folder: Path) -> None:
 
 
 def config(
-    folder: Path, name: str, world: int, sequence: int = 1, **changes: dict[str, Any]
+    folder: Path, name: str, world: int, cut: int = 1, **changes: dict[str, Any]
 ) -> Config:
     sections: dict[str, dict[str, Any]] = {
         "model": {"family": "hf", "path": str(folder / name)},
@@ -67,7 +67,7 @@ def config(
             "held_out": 0.1,
             "pack": name != "gpt2",
         },
-        "parallel": {"weight": world, "sequence": sequence},
+        "parallel": {"weight": world, "sequence": cut},
         "weight_parallel": {"min_shard_elements": 128},
         "activation_checkpoint": {"mode": "full", "fraction": 0.5},
         "optimizer": {"lr": 1e-2, "eps": 1e-3, "warmup_steps": 0},
@@ -124,7 +124,7 @@ def runs(rank: int, world: int, folder: Path, output: Path) -> dict[str, Any]:
     }
     if world == 2:
         found["read"] = read_of(config(folder, "llama", world))
-        found["cut"] = trained(config(folder, "llama", world, sequence=2))
+        found["cut"] = trained(config(folder, "llama", world, cut=2))
         ring = {"ring": 2, "balance": "zigzag"}
         settings = config(folder, "llama", world, 2, **mesh_sections(**ring))
         found["ring"] = trained(settings)

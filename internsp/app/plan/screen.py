@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -251,7 +252,11 @@ def _print_verdict(config: Config, memory: Sequence[Rows], console: Console) -> 
 def _memory_table(config: Config, found: Sequence[tuple[Rows, Rows]]) -> Table:
     """Components in the memory of the device and of the host; equal pipeline ranks together."""
     title = f"Memory of a rank, with sequences of {config.data.sequence_length:,} tokens"
-    memory = [dict((*here, *there)) for here, there in found]
+    # Ranks of a pipeline have other numbers of passes in flight: one row for all of them.
+    memory = [
+        {re.sub(r", \d+ in flight$", "", name): nbytes for name, nbytes in (*here, *there)}
+        for here, there in found
+    ]
     if len(memory) == 1:
         rows = [(name, human(nbytes)) for name, nbytes in with_sums([*memory[0].items()])]
         return table(title, ("<component", "bytes"), rows)
