@@ -245,6 +245,32 @@ def test_the_way_of_a_blocks_weights_is_that_of_the_schedule() -> None:
     assert told.index("forward use") < told.index("backward use")
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("granularity", ["block", "module"])
+def test_the_lines_of_a_blocks_weights_add_up_to_what_it_gathers(
+    granularity: str, micro_batches: int
+) -> None:
+    weights = {"min_shard_elements": 64, "coalesce_bytes": 0, "granularity": granularity}
+    train = {"micro_batches": micro_batches, "global_batch": 6}
+    plan = make_plan(config(weight_parallel=weights, train=train), 2)
+    _, *lines = block_lines(plan.chunk, plan.schedule)
+    told = [re.findall(r"(\d+) collectives", line)[0] for line in lines if "weight gather" in line]
+    own = {weight.name for weight in plan.chunk.blocks[1].weights}
+    gathers = [a for a in plan.schedule.actions if a.kind == "AG" and a.weight in own]
+    assert sum(map(int, told)) == len(gathers)
+
+
+def test_on_the_host_what_is_offloaded_needs_the_same_memory() -> None:
+    again = {"mode": "full", "offload": "all"}
+    settings = config(activation_checkpoint=again, parallel={"device": "cpu"})
+    here, there = MemoryBudget(settings, 4).at(32)
+    assert there
+    needed = sum(size for _, size in (*here, *there))
+    assert f"fits: a rank needs {human(needed)}, and this machine has " in everything(settings, 4)
+    on_a_device = everything(config(activation_checkpoint=again, parallel={"device": "cuda"}), 4)
+    assert re.search(r"a rank needs .* of its device; and .* of host memory", on_a_device)
+
+
 def test_what_makes_a_step_smaller_are_keys_of_the_configuration() -> None:
     known = {f"{name}.{key}" for name, cls in sections().items() for key in cls.model_fields}
     named = re.findall(r"\b[a-z_]+\.[a-z_]+\b", " ".join(screen.LEVERS.values()))

@@ -7,6 +7,7 @@ which of several texts each sequence comes from.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -108,7 +109,7 @@ class Documents:
         return values >> 1, list(zip(edges[::2], edges[1::2], strict=True))
 
 
-class Rows:
+class Rows(ABC):
     """Sequences of one length, cut from documents.
 
     A sequence is cut at a place, a number; each kind of rows has its own.
@@ -126,21 +127,21 @@ class Rows:
         self.documents, self.length, self.seed = documents, length, seed
         self.order = lru_cache(maxsize=2)(self._order)
 
+    @abstractmethod
     def _order(self, epoch: int) -> Integers:
         """``[per_epoch]``, the places of an epoch's sequences."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _range(self, place: int) -> tuple[int, int]:
         """The first token, in the order of the documents, and the number of tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cut(self, place: int) -> Row:
         """The sequence at a place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _unmarked_count(self, place: int) -> int:
         """Number of tokens that the loss counts where all count that can be predicted."""
-        raise NotImplementedError
 
     def _place(self, number: int) -> int:
         epoch, at = divmod(number, self.per_epoch)

@@ -89,7 +89,7 @@ def print_plan(
         _write("--schedule", schedule, listing(config, plan))
     console.print(_title(config, plan.shape), markup=False)
     found = [budget.at(config.data.sequence_length, rank) for rank in range(len(budget.ranks))]
-    _print_verdict(config, [here for here, _ in found], console)
+    _print_verdict(config, found, console)
     if config.train.batch_tokens:
         console.print(
             f"A step has as many micro-batches as {config.train.batch_tokens:,} tokens need "
@@ -167,29 +167,24 @@ def _traffic_table(plan: Plan) -> Table:
 
 
 def block_lines(chunk: ChunkLayout, schedule: Schedule) -> Iterator[str]:
-    """The way of one block's weights in the first micro-batch: what happens while which unit runs.
+    """The way of one block's weights in a step: what happens while which unit runs.
 
-    The block is one in the middle, whose gathers are those of most.
+    The block is one in the middle, whose gathers are those of most. Lines of later micro-batches
+    that say the same are one with those of the first.
     """
     block = chunk.run_order[(len(chunk.blocks) - 1) // 2]
     own = {weight.name for weight in block.weights}
     unit_of = {w.name: unit.name for unit in chunk.units for w in unit.weights}
     yield f"The weights of {block.name} in a step:"
-    running, told = "", list[tuple[str, str, str]]()
+    running = ""
+    told: dict[tuple[str, str, str], list[int]] = {}  # what, when, while what runs -> bytes of each
     for action in schedule.actions:
         if action.kind == "USE":
             running = unit_of.get(action.weight, running)
         if action.weight in own and action.kind in KINDS:
-            key = (KINDS[action.kind], action.phase, running)
-            if key not in told:
-                told.append(key)
-    for kind, phase, where in told:
-        again = [
-            a for a in schedule.actions
-            if a.weight in own and KINDS.get(a.kind) == kind and a.phase == phase
-        ]  # fmt: skip
-        nbytes = sum(a.nbytes for a in again)
-        amount = f", {human(nbytes)} in {len(again)} collectives" if nbytes else ""
+            told.setdefault((KINDS[action.kind], action.phase, running), []).append(action.nbytes)
+    for (kind, phase, where), each in told.items():
+        amount = f", {human(sum(each))} in {len(each)} collectives" if any(each) else ""
         at = "" if where in ("", block.name) else f" while {where} runs"
         yield f"  {phase:<10} {kind}{at}{amount}"
 
@@ -225,8 +220,12 @@ def _print_stages(plan: PipelinePlan, config: Config, console: Console) -> None:
     console.print("Simulated with the messages between ranks: no rank waits forever.")
 
 
-def _print_verdict(config: Config, memory: Sequence[Rows], console: Console) -> None:
+def _print_verdict(
+    config: Config, found: Sequence[tuple[Rows, Rows]], console: Console
+) -> None:
     """Whether the step fits, and what makes the largest component of the fullest rank smaller."""
+    on_host = device_type(config) == HOST  # what is offloaded stays in the same memory
+    memory = [[*here, *there] if on_host else here for here, there in found]
     needed = [sum(nbytes for _, nbytes in rows) for rows in memory]
     full = needed.index(max(needed))
     limit = _memory_here(config)
@@ -235,6 +234,8 @@ def _print_verdict(config: Config, memory: Sequence[Rows], console: Console) -> 
     else:
         fits = "fits" if needed[full] <= limit else "does NOT fit"
         verdict = f"{fits}: a rank needs {human(needed[full])}, and this machine has {human(limit)}"
+    if not on_host and (hosted := sum(nbytes for _, nbytes in found[full][1])):
+        verdict += f"; and {human(hosted)} of host memory"
     console.print(verdict, markup=False)
     name, nbytes = max(memory[full], key=lambda row: row[1])
     lever = next((text for what, text in LEVERS.items() if name.startswith(what)), None)
