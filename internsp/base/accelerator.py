@@ -114,10 +114,11 @@ def local_device(device_type: str) -> torch.device:
     count, index = device_count(device_type), torch.accelerator.current_device_index()
     name = next((name for name in LOCAL_RANKS if name in os.environ), None)
     if index == 0 and name is not None and count > 1:
-        index = int(os.environ[name])
+        given = os.environ[name]
+        index = int(given) if given.strip().isdecimal() else count
         if index >= count:
             raise MachineError(
-                f"{name} = {index}, and this machine has {count} devices: start at most {count} "
+                f"{name} = {given!r}, and this machine has {count} devices: start at most {count} "
                 "ranks on it, or make a device current before (torch.accelerator.set_device_index)"
             )
     torch.accelerator.set_device_index(index)

@@ -146,9 +146,10 @@ def test_each_launchers_number_is_that_of_the_device(
     stand_in.count = 1  # a launcher shows each process a device of its own
     assert parallel_mesh._device(None) == torch.device(KIND, 0)
     stand_in.count = 2
-    monkeypatch.setenv(name, "2")
-    with pytest.raises(MachineError, match=rf"{name} = 2, and this machine has 2 devices: start"):
-        parallel_mesh._device(None)
+    for wrong in ("2", "-1", "first"):
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(MachineError, match=rf"{name} = '{wrong}', and this machine has 2 devi"):
+            parallel_mesh._device(None)
 
 
 def test_a_run_that_asks_for_more_or_other_devices_is_refused(stand_in: StandIn) -> None:
