@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ from internsp.config.sections import MAX_TIMEOUT_SECONDS
 from internsp.errors import MachineError, MeshError
 from internsp.mesh import fresh_store
 from internsp.mesh.axes import Axes, degrees_of
+from internsp.mesh.named_group import new_group
 from internsp.mesh.owned import MeshUsers, OwnedGroups, collect_garbage
 from internsp.mesh.shape import AxisShape, MeshShape
 
@@ -204,6 +206,7 @@ class ParallelMesh:
         self.users = MeshUsers()
         self._owned: OwnedGroups | None = None
         self.is_closed = False
+        self._added: Counter[tuple[int, ...]] = Counter()
         self._near_groups: dict[tuple[str, int], dist.ProcessGroup] = {}
         self._reading_meshes: dict[tuple[str, bool], DeviceMesh] = {}
         self.world_size = shape.world_size
@@ -467,8 +470,10 @@ class ParallelMesh:
         return self._near_groups[axis.name, ranks]
 
     def _add_group(self, ranks: list[int]) -> dist.ProcessGroup:
-        timeout = timedelta(seconds=self.timeout_seconds)
-        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        self._added[tuple(ranks)] += 1
+        # Every mesh has another stage group, and all ranks of a stage one of the same name.
+        name = f"{self.stage_group.group_name}, {ranks}, {self._added[tuple(ranks)]}"
+        group = new_group(ranks, name, timedelta(seconds=self.timeout_seconds))
         if self._owned is not None:
             self._owned.add(group)
         return group

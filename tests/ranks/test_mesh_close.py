@@ -45,7 +45,7 @@ def trained(mesh: ParallelMesh) -> Twin:
     return twin
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_a_closed_mesh_ends_its_threads_and_connections() -> None:
     trained(create()).communicator.mesh.close()  # the threads of a first use
     gc.collect()
@@ -60,7 +60,7 @@ def test_a_closed_mesh_ends_its_threads_and_connections() -> None:
         assert threads() == before
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_dropped_meshes_end_their_threads_as_garbage() -> None:
     before = threads()
     for _ in range(4):
@@ -73,7 +73,7 @@ def test_dropped_meshes_end_their_threads_as_garbage() -> None:
     assert max(groups) < groups[0] + MANY_GROUPS, groups
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_a_group_that_a_program_has_kept_outlives_the_mesh(rank: int) -> None:
     group = create().weight_group
     gc.collect()
@@ -99,7 +99,7 @@ USES: dict[str, Callable[[Twin], Any]] = {
 }
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_what_needs_a_closed_mesh_is_refused_by_name_and_parameters_keep_their_shards(
     rank: int,
 ) -> None:
@@ -123,7 +123,7 @@ def test_what_needs_a_closed_mesh_is_refused_by_name_and_parameters_keep_their_s
         getattr(create(), "wieght_group")  # noqa: B009 - misspelled on purpose
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_each_rank_closes_when_it_has_done_and_what_is_in_flight_arrives(rank: int) -> None:
     mesh, other = create(), create()
     twin = twin_on(mesh)
@@ -140,7 +140,7 @@ def test_each_rank_closes_when_it_has_done_and_what_is_in_flight_arrives(rank: i
     check(parameters(twin.plain), saved, "the plain model")
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_a_pass_that_runs_or_has_failed_is_not_cut_off(rank: int) -> None:
     mesh = create()
     twin = twin_on(mesh)
@@ -158,7 +158,7 @@ def test_a_pass_that_runs_or_has_failed_is_not_cut_off(rank: int) -> None:
     assert mesh.is_closed
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_an_exception_leaves_a_mesh_open_by_which_other_ranks_learn_of_it() -> None:
     mesh = create()
 
@@ -174,7 +174,7 @@ def test_an_exception_leaves_a_mesh_open_by_which_other_ranks_learn_of_it() -> N
     mesh.close()
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_a_mesh_that_is_dropped_with_the_default_group_leaves_nothing_behind() -> None:
     unraisable: list[Any] = []
     sys.unraisablehook = unraisable.append
@@ -188,7 +188,7 @@ def test_a_mesh_that_is_dropped_with_the_default_group_leaves_nothing_behind() -
     assert len(gc.callbacks) == callbacks
 
 
-@ranks(4)
+@ranks(4, fresh=True)
 def test_groups_that_the_program_made_stay(rank: int) -> None:
     given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     mesh = ParallelMesh.from_device_mesh(given, weight="shard", replicas="replicate")
@@ -200,7 +200,7 @@ def test_groups_that_the_program_made_stay(rank: int) -> None:
     assert total.item() == 4.0
 
 
-@ranks(4)
+@ranks(4, fresh=True)
 def test_meshes_of_pipelines_sequences_and_experts_close() -> None:
     for degrees in (
         {"weight": 2, "sequence": 2}, {"weight": 1, "pipeline": 2}, {"weight": 4, "zero": 1},
@@ -213,3 +213,16 @@ def test_meshes_of_pipelines_sequences_and_experts_close() -> None:
         mesh.close()
         gc.collect()
         assert threads() == before, degrees
+
+
+@ranks(2, fresh=True)
+def test_groups_of_a_mesh_are_made_though_ranks_have_made_others_before() -> None:
+    """torch names a group that its ranks make alone by the groups that a process knows."""
+    dist.new_group([0])  # a program's own: rank 1 does not count it
+    for _ in range(2):
+        with create(weight=1) as mesh:
+            for replicas in (False, True):
+                for size in mesh.reading_mesh(mesh.dense, replicas).get_all_groups():
+                    found = torch.ones(1)
+                    dist.all_reduce(found, group=size)
+                    assert found.item() == size.size()
