@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import KEPT
+
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -35,8 +37,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def spent() -> float:
-    """Seconds of this process, the fork server of ranks, and of all their ended descendants."""
+    """Seconds of this process, the fork server, ranks that stay, and what has ended of theirs."""
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    stat = Path(f"/proc/{server}/stat")
-    of_server = stat.read_text().rpartition(")")[2].split()[11:15] if stat.exists() else []
-    return sum(os.times()[:4]) + sum(map(int, of_server)) / TICKS
+    ticks = sum(sum(ticks_of(pid)) for pid in [server, *KEPT.pids()] if pid)
+    return sum(os.times()[:4]) + ticks / TICKS
+
+
+def ticks_of(pid: int) -> list[int]:
+    """Of a process and of its children that have ended."""
+    stat = Path(f"/proc/{pid}/stat")
+    return (
+        [int(n) for n in stat.read_text().rpartition(")")[2].split()[11:15]]
+        if stat.exists()
+        else []
+    )

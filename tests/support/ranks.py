@@ -19,17 +19,18 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import connection, forkserver
-from multiprocessing.context import ForkServerProcess
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from tests.support.pool import BODIES, SIZES, Kept, Member, Start, started
 
 # What each rank would otherwise import itself (about a second of CPU time).
 PRELOAD = [
@@ -49,7 +50,8 @@ PRELOAD = [
     "transformers.trainer",  # this and the next where they are installed: 1.3 s
     "transformers.models.llama.modeling_llama",
     "coverage",  # otherwise imported by each measured rank
-    __name__,  # before coverage changes what starts a process, see _Unmeasured
+    "tests.support.pool",  # before coverage changes what starts a process, see _Unmeasured
+    __name__,
     "tests.support.frozen",  # must be last
 ]
 GROUP_TIMEOUT_SECONDS = 30.0
@@ -60,18 +62,11 @@ class RankError(AssertionError):
     """Raised in the test's process: a rank raised, died, or did not finish."""
 
 
-class _Unmeasured(ForkServerProcess):
-    """A rank without coverage: rank 0 runs the same code, and tracing doubles the time.
-
-    Coverage measures processes by replacing ``_bootstrap`` of their base class; this class keeps
-    the original, as it was when the fork server loaded this module without coverage.
-    """
-
-    _bootstrap = BaseProcess._bootstrap  # type: ignore[attr-defined]
+KEPT = Kept()
 
 
 def ranks(
-    number: int | None = None, timeout: float = 120.0
+    number: int | None = None, timeout: float = 120.0, fresh: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated test's body on each of ``number`` ranks, as :func:`run_ranks` does.
 
@@ -80,6 +75,7 @@ def ranks(
 
     Args:
         number: None: use ``world_size``, which is then one of the test's parameters.
+        fresh: in processes of its own, see :func:`run_ranks`.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -90,7 +86,7 @@ def ranks(
         def test(**arguments: Any) -> None:
             __tracebackhide__ = True  # pytest shows the rank's traceback instead
             world_size = arguments["world_size"] if number is None else number
-            run_ranks(_run_body, world_size, test, arguments, timeout=timeout)
+            run_ranks(_run_body, world_size, test, arguments, timeout=timeout, fresh=fresh)
 
         # pytest reads the signature to find the fixtures and parameters to pass.
         theirs = [p for p in of_body.parameters.values() if p.name not in ours]
@@ -109,7 +105,11 @@ def _run_body(rank: int, world_size: int, test: Any, arguments: dict[str, Any]) 
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    fresh: bool = False,
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` on each rank and return its values by rank.
 
@@ -117,32 +117,41 @@ def run_ranks(
     initialized gloo group (30 s timeout), one torch thread, seed 0 and deterministic algorithms
     (which also fill ``torch.empty`` with NaN).
 
+    Args:
+        fresh: in new processes, which end with ``fn``. Without, in processes that stay and have run
+            other tests (``tests/support/pool.py``).
+
     Raises:
         RankError: a rank raised (the message is the traceback of the earliest failure and one line
             for each other rank), a rank died, or ``timeout`` seconds passed (the ranks still alive
             and their stacks). The other ranks are killed at once.
     """
-    context = multiprocessing.get_context("forkserver")
     start_server()
-    # In this process, because a file store is polled: creating a mesh took twice as long with it.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stays = world_size in SIZES and not fresh
+    members = KEPT.members.get(world_size, []) if stays else []
+    if not members:
+        # In this process, because a file store is polled: creating a mesh took twice as long.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        members = started(world_size, _serve, store.port)
+        if stays:
+            KEPT.members[world_size], KEPT.stores[world_size] = members, store
+    body = args[0].__qualname__ if fn is _run_body else fn.__qualname__
+    left: set[str] = {"it was to run in new processes"}
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        processes = [
-            (_Unmeasured if rank else context.Process)(
-                target=_rank_main,
-                args=(fn, rank, world_size, args, folder, store.port),
-                name=f"rank{rank}",
-                daemon=True,
-            )
-            for rank in range(world_size)
-        ]
         try:
-            for process in processes:
-                process.start()
-            _wait(processes, Path(folder), time.monotonic() + timeout, timeout)
+            for member in members:
+                member.bodies.append(body)
+                member.connection.send((fn, args, folder, len(member.bodies)))
+            left = _wait(members, Path(folder), time.monotonic() + timeout, timeout)
             return [_outcome(Path(folder), rank)["value"] for rank in range(world_size)]
+        except BaseException:
+            _kill(members)
+            raise
         finally:
-            _kill(processes)
+            if not stays:
+                _end(members)
+            elif any(left) or len(members[0].bodies) >= BODIES:
+                KEPT.drop(world_size)
 
 
 def start_server() -> None:
@@ -175,26 +184,41 @@ def _environment(without: tuple[str, ...], **values: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _wait(processes: list[Any], folder: Path, deadline: float, timeout: float) -> None:
-    """Return when every rank has a value; raise at the first rank that failed."""
-    running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(processes)}
+def _wait(members: list[Member], folder: Path, deadline: float, timeout: float) -> set[str]:
+    """What the bodies have left behind, once each has a value; raise at the first failure."""
+    running = {member.connection: rank for rank, member in enumerate(members)}
+    left: set[str] = set()
     while running:
         ready = connection.wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             busy = sorted(r for r in running.values() if not _outcome(folder, r))
             alive = busy or sorted(running.values())
-            stacks = _stacks(processes, alive, folder)
+            stacks = _stacks(members, alive, folder)
             raise RankError(
-                f"ranks {alive} of {len(processes)} were still alive after {timeout:g} s; "
-                f"all are killed now\n{stacks}"
+                f"ranks {alive} of {len(members)} were still alive after {timeout:g} s; "
+                f"all are killed now\n{stacks}{_before(members)}"
             )
         bad = False
-        for sentinel in ready:
-            bad = "value" not in _outcome(folder, running.pop(sentinel)) or bad
+        for each in ready:
+            rank = running.pop(each)  # type: ignore[arg-type]
+            with suppress(EOFError, ConnectionError):
+                left.add(each.recv())  # type: ignore[union-attr]
+            bad = "value" not in _outcome(folder, rank) or bad
         if bad:  # the other ranks' stacks explain a rank that waited in vain
-            failure = _failure(processes, folder)
+            for rank in set(range(len(members))) - set(running.values()):
+                if not _outcome(folder, rank):
+                    members[rank].process.join(5)  # its exit status is told
+            failure = _failure(members, folder)
             alive = sorted(r for r in running.values() if not _outcome(folder, r))
-            raise RankError(f"{failure}\n{_stacks(processes, alive, folder)}".rstrip())
+            stacks = _stacks(members, alive, folder)
+            raise RankError(f"{failure}\n{stacks}{_before(members)}".rstrip())
+    return left
+
+
+def _before(members: list[Member]) -> str:
+    """The bodies that ran in the same processes before."""
+    before = members[0].bodies[:-1]
+    return f"\nin the same processes before: {', '.join(before)}" if before else ""
 
 
 def _outcome(folder: Path, rank: int) -> dict[str, Any]:
@@ -205,33 +229,35 @@ def _outcome(folder: Path, rank: int) -> dict[str, Any]:
     return outcome
 
 
-def _failure(processes: list[Any], folder: Path) -> str:
+def _failure(members: list[Member], folder: Path) -> str:
     """The earliest failure in full; later failures are mostly consequences (a missing peer)."""
     raised: list[tuple[float, int, str, str]] = []
     died: list[int] = []
-    for rank, process in enumerate(processes):
+    for rank, member in enumerate(members):
         outcome = _outcome(folder, rank)
         if "error" in outcome:
             raised.append((outcome["time"], rank, outcome["error"], outcome["line"]))
-        elif not outcome and process.exitcode is not None:
+        elif not outcome and member.process.exitcode is not None:
             died.append(rank)
     raised.sort()
     lines = []
     for rank in died:
         dump = (folder / f"stack{rank}").read_text().strip()
-        lines.append(f"rank {rank} died with exit code {processes[rank].exitcode}\n{dump}".rstrip())
+        lines.append(
+            f"rank {rank} died with exit code {members[rank].process.exitcode}\n{dump}".rstrip()
+        )
     if raised:
         _, rank, error, _ = raised[0]
-        lines.append(f"rank {rank} of {len(processes)} failed:\n{error}")
+        lines.append(f"rank {rank} of {len(members)} failed:\n{error}")
         lines += [f"later, rank {other}: {line}" for _, other, _, line in raised[1:]]
     return "\n".join(lines)
 
 
-def _stacks(processes: list[Any], alive: list[int], folder: Path) -> str:
+def _stacks(members: list[Member], alive: list[int], folder: Path) -> str:
     """Request the Python stacks of the ranks that hang, by a signal."""
     for rank in alive:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(processes[rank].pid, STACK_SIGNAL)
+            os.kill(members[rank].process.pid or 0, STACK_SIGNAL)
     time.sleep(0.3 if alive else 0.0)
     parts = []
     for rank in alive:
@@ -240,13 +266,18 @@ def _stacks(processes: list[Any], alive: list[int], folder: Path) -> str:
     return "\n".join(parts)
 
 
-def _kill(processes: list[Any]) -> None:
-    started: list[BaseProcess] = [process for process in processes if process.pid is not None]
-    for process in started:
-        if process.exitcode is None:
-            process.kill()
-    for process in started:
-        process.join()
+def _kill(members: list[Member]) -> None:
+    for member in members:
+        if member.process.exitcode is None:
+            member.process.kill()
+    _end(members)
+
+
+def _end(members: list[Member]) -> None:
+    for member in members:
+        member.end()
+    for member in members:
+        member.process.join()
 
 
 def _wait_for_peers(folder: Path, world_size: int) -> None:
@@ -277,47 +308,52 @@ def _transport() -> Any:
     return dist.ProcessGroupGloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])
 
 
-def _rank_main(
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    args: tuple[Any, ...],
-    folder: str,
-    port: int,
-) -> None:
-    home = Path(folder)
-    with (home / f"stack{rank}").open("w") as stacks:
-        faulthandler.enable(stacks)
-        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        torch.use_deterministic_algorithms(True)
-        timeout = timedelta(seconds=GROUP_TIMEOUT_SECONDS)
-        distributed_c10d.ProcessGroupGloo = _OneTransport  # type: ignore[misc]
+def _serve(rank: int, world_size: int, port: int, tasks: Connection) -> None:
+    """A rank's process: run bodies until there is no more, or one has failed."""
+    timeout = timedelta(seconds=GROUP_TIMEOUT_SECONDS)
+    distributed_c10d.ProcessGroupGloo = _OneTransport  # type: ignore[misc]
+    start: Start | None = None
+    while True:
         try:
-            dist.init_process_group(
-                "gloo",
-                store=dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout),
-                rank=rank,
-                world_size=world_size,
-                timeout=timeout,
-            )
-            outcome: dict[str, Any] = {"value": fn(rank, world_size, *args)}
-            data = pickle.dumps(outcome)
-        except BaseException as error:
-            line = "".join(traceback.format_exception_only(error)).strip().splitlines()
-            outcome = {
-                "error": traceback.format_exc(),
-                "line": line[-1] if line else repr(error),
-                "time": time.monotonic(),
-            }
-            data = pickle.dumps(outcome)
-        # Renamed when complete: the parent may read it at any moment.
-        (home / f"partial{rank}").write_bytes(data)
-        (home / f"partial{rank}").rename(home / f"outcome{rank}")
-        if "value" in outcome:
+            task = tasks.recv()
+        except EOFError:  # the test's process has ended
+            return
+        if task is None:
+            break
+        fn, args, folder, number = task
+        home = Path(folder)
+        with (home / f"stack{rank}").open("w") as stacks:
+            faulthandler.enable(stacks)
+            faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+            try:
+                if start is None:
+                    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+                    dist.init_process_group(
+                        "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+                    )
+                    start = Start()
+                start.set(number)
+                outcome: dict[str, Any] = {"value": fn(rank, world_size, *args)}
+                data = pickle.dumps(outcome)
+            except BaseException as error:
+                line = "".join(traceback.format_exception_only(error)).strip().splitlines()
+                outcome = {
+                    "error": traceback.format_exc(),
+                    "line": line[-1] if line else repr(error),
+                    "time": time.monotonic(),
+                }
+                data = pickle.dumps(outcome)
+            # Renamed when complete: the parent may read it at any moment.
+            (home / f"partial{rank}").write_bytes(data)
+            (home / f"partial{rank}").rename(home / f"outcome{rank}")
+            if "value" not in outcome:
+                tasks.send("it failed")
+                break
             _wait_for_peers(home, world_size)
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        faulthandler.unregister(STACK_SIGNAL)
-        faulthandler.disable()
+            del fn, args, task
+            faulthandler.unregister(STACK_SIGNAL)
+            faulthandler.disable()
+        assert start is not None
+        tasks.send(start.left())
+    if dist.is_initialized() and start is not None and not start.left():
+        dist.destroy_process_group()

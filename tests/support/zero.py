@@ -100,11 +100,6 @@ class Setup:
     optimizer: ZeroOptimizer
 
 
-# A communicator removes its hook from torch's optimizers when it is collected, and torch fails if
-# that happens during a step: garbage collection is off while a test runs.
-_KEPT: list[Setup] = []
-
-
 def groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
     """Weight decay on matrices, none on norms and biases."""
     parameters = list(model.parameters())
@@ -142,9 +137,7 @@ def setup(case: Case, scaler: LossScaler | None = None, blocks: int = 2) -> Setu
         loss_scaler=scaler,
         **{**settings, **case.options},
     )
-    made = Setup(model, communicator, optimizer)
-    _KEPT.append(made)
-    return made
+    return Setup(model, communicator, optimizer)
 
 
 def train(s: Setup, case: Case, rank: int, world: int, start: int = 0) -> list[tuple[float, float]]:
