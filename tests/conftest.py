@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import internsp
-from tests.support.ranks import start_server
+from tests.support.few import products
+from tests.support.ranks import KEPT, start_server
 from tests.support.untraced import untraced
 from tools.longest.environment import GIVES_BACK
 
@@ -37,6 +38,11 @@ os.environ |= GIVES_BACK
 # No deadline (two busy cores), and the same examples in every run, so that a failure repeats.
 hypothesis.settings.register_profile("internsp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("internsp")
+
+
+def pytest_sessionfinish() -> None:
+    """Ranks that stay end by themselves."""
+    KEPT.close()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -104,6 +110,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     test of ranks only the first is measured by coverage: the others run the same lines, and the
     tracer takes a quarter more.
     """
+    ranks = [i for i in items if i.path.relative_to(TESTS).parts[0] == "ranks"]
+    for item in products([i for i in ranks if not i.get_closest_marker("thorough")]):
+        item.add_marker(pytest.mark.thorough)
     measured: set[str] = set()
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch finds none")
     for item in items:

@@ -16,7 +16,7 @@ from tests.support.command import internsp
 
 SEED = int(os.environ.get("INTERNSP_FUZZ_SEED", "0"))
 COUNT = int(os.environ.get("INTERNSP_FUZZ_COUNT", "10000"))
-PARTS = 4  # so that several workers share them
+PARTS = 16  # so that several workers share them
 
 
 @pytest.mark.unmeasured

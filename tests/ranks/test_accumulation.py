@@ -21,6 +21,7 @@ from internsp.optim import ZeroOptimizer
 from internsp.pipeline import ComputeAction, SchedulerHook
 from internsp.schedule.simulate import simulate
 from tests.support.compare import TOLERANCE
+from tests.support.few import some
 from tests.support.models import ALL, SOME, Tiny, Twin, raises
 from tests.support.pipeline import Case as PipelineCase
 from tests.support.pipeline import batches, compare, make
@@ -51,15 +52,21 @@ def step(twin: Twin, micro_batches: int = 3) -> None:
 
 @pytest.mark.unmeasured
 @pytest.mark.parametrize(
-    ("world_size", "weight"),
-    [pytest.param(2, 2, marks=pytest.mark.thorough(7)), (2, 1), (4, 2)],
+    ("world_size", "weight", "cases"),
+    [
+        (2, 1, CASES[1::2]), (4, 2, CASES[:2]),
+        pytest.param(2, 1, CASES[::2], marks=pytest.mark.thorough(2)),
+        pytest.param(2, 2, CASES, marks=pytest.mark.thorough(7)),
+        pytest.param(4, 2, CASES[2:], marks=pytest.mark.thorough(8)),
+    ],
+    ids=["replicas", "both", "replicas, others", "shards", "both, others"],
 )
 @ranks()
 def test_gradients_of_a_plain_loop_equal_one_process_and_are_sent_once(
-    world_size: int, weight: int
+    world_size: int, weight: int, cases: list[Any]
 ) -> None:
     mesh = ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
-    for config, checkpoint in CASES:
+    for config, checkpoint in cases:
         twin = Twin(Tiny, mesh, checkpoint, accumulation="full", **config)
         communicator, kinds = twin.communicator, ("AG", "RS", "FINISH")
         assert communicator.plan is not None
@@ -104,7 +111,7 @@ def by_replicas(rank: int, world_size: int, weight: int) -> list[tuple[int, int]
     return [*found, (cut, 0)]
 
 
-@pytest.mark.parametrize("weight", [1, 2])
+@pytest.mark.parametrize("weight", some([2, 1], 1))
 def test_replicas_exchange_once_for_several_micro_batches(weight: int) -> None:
     for apart, together, (cut, _) in run_ranks(by_replicas, 4, weight):
         once = cut + 1  # sharded weights over replicas; replicated ones coalesced
@@ -211,7 +218,7 @@ def pipelined(rank: int, world_size: int, case: PipelineCase) -> Row:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks"), [("1F1B", 1), ("InterleavedZeroBubble", 2), ("DualPipeV", 2)]
+    ("schedule", "chunks"), some([("InterleavedZeroBubble", 2), ("1F1B", 1), ("DualPipeV", 2)], 1)
 )
 def test_a_pipeline_reduces_each_weight_once_in_the_memory_that_the_plan_tells(
     schedule: str, chunks: int

@@ -100,7 +100,10 @@ def test_micro_batches_of_any_size_give_the_mean_over_the_tokens(
 @pytest.mark.parametrize(
     ("world", "runs"),
     [
-        pytest.param(2, TWO, id="two"),
+        pytest.param(2, dict(list(TWO.items())[::2]), id="two"),
+        pytest.param(
+            2, dict(list(TWO.items())[1::2]), id="two, others", marks=pytest.mark.thorough(6)
+        ),
         pytest.param(4, FOUR, id="four", marks=pytest.mark.thorough(10)),
     ],
 )

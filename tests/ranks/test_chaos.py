@@ -1,4 +1,4 @@
-"""A hundred faults of ``python -m tests.chaos``, and deliberate mistakes that it must detect.
+"""Faults of ``python -m tests.chaos``, and deliberate mistakes that it must detect.
 
 The full campaign of a thousand is run by the command, which writes ``docs/dev/reliability.md``.
 """
@@ -34,10 +34,11 @@ NOTHING = ("hangs", "unusable", "lost", "repeated", "different", "left", "unname
 
 
 @pytest.mark.slow(25)
-def test_after_a_hundred_faults_nothing_is_lost_repeated_different_or_left_over() -> None:
+@pytest.mark.parametrize("faults", [30, pytest.param(100, marks=pytest.mark.thorough(25))])
+def test_after_many_faults_nothing_is_lost_repeated_different_or_left_over(faults: int) -> None:
     tasks, total = Tasks(13, private=False, network=False), Found(runs=0)
     number = 0
-    while len(total.faults) < 100:
+    while len(total.faults) < faults:
         total.add(tasks.do(number, TASKS[number % len(TASKS)], saves=70))
         number += 1
     tasks.close()
@@ -46,8 +47,8 @@ def test_after_a_hundred_faults_nothing_is_lost_repeated_different_or_left_over(
     assert {name: getattr(total, name) for name in NOTHING} == dict.fromkeys(NOTHING, 0)
     assert total.named < NAMED
     assert total.worst < TIMEOUT + 15
-    assert len(total.by_kind()) > 15
-    assert total.restarts > 70
+    assert len(total.by_kind()) > (15 if faults >= 100 else 8)
+    assert total.restarts > 0.7 * faults
 
 
 def fault(kind: str, point: str, n: int, rank: int = 0, when: str = "before") -> dict[str, Any]:

@@ -28,7 +28,8 @@ def mesh_of_axes(sizes: dict[str, int], axes: Axes, **more: Any) -> ParallelMesh
 
 
 # sizes of the axes, meanings of their names, and (weight, sequence, pipeline, replicas, data)
-RIGHT: dict[int, list[tuple[dict[str, int], Axes, tuple[int, ...]]]] = {
+Row = tuple[dict[str, int], Axes, tuple[int, ...]]
+RIGHT: dict[int, list[Row]] = {
     2: [
         ({"shard": 2}, {"weight": "shard"}, (2, 1, 1, 1, 2)),
         ({"shard": 2}, {"weight": "shard", "sequence": "shard"}, (2, 2, 1, 1, 1)),
@@ -66,9 +67,9 @@ RIGHT: dict[int, list[tuple[dict[str, int], Axes, tuple[int, ...]]]] = {
 }  # fmt: skip
 
 
-def trained(rank: int, world_size: int) -> list[tuple[float, float]]:
+def trained(rank: int, world_size: int, rows: list[Row]) -> list[tuple[float, float]]:
     found = []
-    for sizes, axes, (weight, sequence, pipeline, replicas, data) in RIGHT[world_size]:
+    for sizes, axes, (weight, sequence, pipeline, replicas, data) in rows:
         mesh = mesh_of_axes(sizes, axes)
         shape = mesh.shape
         assert (shape.weight, shape.sequence, shape.pipeline) == (weight, sequence, pipeline)
@@ -78,10 +79,17 @@ def trained(rank: int, world_size: int) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_loss_and_gradients_on_a_users_mesh_are_one_processs(world: int) -> None:
-    for gaps in run_ranks(trained, world):
-        assert len(gaps) == len(RIGHT[world])
+@pytest.mark.parametrize(
+    ("world", "rows"),
+    [
+        (2, RIGHT[2]), (4, RIGHT[4][1::3]),
+        pytest.param(4, RIGHT[4][::3] + RIGHT[4][2::3], marks=pytest.mark.thorough(5)),
+    ],
+    ids=["two", "four", "four, others"],
+)  # fmt: skip
+def test_loss_and_gradients_on_a_users_mesh_are_one_processs(world: int, rows: list[Row]) -> None:
+    for gaps in run_ranks(trained, world, rows):
+        assert len(gaps) == len(rows)
         assert max(map(max, gaps)) < BOUND
 
 

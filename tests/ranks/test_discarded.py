@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from internsp.errors import GradientError
 from internsp.optim import ZeroOptimizer
 from tests.support.compare import check, close, gradients
+from tests.support.few import some
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, Tiny, Twin, raises
 from tests.support.ranks import ranks
@@ -69,7 +70,7 @@ DROPS: dict[str, Callable[[nn.Module], None]] = {
 
 MESHES = pytest.mark.parametrize(
     ("world_size", "weight"),
-    [(2, 1), pytest.param(2, 2, marks=pytest.mark.thorough(5)), (4, 2)],
+    [(2, 1), *(pytest.param(n, 2, marks=pytest.mark.thorough(2 * n)) for n in (2, 4))],
 )
 
 
@@ -172,7 +173,7 @@ def fail(twin: Twin, where: str) -> None:
 AGAIN = ("optimizer", "model", "model, to zero", "foreach optimizer, to zero", "by hand")
 
 
-@pytest.mark.parametrize("zero", [True, False], ids=["zero", "plain loop"])
+@pytest.mark.parametrize("zero", some([True, False], 1), ids=["zero", "plain loop"])
 @ranks(2)
 def test_what_a_failed_micro_batch_takes_with_it_is_missed(zero: bool) -> None:
     """Never a step without the micro-batches before a failed one, unless they are discarded."""

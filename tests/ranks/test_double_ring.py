@@ -18,6 +18,7 @@ from internsp.config import SequenceConfig, WeightParallelConfig
 from internsp.errors import ConfigError
 from internsp.sp import DistributedAttention, SequenceLayout
 from tests.support.compare import TOLERANCE
+from tests.support.few import few
 from tests.support.meshes import mesh_of
 from tests.support.pairs import covering
 from tests.support.parity import Case, run_case
@@ -45,7 +46,7 @@ def gaps(rank: int, world_size: int, given: list[Case]) -> list[tuple[float, flo
     return [run_case(case) for case in given]
 
 
-def test_loss_and_every_gradient_equal_one_process() -> None:
+def drawn() -> list[Case]:
     chosen = covering(OPTIONS, lambda c: not (c.get("packed") and c.get("length") == 3))
     given = [
         Case(
@@ -57,6 +58,11 @@ def test_loss_and_every_gradient_equal_one_process() -> None:
     ]  # fmt: skip
     for form in ("ring", "reverse", "direct"):
         given.append(Case(sequence=4, ring=4, weights={"ring_form": form}, length=13, packed=True))
+    return given
+
+
+@few("given", drawn(), 7)
+def test_loss_and_every_gradient_equal_one_process(given: list[Case]) -> None:
     for found in run_ranks(gaps, 4, given, timeout=240):
         for case, (loss, gradient) in zip(given, found, strict=True):
             assert loss < TOLERANCE, case

@@ -52,8 +52,14 @@ def run(rank: int, world: int, runs: list[tuple[Config, str]]) -> None:
 
 
 @pytest.mark.unmeasured
-def test_losses_of_all_texts_are_those_of_one_process_on_every_mesh(tmp_path: Path) -> None:
-    kinds: list[dict[str, Any]] = [{}, {"mixed": True, "pack": False}]
+@pytest.mark.parametrize(
+    "kinds",
+    [[{"mixed": True, "pack": False}], pytest.param([{}], marks=pytest.mark.thorough(7))],
+    ids=["mixed", "packed"],
+)
+def test_losses_of_all_texts_are_those_of_one_process_on_every_mesh(
+    tmp_path: Path, kinds: list[dict[str, Any]]
+) -> None:
     meshes = {1: [{}], 4: [{"weight": 2, "sequence": 2}, {"weight": 2, "pipeline": 2}]}
     found: dict[tuple[int, int, int], list[StepMetrics]] = {}
     for world, each in meshes.items():

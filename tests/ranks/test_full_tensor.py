@@ -21,6 +21,7 @@ from internsp.optim import ZeroOptimizer
 from internsp.parallel.parallelize import parallelize
 from tests.support import pipeline
 from tests.support.compare import TOLERANCE, check, gradients
+from tests.support.few import some
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
@@ -304,7 +305,7 @@ def read_past(block: Any, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
     return x + torch.tanh(x @ whole(squares[min(squares)])), *others
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("schedule", some(["Interleaved1F1B", "1F1B"], 1))
 @ranks(4)
 def test_full_tensor_in_a_pipeline_sums_over_the_ranks_of_its_stage(schedule: str) -> None:
     chunks = 1 if schedule == "1F1B" else 2

@@ -25,7 +25,10 @@ from tests.support.ranks import ranks
 KINDS = {"whole rows": hf.plain_batch, "padding": hf.padded_batch, "packed": hf.packed_batch}
 
 
-@pytest.mark.parametrize(("weight", "world_size"), [(1, 2), (2, 4)], ids=["1x2", "2x2"])
+@pytest.mark.parametrize(
+    ("weight", "world_size"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.thorough(11))],
+    ids=["1x2", "2x2"],
+)  # fmt: skip
 @ranks()
 def test_losses_gradients_and_steps_are_those_of_one_process(weight: int, world_size: int) -> None:
     mesh = mesh_of(weight, 2)

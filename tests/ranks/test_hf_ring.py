@@ -46,7 +46,7 @@ def holed(data: int) -> dict[str, Any]:
     ("weight", "sequence", "ring", "near", "world_size"),
     [
         pytest.param(1, 2, 2, "heads", 2, marks=pytest.mark.thorough(8)),
-        (2, 4, 2, "heads", 4), (2, 4, 2, "ring", 4),
+        pytest.param(2, 4, 2, "heads", 4, marks=pytest.mark.thorough(8)), (2, 4, 2, "ring", 4),
         pytest.param(2, 4, 4, "heads", 4, marks=pytest.mark.thorough(5)),
         pytest.param(2, 6, 3, "ring", 6, marks=pytest.mark.thorough(6)),
     ],

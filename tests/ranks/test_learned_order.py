@@ -17,6 +17,7 @@ from internsp.mesh import ParallelMesh
 from internsp.schedule.simulate import simulate
 from tests.ranks.test_pipeline_train import rows_of
 from tests.support.compare import close
+from tests.support.few import few
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, SOME, Block, Reordered, Tiny, Twin, raises
 from tests.support.ranks import ranks
@@ -75,10 +76,11 @@ CASES: list[tuple[tuple[int, ...], Any, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@few("cases", CASES, 5)
 @ranks(2)
-def test_a_learned_order_trains_as_one_process_and_runs_as_its_plan_says() -> None:
+def test_a_learned_order_trains_as_one_process_and_runs_as_its_plan_says(cases: list[Any]) -> None:
     mesh = mesh_of(2)
-    for order, checkpoint, config in CASES:
+    for order, checkpoint, config in cases:
         what = f"{order} {checkpoint} {config}"
         twin = learner(order, mesh, checkpoint, **config)
         optimizers = sgd(twin)

@@ -119,7 +119,11 @@ def failing(loop: Loop) -> str:
 @pytest.mark.unmeasured
 @pytest.mark.parametrize(
     ("world_size", "goes_on", "haste"),
-    [(2, False, False), (3, False, True), (3, True, True)],
+    [
+        (2, False, False),
+        (3, True, True),
+        pytest.param(3, False, True, marks=pytest.mark.thorough(5)),
+    ],
 )
 @ranks()
 def test_no_rank_waits_long_for_one_that_failed_alone(

@@ -15,6 +15,7 @@ from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
 from internsp.sp import SequenceLayout
 from tests.support.compare import TOLERANCE
+from tests.support.few import few, some
 from tests.support.pairs import Combination, covering
 from tests.support.parity import Case, run_case
 from tests.support.ranks import ranks, run_ranks
@@ -60,8 +61,8 @@ def gaps(rank: int, world_size: int, given: list[Case]) -> list[tuple[float, flo
 
 
 @pytest.mark.unmeasured
-def test_loss_and_every_gradient_equal_one_process() -> None:
-    given = cases()
+@few("given", cases(), 6, 20)
+def test_loss_and_every_gradient_equal_one_process(given: list[Case]) -> None:
     for found in run_ranks(gaps, 4, given, timeout=240):
         for case, (loss, gradient) in zip(given, found, strict=True):
             assert loss < TOLERANCE, case
@@ -115,7 +116,7 @@ def test_every_step_and_every_weight_equal_one_process_in_either_order(
     four[name].equals(alone["padded" if "padded" in name else ""], name)
 
 
-@pytest.mark.parametrize("near", ["heads", "ring"])
+@pytest.mark.parametrize("near", some(["ring", "heads"], 1))
 def test_a_saved_run_goes_on_in_the_other_order(
     tmp_path: Path, alone: dict[str, Ran], four: dict[str, Ran], near: str
 ) -> None:

@@ -11,6 +11,7 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError, StaleWeightError
 from internsp.schedule.simulate import simulate
 from tests.support.compare import close
+from tests.support.few import few
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, SOME, Tiny, Twin, raises
 from tests.support.ranks import ranks
@@ -35,10 +36,13 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@few("cases", CASES, 4)
 @ranks(4)
-def test_gathers_from_slices_train_as_one_process_and_bring_what_the_plan_says() -> None:
+def test_gathers_from_slices_train_as_one_process_and_bring_what_the_plan_says(
+    cases: list[Any],
+) -> None:
     mesh = mesh_of(4)
-    for checkpoint, config in CASES:
+    for checkpoint, config in cases:
         what = f"{checkpoint} {config}"
         twin = Twin(Tiny, mesh, checkpoint, **(NEAR | config))
         state, plan = twin.communicator.state, twin.communicator.plan

@@ -23,6 +23,7 @@ from internsp.mesh import ParallelMesh
 from internsp.optim import streamed
 from tests.support.experts import Case as Experts
 from tests.support.experts import Pair
+from tests.support.few import few
 from tests.support.late_copies import HastyLink, LateLink, install
 from tests.support.models import ALL, Block, Tiny, Twin, raises
 from tests.support.pipeline import Case as PipelineCase
@@ -53,10 +54,11 @@ PLAIN: tuple[tuple[int, Any, dict[str, Any], Any], ...] = (
 
 
 @pytest.mark.unmeasured
+@few("cases", PLAIN, 4)
 @ranks(2)
-def test_a_plain_loop_accumulates_clips_and_steps_as_one_process() -> None:
+def test_a_plain_loop_accumulates_clips_and_steps_as_one_process(cases: list[Any]) -> None:
     install(LateLink)
-    for weight, make_model, config, checkpoint in PLAIN:
+    for weight, make_model, config, checkpoint in cases:
         mesh = ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
         twin = Twin(make_model, mesh, checkpoint, **config)
         models = twin.plain, twin.ours
@@ -113,11 +115,14 @@ def small_pieces() -> None:
 
 
 @pytest.mark.unmeasured
+@few("cases", ZERO, 2)
 @ranks(2)
-def test_a_zero_optimizer_steps_to_the_same_bits_whatever_is_offloaded(rank: int) -> None:
+def test_a_zero_optimizer_steps_to_the_same_bits_whatever_is_offloaded(
+    rank: int, cases: list[dict[str, Any]]
+) -> None:
     small_pieces()
     install(LateLink)
-    for case in ZERO:
+    for case in cases:
         wanted = trained(rank, 2, case, ())
         for offload in (("weights",), ("optimizer",), ("gradients",), EVERYTHING):
             found = trained(rank, 2, case, offload)

@@ -169,7 +169,7 @@ def test_matrices_are_stepped_whole_as_torch_does_on_every_mesh(
         (4, {"weight": 2, "sequence": 1}),
         (4, {"weight": 2, "pipeline": 2}),
     ]
-    for world, mesh in meshes if made["name"] == "muon" else meshes[2:]:
+    for world, mesh in meshes[::3] if made["name"] == "muon" else meshes[2:3]:
         for found, _ in run_ranks(train_steps, world, settings(mesh, **made), timeout=120):
             for name, value in found.items():
                 assert (value - wanted[name]).abs().max().item() < 1e-10, (mesh, name)

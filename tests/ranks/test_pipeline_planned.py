@@ -17,6 +17,7 @@ from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
 from internsp.base.sizes import human
 from tests.ranks.test_pipeline_train import Changes, config, pipelined
+from tests.support.few import few
 from tests.support.ranks import run_ranks
 
 WORLD = 4
@@ -74,10 +75,10 @@ class _Messages:
         setattr(stage, name, counting)
 
 
-def steps(rank: int, world_size: int) -> list[tuple[int, list[Row]]]:
+def steps(rank: int, world_size: int, cases: list[Changes]) -> list[tuple[int, list[Row]]]:
     """This rank's pipeline rank and two of its steps, for each case."""
     found = []
-    for changes in CASES:
+    for changes in cases:
         session = Session.create(settings(changes))
         assert session.pipeline is not None
         session.trace.enabled = True
@@ -123,10 +124,11 @@ def printed(settings: Config) -> dict[int, Row]:
 
 
 @pytest.mark.slow(6)
-def test_a_step_gathers_reduces_and_receives_what_the_plan_printed() -> None:
-    wanted = [printed(settings(changes)) for changes in CASES]
-    for ranks in run_ranks(steps, WORLD, timeout=120):
-        for changes, (place, rows), plan in zip(CASES, ranks, wanted, strict=True):
+@few("cases", CASES, 2)
+def test_a_step_gathers_reduces_and_receives_what_the_plan_printed(cases: list[Changes]) -> None:
+    wanted = [printed(settings(changes)) for changes in cases]
+    for ranks in run_ranks(steps, WORLD, cases, timeout=120):
+        for changes, (place, rows), plan in zip(cases, ranks, wanted, strict=True):
             for number, row in enumerate(rows):
                 assert row == plan[place], (changes, f"step {number}")
 

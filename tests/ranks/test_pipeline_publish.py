@@ -59,8 +59,8 @@ def published(rank: int, world_size: int, case: Case) -> tuple[Order, float]:
     ("world", "case"),
     [
         (4, Case("1F1B", layers=6)),
-        (4, Case("ZBVZeroBubble", chunks=2, layers=12)),
-        (8, Case("1F1B", layers=6, weight=2)),
+        pytest.param(4, Case("ZBVZeroBubble", chunks=2, layers=12), marks=pytest.mark.thorough(4)),
+        pytest.param(8, Case("1F1B", layers=6, weight=2), marks=pytest.mark.thorough(5)),
     ],
     ids=["1F1B, replicas", "ZBV, replicas", "1F1B, weight and replicas"],
 )

@@ -106,9 +106,12 @@ PLACES = [
 @pytest.mark.parametrize(
     ("world_size", "case"),
     [
-        (2, Case(timeout=TIMEOUT)),
         (2, Case("InterleavedZeroBubble", chunks=2, timeout=TIMEOUT)),
-        (4, Case("Interleaved1F1B", chunks=2, weight=2, timeout=TIMEOUT)),
+        pytest.param(2, Case(timeout=TIMEOUT), marks=pytest.mark.thorough(3)),
+        pytest.param(
+            4, Case("Interleaved1F1B", chunks=2, weight=2, timeout=TIMEOUT),
+            marks=pytest.mark.thorough(8),
+        ),
     ],
 )
 @ranks()

@@ -54,9 +54,16 @@ RUNS: dict[int, list[Changes]] = {
 }
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow(5))])
-def test_a_run_is_one_processs(world: int, tmp_path: Path) -> None:
-    runs = [changes(each) for each in RUNS[world]]
+@pytest.mark.parametrize(
+    ("world", "chosen"),
+    [
+        (2, RUNS[2]), pytest.param(4, RUNS[4][1:2], marks=pytest.mark.slow(5)),
+        pytest.param(4, [*RUNS[4][:1], *RUNS[4][2:]], marks=pytest.mark.thorough(15)),
+    ],
+    ids=["two", "four", "four, others"],
+)  # fmt: skip
+def test_a_run_is_one_processs(world: int, chosen: list[Changes], tmp_path: Path) -> None:
+    runs = [changes(each) for each in chosen]
     alone = [{k: v for k, v in each.items() if k not in ("parallel", "pipeline")} for each in runs]
     for each in alone:
         each.pop("weight_parallel", None)

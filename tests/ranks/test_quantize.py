@@ -19,6 +19,7 @@ from internsp.mesh import ParallelMesh
 from internsp.schedule.simulate import simulate
 from internsp.wp.encode import encoder_bytes
 from tests.support.compare import close
+from tests.support.few import few
 from tests.support.models import Block, Tiny, Twin, raises
 from tests.support.pipeline import Case, batches, compare, make
 from tests.support.ranks import ranks, run_ranks
@@ -79,10 +80,11 @@ ROLLING = ("int8", {"prefetch_depth": 2, "gather_before": "rolling"}, HALF)
 
 
 @pytest.mark.unmeasured
+@few("cases", (*CASES, ROLLING), 2)
 @ranks(2)
-def test_loss_and_every_gradient_are_those_of_rounded_weights() -> None:
+def test_loss_and_every_gradient_are_those_of_rounded_weights(cases: list[Any]) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
-    for kind, config, checkpoint in (*CASES, ROLLING):
+    for kind, config, checkpoint in cases:
         bits = []
         for overlap in (True, False):
             what = f"{kind} {config} overlap {overlap}"

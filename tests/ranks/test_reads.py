@@ -57,7 +57,7 @@ CASES: list[tuple[int, Any, dict[str, Any]]] = [
     [
         pytest.param(list(MODELS), CASES[:2], id="all models"),
         *(
-            pytest.param(names, CASES[2:], id=f"{which} models", marks=pytest.mark.unmeasured)
+            pytest.param(names, CASES[2:], id=f"{which} models", marks=pytest.mark.thorough(15))
             for which, names in (("first", list(MODELS)[:4]), ("last", list(MODELS)[4:]))
         ),
     ],

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
 from tests.support.compare import close
+from tests.support.few import few
 from tests.support.models import ALL, ROLLING, Block, Tiny, Twin
 from tests.support.ranks import ranks
 
@@ -80,10 +81,13 @@ CASES: list[tuple[bool | None, Any, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@few("cases", CASES, 6)
 @ranks(2)
-def test_weights_that_a_kernel_reads_are_right_where_ranks_leave_them_unused() -> None:
+def test_weights_that_a_kernel_reads_are_right_where_ranks_leave_them_unused(
+    cases: list[tuple[bool | None, Any, dict[str, Any]]],
+) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
-    for own, form, config in CASES:
+    for own, form, config in cases:
         what = f"own {own}, {form}, {config}"
         twin = Twin(partial(Model, own), mesh, form, **config)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (twin.plain, twin.ours)]

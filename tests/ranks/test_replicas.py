@@ -25,6 +25,9 @@ from tests.support.ranks import run_ranks
 SETTINGS: dict[str, Any] = {"lr": 0.002, "momentum": 0.5}
 FULL = ActivationCheckpointConfig(mode="full")
 PLAIN, ZERO = False, True
+# Both forms exchange by the same objects: each test runs one of them, and the other is thorough.
+PLAIN_FIRST = [PLAIN, pytest.param(ZERO, marks=pytest.mark.thorough(8))]
+ZERO_FIRST = [ZERO, pytest.param(PLAIN, marks=pytest.mark.thorough(8))]
 
 
 class Loop:
@@ -94,7 +97,7 @@ def during(rank: int, world: int, zero: bool) -> None:
             loop.step(f"{config} {step}")
 
 
-@pytest.mark.parametrize("zero", [PLAIN, ZERO])
+@pytest.mark.parametrize("zero", PLAIN_FIRST)
 def test_a_blocks_exchange_starts_while_the_blocks_below_compute(zero: bool) -> None:
     run_ranks(during, 4, zero)
 
@@ -204,7 +207,7 @@ def micro_batches(rank: int, world: int, zero: bool) -> None:
 
 
 @pytest.mark.unmeasured
-@pytest.mark.parametrize("zero", [PLAIN, ZERO])
+@pytest.mark.parametrize("zero", PLAIN_FIRST)
 def test_sums_of_micro_batches_are_exchanged_once_they_are_complete(zero: bool) -> None:
     run_ranks(micro_batches, 4, zero)
 
@@ -252,7 +255,7 @@ def more_gradients(rank: int, world: int, zero: bool) -> None:
         loop.step(f"an older graph, {step}")
 
 
-@pytest.mark.parametrize("zero", [PLAIN, ZERO])
+@pytest.mark.parametrize("zero", ZERO_FIRST)
 def test_a_weight_with_more_gradients_to_come_is_waited_for_or_exchanged_again(zero: bool) -> None:
     run_ranks(more_gradients, 4, zero)
 
@@ -270,7 +273,7 @@ def frozen(rank: int, world: int, zero: bool) -> None:
         loop.step(f"without {names}")
 
 
-@pytest.mark.parametrize("zero", [PLAIN, ZERO])
+@pytest.mark.parametrize("zero", PLAIN_FIRST)
 def test_frozen_weights_hold_no_exchange_up(zero: bool) -> None:
     run_ranks(frozen, 4, zero)
 
@@ -300,7 +303,7 @@ def bits(rank: int, world: int, zero: bool) -> None:
 
 
 @pytest.mark.unmeasured
-@pytest.mark.parametrize("zero", [PLAIN, ZERO])
+@pytest.mark.parametrize("zero", ZERO_FIRST)
 def test_bits_are_the_same_early_late_and_without_overlap(zero: bool) -> None:
     run_ranks(bits, 4, zero)
 
@@ -332,7 +335,7 @@ def bounded(rank: int, world: int, zero: bool) -> None:
     assert limit < total, "so that the limit binds"
 
 
-@pytest.mark.parametrize("zero", [PLAIN, ZERO])
+@pytest.mark.parametrize("zero", ZERO_FIRST)
 def test_no_more_bytes_are_in_flight_than_the_limit(zero: bool) -> None:
     run_ranks(bounded, 4, zero)
 
@@ -379,7 +382,7 @@ def half(model: nn.Module) -> None:
 
 
 @pytest.mark.unmeasured
-@pytest.mark.parametrize("zero", [PLAIN, ZERO])
+@pytest.mark.parametrize("zero", ZERO_FIRST)
 def test_a_step_after_a_failed_or_dropped_one_is_right(zero: bool) -> None:
     run_ranks(failed, 4, zero)
 

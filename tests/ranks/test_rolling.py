@@ -7,6 +7,7 @@ and the covering sets of ``test_parity.py``; this file tests what is specific to
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from internsp.app.config import Config
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, PoolError
+from tests.support.few import few
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, SOME, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
@@ -92,19 +94,28 @@ class Split(nn.Module):
         return x @ self.mix, other
 
 
+UNUSUAL: list[tuple[Any, dict[str, Any], Any]] = [
+    (block, config, checkpoint)
+    for config, checkpoint in (
+        ({}, None), (SOME, HALF), ({"memory_pool": False, "prefetch_depth": 2}, FULL),
+        (ALL, REENTRANT), ({"overlap": False}, None),
+    )
+    for block in (Repeating, Uneven, TwoOutputs)
+]  # fmt: skip
+
+
 @pytest.mark.unmeasured
+@few("cases", UNUSUAL, 5)
 @ranks(2)
-def test_weights_used_twice_uneven_blocks_and_outputs_without_a_weights_part() -> None:
+def test_weights_used_twice_uneven_blocks_and_outputs_without_a_weights_part(
+    cases: list[Any],
+) -> None:
     mesh = mesh_of(2)
-    for block in (Repeating, Uneven, TwoOutputs):
-        for config, checkpoint in (
-            ({}, None), (SOME, HALF), ({"memory_pool": False, "prefetch_depth": 2}, FULL),
-            (ALL, REENTRANT), ({"overlap": False}, None),
-        ):  # fmt: skip
-            Uneven.made = 0
-            made = partial(Tiny, block, layers=7)
-            twin = Twin(made, mesh, checkpoint, gather_before="rolling", **config)  # type: ignore[arg-type]
-            steps(twin, f"{block.__name__} {config}")
+    for block, config, checkpoint in cases:
+        Uneven.made = 0
+        made = partial(Tiny, block, layers=7)
+        twin = Twin(made, mesh, checkpoint, gather_before="rolling", **config)
+        steps(twin, f"{block.__name__} {config}")
 
 
 @ranks(2)

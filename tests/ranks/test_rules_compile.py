@@ -45,11 +45,12 @@ class Own(Block):
 
 
 @pytest.mark.slow(14)
-@pytest.mark.parametrize(("backend", "tolerance"), [("aot_eager", 1e-10), ("inductor", 1e-9)])
+@pytest.mark.parametrize(
+    ("backend", "tolerance"),
+    [pytest.param("aot_eager", 1e-10, marks=pytest.mark.thorough(7)), ("inductor", 1e-9)],
+)
 @ranks(2, timeout=300)
-def test_compiled_blocks_equal_eager_with_the_same_messages(
-    backend: str, tolerance: float
-) -> None:
+def test_compiled_blocks_equal_eager_with_the_same_messages(backend: str, tolerance: float) -> None:
     compiler = compiled.torch.compile
 
     def counting(function: Any, **options: Any) -> Any:
@@ -86,7 +87,7 @@ def test_compiled_blocks_equal_eager_with_the_same_messages(
         assert messages[0] == messages[1], "the same gathers and reductions"
 
 
-@pytest.mark.unmeasured
+@pytest.mark.thorough(6)
 @ranks(2, timeout=300)
 def test_classes_collected_by_another_thread_leave_guards_alone_that_are_being_checked() -> None:
     """torch.compile frees the guards of a class that no longer exists, and releases the GIL to

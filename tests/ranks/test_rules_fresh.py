@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StaleWeightError, StructureError
 from tests.support.compare import close
+from tests.support.few import few
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, SOME, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
@@ -44,18 +45,24 @@ class Leaking(Block):
         return super().forward(x)
 
 
+MIDDLE: tuple[tuple[dict[str, Any], Any], ...] = (
+    ({}, None), ({}, FULL), ({"granularity": "module"}, HALF), ({"prefetch_depth": 2}, None),
+    (ALL, None), ({"prefetch_depth": 0, "granularity": "module"}, HALF),
+    ({"prefetch_depth": 0, "gather_before": "rolling"}, None), ({"prefetch_depth": 0}, None),
+    (ROLLING | {"memory_pool": False}, HALF), (SOME, FULL), (ROLLING, None),
+    ({"memory_pool": False}, ActivationCheckpointConfig(mode="full", reentrant=True)),
+)  # fmt: skip
+
+
 @pytest.mark.unmeasured
+@few("cases", MIDDLE, 3)
 @ranks(2)
-def test_a_loss_from_the_middle_of_the_model_is_right_in_every_way_of_taking_it() -> None:
+def test_a_loss_from_the_middle_of_the_model_is_right_in_every_way_of_taking_it(
+    cases: list[Any],
+) -> None:
     mesh = mesh_of(2)
-    for config, checkpoint in (
-        ({}, None), ({}, FULL), ({"granularity": "module"}, HALF), ({"prefetch_depth": 2}, None),
-        ({"prefetch_depth": 0}, None), ({"prefetch_depth": 0, "granularity": "module"}, HALF),
-        ({"prefetch_depth": 0, "gather_before": "rolling"}, None),
-        (ALL, None), (SOME, FULL), (ROLLING, None), (ROLLING | {"memory_pool": False}, HALF),
-        ({"memory_pool": False}, ActivationCheckpointConfig(mode="full", reentrant=True)),
-    ):  # fmt: skip
-        twin = Twin(partial(Middle, layers=5), mesh, checkpoint, **config)  # type: ignore[arg-type]
+    for config, checkpoint in cases:
+        twin = Twin(partial(Middle, layers=5), mesh, checkpoint, **config)
         pairs = ((twin.plain, 0), (twin.ours, 1))
         for way in ("sum", "only", "apart", "kept", "twice", "after"):
             batch = twin.batch()
@@ -98,18 +105,23 @@ def test_a_loss_from_the_middle_of_the_model_is_right_in_every_way_of_taking_it(
         leaking.check_gradients("a tensor kept inside a block alone")
 
 
+CASES: tuple[tuple[dict[str, Any], Any], ...] = (
+    ({"granularity": "module"}, HALF), ({}, None), (ALL | {"overlap": False}, FULL),
+    ({"keep_unsharded": 2}, None), (ROLLING, HALF), (ALL | {"keep_unsharded": 4}, HALF),
+    (ROLLING | {"keep_unsharded": 1}, None),
+)  # fmt: skip
+
+
 @pytest.mark.slow(8)
+@few("cases", CASES, 2)
 @ranks(2)
-def test_nothing_that_happens_between_two_steps_leaves_a_stale_weight() -> None:  # noqa: PLR0915
+def test_nothing_that_happens_between_two_steps_leaves_a_stale_weight(  # noqa: PLR0915
+    cases: list[Any],
+) -> None:
     """Everything that may happen between two steps, or between forward and backward."""
     mesh = mesh_of(2)
-    cases = (
-        ({}, None), ({"granularity": "module"}, HALF), (ALL | {"overlap": False}, FULL),
-        ({"keep_unsharded": 2}, None), (ALL | {"keep_unsharded": 4}, HALF),
-        (ROLLING, HALF), (ROLLING | {"keep_unsharded": 1}, None),
-    )  # fmt: skip
     for config, checkpoint in cases:
-        twin = Twin(Tiny, mesh, checkpoint, **config)  # type: ignore[arg-type]
+        twin = Twin(Tiny, mesh, checkpoint, **config)
         pair = (twin.plain, twin.ours)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in pair]
 

@@ -18,6 +18,7 @@ from internsp.errors import PoolError
 from internsp.layers import GroupedLinearWithCommExt
 from internsp.mesh import ParallelMesh
 from tests.support.compare import close
+from tests.support.few import few
 from tests.support.models import Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
@@ -74,17 +75,21 @@ def count_blocks(
     assert live_storages(block) <= allowed
 
 
+SLOTS: tuple[tuple[int, bool, Any, int, str], ...] = (
+    (1, True, None, 0, "out_proj"), (1, False, HALF, 0, "out_proj"),
+    (2, False, None, 0, "out_proj"), (1, True, HALF, 2, "out_proj"),
+    (1, False, None, 1, "out_proj"), (1, True, HALF, 0, "rolling"),
+    (2, True, None, 1, "rolling"), (1, False, None, 0, "rolling"),
+    (0, True, None, 0, "out_proj"), (0, True, HALF, 1, "rolling"),
+)  # fmt: skip
+
+
 @pytest.mark.unmeasured
+@few("cases", SLOTS, 4)
 @ranks(2)
-def test_whole_block_weights_never_exceed_the_slots() -> None:
+def test_whole_block_weights_never_exceed_the_slots(cases: list[Any]) -> None:
     mesh = mesh_of_two()
-    for depth, reuse, checkpoint, kept, trigger in (
-        (1, True, None, 0, "out_proj"), (1, False, HALF, 0, "out_proj"),
-        (2, False, None, 0, "out_proj"), (1, True, HALF, 2, "out_proj"),
-        (1, False, None, 1, "out_proj"), (1, True, HALF, 0, "rolling"),
-        (2, True, None, 1, "rolling"), (1, False, None, 0, "rolling"),
-        (0, True, None, 0, "out_proj"), (0, True, HALF, 1, "rolling"),
-    ):  # fmt: skip
+    for depth, reuse, checkpoint, kept, trigger in cases:
         count_blocks(mesh, depth, reuse, checkpoint, kept, trigger)
 
 

@@ -15,6 +15,7 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import OrderError
 from internsp.schedule.simulate import simulate
 from tests.support.compare import close
+from tests.support.few import few
 from tests.support.meshes import mesh_of
 from tests.support.models import (
     ALL,
@@ -51,8 +52,11 @@ def test_blocks_in_another_order_are_an_error_everywhere_or_gathered_on_demand()
         twin.backward()
         twin.check_gradients(f"after {order}")
         twin.zero_grad()
-    for order in ((0, 2, 1, 3), (3, 2, 1, 0), (1, 3), (0, 0, 1, 1, 2, 3), (2, 3, 2, 3)):
-        for checkpoint, together in ((None, {}), (HALF, SOME), (None, ALL), (HALF, ROLLING)):
+    # All ways for the first order; for the others one each, so that each way occurs twice.
+    ways = ((None, {}), (HALF, SOME), (None, ALL), (HALF, ROLLING))
+    orders = ((0, 2, 1, 3), (3, 2, 1, 0), (1, 3), (0, 0, 1, 1, 2, 3), (2, 3, 2, 3))
+    for number, order in enumerate(orders):
+        for checkpoint, together in ways if not number else ways[number - 1 : number]:
             gather = Twin(Reordered, mesh, checkpoint, unexpected_order="gather", **together)  # type: ignore[arg-type]
             gather.ours.order = gather.plain.order = order
             for _ in range(2):
@@ -151,8 +155,13 @@ IDLE: tuple[Idle, ...] = (
 @pytest.mark.unmeasured
 @pytest.mark.parametrize(
     ("world_size", "cases", "block"),
-    [(2, IDLE, Routed), (2, (({}, None), (ROLLING, None)), Pair), (4, IDLE_WITH_REPLICAS, Routed)],
-    ids=["experts", "a weight before the last", "with replicas"],
+    [
+        (2, IDLE[:4], Routed), (2, (({}, None), (ROLLING, None)), Pair),
+        (4, IDLE_WITH_REPLICAS[:1], Routed),
+        pytest.param(2, IDLE[4:], Routed, marks=pytest.mark.thorough(9)),
+        pytest.param(4, IDLE_WITH_REPLICAS[1:], Routed, marks=pytest.mark.thorough(10)),
+    ],
+    ids=["experts", "a weight before the last", "with replicas", "others", "others, replicas"],
 )
 @ranks()
 def test_a_weight_idle_on_one_rank_takes_its_place_with_zeros(
@@ -233,10 +242,13 @@ class Tailed(Block):
 
 
 @pytest.mark.slow(10)
+@few("cases", TRACED, 6)
 @ranks(2)
-def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same_bits() -> None:
+def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same_bits(
+    cases: list[Any],
+) -> None:
     mesh, alone = mesh_of(2), mesh_of(1)
-    for config, checkpoint, tied, micro_batches in TRACED:
+    for config, checkpoint, tied, micro_batches in cases:
         results = []
         for overlap in (True, False):
             make = partial(Tiny, Tailed, tied=tied)

@@ -112,8 +112,13 @@ def train(twin: Twin, optimizer: Any, micro_batches: int, what: str, steps: int 
 
 @pytest.mark.unmeasured
 @pytest.mark.parametrize(
-    ("world_size", "cases"), [(2, CASES), (4, WIDE)],
-    ids=["two ranks", "four ranks, with replicas and empty shards"],
+    ("world_size", "cases"),
+    [
+        (2, CASES[1::3]), (4, WIDE[:1]),
+        pytest.param(2, CASES[::3] + CASES[2::3], marks=pytest.mark.thorough(10)),
+        pytest.param(4, WIDE[1:], marks=pytest.mark.thorough(7)),
+    ],
+    ids=["two ranks", "four ranks, with replicas and empty shards", "others", "others, four"],
 )  # fmt: skip
 @ranks()
 def test_each_step_of_an_ordinary_loop_equals_one_process(

@@ -120,8 +120,8 @@ def one_rank(twin: Twin, rank: int, weight: int) -> None:
     ("weight", "cases"),
     [
         pytest.param(2, CASES[:1], id="as it is"),
-        pytest.param(2, CASES[1:], id="every option", marks=pytest.mark.unmeasured),
-        pytest.param(1, CASES[:2], id="no weight group", marks=pytest.mark.unmeasured),
+        pytest.param(2, CASES[1:], id="every option", marks=pytest.mark.thorough(12)),
+        pytest.param(1, CASES[1:2], id="no weight group", marks=pytest.mark.unmeasured),
     ],
 )
 @ranks(2)

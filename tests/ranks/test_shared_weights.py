@@ -15,6 +15,7 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import OrderError
 from internsp.optim import ZeroOptimizer
 from tests.support.compare import close
+from tests.support.few import few
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, VOCABULARY, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
@@ -145,9 +146,13 @@ MODELS: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
 
 
 @pytest.mark.unmeasured
+@few("numbers", range(len(MODELS)), 6)
 @ranks(2)
-def test_shared_weights_and_blocks_move_as_on_one_process_or_are_refused() -> None:
-    for number, (make, config) in enumerate(MODELS):
+def test_shared_weights_and_blocks_move_as_on_one_process_or_are_refused(
+    numbers: list[int],
+) -> None:
+    for number in numbers:
+        make, config = MODELS[number]
         for zero in (False, True):
             # Each model with one of two meshes, and small weights coalesced or not.
             together = ALL if (number + zero) % 2 else {}

@@ -29,6 +29,7 @@ from internsp.optim import ZeroOptimizer
 from tests.support.compare import check, gradients
 from tests.support.experts import Case as Experts
 from tests.support.experts import Pair
+from tests.support.few import few
 from tests.support.meshes import mesh_of
 from tests.support.models import Tiny, Twin, raises
 from tests.support.ranks import ranks
@@ -59,11 +60,14 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.slow(15)
+@pytest.mark.slow(5)
+@few("cases", CASES, 2)
 @ranks(2)
-def test_every_combination_of_options_brings_a_run_back_to_the_bit(rank: int) -> None:
+def test_every_combination_of_options_brings_a_run_back_to_the_bit(
+    rank: int, cases: list[Case]
+) -> None:
     """H17: full x cpu_offload, and from rank 0 only; 16-bit weights with their masters."""
-    for case in CASES:
+    for case in cases:
         two = Case(**{**case.__dict__, "steps": 2})
         s = setup(two)
         train(s, two, rank, 2)

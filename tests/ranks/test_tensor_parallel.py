@@ -113,7 +113,10 @@ CASES: list[tuple[str, Any, bool, bool, dict[str, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("order", "block", "sequence", "zero", "config", "checkpoint"), CASES)
+@pytest.mark.parametrize(
+    ("order", "block", "sequence", "zero", "config", "checkpoint"),
+    [*CASES[1:3], *(pytest.param(*case, marks=pytest.mark.thorough(5)) for case in CASES[::3])],
+)
 @ranks(4)
 def test_gradients_norm_and_steps_of_layers_cut_twice_are_one_processs(
     order: str, block: Any, sequence: bool, zero: bool, config: dict[str, Any], checkpoint: Any,

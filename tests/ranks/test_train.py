@@ -25,6 +25,7 @@ from internsp.app.train.run import train
 from internsp.app.train.step import StepRunner
 from internsp.errors import ConfigError
 from internsp.sp import SequenceLayout
+from tests.support.few import few
 from tests.support.ranks import ranks, run_ranks
 from tests.support.sections import mesh_sections
 
@@ -98,12 +99,15 @@ MESHES: list[tuple[int, dict[str, Any], tuple[int, ...]]] = [
 
 
 @pytest.mark.slow(12)
-def test_every_step_equals_one_process_on_every_mesh(tmp_path: Path) -> None:
+@few("meshes", MESHES, 2)
+def test_every_step_equals_one_process_on_every_mesh(
+    tmp_path: Path, meshes: list[tuple[int, dict[str, Any], tuple[int, ...]]]
+) -> None:
     wanted = rows_of_runs(tmp_path, 1, OPTIMIZERS)
     for rows in wanted:
         assert rows[-1].loss < 0.97 * rows[0].loss, "it has begun to learn"
     for world in (2, 4):
-        chosen = [(m, o) for size, m, optimizers in MESHES if size == world for o in optimizers]
+        chosen = [(m, o) for size, m, optimizers in meshes if size == world for o in optimizers]
         changes = [{**OPTIMIZERS[o], **mesh_sections(**mesh)} for mesh, o in chosen]
         for (mesh, o), rows in zip(chosen, rows_of_runs(tmp_path, world, changes), strict=True):
             loss, norm = gap(rows, wanted[o])

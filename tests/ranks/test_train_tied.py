@@ -48,7 +48,11 @@ def runs(parallel: dict[str, Any]) -> list[Config]:
 
 
 @pytest.mark.unmeasured
-@pytest.mark.parametrize("parallel", [{"weight": 2, "sequence": 2}, {"weight": 1}], ids=str)
+@pytest.mark.parametrize(
+    "parallel",
+    [{"weight": 2, "sequence": 2}, pytest.param({"weight": 1}, marks=pytest.mark.thorough(4))],
+    ids=str,
+)
 def test_every_parameter_moves_as_on_one_process(parallel: dict[str, Any]) -> None:
     wanted = run_ranks(trained, 1, runs({}), timeout=240)[0]
     for rank in run_ranks(trained, 2, runs(parallel), timeout=240):

@@ -19,6 +19,7 @@ from internsp.parallel.parallelize import parallelize
 from internsp.schedule.simulate import simulate
 from internsp.values.whole import full_params, iterate_full_params
 from tests.support.compare import check, parameters
+from tests.support.few import few
 from tests.support.meshes import mesh_of
 from tests.support.models import Tiny, Twin, raises
 from tests.support.ranks import ranks
@@ -119,20 +120,24 @@ def trained(twin: Twin, steps: int = 3, zero: bool = False) -> None:
             twin.check_step(optimizers, f"step {step}")
 
 
+APART: list[tuple[dict[str, Any], Any]] = [
+    ({}, None),
+    ({"prefetch_depth": 0}, FULL),
+    ({"overlap": False, "keep_unsharded": 2}, HALF),
+    ({"prefetch_depth": 2, "memory_pool": False}, REENTRANT),
+    ({"granularity": "module"}, HALF),
+    ({"gather_before": "rolling"}, None),
+    ({"coalesce_bytes": 65536}, FULL),
+]
+
+
 @pytest.mark.unmeasured
+@few("cases", APART, 3)
 @ranks(2)
-def test_attention_and_feed_forward_apart_train_as_on_one_process() -> None:
+def test_attention_and_feed_forward_apart_train_as_on_one_process(cases: list[Any]) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
-    for options, checkpoint in (
-        ({}, None),
-        ({"prefetch_depth": 0}, FULL),
-        ({"overlap": False, "keep_unsharded": 2}, HALF),
-        ({"prefetch_depth": 2, "memory_pool": False}, REENTRANT),
-        ({"granularity": "module"}, HALF),
-        ({"gather_before": "rolling"}, None),
-        ({"coalesce_bytes": 65536}, FULL),
-    ):
-        twin = Twin(LAYERS, mesh, checkpoint, rules=[EACH], **options)  # type: ignore[arg-type]
+    for options, checkpoint in cases:
+        twin = Twin(LAYERS, mesh, checkpoint, rules=[EACH], **options)
         plan = twin.communicator.plan
         assert plan is not None
         assert [unit.name for unit in plan.blocks] == [
@@ -203,7 +208,7 @@ def test_a_users_checkpoint_around_several_units_is_right() -> None:
 @ranks(4)
 def test_replicas_exchange_what_units_and_rests_have_summed() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
-    for checkpoint, zero in ((FULL, True), (None, True), (HALF, False)):
+    for checkpoint, zero in ((FULL, True), (HALF, False)):
         trained(Twin(LAYERS, mesh, checkpoint, rules=[EACH]), zero=zero)
 
 

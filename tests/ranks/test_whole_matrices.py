@@ -15,6 +15,7 @@ from internsp.optim import ZeroOptimizer
 from internsp.parallel.parallelize import parallelize
 from tests.support.experts import Case as Mixed
 from tests.support.experts import Pair
+from tests.support.few import some
 from tests.support.meshes import mesh_of
 from tests.support.models import Tiny, Twin, raises
 from tests.support.ranks import ranks, run_ranks
@@ -85,10 +86,10 @@ def stacked(rank: int, world: int, cases: list[Mixed], cls: Any) -> list[float]:
 
 @pytest.mark.parametrize(
     ("cls", "cases"),
-    [
+    some([
         (torch.optim.Muon, [Mixed(weight=2), Mixed(weight=4, expert_weight=1)]),
         (OwnMuon, [Mixed(weight=2, expert_weight=2, expert=2), Mixed(weight=4, number=3)]),
-    ],
+    ], 1),
 )
 def test_experts_in_one_parameter_are_stepped_matrix_by_matrix(
     cls: Any, cases: list[Mixed]
@@ -173,7 +174,9 @@ def traveling(rank: int, world: int, optimizer: str) -> tuple[list[Any], int, in
     return order, most, counters.gathered_bytes - before - published
 
 
-@pytest.mark.parametrize(("optimizer", "each"), [("muon", 2 + 2), ("adafactor", 2 * 8 + 8)])
+@pytest.mark.parametrize(
+    ("optimizer", "each"), some([("muon", 2 + 2), ("adafactor", 2 * 8 + 8)], 1)
+)
 def test_matrices_travel_in_one_order_few_at_a_time_and_in_the_bytes_that_are_said(
     optimizer: str, each: int
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.compare import TOLERANCE, gaps
+from tests.support.few import some
 from tests.support.ranks import run_ranks
 from tests.support.zero import (
     CLASSES,
@@ -107,7 +108,16 @@ def compare(world: int, cases: list[Case]) -> list[tuple[Case, float, float]]:
 
 
 @pytest.mark.unmeasured
-@pytest.mark.parametrize(("world", "cases"), FP64, ids=["world 1", "world 2", "world 4"])
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        pytest.param(world, part, id=f"world {world}{which}", marks=marks)
+        for world, cases in FP64
+        for part, which, marks in (
+            (cases[::2], "", ()), (cases[1::2], ", others", pytest.mark.thorough(6)),
+        )
+    ],
+)
 def test_up_to_twenty_steps_in_fp64_equal_one_process(world: int, cases: list[Case]) -> None:
     for case, numbers, parameters in compare(world, cases):
         assert numbers < 1e-10, case
@@ -217,7 +227,7 @@ def bits(rank: int, world: int, optimizer: str) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", some(["muon", "adamw"], 1))
 def test_without_overlap_the_bits_are_the_same(optimizer: str) -> None:
     for overlapped, synchronous in run_ranks(bits, 4, optimizer):
         assert overlapped["numbers"] == synchronous["numbers"]
@@ -244,7 +254,7 @@ def low_precision(rank: int, world: int) -> tuple[list[float], list[float], floa
     return losses[0], losses[1], moved[0], moved[1]
 
 
-@pytest.mark.unmeasured
+@pytest.mark.thorough(10)
 def test_bf16_with_an_fp32_master_stays_within_half_a_percent_of_fp32() -> None:
     for wide, narrow, moved_wide, moved_narrow in run_ranks(low_precision, 2):
         assert max(abs(a - b) / a for a, b in zip(wide, narrow, strict=True)) < 0.005

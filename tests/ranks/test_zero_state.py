@@ -152,6 +152,12 @@ RESUMED = [
         [
             Case(weight=2, dtype=torch.bfloat16),
             Case(zero=2, micro_batches=2, tied=True),
+        ],
+    ),
+    (
+        4,
+        4,
+        [
             Case(weight=2, optimizer="muon", dtype=torch.bfloat16),
             Case(weight=2, optimizer="adafactor", dtype=torch.bfloat16, tied=True),
         ],
@@ -160,7 +166,11 @@ RESUMED = [
 
 
 @pytest.mark.unmeasured
-@pytest.mark.parametrize(("world", "first", "cases"), RESUMED, ids=["at the start", "later"])
+@pytest.mark.parametrize(
+    ("world", "first", "cases"),
+    [*RESUMED[:2], pytest.param(*RESUMED[2], marks=pytest.mark.thorough(9))],
+    ids=["at the start", "later", "later, other optimizers"],
+)
 def test_a_resumed_run_goes_on_with_the_same_bits(
     world: int, first: int, cases: list[Case], tmp_path: Path
 ) -> None:
@@ -318,6 +328,7 @@ def test_an_optimizer_whose_group_combines_parameters_is_refused() -> None:
     twin.check_step([Averaging(m.parameters(), lr=0.1) for m in (twin.plain, twin.ours)])
 
 
+THOROUGH = pytest.mark.thorough(7)
 LOCAL = [
     Case(weight=2, zero=2, dtype=torch.bfloat16, tied=True),
     Case(weight=1, zero=4, optimizer="sgd", config={"accumulation": "sharded"}),
@@ -363,7 +374,7 @@ def everything(s: Setup) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.thorough(7) if case.optimizer == "sgd" else ())
+        pytest.param(case, marks=() if case.optimizer in ("adamw", "muon") else THOROUGH)
         for case in LOCAL
     ],
     ids=lambda case: case.optimizer,

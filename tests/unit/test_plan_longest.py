@@ -25,6 +25,7 @@ from internsp.app.plan.offloaded import HOSTED, STEPPING
 from internsp.base.host import ACTIVATIONS, OPTIMIZER, pinned_bytes
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
+from tests.support.few import some
 from tests.support.sections import mesh_sections
 
 MIB = 1 << 20
@@ -77,7 +78,11 @@ def test_a_long_step_of_all_blocks_takes_what_a_line_through_short_ones_of_few_s
 
 
 @pytest.mark.parametrize(
-    "again", [{"mode": "full"}, {"mode": "full", "fraction": 0.6, "tiles": 2, "offload": 2}],
+    "again",
+    [
+        pytest.param({"mode": "full"}, marks=pytest.mark.thorough(4)),
+        {"mode": "full", "fraction": 0.6, "tiles": 2, "offload": 2},
+    ],
     ids=["full", "some in tiles, offload"],
 )  # fmt: skip
 def test_models_of_transformers_are_planned_by_their_own_code(
@@ -126,7 +131,7 @@ def test_host_memory_bounds_what_is_offloaded() -> None:
     assert bound.bound == bound.host[-1][0]
 
 
-@pytest.mark.parametrize("ring", [1, 2])
+@pytest.mark.parametrize("ring", some([1, 2], 1))
 def test_exchanges_and_a_ring_are_counted_as_they_run(ring: int) -> None:
     """All blocks at once, with each operator's allocations; and a row with the total."""
     around = mesh_sections(sequence=2, ring=ring)
@@ -197,7 +202,9 @@ def staged(schedule: str, chunks: int, again: dict[str, Any], **changes: dict[st
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("again", [{"mode": "none"}, {"mode": "full"}], ids=["none", "full"])
+@pytest.mark.parametrize(
+    "again", some([{"mode": "none"}, {"mode": "full"}], 1), ids=["none", "full"]
+)
 def test_as_many_micro_batches_are_in_flight_as_the_schedule_says(again: dict[str, Any]) -> None:
     kept: dict[str, list[int]] = {}
     for schedule in ("1F1B", "GPipe"):
@@ -309,8 +316,8 @@ def on(device: str, layers: int = 5, **changes: dict[str, Any]) -> Config:
     )
 
 
-@pytest.mark.slow(8)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.thorough(20))])
+@pytest.mark.thorough(18)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_where_blocks_take_over_from_the_loss_is_found_without_a_step_of_that_length(
     device: str,
 ) -> None:

@@ -179,7 +179,7 @@ def test_a_checkpointed_block_gives_the_same_gradients(reentrant: bool) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.unmeasured
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("family", ["llama", "internlm2"])
 def test_compiled_blocks_give_the_same_loss_and_gradients_for_changing_documents(
     family: str,
