@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +19,11 @@ from internsp.modules.casts import find_casts
 from internsp.modules.supported import require_supported
 from internsp.parallel.build import CollectivesFactory, Examined, build
 from internsp.parallel.compare import require_same_model
-from internsp.structure.assign import (
-    ParameterSharding,
-    plan_sharding,
-    require_patterns_matched,
-)
+from internsp.structure.assign import ParameterSharding, plan_sharding, require_patterns_matched
 from internsp.structure.blocks import read_structure
 from internsp.structure.units import chunk_layout
 from internsp.wp.collectives import Collectives
-from internsp.wp.communicator import (
-    ISPCommunicator,
-    WPCommunicator,
-)
-
-if TYPE_CHECKING:
-    pass
+from internsp.wp.communicator import ISPCommunicator, WPCommunicator
 
 InitFunction = Callable[[str, Tensor, torch.Generator], None]
 
@@ -54,8 +44,8 @@ def parallelize(
 
     Every parameter becomes a ``DTensor`` on ``mesh.param_mesh``, an expert's parameter
     (``weight_parallel.expert_parameters``) on ``mesh.experts.param_mesh``. With ``mesh.expert``
-    above 1 the model must hold this rank's own experts; a ``DTensor`` then contains the experts of
-    all expert ranks, one after another on dimension 0, as one process would hold them. Layers may
+    above 1 each rank keeps its own experts (``docs/howto/experts.md``); a ``DTensor`` contains the
+    experts of all expert ranks, one after another on dimension 0, as one process does. Layers may
     be tensor parallel: call torch's ``parallelize_module`` with ``mesh.tensor_mesh`` first. The
     model may be on the meta device; then call :func:`initialize` before its first forward.
     Collective: all ranks call it.
@@ -93,12 +83,12 @@ def parallelize(
             f"communicator is a {type(communicator).__name__}: give a WPCommunicator, made "
             "(docs/howto/own_communicator.md)"
         )
-    examined = require_same_model(
-        model, mesh, config, sequence, activation_checkpoint, split,
-        lambda: _examine(
-            model, mesh, config, sequence, activation_checkpoint, split, communicator is not None
-        ),
-    )  # fmt: skip
+    given_all = model, mesh, config, sequence, activation_checkpoint, split
+    with ExitStack() as undo:
+        examined = require_same_model(
+            *given_all, lambda: _examine(*given_all, communicator is not None, undo)
+        )
+        undo.pop_all()
     trace = trace or Trace()
     made = build(
         model, mesh, config, activation_checkpoint, examined, trace, communicator, collectives
@@ -107,6 +97,10 @@ def parallelize(
         from internsp.parallel.sequences import attach_sequences
 
         attach_sequences(model, mesh, trace, made.mean, sequence, config.overlap, split)
+    if mesh.expert > 1:
+        from internsp.experts.attach import attach_owners
+
+        attach_owners(model, mesh.expert_group, trace, made.state.collectives.comm_context)
     return made
 
 
@@ -118,8 +112,13 @@ def _examine(
     checkpoint: ActivationCheckpointConfig | None,
     split: bool,
     own: bool,
+    undo: ExitStack,
 ) -> Examined:
     """Read the model's structure and plan its shards and units; refuse what is not supported."""
+    if mesh.expert > 1:
+        from internsp.parallel.experts import take_experts
+
+        undo.callback(take_experts(model, config, mesh.expert, mesh.expert_rank).undo)
     if any(buffer.is_meta for buffer in model.buffers()):
         from internsp.values.meta import materialize_buffers  # few models need it
 

@@ -31,7 +31,8 @@ def supports(
 
     Changes nothing and sends no message. Under a sequence degree above 1 every attention must
     support sequence parallelism (``docs/howto/sequences_in_my_model.md``); the list has every
-    module that does not, with its name and the reason.
+    module that does not, with its name and the reason. With ranks that own experts it has the
+    experts whose tokens cannot be sent to their owners.
     """
     config = config or WeightParallelConfig()
     found = []
@@ -39,6 +40,10 @@ def supports(
         require_supported(model, config.rules)
     except InternspError as error:
         found.append(Refused("", str(error)))
+    if mesh.expert > 1:
+        from internsp.parallel.experts import find_unowned
+
+        found += find_unowned(model, config, mesh.expert)
     return found + find_refused(model, mesh, sequence or SequenceConfig())
 
 

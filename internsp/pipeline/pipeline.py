@@ -183,6 +183,10 @@ class Pipeline:
         sequence = sequence or SequenceConfig()
         again = activation_checkpoint or ActivationCheckpointConfig()
         require_none(mistakes(checked, sequence, again, ring=mesh.ring, pipeline=True))
+        if mesh.expert > 1 and isinstance(model, nn.Module):
+            from internsp.parallel.experts import take_experts
+
+            take_experts(model, checked, mesh.expert, mesh.expert_rank)
         require_patterns_match(model, checked, mesh.shape)
         trace = trace or Trace()
         own = kind.stages_of(mesh.pipeline_rank, mesh.pipeline, chunks)

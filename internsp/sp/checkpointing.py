@@ -1,8 +1,9 @@
 """Selective activation checkpointing: recompute a block without repeating its all-to-alls.
 
-The results of the exchange and of attention are kept; everything else is recomputed. The context
-is a pair of dispatch modes, like torch's ``create_selective_checkpoint_contexts``. torch's raises
-when recompute runs an operator that forward did not run, and a block whose weights are all-gathered
+The results of exchanges and of attention are kept, and of every ``topk`` the indices, so that a
+recompute sends each token to the same experts; everything else is recomputed. The context is a pair
+of dispatch modes, like torch's ``create_selective_checkpoint_contexts``. torch's raises when
+recompute runs an operator that forward did not run, and a block whose weights are all-gathered
 again does that.
 """
 
@@ -28,6 +29,10 @@ _KEPT = frozenset(
         "internsp_sp::exchange_qkv",
         "internsp_sp::send_out",
         "internsp_sp::receive_out",
+        "internsp_experts::counts",
+        "internsp_experts::start",
+        "internsp_experts::finish",
+        "aten::topk",  # its indices alone: models normalize its values in place
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention",
@@ -37,6 +42,8 @@ _KEPT = frozenset(
         "flash_attn_3::_flash_attn_forward",
     }
 )
+
+_CHOICE = "aten::topk"
 
 
 def keeps_result(operator: Any) -> bool:
@@ -104,7 +111,8 @@ class _Keep(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if keeps_result(func):
-            held = tree_map_only(Tensor, partial(self._hold, func), out)
+            result = out[1] if func._schema.name == _CHOICE else out
+            held = tree_map_only(Tensor, partial(self._hold, func), result)
             self.kept.append((func, held, _versions(held)))
         return out
 
@@ -153,7 +161,11 @@ class _Replay(TorchDispatchMode):
         if _versions(held) != versions:
             raise _write_error(func)
         self.position += 1
-        return tree_map(_restored, held)
+        restored = tree_map(_restored, held)
+        if name != _CHOICE:
+            return restored
+        dim = args[2] if len(args) > 2 else -1
+        return torch.return_types.topk((args[0].gather(dim, restored), restored))
 
 
 def _restored(held: Any) -> Any:

@@ -35,9 +35,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from internsp.base.handles import HandleTable
 from internsp.base.trace import Trace
 from internsp.errors import CollectiveError, LayoutError
-from internsp.sp.handles import HandleTable
 
 if TYPE_CHECKING:
     from internsp.sp.gloo.messages import PeerExchanges

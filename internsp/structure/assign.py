@@ -203,11 +203,12 @@ def require_own_experts(
         if declared == 1:
             raise StructureError(
                 f"the mesh has expert = {expert}, ranks that own different experts, but the model "
-                f"does not declare that it sends tokens to the owners of {name}: as it is, it "
-                "would compute all tokens with this rank's experts. Make the mesh with expert = 1 "
-                "and shard all experts over expert_weight; or, for a model that builds its own "
-                "part of the experts and exchanges tokens over mesh.expert_group, set "
-                "expert_ranks = mesh.expert on the module that does so (docs/howto/experts.md)"
+                f"does not declare that it sends tokens to the owners of {name}, and its experts "
+                "are called by neither an internsp.MixtureOfExperts nor transformers' "
+                "ExpertsInterface: it would compute all tokens with this rank's experts. Make the "
+                "mesh with expert = 1 and shard all experts over expert_weight; or, for a model "
+                "that exchanges tokens over mesh.expert_group itself, set expert_ranks = "
+                "mesh.expert on the module that does so (docs/howto/experts.md)"
             )
         raise StructureError(
             f"the model declares expert_ranks = {declared!r} for {name}, but the mesh has "

@@ -201,7 +201,8 @@ def _acts_on_nothing(
         elif key in ("quantize", "near_ranks"):
             what, there = "a sharded parameter in a block", any(s.block >= 0 for s in sharded)
         elif key in SHARDED_KEYS:
-            what, there = "a sharded parameter", bool(sharded)
+            owned = key == "axis" and facts.shape.expert > 1  # small experts are sharded, too
+            what, there = "a sharded parameter", bool(sharded) or owned
         if not there:
             yield key, (
                 f"has no effect: what the rule matches is not {what}, and contains none; blocks "

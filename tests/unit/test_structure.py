@@ -26,6 +26,7 @@ FLOORS = [
     ["config"],
     ["mesh", "schedule"],
     ["dtensor", "failure", "sp"],
+    ["experts"],
     ["wp", "structure"],
     ["modules", "optim"],
     ["values", "layers"],

@@ -23,6 +23,7 @@ from internsp.app.plan.repeats import Item, folded_lines, ranges
 from internsp.base.sizes import human
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
+from internsp.parallel.experts import take_experts
 from internsp.pipeline.chunks import Chunk, split_model
 from internsp.pipeline.hooks import ComputeAction
 from internsp.pipeline.picture import draw
@@ -201,6 +202,7 @@ def _outlines(
     config: Config, shape: MeshShape, kind: ScheduleKind, stages: int
 ) -> tuple[list[ChunkOutline], dict[str, CopyNames]]:
     model: Any = build_model(config)  # from the model zoo: other models have no pipeline
+    take_experts(model, config.weight_parallel, shape.expert, 0)
     require_patterns_match(model, config.weight_parallel, shape)
     found = []
     parts = split_model(model, stages)

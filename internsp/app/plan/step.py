@@ -22,6 +22,7 @@ from internsp.app.plan.sequences import SequenceTraffic
 from internsp.base.host import GRADIENTS, OPTIMIZER, WEIGHTS
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
+from internsp.parallel.experts import take_experts
 from internsp.schedule.chunk import ChunkLayout, Schedule
 from internsp.schedule.simulate import simulate
 from internsp.structure.assign import ParameterSharding, plan_sharding, require_patterns_matched
@@ -61,6 +62,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     weights = config.weight_parallel
     shape = MeshShape(world_size, **config.degrees())
     model = build_model(config)
+    take_experts(model, weights, shape.expert, 0)
     structure = read_structure(
         model, weights.gather_before, weights.blocks, weights.gather_before_modules, weights.rules
     )

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from internsp.base.handles import HandleTable
 from internsp.errors import LayoutError
 from internsp.sp.exchange import ExchangeGroup, phase_of
 from internsp.sp.gloo.messages import ExchangeKey, ExchangeShape, PeerExchange, peer_exchanges
@@ -52,7 +53,6 @@ from internsp.sp.gloo.stages import (
     Action,
     exchange_order,
 )
-from internsp.sp.handles import HandleTable
 from internsp.sp.heads import HeadPlan, Rotation
 
 _order = lru_cache(maxsize=64)(exchange_order)

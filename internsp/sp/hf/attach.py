@@ -34,7 +34,7 @@ def attach(
     inner = find_pretrained_model(model)
     if inner is None or mesh.sequence == 1:
         return
-    _copy_configs(model)
+    copy_configs(model)
     group = ExchangeGroup.of(mesh.sequence_group, trace)
     by_kernel: dict[str, dict[nn.Module, str]] = {}
     for module, name in attentions(model).items():
@@ -69,7 +69,8 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _copy_configs(model: nn.Module) -> None:
+def copy_configs(model: nn.Module) -> None:
+    """Give ``model`` configs of its own, so that what is set there changes no other model."""
     from transformers import PretrainedConfig
 
     memo: dict[int, Any] = {}

@@ -46,7 +46,7 @@ class HandleTable(Generic[T]):
         found = self._objects.get(handle)
         if found is None:
             raise CollectiveError(
-                f"The {self._what} is gone: its DistributedAttention object was deleted before "
-                "the backward. Keep the model alive until backward has returned."
+                f"The {self._what} is gone: the module that owned it was deleted before the "
+                "backward. Keep the model alive until backward has returned."
             )
         return found

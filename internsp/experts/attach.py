@@ -1,0 +1,125 @@
+"""Attach the owners of experts to a model, in place."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from internsp.base.trace import Trace
+from internsp.errors import StructureError
+from internsp.experts.dispatch import Exchanged
+from internsp.experts.exchange import OwnerGroup
+from internsp.experts.owners import dispatched, of_transformers
+from internsp.failure.comm_context import CommContext
+from internsp.sp.hf.attach import copy_configs
+
+_NUMBERS = itertools.count(1)
+
+
+def attach_owners(
+    model: nn.Module, group: dist.ProcessGroup, trace: Trace, context: CommContext
+) -> None:
+    """Exchange tokens between the owners of ``model``'s experts, from its next forward on.
+
+    Args:
+        group: the mesh's ``expert_group``.
+        context: of the model's collectives: counts launches and names failures.
+    """
+    found = dispatched(model)
+    if not found:
+        return
+    entry = context.register("experts")
+
+    def launched(what: str, phase: str) -> None:
+        context.counts[entry] += 1
+        if context.on_launch is not None:
+            context.on_launch("A2A", what, phase)
+
+    owners = OwnerGroup(
+        group, trace, dist.get_rank(group), dist.get_world_size(group), context.wait, launched
+    )
+    by_name: dict[str, Exchanged] = {}
+    for name, module in found.items():
+        number: Any = module.num_experts
+        by_name[name] = Exchanged(owners, name, number * owners.size, partial(_own, module))
+    theirs = {name: module for name, module in found.items() if of_transformers(module)}
+    for name, module in found.items():
+        if name not in theirs:
+            module.dispatch = by_name[name]  # type: ignore[assignment]
+    if theirs:
+        copy_configs(model)
+        kinds: dict[str, dict[str, nn.Module]] = {}
+        for name, module in theirs.items():
+            config: Any = module.config
+            kinds.setdefault(config._experts_implementation or "eager", {})[name] = module
+        for kind, modules in kinds.items():
+            _Entry(kind, modules, by_name)
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module._parameters.values() if p is not None]
+
+
+class _Entry:
+    """An entry of transformers' ``ExpertsInterface`` of one model alone.
+
+    It wraps the entry that the model's config named before. It stays registered when the model is
+    gone, since a config copied from this model's may still name it; it then calls the plain one.
+
+    Args:
+        plain: the name of the entry before.
+    """
+
+    def __init__(
+        self, plain: str, modules: Mapping[str, nn.Module], dispatches: Mapping[str, Exchanged]
+    ) -> None:
+        from transformers.integrations.moe import ExpertsInterface
+
+        self.name = f"internsp_{next(_NUMBERS)}_{plain}"
+        of_module = weakref.WeakKeyDictionary(
+            {module: dispatches[name] for name, module in modules.items()}
+        )
+
+        @torch.compiler.disable
+        def experts(module: nn.Module, *args: Any, **options: Any) -> Any:
+            compute = _plain(plain, module)
+            dispatch = of_module.get(module)
+            if dispatch is None:
+                return compute(module, *args, **options)
+            if options:  # families name their arguments differently
+                bound = inspect.signature(compute).bind(module, *args, **options)
+                args = bound.args[1:]
+            return dispatch(partial(compute, module), *args)[0]
+
+        ExpertsInterface.register(self.name, experts)
+        for name, module in modules.items():
+            config: Any = module.config
+            config._experts_implementation_internal = self.name
+            module.register_forward_pre_hook(partial(self._check, name))
+
+    def _check(self, name: str, module: nn.Module, _: Any) -> None:
+        config: Any = module.config
+        if config._experts_implementation != self.name:
+            raise StructureError(
+                f"the experts implementation of {name} was set to "
+                f"{config._experts_implementation!r} after parallelize(), which would compute all "
+                f"tokens with rank {dist.get_rank()}'s experts: choose experts_implementation "
+                "before parallelize()"
+            )
+
+
+def _plain(name: str, module: nn.Module) -> Callable[..., Tensor]:
+    """The experts' forward that is called ``name``, a function of the module and its inputs."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    own: Any = type(module).forward
+    found: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS.get_interface(name, own.__wrapped__)
+    return found

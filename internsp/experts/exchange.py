@@ -1,0 +1,290 @@
+"""Messages between the ranks that own different experts: counts, then rows with uneven splits.
+
+Two custom operators carry a message, ``internsp_experts::start`` and ``internsp_experts::finish``,
+as in :mod:`internsp.sp.exchange`: ``start`` launches one all-to-all and returns a *token* that
+stands for it, ``finish`` waits and returns what has arrived. Each is the other's adjoint, so that a
+backward sends gradients the way back in one message, too. ``internsp_experts::counts`` tells every
+rank how many rows come from where; it is the only place where the host waits for other ranks'
+data-dependent numbers. Selective checkpointing keeps the results of all three, so that a recompute
+sends nothing and never routes anew.
+
+A message has for each row: its values ``[h]``, ``k`` weights and ``k`` numbers of experts, as bytes
+one after another. The way back, and gradients, have no numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from internsp.base.handles import HandleTable
+from internsp.base.trace import Trace, Work
+from internsp.errors import CollectiveError
+
+Wait = Callable[[Work, str], None]
+"""Waits for a collective; the text names it in an error."""
+
+_INDEX = torch.int32  # of experts' numbers in a message
+
+
+def _plain_wait(work: Work, what: str) -> None:
+    work.wait()
+
+
+@dataclass(eq=False)
+class _InFlight:
+    """A message in flight. The token's storage is kept: its identity is the message's key."""
+
+    work: Any
+    send: Tensor
+    received: Tensor
+    token: torch.UntypedStorage
+    event: int
+    phase: str
+
+
+@dataclass(eq=False)
+class OwnerGroup:
+    """The ranks that own different experts of a model, and the messages in flight between them.
+
+    Attributes:
+        process_group: the mesh's ``expert_group``.
+        trace: records ``A2A`` for each message and ``A2A_WAIT`` for each wait; or ``None``.
+        rank, size: of the group.
+        wait: waits for a collective, and names the block and phase if it fails.
+        launched: called at each launch with what is sent and the phase.
+    """
+
+    process_group: dist.ProcessGroup
+    trace: Trace | None
+    rank: int
+    size: int
+    wait: Wait = _plain_wait
+    launched: Callable[[str, str], None] = lambda what, phase: None
+    in_flight: dict[int, _InFlight] = field(default_factory=dict)
+    handle: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.handle = _GROUPS.add(self)
+
+    def all_to_all(
+        self, received: Tensor, send: Tensor, receive_counts: list[int], send_counts: list[int]
+    ) -> Any:
+        """Start an all-to-all of elements and return its work handle (a benchmark overrides it)."""
+        return dist.all_to_all_single(
+            received, send, receive_counts, send_counts, group=self.process_group, async_op=True
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnerGroup:
+        """Return itself: a copied model communicates over the same group."""
+        return self
+
+
+_GROUPS: HandleTable[OwnerGroup] = HandleTable("group of ranks that own experts")
+# A message that is started and never waited for (after an exception) would keep its buffers.
+_MOST_IN_FLIGHT = 64
+
+
+def _phase(adjoint: bool) -> str:
+    if adjoint:
+        return "backward"
+    return "recompute" if torch._C._current_graph_task_id() != -1 else "forward"
+
+
+def _key(token: Tensor) -> int:
+    return int(token.untyped_storage()._cdata)
+
+
+def row_bytes(rows: Tensor, weights: Tensor, numbers: int) -> int:
+    """Bytes of one row of a message: of ``rows [N, h]``, ``weights [N, k]``, so many numbers."""
+    values = rows.shape[1] * rows.element_size() + weights.shape[1] * weights.element_size()
+    return values + numbers * _INDEX.itemsize
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """``[N, n]`` as bytes ``[N, n * size]``; a view if it can be one."""
+    if not values.numel():  # its strides may be any
+        size = values.shape[1] * values.element_size()
+        return torch.empty(len(values), size, dtype=torch.uint8, device=values.device)
+    return values.contiguous().view(torch.uint8)
+
+
+def _values(piece: Tensor, kind: torch.dtype) -> Tensor:
+    """Bytes ``[N, n * size]`` as values ``[N, n]``: a copy, at an address that ``kind`` needs."""
+    shape = len(piece), piece.shape[1] // kind.itemsize
+    made = torch.empty(shape, dtype=kind, device=piece.device)
+    if made.numel():
+        made.view(torch.uint8).copy_(piece)
+    return made
+
+
+def _start_impl(
+    rows: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    handle: int,
+    send: Sequence[int],
+    receive: Sequence[int],
+    adjoint: bool,
+    name: str,
+    what: str,
+) -> Tensor:
+    group = _GROUPS.find(handle)
+    packed = torch.cat([_bytes(part) for part in (rows, weights, index.to(_INDEX))], dim=1)
+    width = packed.shape[1]
+    received = packed.new_empty(sum(receive) * width)
+    phase, event = _phase(adjoint), -1
+    if group.trace is not None:
+        nbytes = (sum(send) - send[group.rank]) * width
+        event = group.trace.record(
+            "A2A", name, f"{name} {what}", phase, nbytes=nbytes, in_flight=True
+        )
+    group.launched(f"{what} of {name}", phase)
+    work = group.all_to_all(
+        received, packed.view(-1), [n * width for n in receive], [n * width for n in send]
+    )
+    token = rows.new_zeros(1, dtype=torch.float32)
+    while len(group.in_flight) >= _MOST_IN_FLIGHT:
+        group.in_flight.pop(next(iter(group.in_flight)))
+    group.in_flight[_key(token)] = _InFlight(
+        work, packed, received, token.untyped_storage(), event, phase
+    )
+    return token
+
+
+def _finish_impl(
+    token: Tensor,
+    like: Tensor,
+    weights_like: Tensor,
+    handle: int,
+    send: Sequence[int],
+    receive: Sequence[int],
+    numbers: int,
+    adjoint: bool,
+    name: str,
+    what: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    group = _GROUPS.find(handle)
+    found = group.in_flight.pop(_key(token), None)
+    if found is None:
+        raise CollectiveError(
+            f"Rank {group.rank}: the message with {what} of {name} was already waited for, or "
+            "dropped after an exception. Run the model's forward again."
+        )
+    trace = group.trace
+    begin = None if trace is None else trace.now()
+    group.wait(found.work, f"the {what} of {name} ({found.phase})")
+    if trace is not None:
+        end = trace.now()
+        trace.waited(begin, end)
+        trace.record("A2A_WAIT", name, f"{name} {what}", found.phase, start=begin, end=end)
+        trace.finish(found.event, end)
+    values = like.shape[1] * like.element_size()
+    of_weights = weights_like.shape[1] * weights_like.element_size()
+    table = found.received.view(sum(receive), values + of_weights + numbers * _INDEX.itemsize)
+    pieces = table.split([values, of_weights, numbers * _INDEX.itemsize], dim=1)
+    kinds = (like.dtype, weights_like.dtype, _INDEX)
+    rows, weights, index = (_values(piece, kind) for piece, kind in zip(pieces, kinds, strict=True))
+    return rows, weights, index
+
+
+def _counts_impl(table: Tensor, handle: int, name: str) -> Tensor:
+    group = _GROUPS.find(handle)
+    received = torch.empty_like(table)
+    phase, event = _phase(False), -1
+    if group.trace is not None:
+        nbytes = (group.size - 1) * table[0].numel() * table.element_size()
+        event = group.trace.record(
+            "A2A", name, f"{name} counts", phase, nbytes=nbytes, in_flight=True
+        )
+    group.launched(f"counts of {name}", phase)
+    each = [table[0].numel()] * group.size
+    work = group.all_to_all(received.view(-1), table.contiguous().view(-1), each, each)
+    begin = None if group.trace is None else group.trace.now()
+    group.wait(work, f"the counts of {name} ({phase})")
+    if group.trace is not None:
+        end = group.trace.now()
+        group.trace.waited(begin, end)
+        group.trace.record("A2A_WAIT", name, f"{name} counts", phase, start=begin, end=end)
+        group.trace.finish(event, end)
+    return torch.stack([table, received])
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "internsp_experts::start": _start_impl,
+    "internsp_experts::finish": _finish_impl,
+    "internsp_experts::counts": _counts_impl,
+}
+"""Implementations of the operators, for a plan that counts the memory that they use."""
+_start = torch.library.custom_op("internsp_experts::start", _start_impl, mutates_args=())
+_finish = torch.library.custom_op("internsp_experts::finish", _finish_impl, mutates_args=())
+_counts = torch.library.custom_op("internsp_experts::counts", _counts_impl, mutates_args=())
+
+
+def _start_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, weights, _, handle, send, receive, _, name, what = inputs
+    # The graph keeps the group alive until the graph itself is freed.
+    ctx.group = _GROUPS.find(handle)
+    ctx.likes = rows.new_empty(0, rows.shape[1]), weights.new_empty(0, weights.shape[1])
+    ctx.spec = (handle, receive, send, 0, True, name, what)
+
+
+def _start_backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
+    rows, weights, _ = _finish(token, *ctx.likes, *ctx.spec)
+    return rows, weights, None, *(None,) * 6
+
+
+def _finish_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, _, handle, send, receive, _, _, name, what = inputs
+    ctx.group = _GROUPS.find(handle)
+    ctx.spec = (handle, receive, send, True, name, what)
+
+
+def _finish_backward(ctx: Any, rows: Tensor, weights: Tensor, index: Any) -> tuple[Any, ...]:
+    nothing = torch.empty(rows.shape[0], 0, dtype=_INDEX, device=rows.device)
+    return _start(rows, weights, nothing, *ctx.spec), *(None,) * 9
+
+
+_start.register_autograd(_start_backward, setup_context=_start_context)
+_finish.register_autograd(_finish_backward, setup_context=_finish_context)
+
+
+class Message:
+    """A message that has been launched. :meth:`wait` returns what has arrived, once.
+
+    Args:
+        rows: ``[N, h]``, sorted by the rank to which they go.
+        weights: ``[N, k]`` of any floating dtype; ``k`` may be 0.
+        index: ``[N, j]``, numbers of experts; ``j`` may be 0.
+        send, receive: rows for and from each rank of the group.
+        name: of the module that holds the experts; ``what``: what travels, for trace and errors.
+    """
+
+    def __init__(
+        self, rows: Tensor, weights: Tensor, index: Tensor, group: OwnerGroup,
+        send: Sequence[int], receive: Sequence[int], name: str, what: str,
+    ) -> None:  # fmt: skip
+        spec = (group.handle, list(send), list(receive))
+        self._token = _start(rows, weights, index, *spec, False, name, what)
+        likes = rows.detach()[:0], weights.detach()[:0]
+        self._rest = (*likes, *spec, index.shape[1], False, name, what)
+
+    def wait(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows ``[M, h]``, weights ``[M, k]`` and numbers ``[M, j]``, sorted by the sender."""
+        found: tuple[Tensor, Tensor, Tensor] = _finish(self._token, *self._rest)
+        return found
+
+
+def exchange_counts(table: Tensor, group: OwnerGroup, name: str) -> tuple[list[Any], list[Any]]:
+    """Send row ``p`` of ``table [size, n]`` (int64) to rank ``p``; all at once to the host.
+
+    Returns:
+        What was sent, and what has arrived: for each rank of the group ``n`` numbers.
+    """
+    sent, arrived = _counts(table, group.handle, name).tolist()
+    return sent, arrived

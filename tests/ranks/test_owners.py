@@ -1,0 +1,89 @@
+"""Unmodified mixtures of ``transformers`` whose experts have owners: the values of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from internsp.optim import ZeroOptimizer, clip_grad_norm_
+from tests.support.compare import check, close, parameters
+from tests.support.owners import MIXTURES, OwnersTwin, mesh_of
+from tests.support.ranks import ranks
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@ranks()
+def test_every_family_computes_what_one_process_does(world_size: int) -> None:
+    mesh = mesh_of(expert=world_size)
+    for family in MIXTURES if world_size == 2 else ("gpt_oss", "deepseek_v3"):
+        twin = OwnersTwin(family, mesh)
+        for _ in range(2):
+            twin.backward()
+            twin.check(family)
+
+
+CASES: list[tuple[str, str | None, dict[str, int]]] = [
+    ("mixtral", "full", {"expert": 2, "sequence": 2}),
+    ("qwen3_moe", "selective", {"expert": 2, "expert_weight": 2, "weight": 4}),
+    ("gpt_oss", "selective", {"expert": 4, "sequence": 2, "weight": 2, "expert_weight": 1}),
+    ("deepseek_v3", "full", {"expert": 2, "weight": 2}),
+]
+
+
+@ranks(4)
+def test_any_degrees_recompute_and_accumulation_give_the_same() -> None:
+    for family, again, degrees in CASES:
+        twin = OwnersTwin(family, mesh_of(**degrees), again)
+        for step in range(2):
+            twin.trace.clear()
+            twin.backward(micro_batches=2)
+            forward = len(twin.sent("tokens", "forward"))
+            assert forward == (2 if family == "deepseek_v3" else 4)
+            assert len(twin.sent("tokens", "backward")) == forward, "gradients in one message each"
+            for what in ("counts", "tokens"):
+                sent = len(twin.sent(what, "recompute"))
+                assert sent == (0 if again == "selective" else forward), "nothing is routed anew"
+            twin.check(f"{family} {again} {degrees}, step {step}")
+
+
+def to_one_owner(model: nn.Module) -> None:
+    """The routers' values are such that every token chooses the last two experts."""
+    with torch.no_grad():
+        for name, bias in model.named_parameters():
+            if name.endswith("router.bias"):
+                bias[-2:] += 50.0
+
+
+@ranks(4)
+def test_an_owner_of_all_tokens_and_owners_of_none_agree_with_one_process() -> None:
+    mesh = mesh_of(expert=4)
+    for again in (None, "full", "selective"):
+        twin = OwnersTwin("gpt_oss", mesh, again, prepare=to_one_owner)
+        twin.backward()
+        tokens = twin.sent("tokens", "forward")
+        assert [bool(n) for n in tokens] == [mesh.expert_rank != 3] * 2, "the last keeps its own"
+        weight = twin.ours.model.layers[0].mlp.experts.gate_up_proj
+        assert weight.grad is not None, "not none, where any owner used its part"
+        assert bool(weight.grad.to_local().any()) == (mesh.expert_rank == 3)
+        twin.check(f"all tokens at one owner, {again}")
+
+
+@ranks(4)
+def test_norms_and_clipping_count_each_expert_once() -> None:
+    for degrees in ({"expert": 4}, {"expert": 2, "expert_weight": 2, "weight": 2}):
+        twin = OwnersTwin("mixtral", mesh_of(**degrees))
+        twin.backward()
+        wanted = torch.nn.utils.clip_grad_norm_(twin.plain.parameters(), 0.25)
+        close(clip_grad_norm_(twin.ours.parameters(), 0.25), wanted, f"norm with {degrees}")
+        twin.check(f"clipped with {degrees}")
+        ours = ZeroOptimizer(twin.communicator, torch.optim.AdamW, lr=1e-2, max_grad_norm=0.25)
+        plain = torch.optim.AdamW(twin.plain.parameters(), lr=1e-2)
+        for _ in range(2):
+            twin.backward()
+            wanted = torch.nn.utils.clip_grad_norm_(twin.plain.parameters(), 0.25)
+            plain.step()
+            ours.step()
+            close(torch.tensor(ours.grad_norm).double(), wanted.double(), "norm", 1e-6)
+            plain.zero_grad()
+        check(parameters(twin.ours), parameters(twin.plain), f"AdamW with {degrees}", 1e-8)
