@@ -23,8 +23,9 @@ _TABLE = {
         "SequenceConfig",
         "WeightParallelConfig",
     ),
-    "internsp.layers": ("ParallelLinearWithCommExt",),
+    "internsp.layers": ("ParallelLinearWithCommExt", "MixtureOfExperts", "Router"),
     "internsp.layers.dropout": ("row_keys",),
+    "internsp.layers.router": ("balance_experts", "router_loss"),
     "internsp.mesh": ("ParallelMesh", "SequenceAxes", "WeightAxis"),
     "internsp.optim": ("LossScaler", "ZeroOptimizer", "clip_grad_norm_", "step_together"),
     "internsp.parallel.parallelize": ("initialize", "parallelize"),
@@ -54,8 +55,7 @@ _TABLE = {
 _MODULES = ("errors", "model_zoo")  # public as modules
 _HOMES = {name: home for home, names in _TABLE.items() for name in names}
 
-# The same names for type checkers, which cannot read a table (``X as X`` says that a name is
-# public). tests/unit/test_public_names.py compares the two.
+# The same names for type checkers, which read no table; test_public_names.py compares the two.
 if TYPE_CHECKING:
     from internsp import errors as errors
     from internsp import model_zoo as model_zoo
@@ -71,8 +71,12 @@ if TYPE_CHECKING:
     from internsp.config import PlanRule as PlanRule
     from internsp.config import SequenceConfig as SequenceConfig
     from internsp.config import WeightParallelConfig as WeightParallelConfig
+    from internsp.layers import MixtureOfExperts as MixtureOfExperts
     from internsp.layers import ParallelLinearWithCommExt as ParallelLinearWithCommExt
+    from internsp.layers import Router as Router
     from internsp.layers.dropout import row_keys as row_keys
+    from internsp.layers.router import balance_experts as balance_experts
+    from internsp.layers.router import router_loss as router_loss
     from internsp.mesh import ParallelMesh as ParallelMesh
     from internsp.mesh import SequenceAxes as SequenceAxes
     from internsp.mesh import WeightAxis as WeightAxis

@@ -18,24 +18,53 @@ from internsp.errors import StructureError
 from internsp.experts.dispatch import Exchanged
 from internsp.experts.exchange import OwnerGroup
 from internsp.experts.owners import dispatched, of_transformers
+from internsp.experts.totals import RouterRanks
 from internsp.failure.comm_context import CommContext
+from internsp.mesh import ParallelMesh
 from internsp.sp.hf.attach import copy_configs
 
 _NUMBERS = itertools.count(1)
 
 
-def attach_owners(
-    model: nn.Module, group: dist.ProcessGroup, trace: Trace, context: CommContext
+def attach_experts(
+    model: nn.Module, mesh: ParallelMesh, trace: Trace, context: CommContext
 ) -> None:
-    """Exchange tokens between the owners of ``model``'s experts, from its next forward on.
+    """Connect the routers and experts of ``model`` with other ranks, from its next forward on.
+
+    Routers sum their counts over all ranks of the stage; where ranks own experts, tokens are
+    exchanged.
 
     Args:
-        group: the mesh's ``expert_group``.
         context: of the model's collectives: counts launches and names failures.
     """
-    found = dispatched(model)
-    if not found:
-        return
+    if mesh.pipeline > 1:
+        _require_no_losses(model)
+    if mesh.stage_group.size() > 1:
+        ranks = RouterRanks(mesh.stage_group, trace, context.wait)
+        for module in model.modules():
+            if hasattr(module, "settle"):
+                module.ranks = ranks  # type: ignore[assignment]
+    found = dispatched(model) if mesh.expert > 1 else {}
+    if found:
+        _attach_owners(model, found, mesh.expert_group, trace, context)
+
+
+def _require_no_losses(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "auxiliary", 0) or getattr(module, "z_loss", 0):
+            raise StructureError(
+                f"{name} has an auxiliary loss or a z_loss, which no stage of a pipeline but the "
+                "last could add to the loss: balance its experts by balance_rate, which needs none"
+            )
+
+
+def _attach_owners(
+    model: nn.Module,
+    found: Mapping[str, nn.Module],
+    group: dist.ProcessGroup,
+    trace: Trace,
+    context: CommContext,
+) -> None:
     entry = context.register("experts")
 
     def launched(what: str, phase: str) -> None:

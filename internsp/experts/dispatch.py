@@ -204,7 +204,7 @@ class Exchanged:
                 what = "numbers of experts out of range" if row[8] == _OUT_OF_RANGE else "shapes"
                 return LayoutError(
                     f"{self.name}: rank {rank} was given {what} that it refuses (this is rank "
-                    f"{own}); its own error says more. Correct its router"
+                    f"{own}); its own error says more"
                 )
         rank, row = next(
             (r, a) for r, a in zip(ranks, arrived, strict=True) if a[4:] != sent[0][4:]

@@ -1,5 +1,6 @@
-"""Layers for the zoo: linear, norm, rotary, dropout."""
+"""Layers for the zoo and for models of one's own: linear, norm, rotary, dropout, experts."""
 
+from internsp.layers.experts import MixtureOfExperts
 from internsp.layers.linear import (
     ColumnParallelLinearWithCommExt,
     GroupedLinearWithCommExt,
@@ -7,11 +8,16 @@ from internsp.layers.linear import (
     ParallelLinearWithCommExt,
     RowParallelLinearWithCommExt,
 )
+from internsp.layers.router import Router, balance_experts, router_loss
 
 __all__ = [
     "ColumnParallelLinearWithCommExt",
     "GroupedLinearWithCommExt",
+    "MixtureOfExperts",
     "ParallelEmbeddingWithCommExt",
     "ParallelLinearWithCommExt",
+    "Router",
     "RowParallelLinearWithCommExt",
+    "balance_experts",
+    "router_loss",
 ]

@@ -44,11 +44,10 @@ def parallelize(
 
     Every parameter becomes a ``DTensor`` on ``mesh.param_mesh``, an expert's parameter
     (``weight_parallel.expert_parameters``) on ``mesh.experts.param_mesh``. With ``mesh.expert``
-    above 1 each rank keeps its own experts (``docs/howto/experts.md``); a ``DTensor`` contains the
-    experts of all expert ranks, one after another on dimension 0, as one process does. Layers may
-    be tensor parallel: call torch's ``parallelize_module`` with ``mesh.tensor_mesh`` first. The
-    model may be on the meta device; then call :func:`initialize` before its first forward.
-    Collective: all ranks call it.
+    above 1 each rank keeps its own experts; a ``DTensor`` contains those of all expert ranks, one
+    after another on dimension 0, as one process does. Layers may be tensor parallel: call torch's
+    ``parallelize_module`` with ``mesh.tensor_mesh`` first. The model may be on the meta device;
+    then call :func:`initialize` before its first forward. Collective: all ranks call it.
 
     Args:
         model: blocks, embedding and head are found by name patterns (WP-7).
@@ -97,10 +96,10 @@ def parallelize(
         from internsp.parallel.sequences import attach_sequences
 
         attach_sequences(model, mesh, trace, made.mean, sequence, config.overlap, split)
-    if mesh.expert > 1:
-        from internsp.experts.attach import attach_owners
+    if mesh.expert > 1 or any(hasattr(module, "settle") for module in model.modules()):
+        from internsp.experts.attach import attach_experts
 
-        attach_owners(model, mesh.expert_group, trace, made.state.collectives.comm_context)
+        attach_experts(model, mesh, trace, made.state.collectives.comm_context)
     return made
 
 

@@ -203,9 +203,8 @@ def require_own_experts(
         if declared == 1:
             raise StructureError(
                 f"the mesh has expert = {expert}, ranks that own different experts, but the model "
-                f"does not declare that it sends tokens to the owners of {name}, and its experts "
-                "are called by neither an internsp.MixtureOfExperts nor transformers' "
-                "ExpertsInterface: it would compute all tokens with this rank's experts. Make the "
+                f"does not declare that it sends tokens to the owners of {name} (nor is it an "
+                "internsp.MixtureOfExperts, or called by transformers' ExpertsInterface). Make the "
                 "mesh with expert = 1 and shard all experts over expert_weight; or, for a model "
                 "that exchanges tokens over mesh.expert_group itself, set expert_ranks = "
                 "mesh.expert on the module that does so (docs/howto/experts.md)"

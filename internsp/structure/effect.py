@@ -201,7 +201,7 @@ def _acts_on_nothing(
         elif key in ("quantize", "near_ranks"):
             what, there = "a sharded parameter in a block", any(s.block >= 0 for s in sharded)
         elif key in SHARDED_KEYS:
-            owned = key == "axis" and facts.shape.expert > 1  # small experts are sharded, too
+            owned = key == "axis" and facts.shape.expert > 1
             what, there = "a sharded parameter", bool(sharded) or owned
         if not there:
             yield key, (

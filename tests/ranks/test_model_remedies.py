@@ -153,6 +153,11 @@ OFFLOADED = (
 )
 
 PARALLEL: Table = {
+    "{reason}; make the mesh with expert = 1": {
+        "make the mesh with expert = 1":
+            "tests/ranks/test_experts_state.py::"
+            "test_owners_that_a_model_does_not_declare_are_refused_on_all_ranks",
+    },
     "freeze and unfreeze the same parameters on all ranks": {
         "freeze and unfreeze the same parameters on all ranks":
             "tests/ranks/test_unfreezing.py::"

@@ -58,9 +58,6 @@ SP: Table = {
         "give it {heads * depth}":
             "tests/ranks/test_sp_parts.py::test_loss_every_gradient_and_a_step_equal_one_process",
     },
-    "DistributedAttention object was deleted": {
-        "Keep the model alive until backward has returned": FORMS
-    },
     "Cannot split {total} items": {"give a size of 1 or more": SHARES},
     "must serve equally many query heads": {
         "Choose kv_heads among the divisors of heads":
@@ -266,16 +263,50 @@ MESH: Table = {
         "make the DeviceMesh of ranks that ascend": DEVICE_MESH, "put the axes": DEVICE_MESH,
     },
 }  # fmt: skip
+BALANCED = "tests/ranks/test_mixture_layer.py::"
+BALANCED += "test_gradients_losses_and_balance_are_those_of_one_process"
 LAYERS: Table = {
     "dropout of {tuple(x.shape)} needs": {
         "see internsp.layers.dropout":
             "tests/unit/test_dropout.py::"
             "test_a_part_of_the_positions_has_its_part_of_the_mask",
     },
+    "experts: choose 1 to": {"choose 1 to": BALANCED},
+    "experts of {top_groups} groups": {"choose more groups, or fewer experts": BALANCED},
+    "were never added to a loss": {"add internsp.router_loss(model)": BALANCED},
     "norm = 'apex' was asked for": {
         "choose norm = 'torch' or 'auto'":
             "tests/unit/test_layers_small.py::test_auto_takes_torch_without_apex_and_says_so",
     },
+}
+HANDLES: Table = {
+    "the module that owned it was deleted": {
+        "Keep the model alive until backward has returned": FORMS
+    },
+}
+OWNED = "tests/ranks/test_owners.py::test_every_family_computes_what_one_process_does"
+REFUSED = (
+    "tests/ranks/test_owners_state.py::"
+    "test_what_owners_cannot_have_is_named_on_every_rank_and_the_model_is_as_before"
+)
+GATHERED = "tests/ranks/test_experts_state.py::"
+GATHERED += "test_owners_that_a_model_does_not_declare_are_refused_on_all_ranks"
+EXPERTS: Table = {
+    "owners do not divide": {
+        "make the mesh with expert = a divisor of it": REFUSED,
+        "or shard all experts over expert_weight": GATHERED,
+    },
+    "already is expert parallel by transformers": {
+        "load the model without its distributed_config": OWNED, "or make the mesh with expert = 1":
+        GATHERED,
+    },
+    "does not count it among the experts": {"add its name there": OWNED},
+    "lies among {number} experts": {
+        "give it a rule (weight_parallel.rules) with axis = \"dense\"": REFUSED,
+        "or make the mesh with expert = 1": GATHERED,
+    },
+    "choose experts_implementation": {"choose experts_implementation before parallelize()": OWNED},
+    "dropped after an exception. Run the": {"Run the model's forward again": OWNED},
 }
 LLAMA = (
     "tests/unit/test_zoo.py::"
@@ -307,7 +338,8 @@ NAMES: Table = {
 }
 TABLES = {
     "sp": SP, "pipeline": PIPELINE, "failure": FAILURE, "mesh": MESH, "layers": LAYERS,
-    "model_zoo": ZOO, "base/names.py": NAMES, "errors": {},
+    "model_zoo": ZOO, "base/names.py": NAMES, "errors": {}, "experts": EXPERTS,
+    "base/handles.py": HANDLES,
 }  # fmt: skip
 
 

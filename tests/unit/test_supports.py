@@ -19,8 +19,8 @@ from internsp.values.meta import materialize_buffers
 from tests.support import hf
 from tests.support.models import Tiny, raises
 
-MESH: Any = SimpleNamespace(sequence=2, rank=0)
-WHOLE: Any = SimpleNamespace(sequence=1, rank=0)
+MESH: Any = SimpleNamespace(sequence=2, rank=0, expert=1)
+WHOLE: Any = SimpleNamespace(sequence=1, rank=0, expert=1)
 
 
 def made(family: str, head: str = "CausalLM", **changes: Any) -> Any:

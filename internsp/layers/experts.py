@@ -1,0 +1,166 @@
+"""A mixture of experts: router, experts with grouped products, shared experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from internsp.experts.dispatch import Dispatch, Local
+from internsp.layers.router import Router
+
+_GROUPED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Each group's rows times its matrix.
+
+    ``torch.nn.functional.grouped_mm`` where it takes the dtype and the sizes; else one product for
+    each group.
+
+    Args:
+        rows: ``[n, in]``, sorted by group.
+        weight: ``[groups, in, out]``.
+        counts: int64 ``[groups]``, rows of each group; their sum is ``n``.
+
+    Returns:
+        ``[n, out]``.
+    """
+    if not len(rows):
+        return rows @ weight[0]
+    aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
+    if rows.dtype in _GROUPED and weight.dtype == rows.dtype and aligned:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        product: Tensor = F.grouped_mm(rows.contiguous(), weight, offs=ends)
+        return product
+    pieces = zip(rows.split(counts.tolist()), weight.unbind(0), strict=True)
+    return torch.cat([piece @ matrix for piece, matrix in pieces])
+
+
+class Experts(nn.Module):
+    """``num_experts`` SwiGLU experts in grouped weights: ``down(silu(gate(x)) * up(x))``.
+
+    Built whole. ``parallelize`` keeps this rank's experts where the mesh has owners, and sets
+    ``dispatch``.
+
+    Attributes:
+        gate_up: ``[experts, width, 2 * hidden]``; ``down``: ``[experts, hidden, width]``.
+        dispatch: how tokens meet their experts; by default all experts are here.
+    """
+
+    autocasts = True  # torch.autocast casts inputs of its products
+
+    def __init__(
+        self,
+        experts: int,
+        width: int,
+        hidden: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_experts = experts
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate_up = nn.Parameter(torch.empty(experts, width, 2 * hidden, **options))
+        self.down = nn.Parameter(torch.empty(experts, hidden, width, **options))
+        self.dispatch: Dispatch = Local()
+        if self.down.device.type != "meta":
+            nn.init.normal_(self.gate_up, std=width**-0.5)
+            nn.init.normal_(self.down, std=hidden**-0.5)
+
+    def forward(
+        self, hidden: Tensor, index: Tensor, weights: Tensor, meanwhile: Any = lambda: None
+    ) -> tuple[Tensor, Any]:
+        """The weighted sum of each token's experts, and what ``meanwhile`` returns.
+
+        Args:
+            hidden: tokens ``[T, width]``.
+            index, weights: ``[T, k]``, each token's experts among all owners' and their weights.
+            meanwhile: computed while tokens travel.
+        """
+        return self.dispatch(self._compute, hidden, index, weights, meanwhile)
+
+    def _compute(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Experts of this rank, by their local numbers: ``[n, width]`` -> ``[n, width]``."""
+        tokens, each = index.shape
+        order = index.flatten().argsort(stable=True)
+        counts = torch.bincount(index.flatten(), minlength=self.num_experts)
+        # Gathers alone: the adjoint of rows[order] with repeated rows would be an index_add.
+        rows = hidden[:, None].expand(tokens, each, hidden.shape[1]).flatten(0, 1)[order]
+        gate, up = grouped_product(rows, self.gate_up, counts).chunk(2, dim=-1)
+        made = grouped_product(F.silu(gate) * up, self.down, counts)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        made = made[back].view(tokens, each, made.shape[1])
+        return (made * weights[:, :, None]).sum(1).to(hidden.dtype)
+
+
+class SharedExperts(nn.Module):
+    """A SwiGLU feed forward that every token passes: ``[..., width]`` -> ``[..., width]``."""
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(width, hidden, bias=False, device=device, dtype=dtype)
+        self.w3 = nn.Linear(width, hidden, bias=False, device=device, dtype=dtype)
+        self.w2 = nn.Linear(hidden, width, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        down: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return down
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token passes ``top_k`` of ``experts``, weighted, and the shared experts.
+
+    Dropless: every token reaches all of its experts, however many tokens an expert gets. With
+    ``expert_weight`` the experts' weights travel to the tokens, with ``expert`` the tokens to the
+    owners of their experts; the numbers are the same.
+
+    Args:
+        width: features of a token.
+        hidden: features within an expert.
+        shared: features within the shared experts; 0: there are none.
+        router: options of :class:`Router`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        *,
+        shared: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **router: Any,
+    ) -> None:
+        super().__init__()
+        self.router = Router(width, experts, top_k, device=device, dtype=dtype, **router)
+        self.experts = Experts(experts, width, hidden, device, dtype)
+        self.shared_experts = SharedExperts(width, shared, device, dtype) if shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., width]`` -> ``[..., width]``."""
+        tokens = x.flatten(0, -2)
+        routes = self.router(tokens)
+        made, shared = self.experts(
+            tokens, routes.index, routes.weights, lambda: self._shared(tokens)
+        )
+        self.router.settle(routes)
+        return (made if shared is None else made + shared).view_as(x)
+
+    def _shared(self, tokens: Tensor) -> Tensor | None:
+        if self.shared_experts is None:
+            return None
+        made: Tensor = self.shared_experts(tokens)
+        return made

@@ -1,0 +1,215 @@
+"""A router: the experts of each token, their weights, and what keeps experts equally loaded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from internsp.experts.totals import RouterRanks, Total, summed
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Where each token goes.
+
+    Attributes:
+        index: int64 ``[T, k]``, numbers of experts.
+        weights: ``[T, k]`` in the tokens' dtype or fp32, whichever is wider.
+        logits: ``[T, experts]``, likewise.
+        shares: ``[T, experts]``, each expert's share of a token's scores; they sum to 1.
+        counts: float64 ``[experts]``, tokens of each expert on this rank.
+        total: ``counts`` over all ranks that share the router, in flight; ``None`` if unused.
+    """
+
+    index: Tensor
+    weights: Tensor
+    logits: Tensor
+    shares: Tensor
+    counts: Tensor
+    total: Total | None
+
+
+class Router(nn.Module):
+    """Chooses the ``top_k`` of ``experts`` with the largest scores for each token.
+
+    Scores are computed in fp32 or wider. Its losses are **sums over this rank's tokens**, as the
+    token loss is: a loop adds :func:`router_loss` to it before it divides.
+
+    Args:
+        width: features of a token.
+        score: ``softmax`` over all experts, or ``sigmoid`` of each.
+        normalize: the weights of a token's experts sum to ``scale``.
+        scale: factor of the weights.
+        groups, top_groups: experts lie in ``groups`` of equal size; a token chooses among those of
+            the ``top_groups`` whose two best experts have the largest sum (DeepSeek-V3).
+        auxiliary: factor of the load-balancing loss ``experts * sum(load * share)`` of each token,
+            where ``load`` are the shares of all ranks' tokens (Switch Transformer).
+        z_loss: factor of the squared log-sum-exp of a token's logits (ST-MoE).
+        balance_rate: each optimizer step moves the bias of an overloaded expert down by this, of
+            another one up (:func:`balance_experts`); the bias decides the choice, not the weights.
+            0: no bias.
+
+    Attributes:
+        bias: fp32 ``[experts]``, a buffer that is saved; ``None`` without a ``balance_rate``.
+        load: float64 ``[experts]``, tokens of each expert on this rank since the last
+            :func:`balance_experts`; a recompute does not count.
+        loss: the losses of the last forward in training; ``None`` before and without any.
+        ranks: those that share the router, set by ``parallelize``.
+    """
+
+    bias: Tensor | None
+    load: Tensor
+
+    def __init__(
+        self,
+        width: int,
+        experts: int,
+        top_k: int,
+        *,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        groups: int = 1,
+        top_groups: int = 1,
+        auxiliary: float = 0.0,
+        z_loss: float = 0.0,
+        balance_rate: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _require_fits(experts, top_k, groups, top_groups)
+        self.experts, self.top_k, self.score, self.normalize = experts, top_k, score, normalize
+        self.scale, self.groups, self.top_groups = scale, groups, top_groups
+        self.auxiliary, self.z_loss, self.balance_rate = auxiliary, z_loss, balance_rate
+        self.weight = nn.Parameter(torch.empty(experts, width, device=device, dtype=dtype))
+        self.register_buffer("load", torch.zeros(experts, dtype=torch.float64), persistent=False)
+        self.register_buffer("bias", torch.zeros(experts) if balance_rate else None)
+        self.loss: Tensor | None = None
+        self.ranks: RouterRanks | None = None
+        if self.weight.device.type != "meta":
+            nn.init.normal_(self.weight, std=width**-0.5)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move or cast; the bias stays in fp32 and the load in float64, which count small steps."""
+        super()._apply(fn, recurse)
+        self.load = self.load.double()
+        if self.bias is not None:
+            self.bias = self.bias.float()
+        return self
+
+    def forward(self, tokens: Tensor) -> Routes:
+        """``tokens [T, width]``; ``T`` may be 0."""
+        wide = torch.promote_types(tokens.dtype, torch.float32)
+        logits = F.linear(tokens.to(wide), self.weight.to(wide))
+        scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+        shares = scores
+        if self.score == "sigmoid":
+            shares = scores / scores.sum(-1, keepdim=True)
+        index = self._choose(scores.detach())
+        weights = scores.gather(1, index)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        counts = torch.bincount(index.flatten(), minlength=self.experts).double()
+        if self.training and torch._C._current_graph_task_id() == -1:  # no recompute
+            self.load += counts
+        total = Total(counts, self.ranks) if self.auxiliary and self.training else None
+        return Routes(index, weights * self.scale, logits, shares, counts, total)
+
+    @torch.no_grad()
+    def _choose(self, scores: Tensor) -> Tensor:
+        """Numbers of experts ``[T, k]``."""
+        if self.bias is not None:
+            scores = scores + self.bias.to(scores.dtype)
+        if self.groups > 1:
+            grouped = scores.view(len(scores), self.groups, self.experts // self.groups)
+            best = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)
+            chosen = best.topk(self.top_groups, dim=-1).indices
+            others = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
+            scores = grouped.masked_fill(others[:, :, None], -torch.inf).flatten(1)
+        return scores.topk(self.top_k, dim=-1).indices
+
+    def settle(self, routes: Routes) -> None:
+        """Compute the losses of ``routes``, when the tokens are on their way back."""
+        if not self.training or not (self.auxiliary or self.z_loss):
+            return
+        loss = routes.logits.new_zeros(())
+        if routes.total is not None:
+            total = routes.total.wait()
+            load = (total / total.sum().clamp(min=1)).to(routes.shares.dtype)
+            loss = loss + self.auxiliary * self.experts * (routes.shares @ load).sum()
+        if self.z_loss:
+            loss = loss + self.z_loss * routes.logits.logsumexp(-1).square().sum()
+        if torch._C._current_graph_task_id() != -1:  # a recompute
+            return
+        if self.loss is not None and torch.is_grad_enabled():
+            warnings.warn(
+                "the losses of a router's last forward were never added to a loss, so that "
+                "auxiliary and z_loss train nothing: add internsp.router_loss(model) to each sum "
+                "of token losses",
+                stacklevel=2,
+            )
+        self.loss = loss
+
+
+def _require_fits(experts: int, top_k: int, groups: int, top_groups: int) -> None:
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"top_k = {top_k} of {experts} experts: choose 1 to {experts}")
+    if groups < 1 or experts % groups or not 1 <= top_groups <= groups:
+        raise ValueError(
+            f"{experts} experts in {groups} groups of which {top_groups} are chosen: the groups "
+            "must be equal, and at most all of them chosen"
+        )
+    if top_k > top_groups * (experts // groups):
+        raise ValueError(
+            f"top_k = {top_k} is more than the {top_groups * (experts // groups)} experts of "
+            f"{top_groups} groups: choose more groups, or fewer experts"
+        )
+
+
+def routers(modules: Iterable[nn.Module]) -> list[Router]:
+    """Every router of ``modules``, once."""
+    found = (m for module in modules for m in module.modules() if isinstance(m, Router))
+    return list(dict.fromkeys(found))
+
+
+def router_loss(*modules: nn.Module) -> Tensor | float:
+    """The sum of the losses of all routers since their last forward; 0.0 if there are none.
+
+    Each loss is taken once. Add it to a sum of token losses, before it is divided by a number of
+    tokens.
+    """
+    total: Tensor | float = 0.0
+    for router in routers(modules):
+        if router.loss is not None:
+            total, router.loss = total + router.loss, None
+    return total
+
+
+@torch.no_grad()
+def balance_experts(*modules: nn.Module) -> None:
+    """Move the biases of all routers towards equal loads; call it after each optimizer step.
+
+    Loads are those of all ranks and micro-batches since the last call, in one message. Collective
+    if a router with a bias is shared by several ranks; blocks.
+    """
+    every = routers(modules)
+    balanced = [router for router in every if router.bias is not None]
+    for router in every:
+        if router.bias is None:
+            router.load.zero_()
+    if not balanced:
+        return
+    loads = torch.cat([router.load for router in balanced])
+    if balanced[0].ranks is not None:
+        loads = summed(loads, balanced[0].ranks)
+    for router, load in zip(balanced, loads.split([r.experts for r in balanced]), strict=True):
+        assert router.bias is not None, "chosen above"
+        router.bias += router.balance_rate * (load.mean() - load).sign().to(router.bias.dtype)
+        router.load.zero_()

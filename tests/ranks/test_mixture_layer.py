@@ -1,0 +1,113 @@
+"""``internsp.MixtureOfExperts``: the numbers of one process, wherever experts and tokens are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from internsp.base.trace import Trace
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.layers import MixtureOfExperts, balance_experts, router_loss
+from internsp.parallel.parallelize import parallelize
+from tests.support.compare import check, close, gradients, parameters
+from tests.support.owners import mesh_of
+from tests.support.ranks import ranks
+
+WIDTH, WORDS = 8, 13
+SWITCH: dict[str, Any] = {"top_k": 2, "auxiliary": 0.3, "z_loss": 0.01}
+DEEPSEEK: dict[str, Any] = {
+    "top_k": 3, "score": "sigmoid", "groups": 4, "top_groups": 2, "scale": 2.5, "shared": 6,
+    "balance_rate": 0.02,
+}  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.norm, self.wo = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.moe = MixtureOfExperts(WIDTH, 5, 8, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.wo(self.norm(x)))
+        return x + self.moe(x)
+
+
+class Model(nn.Module):
+    """``model(ids [T])`` -> the sum of a loss of each token."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block(**options) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x), (ids * 5 + 1) % WORDS, reduction="sum")
+
+
+def tokens(rank: int, step: int) -> Tensor:
+    """Other tokens on each rank, of another number; the last of four ranks has none."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(0, WORDS, (0 if rank == 3 else 6 + 3 * rank,), generator=generator)
+
+
+class Pair:
+    def __init__(self, options: dict[str, Any], again: str | None, **degrees: int) -> None:
+        torch.manual_seed(4)
+        self.plain = Model(**options).double()
+        self.ours = copy.deepcopy(self.plain)
+        self.mesh, self.trace = mesh_of(**degrees), Trace(enabled=True)
+        weights = WeightParallelConfig(min_shard_elements=16, coalesce_bytes=0)
+        checkpoint = ActivationCheckpointConfig(mode=again) if again else None  # type: ignore[arg-type]
+        self.communicator = parallelize(
+            self.ours, self.mesh, weights, activation_checkpoint=checkpoint, trace=self.trace
+        )
+        self.communicator.state.pool.poison = True
+
+    def step(self, number: int, what: str) -> None:
+        """Two micro-batches, all gradients, a step of SGD, the balance; then all parameters."""
+        world = self.mesh.world_size
+        for part in (2 * number, 2 * number + 1):
+            every = torch.cat([tokens(rank, part) for rank in range(world)])
+            wanted = self.plain(every) + router_loss(self.plain)
+            found = self.ours(tokens(self.mesh.rank, part)) + router_loss(self.ours)
+            total = found.detach().clone()
+            torch.distributed.all_reduce(total)
+            close(total, wanted.detach(), f"{what}: loss")
+            wanted.backward()
+            found.backward()
+        check(gradients(self.ours), gradients(self.plain), f"{what}: gradients")
+        for model in (self.ours, self.plain):
+            torch.optim.SGD(model.parameters(), lr=0.05, foreach=False).step()
+            model.zero_grad()
+            balance_experts(model)
+        check(parameters(self.ours), parameters(self.plain), f"{what}: parameters")
+        check(dict(self.ours.named_buffers()), dict(self.plain.named_buffers()), f"{what}: bias")
+
+
+CASES: list[tuple[dict[str, Any], str | None, dict[str, int]]] = [
+    (SWITCH, None, {"expert": 4}),
+    (DEEPSEEK, "full", {"expert": 2, "weight": 4, "expert_weight": 2}),
+    (SWITCH, "full", {"expert": 2, "weight": 2, "expert_weight": 1}),
+    (DEEPSEEK, "selective", {"expert": 4, "weight": 1}),
+    (SWITCH, "selective", {"weight": 4}),
+    (DEEPSEEK, None, {"weight": 2, "expert_weight": 4}),
+]
+
+
+@ranks(4)
+def test_gradients_losses_and_balance_are_those_of_one_process() -> None:
+    for number, (options, again, degrees) in enumerate(CASES):
+        pair = Pair(options, again, **degrees)
+        for step in range(2):
+            pair.step(step, f"case {number}, step {step}")
+        if options is DEEPSEEK:
+            bias = pair.ours.layers[0].moe.router.bias
+            assert 0 < float(bias.abs().max()) < 0.05, "two steps of 0.02 each"
