@@ -25,7 +25,7 @@ _TABLE = {
     ),
     "internsp.layers": ("ParallelLinearWithCommExt", "MixtureOfExperts", "Router"),
     "internsp.layers.dropout": ("row_keys",),
-    "internsp.layers.router": ("balance_experts", "router_loss"),
+    "internsp.layers.router": ("Routes", "balance_experts", "router_loss"),
     "internsp.mesh": ("ParallelMesh", "SequenceAxes", "WeightAxis"),
     "internsp.optim": ("LossScaler", "ZeroOptimizer", "clip_grad_norm_", "step_together"),
     "internsp.parallel.parallelize": ("initialize", "parallelize"),
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from internsp.layers import ParallelLinearWithCommExt as ParallelLinearWithCommExt
     from internsp.layers import Router as Router
     from internsp.layers.dropout import row_keys as row_keys
+    from internsp.layers.router import Routes as Routes
     from internsp.layers.router import balance_experts as balance_experts
     from internsp.layers.router import router_loss as router_loss
     from internsp.mesh import ParallelMesh as ParallelMesh

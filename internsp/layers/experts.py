@@ -47,6 +47,7 @@ class Experts(nn.Module):
 
     Attributes:
         gate_up: ``[experts, width, 2 * hidden]``; ``down``: ``[experts, hidden, width]``.
+        top_k: how many of the experts a token passes, as far as it is known.
         dispatch: how tokens meet their experts; by default all experts are here.
     """
 
@@ -59,9 +60,10 @@ class Experts(nn.Module):
         hidden: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        top_k: int | None = None,
     ) -> None:
         super().__init__()
-        self.num_experts = experts
+        self.num_experts, self.top_k = experts, top_k
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate_up = nn.Parameter(torch.empty(experts, width, 2 * hidden, **options))
         self.down = nn.Parameter(torch.empty(experts, hidden, width, **options))
@@ -146,7 +148,7 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.router = Router(width, experts, top_k, device=device, dtype=dtype, **router)
-        self.experts = Experts(experts, width, hidden, device, dtype)
+        self.experts = Experts(experts, width, hidden, device, dtype, top_k)
         self.shared_experts = SharedExperts(width, shared, device, dtype) if shared else None
 
     def forward(self, x: Tensor) -> Tensor:

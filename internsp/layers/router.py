@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -24,7 +24,7 @@ class Routes:
         logits: ``[T, experts]``, likewise.
         shares: ``[T, experts]``, each expert's share of a token's scores; they sum to 1.
         counts: float64 ``[experts]``, tokens of each expert on this rank.
-        total: ``counts`` over all ranks that share the router, in flight; ``None`` if unused.
+        total: waits for ``counts`` over all ranks that share the router; ``None`` if unused.
     """
 
     index: Tensor
@@ -32,7 +32,7 @@ class Routes:
     logits: Tensor
     shares: Tensor
     counts: Tensor
-    total: Total | None
+    total: Callable[[], Tensor] | None
 
 
 class Router(nn.Module):
@@ -119,7 +119,9 @@ class Router(nn.Module):
         counts = torch.bincount(index.flatten(), minlength=self.experts).double()
         if self.training and torch._C._current_graph_task_id() == -1:  # no recompute
             self.load += counts
-        total = Total(counts, self.ranks) if self.auxiliary and self.training else None
+        total = None
+        if self.auxiliary and self.training:
+            total = Total(counts, self.ranks).wait
         return Routes(index, weights * self.scale, logits, shares, counts, total)
 
     @torch.no_grad()
@@ -141,7 +143,7 @@ class Router(nn.Module):
             return
         loss = routes.logits.new_zeros(())
         if routes.total is not None:
-            total = routes.total.wait()
+            total = routes.total()
             load = (total / total.sum().clamp(min=1)).to(routes.shares.dtype)
             loss = loss + self.auxiliary * self.experts * (routes.shares @ load).sum()
         if self.z_loss:

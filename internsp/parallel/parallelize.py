@@ -83,10 +83,9 @@ def parallelize(
             "(docs/howto/own_communicator.md)"
         )
     given_all = model, mesh, config, sequence, activation_checkpoint, split
+    own = communicator is not None
     with ExitStack() as undo:
-        examined = require_same_model(
-            *given_all, lambda: _examine(*given_all, communicator is not None, undo)
-        )
+        examined = require_same_model(*given_all, lambda: _examine(*given_all, own, undo))
         undo.pop_all()
     trace = trace or Trace()
     made = build(

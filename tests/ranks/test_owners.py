@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from internsp.experts.rule import COUNTS_BYTES
 from internsp.optim import ZeroOptimizer, clip_grad_norm_
 from tests.support.compare import check, close, parameters
 from tests.support.owners import MIXTURES, OwnersTwin, mesh_of
@@ -87,3 +91,24 @@ def test_norms_and_clipping_count_each_expert_once() -> None:
             close(torch.tensor(ours.grad_norm).double(), wanted.double(), "norm", 1e-6)
             plain.zero_grad()
         check(parameters(twin.ours), parameters(twin.plain), f"AdamW with {degrees}", 1e-8)
+
+
+@ranks(2)
+def test_bytes_of_messages_are_those_of_the_rule_with_the_counts_that_came() -> None:
+    mesh = mesh_of(expert=2)
+    twin = OwnersTwin("mixtral", mesh)
+    chosen: list[Tensor] = []
+    for layer in twin.ours.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda m, args, out: chosen.append(out[2]))
+    twin.backward()
+    away = [int((index // 4 != mesh.expert_rank).any(1).sum()) for index in chosen]
+    weights = 4  # bytes of a router's weight: fp32
+    row, route = 24 * 8, 2 * weights
+    assert twin.sent("tokens", "forward") == [n * (row + route + 2 * 4) for n in away]
+    assert twin.sent("results", "backward") == [n * row for n in reversed(away)]
+    assert twin.sent("counts", "forward") == [COUNTS_BYTES] * 2
+    theirs: list[Any] = [None, None]
+    dist.all_gather_object(theirs, away)
+    got = theirs[1 - mesh.expert_rank]
+    assert twin.sent("results", "forward") == [n * row for n in got]
+    assert twin.sent("tokens", "backward") == [n * (row + route) for n in reversed(got)]

@@ -88,6 +88,8 @@ class Config(Section):
         heads = parallel.sequence if self.model.family == "hf" else max(self.model.heads, 1)
         rings = (n for n in range(1, parallel.sequence + 1) if parallel.sequence % n == 0)
         ring = sequence.ring or next(n for n in rings if parallel.sequence // n <= heads)
+        if found["expert"] == "auto":  # see app.plan.experts: until chosen, weights travel
+            found["expert"] = 1
         own = {"zero": parallel.optimizer_ranks, "ring": ring, "near": sequence.fast_links}
         return {**found, **own}
 

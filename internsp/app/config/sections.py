@@ -116,9 +116,9 @@ class ParallelConfig(Section):
     and saves most memory; 1 saves traffic."""
     expert_weight: Degree | None = None
     """Each expert's weight is split over this many ranks. "none" uses parallel.weight."""
-    expert: Degree = 1
+    expert: Degree | Literal["auto"] = 1
     """Ranks among which the experts are divided, each owning its own. With 1 every rank has a shard
-    of every expert."""
+    of every expert; "auto" gives each of expert_weight ranks its own if that sends fewer bytes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto takes torch's accelerator where present, CUDA or any other."""
     timeout_seconds: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_SECONDS)] = 300

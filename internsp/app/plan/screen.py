@@ -21,6 +21,7 @@ from internsp.app.plan.classes import (
     schedule_lines,
     table,
 )
+from internsp.app.plan.experts import chosen_experts, expert_lines
 from internsp.app.plan.longest import MemoryBudget, Rows
 from internsp.app.plan.matrices import MatrixTraffic
 from internsp.app.plan.offloaded import with_sums
@@ -81,6 +82,7 @@ def print_plan(
     check_length(config)
     if picture is not None and config.parallel.pipeline == 1:
         raise ConfigError("--picture: there is no pipeline to draw (parallel.pipeline = 1)")
+    config = chosen_experts(config, world_size)
     budget = MemoryBudget(config, world_size)
     plan = budget.plan
     if isinstance(plan, PipelinePlan) and picture is not None:
@@ -103,6 +105,8 @@ def print_plan(
         if plan.kept.blocks:
             console.print(plan.kept.line())
         console.print(_units_line(plan.chunk))
+        for line in expert_lines(config, world_size):
+            console.print(line, markup=False)
     else:
         _print_stages(plan, config, console)
     console.print(_memory_table(config, found))

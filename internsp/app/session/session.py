@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from internsp.app.config import Config
 from internsp.app.config.tiles import with_tile_count
@@ -18,6 +20,7 @@ from internsp.app.models.factory import (
     move_buffers,
     to_parallelize,
 )
+from internsp.app.plan.experts import chosen_experts
 from internsp.app.session.inputs import open_source
 from internsp.app.session.optimizers import check_group_patterns, make_optimizer
 from internsp.app.session.own import Custom, CustomData
@@ -25,6 +28,7 @@ from internsp.app.session.rates import RateFactor
 from internsp.base.accelerator import device_clock
 from internsp.base.trace import Trace
 from internsp.errors import ConfigError
+from internsp.layers import balance_experts
 from internsp.mesh import ParallelMesh
 from internsp.optim import LossScaler, ZeroOptimizer, step_together
 from internsp.parallel.parallelize import parallelize
@@ -76,8 +80,13 @@ class Session:
         return self.config.optimizer.lr * float(schedule.lr_lambdas[0](schedule.last_epoch))
 
     def step(self) -> float:
-        """Run one step of optimizer and learning rate schedule; returns the gradient norm."""
+        """Run one step of optimizers, experts' balance and learning rate schedules.
+
+        Returns:
+            The gradient norm.
+        """
         step_together(self.optimizers, log=False)
+        balance_experts(*self.modules)
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
             optimizer.zero_grad()
             schedule.step()
@@ -93,6 +102,10 @@ class Session:
             ConfigError: the text has ids that the model's vocabulary lacks; see ``factory``.
             InternspError: see :func:`internsp.parallelize` and :class:`ParallelMesh`.
         """
+        if config.parallel.expert == "auto":
+            started = dist.is_initialized()
+            ranks = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
+            config = chosen_experts(config, ranks)
         parallel = config.parallel
         mesh = ParallelMesh.create(
             **config.degrees(),

@@ -1,0 +1,87 @@
+"""Which travels, weights or tokens: the arithmetic, its choice, and what a plan prints of it."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from internsp.app.config import Config
+from internsp.app.plan.experts import chosen_experts, experts_traffic
+from internsp.app.plan.screen import print_plan
+from internsp.experts.rule import ExpertTraffic, expected_owners
+
+
+@pytest.mark.parametrize(("experts", "top_k", "ranks"), [(8, 2, 4), (128, 8, 8), (16, 2, 2)])
+def test_the_expected_owners_of_a_token_are_those_of_random_tokens(
+    experts: int, top_k: int, ranks: int
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    chosen = torch.rand(10_000, experts, generator=generator).topk(top_k).indices
+    owners = chosen // (experts // ranks)
+    seen = torch.zeros(10_000, ranks).scatter_(1, owners, 1.0).sum(1).mean()
+    assert expected_owners(experts, top_k, ranks) == pytest.approx(float(seen), rel=0.02)
+
+
+def traffic(tokens: int) -> ExpertTraffic:
+    """128 experts of 3 x 1024 x 768 over 8 ranks in bf16, two gathers and a reduction."""
+    weights = 3 * 128 * 768 * 1024
+    return ExpertTraffic(128, 8, 1024, 3 * weights * 2 * 7 // 8, 8, tokens, 2, 2)
+
+
+def test_the_threshold_is_that_of_the_elements_and_the_pick_turns_there() -> None:
+    at = traffic(1)
+    assert at.owners == pytest.approx(5.34, abs=0.01)
+    assert at.threshold == pytest.approx(9 * 128 * 768 / (4 * at.owners), rel=0.02)
+    picks = [replace(at, tokens=int(at.threshold * n)).exchanges for n in (0.25, 0.45, 1, 4)]
+    assert picks == [True, True, False, False]
+    words = [replace(at, tokens=int(at.threshold * n)).verdict() for n in (0.25, 1, 4)]
+    assert [w.split(":")[0] for w in words] == [
+        "tokens travel (expert = 8)", *["weights travel (expert_weight = 8)"] * 2,
+    ]  # fmt: skip
+    margins = zip(words, ("4.0 times", "tie", "4.0 times"), strict=True)
+    assert all(margin in text for text, margin in margins)
+    again = replace(at, recomputed=True)
+    assert again.bytes_of_a_token == pytest.approx(1.25 * at.bytes_of_a_token, rel=0.02)
+
+
+def config(folder: Path, length: int, **parallel: Any) -> Config:
+    return Config.model_validate({
+        "model": {"family": "hf", "path": str(folder)},
+        "data": {"sequence_length": length},
+        "parallel": parallel,
+        "weight_parallel": {"min_shard_elements": 64},
+        "train": {"global_batch": 4, "micro_batches": 1, "dtype": "bfloat16"},
+    })  # fmt: skip
+
+
+def test_auto_takes_the_way_of_fewer_bytes_and_a_plan_says_so(tmp_path: Path) -> None:
+    from transformers import MixtralConfig
+
+    MixtralConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=5,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=8,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    given = config(tmp_path, 64, expert_weight=2)
+    each = experts_traffic(given, 2)
+    assert list(each) == [f"model.layers.{n}.mlp.experts" for n in range(5)]
+    first, *_, last = each.values()
+    weights = 3 * 8 * 48 * 32 * 2
+    assert first.gathered == pytest.approx(3 * weights // 2, rel=0.01), "two gathers, a reduction"
+    assert last.gathered < first.gathered, "the last block stays in its slot for backward"
+    threshold = last.threshold
+    few, many = int(threshold / 4), int(threshold * 4)
+    for length, degrees in ((few, (2, 1)), (many, (1, 2))):
+        chosen = chosen_experts(config(tmp_path, length, expert="auto", expert_weight=2), 2)
+        assert (chosen.parallel.expert, chosen.parallel.expert_weight) == degrees
+        assert chosen.degrees()["expert"] == degrees[0]
+        console = Console(file=io.StringIO(), width=200)
+        print_plan(config(tmp_path, length, expert="auto", expert_weight=2), 2, console)
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("tokens travel (expert = 2)" if length == few else "weights travel") in text
+        assert "8 experts over 2 ranks, 2 a token" in text
