@@ -1,0 +1,72 @@
+"""Weights to tokens or tokens to weights, on a slow link: which is faster, and which was picked.
+
+    sudo python -m tools.bench_experts
+
+Two ranks in network namespaces joined by a link of ``--rate-mbit``. The same mixture is trained in
+four ways, in turn within each round: ours with experts gathered and with tokens exchanged, FSDP2,
+and FSDP2 for all but the experts, whose tokens are exchanged as torch alone does it: one row for
+each pair of a token and an expert. Tokens of a rank are a quarter of T*, T* and four times T*
+(internsp/experts/rule.py). Each cell is the median of the rounds; the losses of all ways agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from contextlib import ExitStack
+
+from tools.bench.mixture import EXPERTS, HIDDEN, LAYERS, TOP_K, WAYS, WIDTH
+from tools.bench.ranks import Session, Setup
+from tools.overlap.network import Link, Namespaces, missing
+
+
+def table(session: Session, rounds: int) -> list[str]:
+    """Lines: tokens, seconds of each way, and the rule's pick."""
+    from internsp.experts.rule import ExpertTraffic
+
+    weights = 3 * EXPERTS * HIDDEN * WIDTH * 4
+    traffic = ExpertTraffic(EXPERTS, TOP_K, WIDTH, 3 * weights // 2, 2, 1, 4, 4)
+    lines = [f"| tokens | {' | '.join(WAYS)} | picked |", "|---:|" + "---:|" * len(WAYS) + "---|"]
+    for share in (0.25, 1.0, 4.0):
+        tokens = int(share * traffic.threshold)
+        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        losses = {}
+        for number in range(rounds + 1):  # the first round warms up
+            for way in WAYS:
+                replies = session.ask("step", way=way, tokens=tokens)
+                losses[way] = sum(loss for _, loss in replies)
+                if number:
+                    seconds[way].append(max(s for s, _ in replies))
+        spread = max(losses.values()) - min(losses.values())
+        assert spread < 1e-3 * abs(losses["gathered"]), f"the ways compute other losses: {losses}"
+        pick = (
+            "exchanged"
+            if ExpertTraffic(EXPERTS, TOP_K, WIDTH, 3 * weights // 2, 2, tokens, 4, 4).exchanges
+            else "gathered"
+        )
+        cells = " | ".join(f"{statistics.median(seconds[way]):.2f} s" for way in WAYS)
+        lines.append(f"| {tokens:,} ({share:g} T*) | {cells} | {pick} |")
+    return lines
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench_experts", description=__doc__)
+    parser.add_argument("--rate-mbit", type=float, default=100.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--loopback", action="store_true", help="no rate limit, any user")
+    given = parser.parse_args()
+    if not given.loopback and (why := missing()):
+        parser.error(f"{why}; --loopback needs neither, and measures no slow link")
+    with ExitStack() as stack:
+        link: Link = stack.enter_context(Link() if given.loopback else Namespaces(2))
+        setup = Setup("tools.bench.mixture:Worker", (), 2, 300.0, link.interface, link.namespaces)
+        session = stack.enter_context(Session(setup))
+        link.limit(given.rate_mbit)
+        rate = "" if given.loopback else f", {given.rate_mbit:g} Mbit/s"
+        print(f"{link.label}{rate}; {LAYERS} blocks of {EXPERTS} experts, {WIDTH} x {HIDDEN}")
+        print("\n".join(table(session, given.rounds)))
+
+
+if __name__ == "__main__":
+    main()
