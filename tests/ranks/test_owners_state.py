@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from internsp.app.config import Config
@@ -19,12 +20,13 @@ from internsp.app.process.stop import StopRequest
 from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
 from internsp.config import PlanRule, WeightParallelConfig
-from internsp.errors import LayoutError, StructureError
+from internsp.errors import CollectiveError, LayoutError, StructureError
+from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
 from internsp.parallel.parallelize import parallelize
 from internsp.parallel.sequences import supports
 from tests.support import hf
-from tests.support.compare import check, parameters
+from tests.support.compare import check, close, parameters
 from tests.support.models import raises
 from tests.support.owners import OwnersTwin as Twin
 from tests.support.owners import mesh_of, mixture
@@ -164,7 +166,7 @@ def test_a_copy_of_the_config_serves_other_models_as_before() -> None:
         assert torch.equal(third(**batch).logits, twin.plain(**batch).logits)
 
 
-def settings(folder: Path, **parallel: int) -> Config:
+def settings(folder: Path, **parallel: Any) -> Config:
     """A run of a folder of transformers without weights."""
     return Config.model_validate({
         "model": {"family": "hf", "path": str(folder)},
@@ -179,15 +181,18 @@ def settings(folder: Path, **parallel: int) -> Config:
     })  # fmt: skip
 
 
-def losses(settings: Config) -> tuple[list[tuple[float, float]], float | None]:
+def losses(settings: Config, owners: int) -> tuple[list[tuple[float, float]], float | None]:
     session = Session.create(settings)
+    assert session.mesh.expert == owners
     runner = StepRunner(session)
     rows = [runner.step(step, StopRequest())[0] for step in range(2)]
     return [(row.loss, row.grad_norm) for row in rows], runner.evaluate()
 
 
 def runs(rank: int, world: int, folder: Path) -> tuple[list[tuple[float, float]], float | None]:
-    return losses(settings(folder, expert=world))
+    if world == 1:
+        return losses(settings(folder), 1)
+    return losses(settings(folder, expert="auto", expert_weight=2), 2)  # so few tokens travel
 
 
 def test_a_run_of_two_processes_that_own_experts_learns_what_one_does(tmp_path: Path) -> None:
@@ -206,3 +211,57 @@ def test_a_run_of_two_processes_that_own_experts_learns_what_one_does(tmp_path: 
     ]
     assert len(sizes[0]) == 4
     assert [2 * size for size in sizes[0]] == sizes[1]
+
+
+@ranks(2)
+def test_an_owner_that_fails_is_one_error_on_all_ranks_with_block_and_phase(rank: int) -> None:
+    for phase in ("forward", "backward"):
+        mesh = ParallelMesh.create(device_type="cpu", timeout_seconds=5, expert=2)
+        twin = Twin("mixtral", mesh)
+        experts = twin.ours.model.layers[0].mlp.experts
+
+        def broken(module: nn.Module, args: Any, out: Tensor, phase: str = phase) -> None:
+            if phase == "forward":
+                raise ZeroDivisionError("broken")
+            out.register_hook(lambda grad: 1 // 0)
+
+        if rank == 1:
+            experts.act_fn.register_forward_hook(broken)
+        start = time.monotonic()
+        kind = ZeroDivisionError if rank else CollectiveError
+        with pytest.raises(kind) as caught:
+            hf.sums(twin.ours, {"input_ids": hf.ids(rank), "use_cache": False}).backward()
+        assert time.monotonic() - start < 15
+        if rank == 0:
+            text = str(caught.value)
+            assert "model.layers.0.mlp.experts" in text, text
+            assert f"({phase})" in text, text
+            assert "rank 1 failed first: ZeroDivisionError" in text or phase == "backward", text
+
+
+@ranks(2)
+def test_frozen_shared_and_copied_experts_train_as_on_one_process() -> None:
+    def freeze(model: Any) -> None:
+        model.model.embed_tokens.weight.requires_grad_(False)
+        for layer in model.model.layers:
+            layer.mlp.experts.down_proj.requires_grad_(False)
+            layer.mlp.gate.weight.requires_grad_(False)
+
+    def share(model: Any) -> None:
+        model.model.layers[1].mlp.gate.weight = model.model.layers[0].mlp.gate.weight
+
+    mesh = mesh_of(expert=2)
+    for prepare in (freeze, share):
+        twin = Twin("mixtral", mesh, prepare=prepare)
+        for _ in range(2):
+            twin.backward()
+            twin.check(prepare.__name__)
+    twin.ours.eval(), twin.plain.eval()
+    batch = {"input_ids": hf.ids(0), "use_cache": False}
+    with torch.no_grad():
+        close(twin.ours(**batch).logits, twin.plain(**batch).logits, "evaluated", hf.SINGLE)
+    texts = [
+        m.generate(input_ids=hf.ids(0)[:, :4], max_new_tokens=3, do_sample=False)
+        for m in (twin.plain, twin.ours)
+    ]
+    assert torch.equal(*texts)
