@@ -1,0 +1,137 @@
+"""Seconds of one block in a micro-batch: computation, and messages that it waits for. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from internsp.app.plan.compute import (
+    Work,
+    attention,
+    block_products,
+    block_products_backward,
+    passes,
+)
+from internsp.app.plan.devices import Device
+from internsp.app.plan.links import Group, beside
+from internsp.app.plan.workload import Workload
+
+
+@dataclass(frozen=True)
+class BlockSeconds:
+    """One block's seconds in a micro-batch; pairs are forward and backward.
+
+    Attributes:
+        forward, backward, again: computation, without and of the recompute.
+        tensor: messages of tensor parallelism, beside nothing.
+        hidden_tensor: those beside products.
+        sequences: exchanges of parts of sequences that attention waits for.
+        experts: exchanges of tokens between experts' ranks.
+        slowdown: how much longer computation takes beside a message.
+    """
+
+    forward: Work
+    backward: Work
+    again: Work
+    tensor: tuple[float, float]
+    hidden_tensor: tuple[float, float]
+    sequences: tuple[float, float]
+    experts: tuple[float, float]
+    slowdown: float
+
+    def slowed(self, at: int) -> float:
+        """Seconds by which hidden tensor messages make forward (0) or backward (1) longer."""
+        work = (self.forward, self.backward)[at].total
+        return beside(work, self.hidden_tensor[at], self.slowdown) - work
+
+    def at(self, at: int) -> float:
+        """All seconds of forward (0), or of backward with its recompute (1)."""
+        work = self.forward.total if at == 0 else self.backward.total + self.again.total
+        waited = self.tensor[at] + self.sequences[at] + self.experts[at]
+        return work + waited + self.slowed(at)
+
+    @property
+    def messages(self) -> float:
+        """Seconds of all of its messages."""
+        kinds = (self.tensor, self.hidden_tensor, self.sequences, self.experts)
+        return sum(sum(kind) for kind in kinds)
+
+
+def block_seconds(load: Workload, device: Device) -> BlockSeconds:
+    """What a block of ``load`` takes on ``device``."""
+    habits, again = load.habits, load.recompute
+    multiplied, last = block_products(load, device)
+    attends, reads = attention(load, device), passes(load, device)
+    forward = Work(multiplied, attends[0], reads[0])
+    backward = Work(block_products_backward(load, device), attends[1], reads[1])
+    repeated = forward.times(again.products, again.attention, again.passes)
+    if again.products and not habits.whole_recompute:
+        repeated = Work(
+            max(0.0, again.products * (forward.products - last)), repeated.attention,
+            repeated.passes,
+        )
+    whole = 1 if again.products and again.attention else 0
+    tensor, hidden = _tensor(load, device, whole)
+    return BlockSeconds(
+        forward, backward, repeated, tensor, hidden, _context(load, device, attends, whole),
+        _experts(load, device, whole), device.fitted.slowdown,
+    )  # fmt: skip
+
+
+def _tensor(
+    load: Workload, device: Device, again: int
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Messages of tensor parallelism that nothing hides, and those beside products."""
+    degree, habits = load.degrees.tensor, load.habits
+    if degree == 1:
+        return (0.0, 0.0), (0.0, 0.0)
+    group = Group(degree, 1, device)
+    one = group.gather(load.tokens * load.model.hidden * 2)  # half of an all-reduce
+    forward = 4 * one
+    backward = (5 if habits.tensor_sequence else 4) * one + again * forward
+    if not habits.tensor_overlap:
+        return (forward, backward), (0.0, 0.0)
+    first = 1 / degree  # a product is cut into as many parts, and waits for the first
+    return (
+        (forward * first, backward * first),
+        (forward * (1 - first), backward * (1 - first)),
+    )
+
+
+def _context(
+    load: Workload, device: Device, attends: tuple[float, float], again: int
+) -> tuple[float, float]:
+    """Exchanges of sequences of one block that attention waits for."""
+    degrees, model = load.degrees, load.model
+    if degrees.context == 1:
+        return 0.0, 0.0
+    features = model.head_dim / degrees.tensor
+    by_heads = degrees.context // degrees.ring
+    forward = backward = 0.0
+    if by_heads > 1:
+        group = Group(by_heads, degrees.tensor, device)
+        sent = load.tokens * 2 * features
+        to = group.exchange(sent * (model.heads + 2 * model.kv_heads))
+        back = group.exchange(sent * model.heads)
+        forward += to + back
+        backward += (to + back) * (1 + again)
+    if degrees.ring > 1:
+        group = Group(degrees.ring, degrees.tensor * by_heads, device)
+        one = group.pass_on(load.tokens * 4 * model.kv_heads * features / by_heads)
+        steps = degrees.ring - 1
+        if load.habits.context_overlap:
+            ahead, behind = (seconds / degrees.ring for seconds in attends)
+            forward += steps * max(0.0, one - ahead)
+            backward += steps * (max(0.0, 2 * one - behind) + again * max(0.0, one - ahead))
+        else:
+            forward += steps * one
+            backward += steps * (2 + again) * one
+    return forward, backward
+
+
+def _experts(load: Workload, device: Device, again: int) -> tuple[float, float]:
+    degrees, model = load.degrees, load.model
+    if not model.experts or degrees.expert == 1:
+        return 0.0, 0.0
+    group = Group(degrees.expert, degrees.tensor * degrees.context, device)
+    one = group.exchange(load.tokens / degrees.tensor * model.topk * model.hidden * 2)
+    return 2 * one, (2 + 2 * again) * one

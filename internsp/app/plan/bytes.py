@@ -1,0 +1,113 @@
+"""Bytes of a step on one rank, in closed form: what a search prunes by, and tables check. Pure.
+
+The plan that is printed counts the same components from the objects that run
+(:mod:`internsp.app.plan.step`); this form needs no model and takes microseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from internsp.app.plan.workload import Workload
+
+_LOGITS = {"eager": 10, "kernels": 6, "compiled": 6}  # bytes of one logit at the loss
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes of a rank's device at the peak of a step, by component."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    unsharded: float
+    activations: float
+    working: float
+
+    @property
+    def total(self) -> float:
+        """All of it, as allocated: an allocator reserves more."""
+        return (
+            self.weights + self.gradients + self.optimizer + self.unsharded + self.activations
+            + self.working
+        )
+
+
+def step_bytes(load: Workload) -> StepBytes:
+    """Bytes of the first stage, which has the most passes in flight, or of the last one's head."""
+    model, degrees, habits = load.model, load.degrees, load.habits
+    size = {"fp32": 4, "fp64": 8}.get(load.dtype, 2)
+    blocks = -(-model.layers // degrees.pipeline)
+    ends = model.embedding * (1 if model.tied or degrees.pipeline > 1 else 2)
+    dense = (blocks * model.dense_parameters + ends) / degrees.tensor
+    experts = blocks * model.experts * model.expert_parameters / degrees.expert
+    copies = degrees.data * degrees.context
+    over = degrees.sharded
+    owners = over if degrees.kind in ("zero3", "zero2") else 1
+    if degrees.kind == "zero1":
+        owners = degrees.optimizer or copies
+    few = max(1, owners // degrees.expert)
+    own = dense / owners + experts / few
+    held = dense / over + experts / max(1, over // degrees.expert)
+    whole = degrees.kind in ("zero3", "zero2")
+    # A sharded step keeps weights, sums and moments in 32 bits; a program with unsharded weights
+    # keeps the weights in the dtype of its products, and masters with the optimizer's state.
+    weights = held * (4 if whole else size)
+    gradients = held * (4 if whole or habits.reduce_bytes == 4 else size)
+    optimizer = own * (8 if whole else 12)
+    if "optimizer" in load.offload:
+        optimizer = 0.0
+        if whole:
+            weights, gradients = held * size, held * size
+    if "weights" in load.offload:
+        weights = 0.0
+    unsharded = 0.0
+    if over > 1 or "weights" in load.offload:
+        one = model.block_parameters / degrees.tensor
+        unsharded = (2 if degrees.kind == "zero3" else blocks) * one * size
+        unsharded += one * habits.reduce_bytes  # gradients that are on their way
+    kept, working = _activations(load, size)
+    flying: float = min(degrees.pipeline, load.micro_batches)
+    chunks = degrees.interleave
+    if chunks > 1:
+        flying = min(flying + (degrees.pipeline - 1) / chunks, load.micro_batches)
+    entry = 0.0 if "activations" in load.offload else kept * blocks * flying
+    logits = load.loss_chunk or load.tokens
+    loss = min(logits, load.tokens) * model.vocab / degrees.tensor * _LOGITS[habits.fused]
+    if "activations" in load.offload or load.recompute.attention:
+        loss = min(loss, 2**31)  # such runs compute the loss by parts
+    if degrees.pipeline > 1:  # the head is on the last stage, which has one pass in flight
+        last = kept * blocks + loss
+        return StepBytes(
+            weights, gradients, optimizer, unsharded, max(entry, last), working
+        )
+    return StepBytes(weights, gradients, optimizer, unsharded, entry, max(working, loss))
+
+
+def _activations(load: Workload, size: int) -> tuple[float, float]:
+    """Bytes that one block keeps for its backward, and that its backward takes at work."""
+    model, tensor, again = load.model, load.degrees.tensor, load.recompute
+    tokens = load.tokens
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    width = model.topk * model.expert_ffn if model.experts else model.ffn
+    among = tensor if load.habits.tensor_sequence else 1
+    gates = 1 + model.gated
+    streams = 4 * model.hidden / among  # inputs of both norms and their results
+    heads = (2 * q + 2 * kv + 4 * model.heads / size) / tensor
+    fed = (gates + 1) * width / tensor
+    if load.habits.fused == "eager":
+        streams += 4 * model.hidden / among if model.gated else 0  # norms in 32 bits
+        fed += model.gated * width / tensor
+    whole = tokens * size * (streams + heads + fed)
+    if load.habits.kernel == "unfused" and not again.attention:
+        scores = load.rows * model.heads / tensor * load.sequence * load.sequence
+        whole += scores * (2 * size + 1)
+    working = tokens * size * (gates * width / tensor + width / tensor + 2 * model.hidden)
+    kept_input = tokens * size * model.hidden / among
+    if again.attention >= 1 and again.products >= 1:
+        return kept_input, whole + working
+    share = again.products
+    parts = tokens * size * (streams + share * (heads + fed))
+    return max(kept_input, whole - (parts if again.passes else 0.0)), working + (
+        parts if again.passes else 0.0
+    )

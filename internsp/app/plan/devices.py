@@ -1,0 +1,146 @@
+"""Devices that a plan knows: rates, memory, links, and three fitted constants (devices.toml)."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from internsp.errors import ConfigError
+
+TERA, GIGA = 1e12, 1e9
+BUILT_IN = Path(__file__).with_name("devices.toml")
+GENERAL = "flash2"  # the kernel that each device has
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The constants of a device that are fitted to measured steps.
+
+    Attributes:
+        products: share of the peak that a large product reaches.
+        links: share of a link's rate that a large collective reaches.
+        slowdown: how much longer products take while a message runs beside them; 0: not at all.
+        rows: names of the measured steps that they were fitted on; empty: assumed.
+    """
+
+    products: float
+    links: float
+    slowdown: float
+    rows: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """A device, in bytes and seconds.
+
+    Attributes:
+        peak: dense operations a second by dtype of the operands (``"bf16"``).
+        memory: bytes.
+        bandwidth: bytes a second of its memory.
+        multiprocessors: products are cut into tiles, as many at a time.
+        near, far: bytes a second and direction of one device within its near domain, and of its
+            share of adapters.
+        near_ranks: devices of a near domain.
+        attention: operations a second of a kernel: (head of 64 forward, backward, 128 forward,
+            backward).
+        source: where the figures are from.
+    """
+
+    name: str
+    peak: Mapping[str, float]
+    memory: float
+    bandwidth: float
+    multiprocessors: int
+    near: float
+    near_ranks: int
+    far: float
+    attention: Mapping[str, tuple[float, ...]]
+    fitted: Fitted
+    source: str = ""
+
+    def with_links(self, near: float | None = None, far: float | None = None) -> Device:
+        """This device with other links, in bytes a second."""
+        return replace(self, near=near or self.near, far=far or self.far)
+
+    def attention_rates(self, kernel: str, head: int) -> tuple[float, float]:
+        """Operations a second, forward and backward, of a kernel whose heads have ``head``."""
+        rates = self.attention.get(kernel) or self.attention[GENERAL]
+        part = min(max((head - 64) / 64, 0.0), 1.0)
+        few = min(head / 64, 1.0)  # smaller heads fill less of each product
+        forward, backward = (
+            rates[i] + part * (rates[i + 2] - rates[i]) for i in range(2)
+        )
+        return forward * few, backward * few
+
+
+def devices(own: Path | None = None) -> dict[str, Device]:
+    """All known devices by name, those of the file ``own`` added.
+
+    Raises:
+        ConfigError: the file cannot be read, or lacks a value.
+    """
+    found = dict(_built_in())
+    if own is not None:
+        try:
+            found |= _read(own, found)
+        except OSError as error:
+            raise ConfigError(f"--device-file {own}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"--device-file {own}: {error!r}; write each device as in {BUILT_IN.name}"
+            ) from error
+    return found
+
+
+def device_named(name: str, own: Path | None = None) -> Device:
+    """The device ``name``.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    known = devices(own)
+    if name not in known:
+        raise ConfigError(f"--device {name}: unknown; there are {', '.join(sorted(known))}")
+    return known[name]
+
+
+@cache
+def _built_in() -> dict[str, Device]:
+    return _read(BUILT_IN, {})
+
+
+def _read(path: Path, known: Mapping[str, Device]) -> dict[str, Device]:
+    found: dict[str, Device] = {}
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    for name, entry in tables.items():
+        device = _device(name, entry, {**known, **found})
+        found |= dict.fromkeys([name, *entry.get("also", [])], device)
+    return found
+
+
+def _device(name: str, entry: Mapping[str, Any], known: Mapping[str, Device]) -> Device:
+    values = entry["fitted"]
+    fitted = (
+        known[values["like"]].fitted
+        if "like" in values
+        else Fitted(
+            values["products"], values["links"], values["slowdown"], tuple(values.get("rows", ()))
+        )
+    )
+    return Device(
+        name=name,
+        peak={dtype: rate * TERA for dtype, rate in entry["peak"].items()},
+        memory=entry["memory_gib"] * 2**30,
+        bandwidth=entry["bandwidth_GBps"] * GIGA,
+        multiprocessors=entry["multiprocessors"],
+        near=entry["near_GBps"] * GIGA,
+        near_ranks=entry["near_ranks"],
+        far=entry["far_Gbps"] * GIGA / 8,
+        attention={k: tuple(r * TERA for r in rates) for k, rates in entry["attention"].items()},
+        fitted=fitted,
+        source=entry["source"],
+    )

@@ -1,0 +1,186 @@
+"""What a step computes and how it is distributed: the input of the planner's seconds. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The shape of a transformer.
+
+    Attributes:
+        gated: the feed-forward has three matrices instead of two.
+        tied: the head is the embedding.
+        experts: 0: dense. ``topk`` of them, each ``expert_ffn`` wide, take a token.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    gated: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    experts: int = 0
+    topk: int = 0
+    expert_ffn: int = 0
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one block."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.hidden * (2 * q + 2 * kv)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert of one block."""
+        return (2 + self.gated) * self.hidden * self.expert_ffn
+
+    @property
+    def dense_parameters(self) -> int:
+        """Of one block, without experts."""
+        ffn = 0 if self.experts else (2 + self.gated) * self.hidden * self.ffn
+        return self.attention_parameters + ffn + 2 * self.hidden
+
+    @property
+    def block_parameters(self) -> int:
+        """Of one block."""
+        return self.dense_parameters + self.experts * self.expert_parameters
+
+    @property
+    def embedding(self) -> int:
+        """Of the embedding; a head that is not tied has as many."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return self.layers * self.block_parameters + self.embedding * (1 if self.tied else 2)
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Over how many devices what is cut: their product is the number of devices.
+
+    Attributes:
+        weight: weights are sharded over ``weight`` x ``context`` where ``kind`` says so.
+        kind: ``zero3``: weights, gradients and optimizer are sharded; ``zero2``: weights stay
+            unsharded from forward to backward; ``zero1``: the optimizer only; ``none``.
+        optimizer: ranks that share the optimizer's state; 0: all that have the same weights.
+        tensor: each product is cut over as many.
+        pipeline, interleave: stages, and chunks of each.
+        context: each sequence is cut over as many; ``ring`` of them by a ring, the rest by heads.
+        expert: experts are divided among as many.
+        replicas: copies of the sharded weights.
+    """
+
+    devices: int
+    weight: int = 1
+    kind: str = "none"
+    optimizer: int = 0
+    tensor: int = 1
+    pipeline: int = 1
+    interleave: int = 1
+    context: int = 1
+    ring: int = 1
+    expert: int = 1
+    replicas: int = 1
+
+    @property
+    def data(self) -> int:
+        """Ranks with different sequences."""
+        return self.weight * self.replicas
+
+    @property
+    def sharded(self) -> int:
+        """Ranks over which weights are sharded and gathered."""
+        return self.weight * self.context if self.kind in ("zero3", "zero2") else 1
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How a program trains: facts about it, none of them fitted.
+
+    Attributes:
+        fused: element-wise operations of a block are fused: ``eager`` (none), ``kernels`` (norms,
+            activations, rotations and the loss have kernels of their own), ``compiled``.
+        kernel: of attention; ``unfused``: products and a softmax.
+        gather_bytes, reduce_bytes: of one element in a weight gather and a gradient reduction.
+        keeps_gathers: a pipeline gathers its weights once a step.
+        whole_recompute: a recompute computes the block's last product, too.
+        tensor_sequence: between products, tensor ranks hold parts of the sequence.
+        tensor_overlap: messages of tensor parallelism run beside the products.
+        overlaps: gathers and reductions run beside computation.
+        launches: seconds of the host for a block's forward; the device never runs ahead of it.
+        accumulates: bytes of memory traffic an element of a gradient takes in each micro-batch.
+        context_overlap: messages of a ring run beside attention.
+        context_balanced: each part of a sequence has as much of causal attention as others.
+        causal_halves: the kernel skips what is masked.
+    """
+
+    fused: str = "eager"
+    kernel: str = "flash2"
+    gather_bytes: int = 2
+    reduce_bytes: int = 4
+    keeps_gathers: bool = False
+    whole_recompute: bool = False
+    tensor_sequence: bool = True
+    tensor_overlap: bool = False
+    overlaps: bool = True
+    launches: float = 0.0004
+    accumulates: int = 12
+    context_overlap: bool = True
+    context_balanced: bool = True
+    causal_halves: bool = True
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What a backward computes again.
+
+    Attributes:
+        products: share of the products of blocks.
+        attention, passes: attention, and element-wise passes, are computed again; shares.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    passes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A step.
+
+    Attributes:
+        sequence: tokens.
+        rows: sequences of a micro-batch on one rank.
+        micro_batches: of a step.
+        dtype: of the products (``"bf16"``).
+        offload: what is kept in host memory.
+        loss_chunk: tokens whose logits exist at a time; 0: all.
+    """
+
+    model: ModelShape
+    degrees: Degrees
+    sequence: int
+    rows: int
+    micro_batches: int
+    dtype: str = "bf16"
+    recompute: Recompute = field(default_factory=Recompute)
+    habits: Habits = field(default_factory=Habits)
+    offload: frozenset[str] = frozenset()
+    loss_chunk: int = 0
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that one rank computes in a micro-batch, before tensor parallelism."""
+        return self.rows * self.sequence / self.degrees.context
+
+    @property
+    def step_tokens(self) -> float:
+        """Tokens of a step, over all devices."""
+        return self.rows * self.sequence * self.degrees.data * self.micro_batches

@@ -1,0 +1,223 @@
+"""The planner's seconds on steps that others measured (tools/planner), and what must do worse."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tools.planner.__main__ import main
+from tools.planner.accuracy import accuracy, kendall
+from tools.planner.controls import CONTROLS, shuffled
+from tools.planner.fit import fits
+from tools.planner.rows import Row, published, read
+from tools.planner.score import Prediction, fitted_ids, predict, predictions
+from tools.planner.tables import BOUNDS, dense, judged, quarter, quickly, sharded
+
+DATA = Path("tests/data/published")
+
+
+@cache
+def found() -> list[Prediction]:
+    return predictions(published())
+
+
+def row(**changes: str) -> Row:
+    cells = dict(read(DATA / "mosaicml.csv")[0].cells)
+    return Row(cells | changes)
+
+
+# Mean, 90th percentile and tau that hold today; the issue's bounds are beside them on the page
+# (docs/dev/results/planner.md), which says which of them are missed, and by how much.
+@pytest.mark.parametrize(
+    ("name", "mean", "p90", "tau"),
+    [
+        ("sharded weights, 8 to 2,048 devices", 0.06, 0.12, 0.85),
+        ("the same, kernels stated", 0.07, 0.15, 0.75),
+        ("all dense rows", 0.085, 0.195, 0.80),
+        ("vTrain, several nodes", 0.095, 0.21, 0.70),
+        ("vTrain, one node", 0.15, 0.21, 0.85),
+        ("SimuMax, dense", 0.08, 0.15, 0.80),
+    ],
+)
+def test_rows_that_no_constant_was_fitted_on_are_predicted_within(
+    name: str, mean: float, p90: float, tau: float
+) -> None:
+    bound = next(one for one in BOUNDS if one.name == name)
+    one = accuracy(judged(found(), bound.chosen))
+    assert one is not None
+    assert one.tau is not None
+    assert (one.mean <= mean, one.p90 <= p90, one.tau >= tau) == (True, True, True), one
+
+
+def test_memory_of_dense_published_rows_is_within_two_percent() -> None:
+    errors = [
+        abs(each.memory_error)
+        for each in found()
+        if "simumax" in each.row.id and dense(each.row) and each.memory_error is not None
+    ]
+    assert len(errors) == 16
+    assert sum(errors) / len(errors) <= 0.02
+
+
+def test_at_most_three_rows_of_a_source_and_device_are_fitted_on() -> None:
+    counts: dict[tuple[str, str], int] = {}
+    for each in published():
+        if each.id in fitted_ids():
+            key = (each.text("source"), each.text("device"))
+            counts[key] = counts.get(key, 0) + 1
+    assert counts
+    assert max(counts.values()) <= 3
+
+
+def test_the_constants_of_the_devices_are_those_that_the_rows_give() -> None:
+    from internsp.app.plan.devices import devices
+
+    rows = [each for each in published() if each.text("device") in ("b200", "gb200")]
+    for name, one in fits(rows):
+        assert one == devices()[name].fitted
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_predictor_that_lacks_one_thing_does_worse(name: str) -> None:
+    own = [each.row for each in judged(found(), sharded)]
+    among = quarter(found())
+    kinds: dict[str, Callable[[Row], bool]] = {"sharded": sharded, "most": lambda r: r.id in among}
+    worse = quickly(own, CONTROLS[name])
+    for kind, chosen in kinds.items():
+        ours, theirs = accuracy(judged(found(), chosen)), accuracy(judged(worse, chosen))
+        assert ours is not None
+        assert theirs is not None
+        # Messages are mostly hidden: their controls miss by more where there are more of them.
+        assert theirs.mean >= ours.mean * (1.1 if kind == "sharded" else 1.3), (kind, theirs)
+    one = accuracy(judged(worse, sharded))
+    bound = BOUNDS[0]
+    assert one is not None
+    assert not bound.met(one)
+
+
+def test_exchanged_degrees_and_a_constant_share_miss_the_bounds_of_all_dense_rows() -> None:
+    rows = [each.row for each in judged(found(), dense) if "vtrain_single" not in each.row.id]
+    for name in ("tensor and pipeline exchanged", "one constant share of peak", "no recompute"):
+        one = accuracy(quickly(rows, CONTROLS[name]))
+        assert one is not None
+        assert one.mean > 0.10, name
+
+
+def test_shuffled_labels_are_not_predicted() -> None:
+    own = [each.row for each in judged(found(), sharded)]
+    one = accuracy(shuffled(own))
+    assert one is not None
+    assert one.mean > 0.2
+    assert one.tau is not None
+    assert one.tau < 0.6
+
+
+def test_rows_that_their_authors_call_wrong_are_flagged_without_their_remark() -> None:
+    rows = [Row(dict(each.cells) | {"excluded": ""}) for each in read(DATA / "vtrain_multi.csv")]
+    flagged = {each.row.id for each in predictions(rows) if each.flags}
+    assert {"vtrain_multi-014", "vtrain_multi-016", "vtrain_multi-021"} <= flagged
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"gpus": "511"}, "degrees make 512 devices, gpus says 511"),
+        ({"tensor": "2"}, "degrees make 1024 devices, gpus says 512"),
+        ({"tokens_per_second_per_gpu": "1058"}, "tokens/s a device, the column says 1058"),
+        ({"global_batch": "2048"}, "global_batch says 2048"),
+    ],
+)
+def test_a_row_that_contradicts_itself_is_flagged(changes: dict[str, str], text: str) -> None:
+    flags = predictions([row(**changes)])[0].flags
+    assert any(text in flag for flag in flags), flags
+    assert predictions([row()])[0].flags == ()
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.5])
+def test_a_row_far_from_its_neighbors_is_flagged(factor: float) -> None:
+    rows = [each for each in read(DATA / "nvidia_dgxc.csv") if "nemotron4-15b" in each.group]
+    cells = dict(rows[3].cells)
+    cells["seconds_per_step"] = str(float(cells["seconds_per_step"]) * factor)
+    cells["tokens_per_second_per_gpu"] = ""
+    one = predictions([*rows[:3], Row(cells), *rows[4:]])
+    assert [bool(each.flags) for each in one] == [i == 3 for i in range(len(rows))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"device": "tpu-v5"}, "device tpu-v5: not in devices.toml"),
+        ({"device": ""}, "device (empty)"),
+        ({"hidden": ""}, "hidden: empty"),
+        ({"heads": "many"}, "heads: 'many' is no number"),
+        ({"seq_len": "-4"}, "seq_len: -4 is not a finite number"),
+        ({"layers": "1.5"}, "layers: 1.5 is no whole number"),
+        ({"dtype": "fp4"}, "dtype fp4"),
+        ({"shard_kind": "zero9"}, "shard_kind: zero9 is none of"),
+        ({"tensor": "0"}, "a degree is 0"),
+        ({"micro_batch": "0"}, "is 0"),
+        ({"vocab": "0"}, "is 0"),
+        ({"head_dim": "0", "hidden": "8"}, "out of range"),
+    ],
+)
+def test_a_row_that_cannot_be_predicted_says_why(changes: dict[str, str], why: str) -> None:
+    one = predict(row(**changes))
+    assert one.seconds is None
+    assert why in one.why
+
+
+def test_unknown_software_is_predicted_and_said() -> None:
+    one = predict(row(software="somebodys-own"))
+    assert one.seconds is not None
+    assert any("software is unknown" in text for text in one.assumed)
+
+
+def test_any_cells_of_the_columns_are_scored_without_an_exception() -> None:
+    order = random.Random(0)
+    values = ["", "0", "1", "-1", "7", "1e9", "nan", "inf", "x", "zero3", "none", "full", "1e300"]
+    rows = published()
+    for _ in range(400):
+        cells = dict(order.choice(rows).cells)
+        for column in order.sample(sorted(cells), 3):
+            cells[column] = order.choice(values)
+        one = predictions([Row(cells)])[0]
+        assert one.why or (one.seconds is not None and 0 < one.seconds < float("inf")), cells
+
+
+def test_score_prints_rows_sums_and_json(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = DATA / "simumax_b200.csv"
+    assert main(["score", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "simumax_b200-001: 0." in text
+    assert "error of seconds, mean" in text
+    assert main(["score", str(path), "--json"]) == 0
+    entry = json.loads(capsys.readouterr().out)
+    assert len(entry["rows"]) == 22
+    assert entry["sum"]["judged"] == 22 - sum(one["fitted_on"] for one in entry["rows"])
+    empty = tmp_path / "other.csv"
+    empty.write_text("a,b\n1,2\n")
+    assert main(["score", str(empty)]) == 0
+    assert "(no id): not predicted:" in capsys.readouterr().out
+    assert main(["score", str(tmp_path / "none.csv")]) == 2
+
+
+def test_the_page_has_the_tables_of_today(tmp_path: Path) -> None:
+    page = Path("docs/dev/results/planner.md").read_text()
+    path = tmp_path / "page.md"
+    path.write_text(page)
+    assert main(["--document", str(path)]) == 0
+    assert path.read_text() == page
+
+
+def test_tau_counts_pairs_in_order() -> None:
+    assert kendall([(1, 1), (2, 2), (3, 3)]) == 1
+    assert kendall([(1, 3), (2, 2), (3, 1)]) == -1
+    assert kendall([(1, 1), (2, 3), (3, 2)]) == pytest.approx(1 / 3)
+    assert kendall([(1, 1), (1, 2)]) is None
