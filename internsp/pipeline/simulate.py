@@ -136,14 +136,24 @@ class TimedAction:
 COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
-def check_order(order: Order, rank_of: Callable[[int], int], stages: int) -> list[TimedAction]:
+def check_order(
+    order: Order,
+    rank_of: Callable[[int], int],
+    stages: int,
+    cost: Callable[[ScheduleAction], float] = lambda action: COSTS[action.kind],
+    message: float = 0.0,
+) -> list[TimedAction]:
     """Simulate the computations and messages of all ranks, and check that the order can run.
 
     Messages between two ranks have no tag: the n-th received is the n-th sent.
 
+    Args:
+        cost: time of a computation; by default one unit for a forward, an input backward and a
+            weight backward.
+        message: time from a send to its arrival.
+
     Returns:
-        Every computation with its start and end, assuming one unit of time for a forward, an input
-        backward and a weight backward, and none for messages.
+        Every computation with its start and end.
 
     Raises:
         OrderError: a rank would wait for ever, or receive another message than it expects.
@@ -163,12 +173,12 @@ def check_order(order: Order, rank_of: Callable[[int], int], stages: int) -> lis
                     break
                 if action.kind in COSTS:
                     begin = max(clocks[rank], start)
-                    clocks[rank] = begin + COSTS[action.kind]
+                    clocks[rank] = begin + cost(action)
                     played.append(TimedAction(rank, action, begin, clocks[rank]))
                     arrived[action.stage, action.kind, action.micro_batch] = clocks[rank]
                 elif action.kind.startswith("SEND"):
                     sent = (action.stage, action.kind, action.micro_batch)
-                    arrived[sent] = clocks[rank]
+                    arrived[sent] = clocks[rank] + message
                 else:
                     arrived[action.stage, action.kind, action.micro_batch] = 0.0  # posted
                 at[rank] += 1

@@ -48,6 +48,12 @@ class _Plan:
     """Memory of a rank ("80 GiB"): print the longest sequence that fits, and its settings."""
     host_memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
     """With --longest: host memory of a rank (none: as much as is needed)."""
+    device: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
+    """Predict seconds on this device: a100-80, h100-sxm, h200, b200, gb200, cpu and others."""
+    devices: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Plan for so many devices (default: launch.processes, or the launcher's ranks)."""
+    device_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """TOML file of more devices, as --calibrate writes it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         given["checkpoint"] = {**given["checkpoint"], "resume": command.resume}
     around = launched(os.environ, joins=isinstance(command, _Train))
     os.environ.update(around.variables)
+    size = getattr(command, "devices", None) or around.world_size
     config, problems = read_config(
-        command.config, _with_unknown(given, unknown), world_size=around.world_size
+        command.config, _with_unknown(given, unknown), world_size=size
     )
     problems = [*around.problems, *problems, *_stray(command, unknown)]
     if config is None or problems:
@@ -111,14 +118,21 @@ def _perform(command: Any, config: Config, around: Launched) -> int:
         if isinstance(command, _Plan):
             from internsp.app.plan.screen import print_plan
 
-            size = around.world_size or config.launch.processes
+            size = command.devices or around.world_size or config.launch.processes
+            known: list[Any] = []
+            if command.device is not None:
+                from internsp.app.plan.devices import device_named, on_device
+
+                device = device_named(command.device, command.device_file)
+                config, known = on_device(config, device), [device]
             if command.longest is not None:
                 from internsp.app.plan.longest import print_longest
 
                 wanted, host = command.longest, command.host_memory
                 print_output(lambda: print_longest(config, size, wanted, host))
                 return 0
-            print_output(lambda: print_plan(config, size, None, command.picture, command.schedule))
+            files = command.picture, command.schedule
+            print_output(lambda: print_plan(config, size, None, *files, *known))
             return 0
         return _train(config, command.output or Path("runs") / config.train.name, around.rank)
     except InternspError as error:

@@ -40,7 +40,8 @@ class BlockSeconds:
 
     def slowed(self, at: int) -> float:
         """Seconds by which hidden tensor messages make forward (0) or backward (1) longer."""
-        work = (self.forward, self.backward)[at].total
+        whole = (self.forward, self.backward)[at]
+        work = whole.total - whole.attention  # beside attention a ring's messages run
         return beside(work, self.hidden_tensor[at], self.slowdown) - work
 
     def at(self, at: int) -> float:
@@ -107,15 +108,18 @@ def _context(
     features = model.head_dim / degrees.tensor
     by_heads = degrees.context // degrees.ring
     forward = backward = 0.0
+    near, far = degrees.tensor, degrees.tensor * by_heads
+    if degrees.ring_near:
+        near, far = degrees.tensor * degrees.ring, degrees.tensor
     if by_heads > 1:
-        group = Group(by_heads, degrees.tensor, device)
+        group = Group(by_heads, near, device)
         sent = load.tokens * 2 * features
         to = group.exchange(sent * (model.heads + 2 * model.kv_heads))
         back = group.exchange(sent * model.heads)
         forward += to + back
         backward += (to + back) * (1 + again)
     if degrees.ring > 1:
-        group = Group(degrees.ring, degrees.tensor * by_heads, device)
+        group = Group(degrees.ring, far, device)
         one = group.pass_on(load.tokens * 4 * model.kv_heads * features / by_heads)
         steps = degrees.ring - 1
         if load.habits.context_overlap:

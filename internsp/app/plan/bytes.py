@@ -52,13 +52,16 @@ def step_bytes(load: Workload) -> StepBytes:
     whole = degrees.kind in ("zero3", "zero2")
     # A sharded step keeps weights, sums and moments in 32 bits; a program with unsharded weights
     # keeps the weights in the dtype of its products, and masters with the optimizer's state.
-    weights = held * (4 if whole else size)
-    gradients = held * (4 if whole or habits.reduce_bytes == 4 else size)
-    optimizer = own * (8 if whole else 12)
+    weights = held * (habits.shard_bytes or (4 if whole else size))
+    sums = 4 if whole or habits.reduce_bytes == 4 else size
+    gradients = held * (habits.sum_bytes or sums)
+    optimizer = own * (habits.state_bytes or (8 if whole else 12))
     if "optimizer" in load.offload:
         optimizer = 0.0
-        if whole:
+        if whole and not habits.shard_bytes:
             weights, gradients = held * size, held * size
+    if "gradients" in load.offload:
+        gradients = 0.0
     if "weights" in load.offload:
         weights = 0.0
     unsharded = 0.0

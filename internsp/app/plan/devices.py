@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from internsp.app.config import Config
 from internsp.errors import ConfigError
 
 TERA, GIGA = 1e12, 1e9
@@ -106,6 +107,13 @@ def device_named(name: str, own: Path | None = None) -> Device:
     if name not in known:
         raise ConfigError(f"--device {name}: unknown; there are {', '.join(sorted(known))}")
     return known[name]
+
+
+def on_device(config: Config, device: Device) -> Config:
+    """``config`` as it is planned for ``device``, whatever this machine computes on."""
+    kind: Literal["cpu", "cuda"] = "cpu" if device.name == "cpu" else "cuda"
+    parallel = config.parallel.model_copy(update={"device": kind})
+    return config.model_copy(update={"parallel": parallel})
 
 
 @cache

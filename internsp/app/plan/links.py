@@ -38,7 +38,9 @@ class Group:
         share = self.device.fitted.links
         return self.device.near * share, self.device.far * share * self.within
 
-    def _hops(self) -> float:
+    @property
+    def latency(self) -> float:
+        """Seconds of an all-gather of nothing."""
         domains = -(-self.size // self.within)
         steps = self.size - 1
         far = domains - 1 if domains > 1 else 0
@@ -53,7 +55,7 @@ class Group:
         seconds = 0.0 if self.within == 1 else nbytes * (self.size - 1) / self.size / near
         if domains > 1:
             seconds = max(seconds, nbytes * (domains - 1) / domains / far)
-        return seconds + self._hops()
+        return seconds + self.latency
 
     def all_reduce(self, nbytes: float) -> float:
         """Seconds of an all-reduce of ``nbytes``."""

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from internsp.app.config import Config
 from internsp.app.models.factory import build_model, device_type
+from internsp.app.plan.answer import FREE, seconds_lines, seconds_table
 from internsp.app.plan.classes import (
     memory_by_rank,
     print_mesh,
@@ -21,11 +22,13 @@ from internsp.app.plan.classes import (
     schedule_lines,
     table,
 )
+from internsp.app.plan.devices import Device
 from internsp.app.plan.experts import chosen_experts, expert_lines
 from internsp.app.plan.longest import MemoryBudget, Rows
 from internsp.app.plan.matrices import MatrixTraffic
 from internsp.app.plan.offloaded import with_sums
 from internsp.app.plan.pipeline import PipelinePlan, print_schedules, tables
+from internsp.app.plan.seconds import StepSeconds
 from internsp.app.plan.sequences import head_exchange_lines
 from internsp.app.plan.step import Plan, check_length, traffic
 from internsp.app.process import terminal
@@ -67,10 +70,12 @@ def print_plan(
     console: Console | None = None,
     picture: Path | None = None,
     schedule: Path | None = None,
+    device: Device | None = None,
 ) -> None:
     """Print the plan of a step; of a pipeline, that of every rank.
 
     Args:
+        device: the device whose seconds are predicted, and whose memory the step must fit.
         picture: file for a picture of a pipeline's schedule (SVG).
         schedule: file for the mesh by rank and every action of the step.
 
@@ -91,7 +96,12 @@ def print_plan(
         _write("--schedule", schedule, listing(config, plan))
     console.print(_title(config, plan.shape), markup=False)
     found = [budget.at(config.data.sequence_length, rank) for rank in range(len(budget.ranks))]
-    _print_verdict(config, found, console)
+    limit = _memory_here(config) if device is None else int(device.memory)
+    _print_verdict(config, found, limit, device, console)
+    predicted = _predict(config, plan, device)
+    if device is not None and predicted is not None:
+        for line in seconds_lines(config, plan.shape, device, predicted):
+            console.print(line, markup=False)
     if config.train.batch_tokens:
         console.print(
             f"A step has as many micro-batches as {config.train.batch_tokens:,} tokens need "
@@ -110,12 +120,24 @@ def print_plan(
     else:
         _print_stages(plan, config, console)
     console.print(_memory_table(config, found))
+    if predicted is not None:
+        console.print(seconds_table(predicted))
     named = [("the picture", picture), ("the whole schedule", schedule)]
     for what, path in named:
         if path is not None:
             console.print(f"{what} is in {path}", markup=False)
     if schedule is None:
         console.print("--schedule FILE writes the mesh by rank and every action of the step")
+
+
+def _predict(
+    config: Config, plan: Plan | PipelinePlan, device: Device | None
+) -> StepSeconds | None:
+    if device is None:
+        return None
+    from internsp.app.plan.replayed import replayed
+
+    return replayed(config, plan.shape, device, plan.chunk if isinstance(plan, Plan) else None)
 
 
 def _title(config: Config, shape: MeshShape) -> str:
@@ -225,19 +247,27 @@ def _print_stages(plan: PipelinePlan, config: Config, console: Console) -> None:
 
 
 def _print_verdict(
-    config: Config, found: Sequence[tuple[Rows, Rows]], console: Console
+    config: Config, found: Sequence[tuple[Rows, Rows]], limit: int | None, device: Device | None,
+    console: Console,
 ) -> None:
-    """Whether the step fits, and what makes the largest component of the fullest rank smaller."""
+    """Whether the step fits, and what makes the largest component of the fullest rank smaller.
+
+    Args:
+        limit: bytes that there are for a rank; ``None``: unknown.
+        device: whose memory that is; ``None``: this machine's.
+    """
     on_host = device_type(config) == HOST  # what is offloaded stays in the same memory
     memory = [[*here, *there] if on_host else here for here, there in found]
     needed = [sum(nbytes for _, nbytes in rows) for rows in memory]
     full = needed.index(max(needed))
-    limit = _memory_here(config)
     if limit is None:
         verdict = f"a rank needs {human(needed[full])} of its device"
     else:
+        where = "this machine" if device is None else device.name
         fits = "fits" if needed[full] <= limit else "does NOT fit"
-        verdict = f"{fits}: a rank needs {human(needed[full])}, and this machine has {human(limit)}"
+        verdict = f"{fits}: a rank needs {human(needed[full])}, and {where} has {human(limit)}"
+        if limit >= needed[full] > FREE * limit:
+            verdict += "; steps become slower where less than 10% stays free"
     if not on_host and (hosted := sum(nbytes for _, nbytes in found[full][1])):
         verdict += f"; and {human(hosted)} of host memory"
     console.print(verdict, markup=False)

@@ -49,8 +49,8 @@ class StepSeconds:
         return load.step_tokens / self.total / load.degrees.devices
 
     def mfu(self, load: Workload, device: Device) -> float:
-        """Share of the peak, by the usual count of a causal model's operations."""
-        done = model_flops(load.model, load.sequence) * self.rate(load)
+        """Share of the peak, by the count of :mod:`internsp.app.report.flops`: all keys count."""
+        done = model_flops(load.model, load.sequence, causal=False) * self.rate(load)
         return done / device.peak[load.dtype]
 
 
@@ -63,7 +63,8 @@ def step_seconds(load: Workload, device: Device) -> StepSeconds:
     last = before.total + after.total
     parts = _micro_batch(load, block, blocks)
     messages = blocks * block.messages
-    gathers, reductions, sent = _sharded(load, device, block.at(0), block.at(1), blocks)
+    forward, backward = paces(load, block)
+    gathers, reductions, sent = _sharded(load, device, forward, backward, blocks)
     parts[GATHERS], parts[REDUCTIONS] = gathers, reductions
     one = sum(parts.values())
     for name in parts:
@@ -71,13 +72,13 @@ def step_seconds(load: Workload, device: Device) -> StepSeconds:
     messages = (messages + sent) * number
     alone = last if degrees.pipeline == 1 else 0.0
     parts[HEAD] = number * alone
-    beside_it = blocks * block.at(1) + alone, blocks * block.at(0)
+    beside_it = blocks * backward + alone, blocks * forward
     parts[REPLICAS], sent = _replicas(load, device, *beside_it)
     messages += sent
     if degrees.pipeline > 1:
         _add_bubble(load, device, parts, one, last)
     parts[PASSES] += number * _accumulated(load, device)
-    _add_optimizer(load, device, parts, block, blocks)
+    _add_optimizer(load, device, parts, blocks)
     compute = sum(parts[name] for name in (PRODUCTS, ATTENTION, PASSES, RECOMPUTE, HEAD))
     return StepSeconds({k: v for k, v in parts.items() if v > 0}, messages, compute)
 
@@ -92,11 +93,16 @@ def _micro_batch(load: Workload, block: BlockSeconds, blocks: float) -> Parts:
     parts[TENSOR] = blocks * (sum(block.tensor) + block.slowed(0) + block.slowed(1))
     parts[SEQUENCES] = blocks * sum(block.sequences)
     parts[EXPERTS] = blocks * sum(block.experts)
-    host = load.habits.launches * blocks
-    again = host if block.again.total else 0.0
-    parts[HOST] = max(0.0, host - blocks * block.at(0))
-    parts[HOST] += max(0.0, _HOST_BACKWARD * host + again - blocks * block.at(1))
+    forward, backward = paces(load, block)
+    parts[HOST] = blocks * (forward - block.at(0) + backward - block.at(1))
     return parts
+
+
+def paces(load: Workload, block: BlockSeconds) -> tuple[float, float]:
+    """Seconds of a block's forward and backward, no less than the host's launches of them."""
+    host = load.habits.launches
+    behind = _HOST_BACKWARD * host + (host if block.again.total else 0.0)
+    return max(host, block.at(0)), max(behind, block.at(1))
 
 
 def _sharded(
@@ -113,8 +119,10 @@ def _sharded(
     held += model.experts * model.expert_parameters / degrees.expert
     gather = group.gather(held * habits.gather_bytes)
     reduce = group.gather(held * habits.reduce_bytes)
-    if degrees.replicas > 1:
-        copies = Group(degrees.replicas, degrees.tensor * over, device)
+    gather += (habits.collectives - 1) * group.latency
+    reduce += (habits.collectives - 1) * group.latency
+    if degrees.copies > 1:
+        copies = Group(degrees.copies, degrees.tensor * over, device)
         reduce += copies.all_reduce(held * habits.reduce_bytes / over) / load.micro_batches
     often = 1 / load.micro_batches if habits.keeps_gathers and degrees.pipeline > 1 else 1.0
     twice = 0.0 if degrees.kind == "zero2" or (habits.keeps_gathers and degrees.pipeline > 1) else 1
@@ -124,9 +132,11 @@ def _sharded(
         gathers = blocks * gather * (often + twice) + ends[0]
         reductions = blocks * reduce * often + ends[1]
         return gathers, reductions, gathers + reductions
-    ahead = blocks * (beside(forward, gather * often, slowdown) - forward)
+    # One block's gather is in the open before the first, one's reduction after the last.
+    others = max(blocks - 1, 0)
+    ahead = others * (beside(forward, gather * often, slowdown) - forward)
     both = gather * twice + reduce * often
-    behind = blocks * (beside(backward, both, slowdown) - backward)
+    behind = others * (beside(backward, both, slowdown) - backward)
     share = gather * twice / both
     exposed = ahead + behind * share + (gather + ends[0]) * often
     late = behind * (1 - share) + (reduce + ends[1]) * often
@@ -179,17 +189,18 @@ def _add_bubble(load: Workload, device: Device, parts: Parts, one: float, last: 
     slowest = max(one * most * stages / layers, one if layers % (stages * chunks) else one + last)
     parts[HEAD] += number * last / stages
     parts[BUBBLE] += number * (slowest - one - last / stages)
-    parts[BUBBLE] += (stages - 1) / chunks * (one + last / stages)
+    parts[BUBBLE] += (stages - 1) / chunks * one
     group = Group(2, degrees.devices // stages, device)
     # Each tensor rank sends its part, also where all have the whole.
     one_way = group.pass_on(load.tokens * load.model.hidden * 2 / degrees.tensor)
     # The program that overlaps tensor messages overlaps these.
-    often = stages - 1 + (0 if load.habits.tensor_overlap else number * chunks)
+    hides = load.habits.tensor_overlap or load.habits.sends_ahead
+    often = stages - 1 + (0 if hides else number * chunks)
     parts[BUBBLE] += 2 * one_way * often
 
 
 def _add_optimizer(
-    load: Workload, device: Device, parts: Parts, block: BlockSeconds, blocks: float
+    load: Workload, device: Device, parts: Parts, blocks: float
 ) -> None:
     """Add the optimizer's step, and copies of what is in host memory."""
     shard = _shard(load)
@@ -199,10 +210,9 @@ def _add_optimizer(
     else:
         each = {"eager": 100, "kernels": 34, "compiled": 44}[load.habits.fused]
         parts[OPTIMIZER] = shard * each / (device.bandwidth * STREAMED)
-    if "activations" in load.offload:  # one way in forward, the other in backward
-        moved = blocks * load.tokens * load.model.hidden * 2 * load.micro_batches
-        hidden = load.micro_batches * blocks * min(block.at(0), block.at(1))
-        parts[COPIES] += max(0.0, moved / _HOST_LINK - hidden)
+    if "activations" in load.offload:  # beside all of the step, there and back
+        moved = 2 * blocks * load.tokens * load.model.hidden * 2 * load.micro_batches
+        parts[COPIES] += max(0.0, moved / _HOST_LINK - sum(parts.values()))
 
 
 def _shard(load: Workload) -> float:

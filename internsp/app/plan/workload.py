@@ -75,6 +75,8 @@ class Degrees:
         context: each sequence is cut over as many; ``ring`` of them by a ring, the rest by heads.
         expert: experts are divided among as many.
         replicas: copies of the sharded weights.
+        shards: ranks over which a weight is sharded, where that is not ``weight`` x ``context``.
+        ring_near: the ring has the neighboring ranks, and heads are exchanged between others.
     """
 
     devices: int
@@ -88,6 +90,13 @@ class Degrees:
     ring: int = 1
     expert: int = 1
     replicas: int = 1
+    shards: int = 0
+    ring_near: bool = False
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same shard of the same weight."""
+        return max(1, self.devices // (self.tensor * self.pipeline * self.sharded))
 
     @property
     def data(self) -> int:
@@ -97,7 +106,9 @@ class Degrees:
     @property
     def sharded(self) -> int:
         """Ranks over which weights are sharded and gathered."""
-        return self.weight * self.context if self.kind in ("zero3", "zero2") else 1
+        if self.kind not in ("zero3", "zero2"):
+            return 1
+        return self.shards or self.weight * self.context
 
 
 @dataclass(frozen=True)
@@ -119,6 +130,10 @@ class Habits:
         context_overlap: messages of a ring run beside attention.
         context_balanced: each part of a sequence has as much of causal attention as others.
         causal_halves: the kernel skips what is masked.
+        sends_ahead: messages between stages run beside computation.
+        collectives: in which a block's weights travel.
+        shard_bytes, sum_bytes, state_bytes: of one element of a weight's shard, of its gradient's
+            sum, and of the optimizer's state with masters; 0: as the kind of sharding has it.
     """
 
     fused: str = "eager"
@@ -135,6 +150,11 @@ class Habits:
     context_overlap: bool = True
     context_balanced: bool = True
     causal_halves: bool = True
+    sends_ahead: bool = False
+    collectives: int = 1
+    shard_bytes: int = 0
+    sum_bytes: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True)

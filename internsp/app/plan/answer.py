@@ -1,0 +1,153 @@
+"""What ``internsp plan --device NAME`` says of a step: seconds, rates, what bounds it, what helps.
+
+Seconds are predictions: their errors on steps that others measured are in
+docs/dev/results/planner.md, and none of those ran internsp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from rich.table import Table
+
+from internsp.app.config import Config
+from internsp.app.plan.bytes import step_bytes
+from internsp.app.plan.classes import table
+from internsp.app.plan.configured import workload_of
+from internsp.app.plan.devices import Device
+from internsp.app.plan.seconds import (
+    ATTENTION,
+    BUBBLE,
+    COPIES,
+    EXPERTS,
+    GATHERS,
+    HEAD,
+    HOST,
+    OPTIMIZER,
+    PASSES,
+    PRODUCTS,
+    RECOMPUTE,
+    REDUCTIONS,
+    REPLICAS,
+    SEQUENCES,
+    TENSOR,
+    StepSeconds,
+    step_seconds,
+)
+from internsp.errors import ConfigError
+from internsp.mesh import MeshShape
+
+FREE = 0.9  # share of a device's memory above which steps become slower
+_WORTH = 0.01  # share of the seconds that a change must save to be named
+_BOUNDS = {
+    "products": (PRODUCTS, RECOMPUTE, HEAD),
+    "attention": (ATTENTION,),
+    "memory bandwidth": (PASSES, OPTIMIZER),
+    "links": (GATHERS, REDUCTIONS, REPLICAS, SEQUENCES, TENSOR, EXPERTS),
+    "pipeline's idle time": (BUBBLE,),
+    "the host": (HOST, COPIES),
+}
+
+
+def bound_of(found: StepSeconds) -> tuple[str, float]:
+    """What most of the seconds are spent on, and its share."""
+    sums = {
+        name: sum(found.parts.get(part, 0.0) for part in parts)
+        for name, parts in _BOUNDS.items()
+    }
+    name = max(sums, key=lambda key: sums[key])
+    return name, sums[name] / found.total
+
+
+def exposed(found: StepSeconds) -> float:
+    """Share of the seconds in which messages are not hidden."""
+    return sum(found.parts.get(part, 0.0) for part in _BOUNDS["links"]) / found.total
+
+
+def seconds_lines(
+    config: Config, shape: MeshShape, device: Device, found: StepSeconds
+) -> Iterator[str]:
+    """The seconds of a step, its rates and what bounds it, and the change that helps most."""
+    load = workload_of(config, shape)
+    rate = found.rate(load)
+    yield (
+        f"a step takes about {human_seconds(found.total)} on {device.name}: {rate:,.0f} tokens/s "
+        f"a device, {rate * shape.world_size:,.0f} in all, MFU {found.mfu(load, device):.0%}"
+    )
+    name, share = bound_of(found)
+    yield f"{share:.0%} of it is bound by {name}; {exposed(found):.0%} are messages in the open"
+    if not device.fitted.rows:
+        yield (
+            f"{device.name} is an assumption that no measured step was fitted to; "
+            "--calibrate RUN fits it to one of yours"
+        )
+    best = best_change(config, shape, device, found)
+    if best is not None:
+        keys, saved = best
+        yield f"{keys} would save {saved:.0%}"
+
+
+def best_change(
+    config: Config, shape: MeshShape, device: Device, found: StepSeconds
+) -> tuple[str, float] | None:
+    """The one change of the configuration that saves most seconds and fits, and its share."""
+    now = step_seconds(workload_of(config, shape), device).total
+    best: tuple[str, float] | None = None
+    for change in changes(config):
+        other = changed(config, change)
+        if other is None or other.check(shape.world_size):
+            continue
+        load = workload_of(other, MeshShape(shape.world_size, **other.degrees()))
+        if step_bytes(load).total > FREE * device.memory:
+            continue
+        saved = 1 - step_seconds(load, device).total / now
+        if saved >= _WORTH and (best is None or saved > best[1]):
+            best = ", ".join(f"{key} = {value!r}" for key, value in change.items()), saved
+    return best
+
+
+def changes(config: Config) -> Iterator[Mapping[str, Any]]:
+    """Changes of one setting each that keep the tokens of a step."""
+    parallel, weights, train = config.parallel, config.weight_parallel, config.train
+    for key in ("weight", "sequence", "pipeline"):
+        degree = getattr(parallel, key)
+        for other in {2 * degree, degree // 2} - {0, degree}:
+            yield {f"parallel.{key}": other}
+    for mode in {"none", "selective", "full"} - {config.activation_checkpoint.mode}:
+        yield {"activation_checkpoint.mode": mode}
+    for number in {2 * train.micro_batches, train.micro_batches // 2} - {0}:
+        yield {"train.micro_batches": number}
+    if not weights.compile:
+        yield {"weight_parallel.compile": True, "weight_parallel.gather_before": "qkv"}
+    if not weights.overlap:
+        yield {"weight_parallel.overlap": True}
+
+
+def changed(config: Config, change: Mapping[str, Any]) -> Config | None:
+    """``config`` with other values at ``section.key``; ``None`` if that is refused."""
+    values = config.model_dump()
+    for name, value in change.items():
+        section, _, key = name.partition(".")
+        values[section][key] = value
+    try:
+        return Config.model_validate(values)
+    except (ValidationError, ConfigError, ValueError):
+        return None
+
+
+def seconds_table(found: StepSeconds) -> Table:
+    """Seconds by what they are spent on, the most first."""
+    rows = [
+        (name, human_seconds(seconds), f"{seconds / found.total:.0%}")
+        for name, seconds in sorted(found.parts.items(), key=lambda part: -part[1])
+        if seconds >= found.total / 1000
+    ]
+    title = f"Seconds of a step (predicted), {human_seconds(found.total)}"
+    return table(title, ("<what", "seconds", "share"), rows)
+
+
+def human_seconds(seconds: float) -> str:
+    """``1.19 s`` or ``41.2 ms``."""
+    return f"{seconds:.3g} s" if seconds >= 0.5 else f"{1000 * seconds:.3g} ms"

@@ -1,0 +1,118 @@
+"""A configuration as the planner's workload: what internsp is known to do with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from internsp.app.config import Config
+from internsp.app.config.sizes import moments
+from internsp.app.models.factory import device_type
+from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, Workload
+from internsp.base.accelerator import HOST
+from internsp.base.host import GRADIENTS, OPTIMIZER, WEIGHTS
+from internsp.mesh import MeshShape
+from internsp.mesh.sequence import RING
+
+_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+_LAUNCHES = 0.0004  # seconds of the host for a block's forward with its hooks
+_ROUND = 32  # the zoo's default feed-forward is 8/3 of the width, up to a 32nd
+
+
+def shape_of(config: Config) -> ModelShape:
+    """The model's shape, from its section; experts from the config.json of its folder."""
+    model = config.model
+    experts, topk, expert_ffn = _experts(model.path) if model.family == "hf" else (0, 0, 0)
+    wide = model.intermediate_size or -(-model.hidden_size * 8 // 3 // _ROUND) * _ROUND
+    return ModelShape(
+        layers=model.layers,
+        hidden=model.hidden_size,
+        ffn=wide,
+        gated=True,
+        heads=model.heads,
+        kv_heads=model.kv_heads or model.heads,
+        head_dim=model.head_dim or model.hidden_size // model.heads,
+        vocab=model.vocab_size,
+        tied=model.tie_embeddings,
+        experts=experts,
+        topk=topk,
+        expert_ffn=expert_ffn,
+    )
+
+
+def _experts(folder: str | None) -> tuple[int, int, int]:
+    """Number of experts, how many take a token, and their width, of a model of transformers."""
+    try:
+        text = (Path(folder or "") / "config.json").read_text(encoding="utf-8")
+        found = json.loads(text)
+    except (OSError, ValueError):
+        return 0, 0, 0
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    number = next((int(found[name]) for name in names if found.get(name)), 0)
+    if not number:
+        return 0, 0, 0
+    width = found.get("moe_intermediate_size") or found.get("intermediate_size") or 0
+    return number, int(found.get("num_experts_per_tok") or 1), int(width)
+
+
+def degrees_of(config: Config, shape: MeshShape) -> Degrees:
+    """The mesh: sequences of data ranks, weights over ``weight`` ranks, whatever is beside them."""
+    return Degrees(
+        devices=shape.world_size,
+        weight=shape.data,
+        kind="zero3" if shape.weight > 1 else "zero1",
+        optimizer=shape.zero_size,
+        pipeline=shape.pipeline,
+        interleave=config.pipeline.chunks if shape.pipeline > 1 else 1,
+        context=shape.sequence,
+        ring=shape.ring,
+        expert=shape.expert,
+        shards=shape.weight,
+        ring_near=config.sequence.fast_links == RING,
+    )
+
+
+def workload_of(config: Config, shape: MeshShape) -> Workload:
+    """One step of ``config`` on the ranks of ``shape``."""
+    model, train, weights = config.model, config.train, config.weight_parallel
+    dtype = _NAMES[weights.compute_dtype or train.dtype]
+    size = _SIZES[dtype]
+    stored = _SIZES[_NAMES[train.dtype]]
+    again = config.activation_checkpoint
+    share = len(again.selected(model.layers)) / model.layers
+    full = share if again.mode == "full" else 0.0
+    on_device = device_type(config) != HOST
+    habits = Habits(
+        fused="compiled" if weights.compile else "kernels" if on_device else "eager",
+        kernel="flash2",
+        gather_bytes=1 if weights.quantize != "none" and weights.quantize else size,
+        reduce_bytes=_SIZES[_NAMES[weights.reduce_dtype]] if weights.reduce_dtype else size,
+        keeps_gathers=weights.keep_unsharded == "all",
+        overlaps=weights.overlap,
+        launches=_LAUNCHES / (2 if weights.compile else 1),
+        sends_ahead=True,
+        collectives=5 if model.family == "internlm2" else 7,
+        shard_bytes=stored,
+        sum_bytes=max(stored, 4),
+        state_bytes=max(stored, 4) * (moments(config) + (stored < 4)),
+    )
+    away = set(weights.offload)
+    offload = {
+        name for name, there in (
+            ("optimizer", OPTIMIZER in away), ("gradients", GRADIENTS in away),
+            ("weights", WEIGHTS in away), ("activations", bool(again.offload)),
+        ) if there
+    }  # fmt: skip
+    return Workload(
+        model=shape_of(config),
+        degrees=degrees_of(config, shape),
+        sequence=config.data.sequence_length,
+        rows=max(1, train.global_batch // (train.micro_batches * shape.data)),
+        micro_batches=train.micro_batches,
+        dtype=dtype,
+        recompute=Recompute(share, full, share),
+        habits=habits,
+        offload=frozenset(offload),
+        loss_chunk=train.loss_chunk,
+    )

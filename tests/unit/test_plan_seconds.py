@@ -1,0 +1,284 @@
+"""Seconds of a planned step: the closed form, the replay of the schedule, and what is printed."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from internsp.app.config import Config
+from internsp.app.plan.answer import changed
+from internsp.app.plan.bytes import step_bytes
+from internsp.app.plan.configured import workload_of
+from internsp.app.plan.devices import Device, device_named, devices, on_device
+from internsp.app.plan.links import Group, beside
+from internsp.app.plan.replay import GRADIENT, UnitSeconds, computing_actions, replay
+from internsp.app.plan.replayed import replayed
+from internsp.app.plan.screen import print_plan
+from internsp.app.plan.seconds import BUBBLE, GATHERS, REDUCTIONS, StepSeconds, step_seconds
+from internsp.app.plan.step import Plan, make_plan
+from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, Workload
+from internsp.errors import ConfigError
+from internsp.mesh import MeshShape
+
+LLAMA = {
+    "vocab_size": 32000, "hidden_size": 2048, "layers": 8, "heads": 16, "intermediate_size": 5632,
+}  # fmt: skip
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    values: dict[str, dict[str, Any]] = {
+        "model": LLAMA, "data": {"sequence_length": 4096}, "parallel": {"weight": 8},
+        "train": {"global_batch": 16, "dtype": "bfloat16"},
+        "activation_checkpoint": {"mode": "full"},
+    }  # fmt: skip
+    for name, given in sections.items():
+        values[name] = {**values.get(name, {}), **given}
+    return on_device(Config.model_validate(values), device_named("h100-sxm"))
+
+
+def seconds_of(given: Config, ranks: int = 16) -> tuple[StepSeconds, StepSeconds, Plan]:
+    """The closed form's seconds, the replay's, and the plan."""
+    plan = make_plan(given, ranks)
+    device = device_named("h100-sxm")
+    closed = step_seconds(workload_of(given, plan.shape), device)
+    return closed, replayed(given, plan.shape, device, plan.chunk), plan
+
+
+CASES: list[dict[str, dict[str, Any]]] = [
+    {},
+    {"parallel": {"weight": 16}},
+    {"activation_checkpoint": {"mode": "none"}},
+    {"activation_checkpoint": {"mode": "selective"}},
+    {"train": {"global_batch": 64, "micro_batches": 4}},
+    {"parallel": {"weight": 16, "sequence": 4}},
+    {"weight_parallel": {"prefetch_depth": 2}},
+]
+
+
+@pytest.mark.parametrize("sections", CASES, ids=str)
+def test_the_replay_has_the_actions_that_the_plan_prints(
+    sections: dict[str, dict[str, Any]],
+) -> None:
+    given = config(**sections)
+    plan = make_plan(given, 16)
+    actions = computing_actions(plan.chunk, given.train.micro_batches, True)
+    assert [a for a in actions if a.kind != GRADIENT] == plan.schedule.actions
+    trained = sum(w.trainable for unit in plan.chunk.units for w in unit.weights)
+    own = {unit.name for unit in (*plan.chunk.blocks, plan.chunk.head) if unit is not None}
+    assert trained >= len(own)
+    gradients = [a.weight for a in actions if a.kind == GRADIENT]
+    assert len(gradients) == given.train.micro_batches * len(set(gradients))
+
+
+@pytest.mark.parametrize("sections", CASES, ids=str)
+def test_the_closed_form_is_near_the_replay(sections: dict[str, dict[str, Any]]) -> None:
+    closed, played, _ = seconds_of(config(**sections))
+    assert closed.total == pytest.approx(played.total, rel=0.02)  # of a small model on fast links
+
+
+@pytest.mark.parametrize("micro_batches", [1, 5])
+def test_a_few_blocks_and_micro_batches_stand_for_all(micro_batches: int) -> None:
+    train = {"global_batch": 16 * micro_batches, "micro_batches": micro_batches}
+    given = config(train=train, model={"layers": 12})
+    _, whole, plan = seconds_of(given)
+    few = replayed(given, plan.shape, device_named("h100-sxm"))
+    assert few.total == pytest.approx(whole.total, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)]
+)
+def test_the_closed_form_of_a_pipeline_is_near_the_replay(schedule: str, chunks: int) -> None:
+    given = config(
+        parallel={"pipeline": 4, "weight": 4}, pipeline={"schedule": schedule, "chunks": chunks},
+        train={"global_batch": 64, "micro_batches": 16},
+    )  # fmt: skip
+    shape, device = MeshShape(16, **given.degrees()), device_named("h100-sxm")
+    closed = step_seconds(workload_of(given, shape), device)
+    assert replayed(given, shape, device).total == pytest.approx(closed.total, rel=0.015)
+    assert closed.parts[BUBBLE] > 0
+
+
+def test_a_split_backward_idles_less_than_1f1b() -> None:
+    idle = []
+    for schedule, chunks in (("1F1B", 1), ("ZBVZeroBubble", 2)):
+        given = config(
+            parallel={"pipeline": 4, "weight": 4}, train={"global_batch": 64, "micro_batches": 16},
+            pipeline={"schedule": schedule, "chunks": chunks},
+        )  # fmt: skip
+        shape = MeshShape(16, **given.degrees())
+        idle.append(replayed(given, shape, device_named("h100-sxm")).parts[BUBBLE])
+    assert idle[1] < 0.7 * idle[0]
+
+
+def test_a_block_waits_for_its_gather_and_computes_slower_beside_the_next_ones() -> None:
+    """Two blocks, worked out by hand: one message of 1 s a block, and 3 s of computation."""
+    given = config(model={"layers": 2}, activation_checkpoint={"mode": "none"})
+    plan = make_plan(given, 16)
+    chunk = plan.chunk
+    actions = [a for a in computing_actions(chunk, 1, True) if a.phase == "forward"]
+    blocks = {unit.name: [w.name for w in unit.weights] for unit in chunk.blocks}
+    units = dict.fromkeys(blocks, UnitSeconds((3.0, 0.0), (0.0, 0.0), (0.0, 0.0)))
+    gathers = {names[0]: 1.0 for names in blocks.values()}
+    clocks = replay(chunk, actions, units, {"AG": gathers, "RS": {}, "EX": {}}, 1.0)
+    # The first gather is in the open; the second starts at the first block's trigger and takes half
+    # of a second of its computation.
+    assert clocks.waited["AG"] == pytest.approx(1.0)
+    assert clocks.slowed["AG"] == pytest.approx(0.5)
+    assert clocks.now == pytest.approx(1.0 + 3.0 + 0.5 + 3.0)
+
+
+def test_computation_beside_a_message_advances_at_a_lower_rate() -> None:
+    assert beside(10.0, 4.0, 1.0) == pytest.approx(12.0)
+    assert beside(1.0, 4.0, 1.0) == pytest.approx(4.0)
+    assert beside(10.0, 0.0, 1.0) == pytest.approx(10.0)
+
+
+def test_a_group_with_one_rank_a_domain_drives_one_adapter_and_one_with_all_drives_all() -> None:
+    device = device_named("a100-80")
+    nbytes = 1e9
+    apart, together = Group(16, 8, device), Group(16, 1, device)
+    rate = device.far * device.fitted.links
+    assert apart.gather(nbytes) == pytest.approx(nbytes * 15 / 16 / rate, rel=0.01)
+    assert together.gather(nbytes) == pytest.approx(  # within each domain, faster than NVLink
+        max(nbytes / 2 / (8 * rate), nbytes * 15 / 16 / (device.near * device.fitted.links)),
+        rel=0.02,
+    )
+    assert Group(1, 1, device).gather(nbytes) == Group(1, 1, device).exchange(nbytes) == 0
+
+
+def draw(order: random.Random) -> Workload:
+    heads, head = order.choice([4, 8, 16, 32, 64]), order.choice([64, 128])
+    wide = heads * head
+    experts = order.choice([(0, 0, 0), (0, 0, 0), (8, 2, wide)])
+    model = ModelShape(
+        order.choice([2, 4, 12, 24, 32, 80]), wide, order.choice([4, 3]) * wide,
+        order.random() < 0.7, heads, order.choice([heads, heads // 4]), head,
+        order.choice([257, 32000, 128256]), order.random() < 0.3, *experts,
+    )  # fmt: skip
+
+    def power(most: int) -> int:
+        return 2 ** order.randint(0, most)
+
+    tensor, stages, context, weight, copies = power(3), power(3), power(3), power(5), power(4)
+    degrees = Degrees(
+        tensor * stages * context * weight * copies, weight=weight, tensor=tensor,
+        pipeline=stages, interleave=order.choice([1, 2]) if stages > 1 else 1, context=context,
+        ring=order.choice([n for n in (1, 2, 4, 8) if context % n == 0]), replicas=copies,
+        kind=order.choice(["zero3", "zero2", "zero1", "none"]),
+        expert=order.choice([1, 8]) if experts[0] else 1,
+    )  # fmt: skip
+    habits = Habits(
+        order.choice(["eager", "kernels", "compiled"]),
+        order.choice(["flash1", "flash2", "flash3", "unfused"]),
+        overlaps=order.random() < 0.8, tensor_overlap=order.random() < 0.5,
+        keeps_gathers=order.random() < 0.3, collectives=order.choice([1, 7]),
+        launches=order.choice([0.0, 0.0004]),
+    )  # fmt: skip
+    again = order.choice([Recompute(), Recompute(1, 1, 1), Recompute(0.5, 0, 0.5)])
+    return Workload(
+        model, degrees, order.choice([512, 2048, 8192, 65536]), order.choice([1, 2, 8]),
+        order.choice([1, 2, 8, 64]), "bf16", again, habits,
+        frozenset(order.choice([(), ("optimizer",), ("activations",)])),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "cases", [2_000, pytest.param(10_000, marks=pytest.mark.thorough(seconds=15))]
+)
+def test_seconds_of_any_step_are_finite_and_better_devices_are_never_slower(cases: int) -> None:
+    order = random.Random(cases)
+    known: list[Device] = list(devices().values())
+    for _ in range(cases):
+        load, device = draw(order), order.choice(known)
+        found = step_seconds(load, device)
+        assert all(math.isfinite(one) and one > 0 for one in found.parts.values()), load
+        most = found.total * (1 + 1e-9)
+        assert step_seconds(load, device.with_links(2 * device.near, 2 * device.far)).total <= most
+        better = replace(device, bandwidth=1.5 * device.bandwidth)
+        assert step_seconds(load, better).total <= most, load
+        twice = step_seconds(replace(load, micro_batches=2 * load.micro_batches), device)
+        assert twice.compute >= 2 * found.compute * (1 - 1e-9)
+        assert step_bytes(load).total > 0
+        if load.degrees.devices == 1:
+            assert found.messages == 0
+
+
+def test_one_device_sends_nothing() -> None:
+    given = config(parallel={"weight": 1})
+    load = workload_of(given, MeshShape(1, **given.degrees()))
+    found = step_seconds(load, device_named("a100-80"))
+    assert found.messages == 0
+    assert not {GATHERS, REDUCTIONS} & set(found.parts)
+
+
+def screen_of(given: Config, ranks: int, device: Device | None) -> list[str]:
+    out = io.StringIO()
+    print_plan(given, ranks, Console(file=out, width=200), device=device)
+    return out.getvalue().splitlines()
+
+
+def test_the_first_screen_answers_in_the_order_of_the_questions() -> None:
+    lines = screen_of(config(), 16, device_named("h100-sxm"))
+    assert "parameters in 8 blocks" in lines[0]
+    assert lines[1].startswith("fits: a rank needs ")
+    assert lines[1].endswith("and h100-sxm has 79.2 GiB")
+    assert lines[3].startswith("a step takes about ")
+    assert "tokens/s a device" in lines[3]
+    assert "MFU" in lines[3]
+    assert "is bound by " in lines[4]
+    assert " would save " in lines[5]
+    assert any("Seconds of a step (predicted)" in line for line in lines)
+
+
+def test_the_change_that_is_said_to_help_is_taken_and_saves_as_much() -> None:
+    given, device = config(), device_named("h100-sxm")
+    line = screen_of(given, 16, device)[5]
+    keys, _, share = line.partition(" would save ")
+    name, _, value = keys.partition(" = ")
+    other = changed(given, {name: value.strip("'") if "'" in value else int(value)})
+    assert other is not None
+    shape, then = MeshShape(16, **given.degrees()), MeshShape(16, **other.degrees())
+    before = step_seconds(workload_of(given, shape), device).total
+    after = step_seconds(workload_of(other, then), device).total
+    assert f"{1 - after / before:.0%}" == share
+
+
+def test_a_step_that_leaves_less_than_a_tenth_free_is_warned_of() -> None:
+    given = config()
+    device = device_named("h100-sxm")
+    needed = screen_of(given, 16, device)[1]
+    assert "slower" not in needed
+    small = replace(device, memory=1.02 * step_bytes_printed(needed))
+    assert "steps become slower where less than 10% stays free" in screen_of(given, 16, small)[1]
+    assert screen_of(given, 16, replace(device, memory=2**30))[1].startswith("does NOT fit")
+
+
+def step_bytes_printed(line: str) -> float:
+    return float(line.split(" GiB")[0].rsplit(" ", 1)[1]) * 2**30
+
+
+def test_a_device_of_ones_own_is_read_and_mistakes_in_it_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(
+        '[mine]\nsource = "measured"\npeak = { bf16 = 100 }\nmemory_gib = 40\n'
+        "bandwidth_GBps = 1000\nmultiprocessors = 80\nnear_GBps = 50\nnear_ranks = 4\n"
+        "far_Gbps = 100\nattention = { flash2 = [40, 30, 50, 40] }\nfitted = { like = 'a100-80' }\n"
+    )
+    mine = device_named("mine", path)
+    assert (mine.peak["bf16"], mine.near_ranks) == (1e14, 4)
+    assert mine.fitted == device_named("a100-80").fitted
+    path.write_text("[mine]\npeak = { bf16 = 100 }\n")
+    with pytest.raises(ConfigError, match=r"write each device as in devices\.toml"):
+        device_named("mine", path)
+    with pytest.raises(ConfigError, match="--device tpu: unknown; there are a100-40"):
+        device_named("tpu")
+    with pytest.raises(ConfigError, match="--device-file"):
+        device_named("a100-80", tmp_path / "none.toml")
