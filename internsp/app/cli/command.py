@@ -12,6 +12,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -26,7 +27,7 @@ from internsp.app.process.terminal import write_lines
 from internsp.base.names import nearest
 from internsp.base.version import __version__
 from internsp.config.words import help_of, in_words, keys_of, metavar, table_class
-from internsp.errors import InternspError, MachineError
+from internsp.errors import ConfigError, InternspError, MachineError
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -53,7 +54,11 @@ class _Plan:
     devices: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Plan for so many devices (default: launch.processes, or the launcher's ranks)."""
     device_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """TOML file of more devices, as --calibrate writes it."""
+    """TOML file of more devices, in the form of internsp's own."""
+    search: bool = False
+    """Search the layout that takes least seconds on --devices of --device."""
+    write: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """With --search: file for the configuration of the best layout."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     around = launched(os.environ, joins=isinstance(command, _Train))
     os.environ.update(around.variables)
     size = getattr(command, "devices", None) or around.world_size
+    if getattr(command, "search", False):  # the file's degrees are not those that are searched
+        size = None
     config, problems = read_config(
         command.config, _with_unknown(given, unknown), world_size=size
     )
@@ -125,6 +132,14 @@ def _perform(command: Any, config: Config, around: Launched) -> int:
 
                 device = device_named(command.device, command.device_file)
                 config, known = on_device(config, device), [device]
+            if command.search:
+                from internsp.app.plan.searched import print_search
+
+                if not known:
+                    raise ConfigError("--search: give --device NAME, on which seconds are compared")
+                best = partial(print_search, config, size, known[0], write=command.write)
+                print_output(best)
+                return 0
             if command.longest is not None:
                 from internsp.app.plan.longest import print_longest
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from internsp.app.plan.compute import (
+    STREAMED,
     Work,
     attention,
     block_products,
@@ -129,6 +130,11 @@ def _context(
         else:
             forward += steps * one
             backward += steps * (2 + again) * one
+        # Each part's output is merged with that of the others, in 32 bits.
+        merged = load.tokens * model.heads * features * 12 / by_heads
+        merged *= steps / (device.bandwidth * STREAMED)
+        forward += merged
+        backward += merged * (1 + again)
     return forward, backward
 
 

@@ -55,6 +55,8 @@ def step_bytes(load: Workload) -> StepBytes:
     weights = held * (habits.shard_bytes or (4 if whole else size))
     sums = 4 if whole or habits.reduce_bytes == 4 else size
     gradients = held * (habits.sum_bytes or sums)
+    if habits.shard_bytes and degrees.optimizer and whole:  # copies divide the state further
+        own /= degrees.optimizer
     optimizer = own * (habits.state_bytes or (8 if whole else 12))
     if "optimizer" in load.offload:
         optimizer = 0.0
@@ -64,11 +66,7 @@ def step_bytes(load: Workload) -> StepBytes:
         gradients = 0.0
     if "weights" in load.offload:
         weights = 0.0
-    unsharded = 0.0
-    if over > 1 or "weights" in load.offload:
-        one = model.block_parameters / degrees.tensor
-        unsharded = (2 if degrees.kind == "zero3" else blocks) * one * size
-        unsharded += one * habits.reduce_bytes  # gradients that are on their way
+    unsharded = _unsharded(load, size)
     kept, working = _activations(load, size)
     flying: float = min(degrees.pipeline, load.micro_batches)
     chunks = degrees.interleave
@@ -85,6 +83,21 @@ def step_bytes(load: Workload) -> StepBytes:
             weights, gradients, optimizer, unsharded, max(entry, last), working
         )
     return StepBytes(weights, gradients, optimizer, unsharded, entry, max(working, loss))
+
+
+def _unsharded(load: Workload, size: int) -> float:
+    """Bytes of gathered weights, and of gradients on their way."""
+    model, degrees, habits = load.model, load.degrees, load.habits
+    if degrees.sharded == 1 and "weights" not in load.offload:
+        return 0.0
+    one = model.block_parameters / degrees.tensor
+    if not habits.shard_bytes:
+        blocks = 2 if degrees.kind == "zero3" else -(-model.layers // degrees.pipeline)
+        return blocks * one * size + one * habits.reduce_bytes
+    # Two blocks' slots and those of the ends; the two largest units' gradients, and what they sum.
+    ends = [model.embedding] * (1 if model.tied or degrees.pipeline > 1 else 2)
+    largest = sorted([*ends, model.block_parameters, model.block_parameters])[-2:]
+    return (2 * one + sum(ends)) * size + 2 * sum(largest) * habits.reduce_bytes
 
 
 def _activations(load: Workload, size: int) -> tuple[float, float]:

@@ -83,6 +83,17 @@ def step_seconds(load: Workload, device: Device) -> StepSeconds:
     return StepSeconds({k: v for k, v in parts.items() if v > 0}, messages, compute)
 
 
+def least_seconds(load: Workload, device: Device) -> float:
+    """A lower bound of :func:`step_seconds`: without messages of weights, optimizer and bubble.
+
+    It is the same for any weight degree, number of replicas and optimizer's ranks.
+    """
+    block = block_seconds(load, device)
+    ends = sum(work.total for work in head(load, device)) / load.degrees.pipeline
+    parts = _micro_batch(load, block, load.model.layers / load.degrees.pipeline)
+    return load.micro_batches * (sum(parts.values()) + ends)
+
+
 def _micro_batch(load: Workload, block: BlockSeconds, blocks: float) -> Parts:
     """What one micro-batch takes on a stage with an average share of the blocks."""
     parts: Parts = defaultdict(float)

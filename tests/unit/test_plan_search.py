@@ -1,0 +1,160 @@
+"""The search for the best layout: the same ten as without pruning, none that a run refuses."""
+
+from __future__ import annotations
+
+import io
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from internsp.app.cli.command import main
+from internsp.app.config import Config, load_config
+from internsp.app.plan.answer import FREE, changed
+from internsp.app.plan.bytes import step_bytes
+from internsp.app.plan.configured import workload_of
+from internsp.app.plan.devices import device_named, on_device
+from internsp.app.plan.replayed import replayed
+from internsp.app.plan.search import Space, chosen, neighbors, search
+from internsp.app.plan.searched import print_search
+from internsp.app.plan.seconds import step_seconds
+from internsp.app.plan.step import make_plan
+from internsp.errors import ConfigError
+from internsp.mesh import MeshShape
+
+H100 = device_named("h100-sxm")
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    values: dict[str, dict[str, Any]] = {
+        "model": {
+            "vocab_size": 32000, "hidden_size": 4096, "layers": 32, "heads": 32,
+            "intermediate_size": 11008,
+        },
+        "data": {"sequence_length": 4096}, "train": {"global_batch": 64, "dtype": "bfloat16"},
+    }  # fmt: skip
+    for name, given in sections.items():
+        values[name] = {**values.get(name, {}), **given}
+    return on_device(Config.model_validate(values), H100)
+
+
+SMALL = {"hidden_size": 1024, "layers": 6, "heads": 8, "intermediate_size": 2816}
+
+
+@pytest.mark.parametrize("ranks", [1, 6, 8])
+@pytest.mark.parametrize("memory", [4, 80])
+def test_pruning_finds_the_same_ten(ranks: int, memory: int) -> None:
+    given = config(model=SMALL, train={"global_batch": 48})
+    device = replace(H100, memory=memory * 2**30)
+    pruned, whole = (search(given, ranks, device, prune=prune) for prune in (True, False))
+    assert [f.seconds.total for f in pruned.best] == [f.seconds.total for f in whole.best]
+    assert pruned.evaluated <= whole.evaluated == whole.possible
+
+
+def test_the_bound_is_never_above_the_seconds() -> None:
+    space = Space(config(model=SMALL, train={"global_batch": 48}), 8, H100)
+    layouts = random.Random(0).sample(list(space.layouts()), 300)
+    for layout in layouts:
+        for one in space.variants(layout):
+            seconds = step_seconds(space.load(one), H100).total
+            assert space.bound(layout) <= seconds * (1 + 1e-9), one
+
+
+def test_a_layouts_workload_is_that_of_its_configuration() -> None:
+    given = config(model=SMALL, train={"global_batch": 48})
+    space = Space(given, 8, H100)
+    for layout in random.Random(1).sample(list(space.layouts()), 60):
+        for one in space.variants(layout):
+            other = changed(given, one.settings())
+            if other is not None and not other.check(8):
+                load = workload_of(other, MeshShape(8, **other.degrees()))
+                assert load == space.load(one), one
+
+
+@pytest.mark.parametrize("ranks", [4, 12])
+def test_what_is_found_is_planned_without_a_mistake_and_fits(ranks: int) -> None:
+    given = config(model=SMALL, train={"global_batch": 48})
+    for one in search(given, ranks, H100).best:
+        other = changed(given, one.layout.settings())
+        assert other is not None, one.layout
+        assert other.check(ranks) == []
+        if one.layout.pipeline == 1:
+            make_plan(other, ranks)
+        assert step_bytes(one.load).total == one.nbytes <= FREE * H100.memory
+
+
+def test_more_memory_and_faster_links_are_never_a_worse_best() -> None:
+    given = config(model=SMALL, train={"global_batch": 48})
+    last = float("inf")
+    for gib in (3, 4, 6, 12, 80):
+        now = search(given, 8, replace(H100, memory=gib * 2**30)).best[0].seconds.total
+        assert now <= last
+        last = now
+    better = search(given, 8, H100.with_links(2 * H100.near, 2 * H100.far)).best[0].seconds.total
+    assert better <= last
+
+
+def test_among_ties_the_fewest_axes_win() -> None:
+    found = search(config(), 64, H100).best
+    first = chosen(found)
+    assert first.seconds.total <= 1.05 * found[0].seconds.total
+    ties = [one for one in found if one.seconds.total <= 1.05 * found[0].seconds.total]
+    assert first.layout.axes == min(one.layout.axes for one in ties)
+
+
+def test_neighbors_are_one_step_away_and_cost_what_they_take() -> None:
+    space = Space(config(), 64, H100)
+    best = search(config(), 64, H100).best[0]
+    told = dict(neighbors(space, best.layout))
+    weight = best.layout.weight
+    assert f"weight {2 * weight}" in told
+    near = told[f"weight {2 * weight}"]
+    assert near is not None
+    assert near.layout.weight == 2 * weight
+    assert near.seconds.total == step_seconds(space.load(near.layout), H100).total
+
+
+def test_the_closed_form_of_the_ten_is_within_a_hundredth_of_the_replay() -> None:
+    given = config()
+    for one in search(given, 64, H100).best:
+        other = changed(given, one.layout.settings())
+        assert other is not None
+        played = replayed(other, MeshShape(64, **other.degrees()), H100).total
+        assert one.seconds.total == pytest.approx(played, rel=0.01), one.layout.label()
+
+
+def test_the_screen_has_reasons_and_writes_a_configuration_that_is_taken(tmp_path: Path) -> None:
+    out, path = io.StringIO(), tmp_path / "best.toml"
+    print_search(config(), 64, H100, Console(file=out, width=200), path)
+    text = out.getvalue()
+    assert "layouts of 64 x h100-sxm" in text
+    assert text.count("micro-batch") >= 10
+    for part in ("is bound by", "another degree: weight", "tokens/s/device", "in the open"):
+        assert part in text, part
+    written = load_config(path, world_size=64)
+    assert written.parallel.device == "auto"
+    assert written.check(64) == []
+    assert f"weight {written.parallel.weight}" in text
+
+
+def test_what_cannot_fit_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no layout of this step fits on 2 x h100-sxm"):
+        search(config(), 2, replace(H100, memory=2**30))
+    path = tmp_path / "small.toml"
+    path.write_text("[model]\nlayers = 2\n")
+    assert main(["plan", str(path), "--search"]) == 2
+
+
+def test_the_command_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, best = tmp_path / "small.toml", tmp_path / "best.toml"
+    path.write_text(
+        "[model]\nlayers = 4\n[parallel]\nweight = 2\n[launch]\nprocesses = 2\n"
+        "[train]\nglobal_batch = 8\n"
+    )
+    asked = ["--search", "--device", "a100-80", "--devices", "8", "--write", str(best)]
+    assert main(["plan", str(path), *asked]) == 0
+    assert "layouts of 8 x a100-80" in capsys.readouterr().out
+    assert load_config(best, world_size=8).launch.processes == 8
