@@ -110,7 +110,6 @@ def _unsharding_all(block: nn.Module, inner: Forward) -> Forward:
     modules = [m for m in block.modules() if weights_of(m)]
     held: list[Any] = [m._parameters for m in modules]
     own = [weight for weights in held for weight in weights.weights.values()]
-    parameters = [weight.parameter for weight in own]
     weights_of_block = BlockParameters(own)
     copied = [(m, weights) for m, weights in zip(modules, held, strict=True) if weights.copies]
 
@@ -120,7 +119,7 @@ def _unsharding_all(block: nn.Module, inner: Forward) -> Forward:
             weights.require_copies(module)
         before = input_tensors((args, kwargs))
         handle = BlockHandle(weights_of_block)
-        unsharded = views(handle, *parameters)
+        unsharded = views(handle, *[weight.parameter for weight in own])
         plain = _plain(held, unsharded)
         handed = [dict(inside) for inside in plain]
         try:

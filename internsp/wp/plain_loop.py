@@ -38,6 +38,7 @@ class PlainLoop:
 
     Attributes:
         sums: results of finished all-reduces that are not in ``.grad`` yet.
+        divisors: by what a mean divides a weight's sum; by default the number of ranks.
         placeholders: those in ``.grad`` while sums wait for a later backward.
     """
 
@@ -55,6 +56,7 @@ class PlainLoop:
         self._completed = False  # .grad was completed since a pipeline's step began
         self._in_flight: deque[tuple[ShardedParameter, Tensor, Handle] | None] = deque()
         self.sums: dict[ShardedParameter, Tensor] = {}
+        self.divisors: dict[ShardedParameter, float] = {}
         discard = partial(discard_sums, state, replicated)
         self.placeholders: UnfinishedGradients[Member] = UnfinishedGradients(discard, mesh.rank)
         per_unit = [
@@ -185,7 +187,7 @@ class PlainLoop:
         for weight, used, wanted in zip(sharded, used_sharded, trained(sharded), strict=True):
             total = self.sums.pop(weight) if weight in self.sums else weight.reduced.on_device()
             if used and wanted and total is not None:
-                value = total.div_(ranks) if mean else total
+                value = total.div_(self.divisors.get(weight, ranks)) if mean else total
                 if state.link is not None and weight.hosted:
                     value = value.to(grad_dtype(weight.parameter))
                     hosted.append((weight, state.link.empty("grad", value.shape, value.dtype)))

@@ -31,7 +31,7 @@ FLOORS = [
     ["modules", "optim"],
     ["values", "layers"],
     ["parallel", "model_zoo"],
-    ["pipeline"],
+    ["pipeline", "fsdp"],
     # the application
     ["app.config"],
     ["app.process", "app.data", "app.models"],

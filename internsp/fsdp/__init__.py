@@ -1,0 +1,19 @@
+"""FSDP2's names, with the library's communicator: a program changes one import.
+
+``from internsp.fsdp import fully_shard`` (docs/howto/come_from.md).
+"""
+
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    share_comm_ctx,
+)
+
+from internsp.fsdp.module import FSDPModule, fully_shard, register_fsdp_forward_method
+
+__all__ = [
+    "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle",
+    "fully_shard", "register_fsdp_forward_method", "share_comm_ctx",
+]  # fmt: skip

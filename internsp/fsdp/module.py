@@ -1,0 +1,279 @@
+"""``fully_shard`` and ``FSDPModule``: FSDP2's names and meanings, the library's communicator.
+
+torch's own ``fully_shard`` checks the arguments, shards the parameters and notes what was said. Its
+hooks are removed before any of them runs; at the first forward :mod:`internsp.fsdp.attach` makes
+the communicator of what is noted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, wraps
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from internsp.dtensor.mixed import raw_grad
+from internsp.dtensor.unfinished import UnfinishedGradient
+from internsp.errors import OrderError, StructureError
+from internsp.fsdp.attach import ATTRIBUTE, Attached, attach, attached_to
+
+_LOG = logging.getLogger("internsp.fsdp")
+_NO_CAST, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
+
+
+class FSDPModule(TorchFSDPModule):
+    """A module of ``fully_shard``: torch's ``FSDPModule``, whose passes are the library's.
+
+    Methods that are not here are torch's: they note what is said, which is read at the first
+    forward, or followed at once (``_FOLLOWED``).
+    """
+
+    _orig_cls_mro_index = 3  # FSDPLinear, FSDPModule, torch's FSDPModule, Linear
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; the first call makes the communicator (collective)."""
+        own: dict[str, Any] = self.__dict__
+        if ATTRIBUTE not in own:
+            attach(self)
+        if own.get(_RUNNING):  # within a method that is registered as a forward
+            return self.forward(*args, **kwargs)  # type: ignore[attr-defined]
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    @property
+    def _attached(self) -> Attached | None:
+        return attached_to(cast("nn.Module", self))
+
+    def _units(self) -> list[nn.Module]:
+        """Its module if parameters of its own unit exist; :meth:`unshard` is not recursive."""
+        state: Any = self._get_fsdp_state()
+        return [group.fsdp_params[0]._module_info.module for group in state._fsdp_param_groups]
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Start the gathers of this module's unit, if slots have room between two passes.
+
+        The forward waits for them, and gathers what had no room. ``module.weight`` outside of a
+        forward stays the ``DTensor``: read whole weights with ``internsp.full_params(module)``.
+        """
+        found = self._attached
+        if found is not None and not found.communicator.events.busy:
+            communicator = found.communicator
+            for module in self._units():
+                with suppress(OrderError):  # no room: gathered when it is used
+                    communicator.unshard(module)
+        return UnshardHandle() if async_op else None
+
+    def reshard(self) -> None:
+        """Drop the unsharded weights of this module's unit; between two passes."""
+        found = self._attached
+        if found is not None and not found.communicator.events.busy:
+            for module in self._units():
+                found.communicator.reshard(module)
+
+    def reset_iter_state(self) -> None:
+        """Drop the gradients of an iteration that failed, also of its earlier micro-batches.
+
+        The next forward recovers by itself, on all ranks together.
+
+        Raises:
+            RuntimeError: this is not the root.
+        """
+        state: Any = self._get_fsdp_state()
+        if state._is_root is False:
+            raise RuntimeError("reset_iter_state() must be called on the root FSDP module")
+        found = self._attached
+        if found is not None:
+            for member in found.communicator.replicated.all_parameters():
+                if isinstance(raw_grad.__get__(member.parameter), UnfinishedGradient):
+                    member.parameter.grad = None
+            found.loop.placeholders.drop_removed()
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reductions have a process group of their own in any case."""
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the current stream wait for ``event``; gathers wait for the current stream."""
+        torch.accelerator.current_stream().wait_event(event)
+
+
+_OWN = (
+    "write internsp.parallelize(model, mesh, communicator=yours) instead of fully_shard "
+    "(docs/howto/own_communicator.md)"
+)
+_RUNNING = "_internsp_method_runs"
+
+
+_SLOTS = "leave it out: slots are allocated once, before training"
+_FOLLOWED = (
+    "set_requires_gradient_sync", "set_requires_all_reduce", "set_gradient_divide_factor",
+    "set_reduce_scatter_unused_params",
+)  # fmt: skip
+"""Setters that torch notes and that hold from the next backward on."""
+_PLANNED = {
+    "set_reshard_after_forward": "call it before the first forward",
+    "set_reshard_after_backward": "weights are released after each backward",
+    "set_modules_to_forward_prefetch": "call it before the first forward",
+    "set_modules_to_backward_prefetch": "call it before the first forward",
+    "set_reduce_scatter_max_input_buffers": "call it before the first forward",
+}
+"""Setters that torch notes and that the plan is made of, at the first forward."""
+_REFUSED = {
+    "set_custom_all_gather": _OWN,
+    "set_custom_reduce_scatter": _OWN,
+    "set_all_reduce_hook": "give fully_shard a mesh of two dimensions, the first one of replicas",
+    "set_allocate_memory_from_process_group_for_comm": _SLOTS,
+    "set_symm_mem_for_comm": _SLOTS,
+}
+"""Setters that mean something which is not done, and the line to write instead."""
+
+
+def _setter(name: str) -> Callable[..., None]:
+    """Torch's method ``name``, and what follows from it here."""
+    torchs = getattr(TorchFSDPModule, name)
+
+    @wraps(torchs)
+    def call(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+        if name in _REFUSED:
+            raise StructureError(
+                f"{name}() means something that internsp.fsdp does not do: {_REFUSED[name]}"
+            )
+        torchs(self, *args, **kwargs)
+        found = attached_to(cast("nn.Module", self))
+        if found is not None and name in _FOLLOWED:
+            found.follow()
+        elif found is not None and name not in found.notes:
+            found.notes[name] = None
+            _LOG.warning("%s: memory and traffic stay as planned (%s)", name, _PLANNED[name])
+
+    return call
+
+
+for _name in (*_FOLLOWED, *_PLANNED, *_REFUSED):
+    setattr(FSDPModule, _name, _setter(_name))
+
+
+@cache
+def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
+    """``kind`` with :class:`FSDPModule` before it, under the name that torch gives it."""
+    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": _refuse_copy})
+
+
+def _refuse_copy(self: nn.Module, memo: dict[int, Any]) -> Any:
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = _NO_CAST,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """``torch.distributed.fsdp.fully_shard``, with the library's communicator. In place.
+
+    Parameters are ``DTensor`` on ``mesh`` when it returns; the communicator is made at the first
+    forward. Arguments mean what they mean in torch.
+
+    Returns:
+        ``module``, whose class is now an :class:`FSDPModule`, too.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as torch's.
+        StructureError: what the library does not do, with the line to write instead.
+    """
+    if dp_mesh_dims is not None:
+        raise StructureError(
+            "dp_mesh_dims: internsp.fsdp takes the mesh of data ranks itself: write "
+            "fully_shard(module, mesh=mesh['dp']), and leave dp_mesh_dims out"
+        )
+    for part in module if isinstance(module, (list, tuple)) else [module]:
+        for name, inner in part.named_modules() if isinstance(part, nn.Module) else ():
+            if attached_to(inner) is not None:
+                raise StructureError(
+                    f"fully_shard: {name or 'the module'} has run a forward already, at which its "
+                    "communicator was made: call fully_shard on all modules before the first "
+                    "forward"
+                )
+    made = torch_fully_shard(
+        module, mesh=mesh, reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn, mp_policy=mp_policy,
+        offload_policy=offload_policy, ignored_params=ignored_params,
+    )  # fmt: skip
+    for part in made if isinstance(made, (list, tuple)) else [made]:
+        _make_ours(cast("nn.Module", part))
+    return made
+
+
+fully_shard.state = torch_fully_shard.state  # type: ignore[attr-defined]
+
+
+def _make_ours(module: Any) -> None:
+    if not isinstance(module, TorchFSDPModule):
+        return  # within another module of the list
+    noted: Any = module._get_fsdp_state()
+    noted._pre_forward_hook_handle.remove()
+    noted._post_forward_hook_handle.remove()
+    noted._pre_forward = _refuse_torchs
+    kind: Any = type(module).__mro__[TorchFSDPModule._orig_cls_mro_index]
+    module.__class__ = cast("Any", _class_of(kind))
+
+
+def _refuse_torchs(*_: Any) -> Any:
+    raise StructureError(
+        "torch.distributed.fsdp.register_fsdp_forward_method was called with a module of "
+        "internsp.fsdp: import it from internsp.fsdp too"
+    )
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.method_name(...)`` run as a forward of the module: its weights are unsharded.
+
+    Does nothing if ``module`` is no :class:`FSDPModule`, as torch's function.
+
+    Raises:
+        ValueError: it has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    method, plain = getattr(module, method_name), module.forward
+    waiting: list[Callable[..., Any]] = []
+
+    @wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (waiting.pop() if waiting else plain)(*args, **kwargs)
+
+    @wraps(method)
+    def as_forward(*args: Any, **kwargs: Any) -> Any:
+        own = vars(module)
+        if own.get(_RUNNING):
+            return method(*args, **kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            own[_RUNNING] = True
+            try:
+                return method(*args, **kwargs)
+            finally:
+                own[_RUNNING] = False
+
+        waiting.append(run)
+        try:
+            return module(*args, **kwargs)
+        finally:
+            waiting.clear()
+
+    module.forward = forward
+    setattr(module, method_name, as_forward)
