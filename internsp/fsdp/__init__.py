@@ -11,9 +11,12 @@ from torch.distributed.fsdp import (
     share_comm_ctx,
 )
 
+from internsp.fsdp.installed import install, options, uninstall
 from internsp.fsdp.module import FSDPModule, fully_shard, register_fsdp_forward_method
+from internsp.fsdp.report import report
 
 __all__ = [
     "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle",
-    "fully_shard", "register_fsdp_forward_method", "share_comm_ctx",
+    "fully_shard", "install", "options", "register_fsdp_forward_method", "report",
+    "share_comm_ctx", "uninstall",
 ]  # fmt: skip

@@ -7,17 +7,21 @@ the objects that they are, on the program's mesh; only their local tensors move 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from internsp.base.trace import Trace
 from internsp.config import SequenceConfig, WeightParallelConfig
 from internsp.errors import MeshError, StructureError
 from internsp.fsdp.loop import ProgramLoop
-from internsp.fsdp.units import ProgramUnit, holders, shardings_of, structure_of, units_of
+from internsp.fsdp.units import ROOT, ProgramUnit, holders, shardings_of, structure_of, units_of
 from internsp.mesh import ParallelMesh
 from internsp.mesh.program import mesh_of_program
 from internsp.modules.adopted import adopt
@@ -53,9 +57,15 @@ class Attached:
     ) -> None:  # fmt: skip
         self.root, self.units, self.communicator = root, units, communicator
         self.loop, self.notes = loop, dict.fromkeys(notes)
+        self.shown: list[Any] = []  # modules that hold whole plain tensors
         self._syncs = ExitStack()
         self._followed = (True, True)
         self.follow()
+
+    def hide(self) -> None:
+        """Let all modules hold their shards: a forward begins."""
+        hide(self.shown)
+        self.shown.clear()
 
     @property
     def groups(self) -> list[Any]:
@@ -85,13 +95,14 @@ class Attached:
             self.loop.zeros.update(members if group.reduce_scatter_unused_params else ())
 
 
-def attach(root: Any) -> Attached:
+def attach(root: Any) -> None:
     """Make the communicator of ``root``, which is about to run its first forward. Collective.
 
     Raises:
         RuntimeError, ValueError: what FSDP2's own initialization refuses, in its words.
         StructureError, MeshError: what the library does not do; all ranks raise.
     """
+    hide(module for module in root.modules() if isinstance(module, FSDPModule))
     state = root._get_fsdp_state()
     state._lazy_init()
     if not state._is_root:
@@ -101,6 +112,11 @@ def attach(root: Any) -> Attached:
         )
     units = units_of(root, state._state_ctx.all_states)
     _require_done(units)
+    modules = [module for unit in units for _, module in unit.modules]
+    if not any(unit.groups for unit in units):  # nothing to gather: torch accepts it, too
+        for module in modules:
+            vars(module)[ATTRIBUTE] = None
+        return
     mesh = _mesh(units)
     config = _config(root, units)
     notes: list[str] = []
@@ -121,10 +137,8 @@ def attach(root: Any) -> Attached:
     loop = ProgramLoop(chunk.consumer, chunk, mesh, communicator.replicated)
     chunk.attach(loop)
     attached = Attached(root, units, communicator, loop, notes)
-    for unit in units:
-        for _, module in unit.modules:
-            vars(module)[ATTRIBUTE] = attached
-    return attached
+    for module in modules:
+        vars(module)[ATTRIBUTE] = attached
 
 
 def _build(
@@ -137,7 +151,7 @@ def _build(
 ) -> ISPCommunicator:
     def examine() -> Examined:
         require_supported(root)
-        structure = structure_of(units, notes)
+        structure = structure_of(units, config.keep_unsharded is not None, notes)
         layout = chunk_layout(
             shardings, structure, config, mesh.shape, set(), device=mesh.device.type
         )
@@ -179,13 +193,10 @@ def _mesh(units: Sequence[ProgramUnit]) -> ParallelMesh:
 
     Raises:
         MeshError: units are on different meshes, or see :func:`mesh_of_program`.
-        StructureError: there is no parameter.
     """
     params = [
         (unit, param) for unit in units for group in unit.groups for param in group.fsdp_params
     ]
-    if not params:
-        raise StructureError("fully_shard was called on modules without any parameter")
     data = params[0][1].mesh_info.mesh
     for unit, param in params:
         ranks = param.mesh_info.mesh.mesh.tolist()
@@ -206,7 +217,12 @@ def _require_done(units: Sequence[ProgramUnit]) -> None:
         StructureError: names the call, and the line to write.
     """
     for unit in units:
-        for _, module in unit.modules:
+        for name, module in unit.modules:
+            if isinstance(getattr(unit.state, "_pre_forward", None), MethodType):
+                raise StructureError(
+                    f"{name or ROOT} was sharded by torch's fully_shard: call internsp.fsdp's, or "
+                    "internsp.fsdp.install() before it, for all modules of a model"
+                )
             if is_compiled(module):
                 raise StructureError(
                     f"{unit.name} was compiled, and hooks of ours inside a compiled region are not "
@@ -231,3 +247,34 @@ def attached_to(module: nn.Module) -> Attached | None:
     """What :func:`attach` has made of a model that ``module`` is a unit of; ``None`` before."""
     found: Attached | None = vars(module).get(ATTRIBUTE)
     return found
+
+
+def params_of(module: Any) -> list[Any]:
+    """torch's ``FSDPParam`` of a module's own unit."""
+    state = module._get_fsdp_state()
+    return [param for group in state._fsdp_param_groups for param in group.fsdp_params]
+
+
+def show(module: Any) -> None:
+    """Put whole plain tensors in the place of the parameters of a module's unit. Collective.
+
+    torch's hooks put the parameters back before a state dict is saved or loaded.
+    """
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        group.lazy_init()
+        for param in group.fsdp_params if group.is_sharded else ():
+            given = param.sharded_param
+            with torch.no_grad():
+                whole = given.full_tensor().to(param.param_dtype or given.dtype)
+            param._setattr_on_modules(nn.Parameter(whole, given.requires_grad))
+        group._sharded_state = ShardedState.UNSHARDED
+    found = attached_to(module)
+    if found is not None:
+        found.shown.append(module)
+
+
+def hide(modules: Iterable[Any]) -> None:
+    """Put the parameters back where :func:`show` has put tensors."""
+    for module in modules:
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            group._to_sharded()

@@ -18,11 +18,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method as torch_register  # noqa: F401
 
 from internsp.dtensor.mixed import raw_grad
 from internsp.dtensor.unfinished import UnfinishedGradient
 from internsp.errors import OrderError, StructureError
-from internsp.fsdp.attach import ATTRIBUTE, Attached, attach, attached_to
+from internsp.fsdp.attach import ATTRIBUTE, attach, attached_to, hide, params_of, show
 
 _LOG = logging.getLogger("internsp.fsdp")
 _NO_CAST, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
@@ -42,38 +43,35 @@ class FSDPModule(TorchFSDPModule):
         own: dict[str, Any] = self.__dict__
         if ATTRIBUTE not in own:
             attach(self)
+        found = own[ATTRIBUTE]
+        if found is not None and found.shown:
+            found.hide()
         if own.get(_RUNNING):  # within a method that is registered as a forward
             return self.forward(*args, **kwargs)  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
-    @property
-    def _attached(self) -> Attached | None:
-        return attached_to(cast("nn.Module", self))
-
-    def _units(self) -> list[nn.Module]:
-        """Its module if parameters of its own unit exist; :meth:`unshard` is not recursive."""
-        state: Any = self._get_fsdp_state()
-        return [group.fsdp_params[0]._module_info.module for group in state._fsdp_param_groups]
-
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Start the gathers of this module's unit, if slots have room between two passes.
+        """Let the module hold whole plain tensors until :meth:`reshard` or the next forward.
 
-        The forward waits for them, and gathers what had no room. ``module.weight`` outside of a
-        forward stays the ``DTensor``: read whole weights with ``internsp.full_params(module)``.
+        What a program writes into them is dropped then, as in torch. With ``async_op`` its gathers
+        are started, for the forward that comes next; the handle's ``wait()`` does the former.
         """
-        found = self._attached
+        found = attached_to(cast("nn.Module", self))
+        if not async_op:
+            show(self)
+            return None
         if found is not None and not found.communicator.events.busy:
-            communicator = found.communicator
-            for module in self._units():
-                with suppress(OrderError):  # no room: gathered when it is used
-                    communicator.unshard(module)
-        return UnshardHandle() if async_op else None
+            for module in {param._module_info.module for param in params_of(self)}:
+                with suppress(OrderError):  # no room in the slots: gathered when it is used
+                    found.communicator.unshard(module)
+        return _Unsharding(self)
 
     def reshard(self) -> None:
-        """Drop the unsharded weights of this module's unit; between two passes."""
-        found = self._attached
+        """Let the module hold its shards, and drop what is unsharded between two passes."""
+        hide([self])
+        found = attached_to(cast("nn.Module", self))
         if found is not None and not found.communicator.events.busy:
-            for module in self._units():
+            for module in {param._module_info.module for param in params_of(self)}:
                 found.communicator.reshard(module)
 
     def reset_iter_state(self) -> None:
@@ -87,7 +85,7 @@ class FSDPModule(TorchFSDPModule):
         state: Any = self._get_fsdp_state()
         if state._is_root is False:
             raise RuntimeError("reset_iter_state() must be called on the root FSDP module")
-        found = self._attached
+        found = attached_to(cast("nn.Module", self))
         if found is not None:
             for member in found.communicator.replicated.all_parameters():
                 if isinstance(raw_grad.__get__(member.parameter), UnfinishedGradient):
@@ -102,6 +100,14 @@ class FSDPModule(TorchFSDPModule):
     def set_post_optim_event(self, event: Any) -> None:
         """Let the current stream wait for ``event``; gathers wait for the current stream."""
         torch.accelerator.current_stream().wait_event(event)
+
+
+class _Unsharding(UnshardHandle):
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def wait(self) -> None:
+        show(self._module)
 
 
 _OWN = (

@@ -104,10 +104,11 @@ def units_of(root: nn.Module, states: Sequence[Any]) -> list[ProgramUnit]:
     return found
 
 
-def structure_of(units: Sequence[ProgramUnit], notes: list[str]) -> Structure:
+def structure_of(units: Sequence[ProgramUnit], free: bool, notes: list[str]) -> Structure:
     """The units as the library's structure.
 
     Args:
+        free: the program's options say which other blocks stay unsharded.
         notes: gets a line for each list of modules to prefetch that the plan does not follow.
     """
     by_state = {unit.state: unit for unit in units}
@@ -118,7 +119,9 @@ def structure_of(units: Sequence[ProgramUnit], notes: list[str]) -> Structure:
     for unit in units:
         if unit.kind != "block":
             continue
-        options: dict[str, Any] = {"keep_unsharded": unit.keeps}
+        options: dict[str, Any] = {}
+        if unit.keeps or not free:
+            options["keep_unsharded"] = unit.keeps
         for key, states in (
             ("forward_prefetch", unit.state._states_to_forward_prefetch),
             ("backward_prefetch", unit.state._states_to_backward_prefetch),
@@ -202,8 +205,13 @@ def _sharding(
             "give both functions to a rule of internsp.WeightParallelConfig (pre_all_gather, "
             "post_all_gather; docs/howto/rules.md), or take internsp.fsdp.options(quantize=...)"
         )
+    if parameter.is_floating_point() and parameter.dtype.itemsize == 1:
+        raise StructureError(
+            f"{owners[0].full_name} is stored as {parameter.dtype}, in which nothing is summed: "
+            "give it to fully_shard(ignored_params={...}); it stays whole on every rank then"
+        )
     offload = ("weights",) if param.offload_to_cpu else ()
-    near = unit.near_ranks if unit.kind == "block" else 0
+    near = (unit.near_ranks or config.near_ranks) if unit.kind == "block" else 0
     options = WeightOptions(config.coalesce_bytes, offload, near, config.quantize)
     grad = parameter.grad_dtype or parameter.dtype
     dtypes = WeightDtypes(param.param_dtype or parameter.dtype, param.reduce_dtype, grad)

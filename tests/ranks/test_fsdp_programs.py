@@ -1,0 +1,683 @@
+"""What programs do with FSDP2 besides training: checkpointing, parts of a model, methods, errors.
+
+Each program runs with torch's ``fully_shard`` and with ``internsp.fsdp``'s, and is compared by
+value. docs/dev/results/fsdp2_tests.md names the tests of PyTorch that have the same subject.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp as torchs
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+import internsp.fsdp as ours
+from internsp.errors import GradientError, MeshError, StructureError
+from tests.support.fsdp import Model, batch, loss_of, mesh_of, require_same, shard, steps, whole
+from tests.support.ranks import ranks
+
+Program = Callable[[Any, int], dict[str, Tensor]]
+"""From a module with FSDP2's names, and the rank, to values by name."""
+
+
+def compare(*programs: Program, rank: int) -> None:
+    for program in programs:
+        results = []
+        for names in (torchs, ours):
+            torch.manual_seed(5)
+            results.append(program(names, rank))
+        try:
+            require_same(results[1], results[0])
+        except AssertionError as error:
+            raise AssertionError(f"{program.__name__}: {error}") from None
+
+
+def gradients(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    return {
+        prefix + n: v for n, v in whole({n: p.grad for n, p in model.named_parameters()}).items()
+    }
+
+
+def inputs(rank: int, *shape: int) -> Tensor:
+    draw = torch.Generator().manual_seed(40 + rank)
+    return torch.randn(shape, generator=draw, dtype=torch.double)
+
+
+# activation checkpointing, in all of torch's forms
+
+
+class Checkpointing(Model):
+    reentrant = False
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+def _checkpointed(kind: str, units: str) -> Program:
+    def program(names: Any, rank: int) -> dict[str, Tensor]:
+        model: Any = Model().double()
+        for number, block in enumerate(model.blocks if kind in ("composable", "wrapper") else ()):
+            if kind == "composable":
+                composable_checkpoint(block)
+            else:
+                model.blocks[number] = checkpoint_wrapper(block)
+        if kind in ("utils", "reentrant"):
+            model.__class__ = Checkpointing
+            model.reentrant = kind == "reentrant"
+        shard(names.fully_shard, model, units, mesh_of((2,)))
+        found = steps(model, rank, number=2)
+        if kind == "reentrant":  # FSDP2's gradients of two forwards are wrong there (below)
+            return found
+        one, other = model(batch(0, 0, rank)), model(batch(0, 1, rank))  # two forwards, as in DPO
+        (one.sum() - other.sum()).square().backward()
+        return found | gradients(model, "two forwards ")
+
+    program.__name__ = f"{kind} {units}"
+    return program
+
+
+@ranks(2)
+def test_activation_checkpointing_changes_no_number(rank: int) -> None:
+    kinds = ("composable", "wrapper", "utils", "reentrant")
+    compare(*(_checkpointed(kind, "blocks") for kind in kinds), rank=rank)
+    compare(_checkpointed("composable", "nested"), rank=rank)
+
+
+@ranks(2)
+def test_two_forwards_with_reentrant_checkpoints_have_the_gradients_of_one_process(
+    rank: int,
+) -> None:
+    """FSDP2's are several times too large there (torch 2.13)."""
+
+    def both_forwards(model: Any) -> dict[str, Tensor]:
+        one, other = model(batch(0, 0, rank)), model(batch(0, 1, rank))
+        (one.sum() - other.sum()).square().backward()
+        return gradients(model)
+
+    torch.manual_seed(3)
+    plain: Any = Checkpointing().double()
+    plain.reentrant = True
+    model = copy.deepcopy(plain)
+    wanted = both_forwards(plain)
+    for value in wanted.values():
+        dist.all_reduce(value)
+        value.div_(2)
+    shard(ours.fully_shard, model, "blocks", mesh_of((2,)))
+    require_same(both_forwards(model), wanted)
+
+
+# parts of a model called by themselves
+
+
+class Chunked(nn.Module):
+    """Its head may be left out, and called by the program chunk by chunk."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(11, 8), nn.Linear(8, 8, bias=False)
+        self.norm, self.head = nn.RMSNorm(8), nn.Linear(8, 11, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, skip_head: bool = False) -> Any:
+        hidden = self.norm(self.body(self.embed(ids)))
+        return hidden if skip_head else self.head(hidden)
+
+
+def _chunked(grouped: bool, tied: bool = False, toggled: bool = False) -> Program:
+    def program(names: Any, rank: int) -> dict[str, Tensor]:
+        model: Any = Chunked(tied).double()
+        lists: list[Any] = [model.embed, model.body, [model.norm, model.head]]
+        if tied:
+            lists = [model.body, [model.embed, model.norm, model.head]]
+        elif not grouped:
+            lists[2:] = lists[2]
+        for modules in [*lists, model]:
+            names.fully_shard(modules, mesh=mesh_of((2,)))
+        optimizer, found = torch.optim.Adam(model.parameters(), lr=1e-2), {}
+        for step in range(2):
+            draw = torch.Generator().manual_seed(7 * step + rank)
+            hidden = model(torch.randint(0, 11, (2, 8), generator=draw), skip_head=True)
+            if toggled:
+                model.head.set_reshard_after_forward(False)
+                model.head.set_reshard_after_backward(False)
+            pieces = []
+            for chunk in hidden.detach().chunk(2, dim=1):
+                piece = chunk.contiguous().requires_grad_()
+                model.head(piece).square().sum().backward()
+                pieces.append(piece.grad)
+            if toggled:
+                model.head.set_reshard_after_forward(True)
+                model.head.set_reshard_after_backward(True)
+                model.head.reshard()
+            hidden.backward(torch.cat(pieces, dim=1))
+            found |= gradients(model, f"{step} ")
+            optimizer.step()
+            optimizer.zero_grad()
+        return found | whole(dict(model.named_parameters()))
+
+    program.__name__ = f"chunked {grouped=} {tied=} {toggled=}"
+    return program
+
+
+def part_alone(names: Any, rank: int) -> dict[str, Tensor]:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).double()
+    for layer in [*model, model]:
+        names.fully_shard(layer, mesh=mesh_of((2,)))
+    optimizer, found = torch.optim.Adam(model.parameters(), lr=1e-2), {}
+    for number, part in enumerate((model, model[0], model)):
+        loss = part(inputs(rank, 3, 8)).sum()
+        loss.backward()
+        found |= {f"loss {number}": loss.detach(), **gradients(model, f"{number} ")}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@ranks(2)
+def test_parts_of_a_model_run_alone(rank: int) -> None:
+    compare(
+        _chunked(False), _chunked(True), _chunked(True, tied=True), _chunked(True, toggled=True),
+        part_alone, rank=rank,
+    )  # fmt: skip
+
+
+# modules of any kind
+
+
+def containers(names: Any, rank: int) -> dict[str, Tensor]:
+    pair = namedtuple("pair", "x y")
+
+    class Into(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return pair(x, torch.ones_like(x))
+
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, given: Any) -> Any:
+            return pair(self.linear(given.x), given.y)
+
+    class Out(nn.Module):
+        def forward(self, given: Any) -> Any:
+            return given.x
+
+    model = nn.Sequential(Into(), Between(), Between(), Out()).double()
+    for part in [*model, model]:
+        names.fully_shard(part, mesh=mesh_of((2,)))
+    model(inputs(rank, 2, 6)).sum().backward()
+    return gradients(model)
+
+
+def unused_output(names: Any, rank: int) -> dict[str, Tensor]:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.one(x), self.other(x)
+
+    model, found = Two().double(), {}
+    names.fully_shard(model.one, mesh=mesh_of((2,)))
+    names.fully_shard(model, mesh=mesh_of((2,)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for step in range(4):
+        one, other = model(inputs(rank, 2, 6))
+        ((one * other).sum() if step < 2 else one.sum()).backward()
+        found |= gradients(model, f"{step} ")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return found
+
+
+def several_runs(names: Any, rank: int) -> dict[str, Tensor]:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 5)
+            self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.inner(x) + self.inner(2 * x)
+            with torch.no_grad():
+                y = self.inner(x)
+            return self.outer(self.frozen(x) + y)
+
+    model, found = Again().double(), {}
+    for part in (model.inner, model.frozen, model):
+        names.fully_shard(part, mesh=mesh_of((2,)))
+    for step in range(3):
+        model.frozen.requires_grad_(step == 2)
+        model(inputs(rank, 2, 4)).sum().backward()
+        found |= gradients(model, f"{step} ")
+    return found
+
+
+def deeply_nested(names: Any, rank: int) -> dict[str, Tensor]:
+    class Nest(nn.Module):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.inner = Nest(depth - 1) if depth else None
+
+        def forward(self, x: Tensor) -> Any:
+            x = torch.tanh(self.linear(x))
+            return x if self.inner is None else self.inner(x) + self.linear(x)
+
+    model, found = Nest(4).double(), {}
+    for part in reversed([m for m in model.modules() if isinstance(m, Nest)]):
+        names.fully_shard(part, mesh=mesh_of((2,)))
+    for step in range(2):
+        model(inputs(rank, 2, 6)).sum().backward()
+        found |= gradients(model, f"{step} ")
+    return found
+
+
+def other_parameters(names: Any, rank: int) -> dict[str, Tensor]:
+    """An LSTM, which keeps its weights in a list, too; integers; a dimension other than 0."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.out = nn.LSTM(6, 4, batch_first=True), nn.Linear(4, 8)
+            self.table = nn.Parameter(torch.arange(7), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.out(self.lstm(x)[0]) * self.table[3]
+
+    model, found = Mixed().double(), {}
+
+    def longest(parameter: nn.Parameter) -> Any:
+        dim = parameter.shape.index(max(parameter.shape))
+        return Shard(dim) if parameter.shape[dim] % 2 == 0 else None
+
+    for part in (model.lstm, model):
+        names.fully_shard(part, mesh=mesh_of((2,)), shard_placement_fn=longest)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(2):
+        model(inputs(rank, 2, 3, 6)).square().sum().backward()
+        found |= gradients(model, f"{step} ")
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | whole(dict(model.named_parameters()))
+
+
+def nothing_to_shard(names: Any, rank: int) -> dict[str, Tensor]:
+    class Plus(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x + 1
+
+    model = Plus()
+    names.fully_shard(model, mesh=mesh_of((2,)))
+    return {"output": model(inputs(rank, 3))}
+
+
+@ranks(2)
+def test_modules_of_any_kind_have_the_same_gradients(rank: int) -> None:
+    compare(
+        containers, unused_output, several_runs, deeply_nested, other_parameters, nothing_to_shard,
+        rank=rank,
+    )  # fmt: skip
+
+
+# methods
+
+
+def whole_weights(names: Any, rank: int) -> dict[str, Tensor]:
+    model: Any = Model().double()
+    shard(names.fully_shard, model, "blocks", mesh_of((2,)))
+    found = {}
+
+    def look(when: str) -> None:
+        block = model.blocks[1]
+        block.unshard()
+        assert not isinstance(block.up.weight, DTensor)
+        assert isinstance(model.blocks[0].up.weight, DTensor), "it is not recursive"
+        found[f"{when} whole"] = block.up.weight.detach().clone()
+        with torch.no_grad():
+            block.up.weight.zero_()
+        block.reshard()
+        assert isinstance(block.up.weight, DTensor)
+        handle = model.blocks[0].unshard(async_op=True)
+        handle.wait()
+        found[f"{when} awaited"] = model.blocks[0].up.weight.detach().clone()
+
+    look("before")
+    loss_of(model, batch(0, 0, rank)).backward()
+    found |= gradients(model, "first ")
+    look("after")
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    loss_of(model, batch(0, 1, rank)).backward()
+    return found | gradients(model, "second ")
+
+
+def other_forwards(names: Any, rank: int) -> dict[str, Tensor]:
+    class Vision(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(6, 9)
+
+        def features(self, x: Tensor) -> Any:
+            return self.project(x).relu()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.features(x).sum(1)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vision, self.out = Vision(), nn.Linear(9, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.out(self.vision.features(x))
+
+        def twice(self, x: Tensor) -> Any:
+            return self(x) + self.out(self.vision.features(2 * x))
+
+    model: Any = Both().double()
+    for part in (model.vision, model.out, model):
+        names.fully_shard(part, mesh=mesh_of((2,)))
+    names.register_fsdp_forward_method(model.vision, "features")
+    names.register_fsdp_forward_method(model, "twice")
+    names.register_fsdp_forward_method(nn.Linear(2, 2), "no such method")
+    with pytest.raises(ValueError, match="does not have a method"):
+        names.register_fsdp_forward_method(model, "no such method")
+    found = {}
+    for name in ("forward", "twice"):
+        call = model if name == "forward" else model.twice
+        call(inputs(rank, 3, 6)).square().sum().backward()
+        found |= gradients(model, f"{name} ")
+        model.zero_grad()
+    return found
+
+
+def divided(names: Any, rank: int) -> dict[str, Tensor]:
+    model: Any = Model().double()
+    shard(names.fully_shard, model, "blocks", mesh_of((2,)))
+    model.set_gradient_divide_factor(3.0)
+    for block in model.blocks:
+        block.set_gradient_divide_factor(5.0)
+    return steps(model, rank, number=1, micro=2)
+
+
+def exchanged_once(names: Any, rank: int) -> dict[str, Tensor]:
+    model: Any = Model().double()
+    shard(names.fully_shard, model, "blocks", mesh_of((2, 1)))
+    found = {}
+    for micro in range(3):
+        model.set_requires_all_reduce(micro == 2)
+        model.set_is_last_backward(micro == 2)
+        loss_of(model, batch(0, micro, rank)).backward()
+    found |= gradients(model)
+    model.zero_grad(set_to_none=False)
+    loss_of(model, batch(1, 0, rank)).backward()
+    return found | gradients(model, "next ")
+
+
+def prefetched(names: Any, rank: int) -> dict[str, Tensor]:
+    model: Any = Model(blocks=4).double()
+    shard(names.fully_shard, model, "blocks", mesh_of((2,)))
+    blocks = [*model.blocks]
+    model.set_modules_to_forward_prefetch(blocks[:1])
+    for number, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 3])
+        block.set_modules_to_backward_prefetch(
+            [blocks[-1]] if number == 0 else blocks[:number][::-1]
+        )
+        block.set_reduce_scatter_max_input_buffers(3)
+    model.set_separate_reduce_scatter_group(True)
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_unshard_in_backward(True)
+    model._set_unshard_async_op(True)
+    names.share_comm_ctx([model])
+    return steps(model, rank, number=2)
+
+
+def failed(names: Any, rank: int) -> dict[str, Tensor]:
+    model: Any = Model().double()
+    shard(names.fully_shard, model, "lists", mesh_of((2,)))
+    armed = [True]
+
+    def fail(*_: Any) -> None:
+        if armed[0]:
+            raise KeyError("boom")
+
+    model.blocks[1].up.register_forward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        model(batch(0, 0, rank))
+    armed[0] = False
+    model.reset_iter_state()
+    loss_of(model, batch(0, 1, rank)).backward()
+    return gradients(model)
+
+
+def offloaded(names: Any, rank: int) -> dict[str, Tensor]:
+    model: Any = Model().double()
+    policy = names.CPUOffloadPolicy(pin_memory=False)
+    shard(names.fully_shard, model, "blocks", mesh_of((2,)), offload_policy=policy)
+    return steps(model, rank, number=2, micro=2)
+
+
+def assigned(names: Any, rank: int) -> dict[str, Tensor]:
+    full = Model().double().state_dict()
+    with torch.device("meta"):
+        model: Any = Model().double()
+    shard(names.fully_shard, model, "blocks", mesh_of((2,)))
+    shards = {
+        name: nn.Parameter(distribute_tensor(full[name], value.device_mesh, value.placements))
+        for name, value in model.state_dict().items()
+    }
+    model.load_state_dict(shards, assign=True)
+    return steps(model, rank, number=1)
+
+
+def cast(names: Any, rank: int) -> dict[str, Tensor]:
+    model: Any = Model()
+    shard(names.fully_shard, model, "blocks", mesh_of((2,)))
+    return steps(model.to(torch.float64), rank, number=1)
+
+
+@ranks(2)
+def test_methods_of_an_fsdp_module_do_what_torchs_do(rank: int) -> None:
+    compare(
+        whole_weights, other_forwards, divided, exchanged_once, prefetched, failed, offloaded,
+        assigned, cast, rank=rank,
+    )  # fmt: skip
+
+
+def _tensor_parallel(names: Any, rank: int) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = nn.Sequential(
+        nn.LayerNorm(5), *(nn.Sequential(nn.Linear(5, 12), nn.ReLU(), nn.Linear(12, 5)),) * 1
+    ).double()
+    plan = {"1.0": ColwiseParallel(), "1.2": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    for part in (model[1], model):
+        names.fully_shard(part, mesh=mesh["dp"])
+    optimizer, found = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False), {}
+    for _ in range(3):
+        loss = model(inputs(rank // 2, 3, 5)).square().sum()
+        loss.backward()
+        found = gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    places = {n: torch.tensor([str(p.placements) == _PLACES.get(n, str(p.placements))])
+              for n, p in model.named_parameters()}  # fmt: skip
+    assert all(places.values())
+    assert model[1][0].weight.device_mesh == mesh
+    return found | whole(dict(model.named_parameters()))
+
+
+_PLACES = {"1.0.weight": "(_StridedShard(dim=0, sf=2), Shard(dim=0))"}
+
+
+@ranks(4)
+def test_a_mesh_of_tensor_ranks_has_the_numbers_of_fsdp2(rank: int) -> None:
+    compare(_tensor_parallel, rank=rank)
+
+
+# errors
+
+
+def _refused(name: str, *args: Any) -> Callable[[], Any]:
+    return lambda: getattr(_model(), name)(*args)
+
+
+def _model(**options: Any) -> Any:
+    model = Model()
+    shard(ours.fully_shard, model, "blocks", mesh_of((2,)), **options)
+    return model
+
+
+REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "all-gather": (StructureError, "own_communicator.md", _refused("set_custom_all_gather", 0)),
+    "reduce-scatter": (StructureError, "communicator=", _refused("set_custom_reduce_scatter", 0)),
+    "hook": (StructureError, "mesh of two dimensions", _refused("set_all_reduce_hook", print)),
+    "memory": (
+        StructureError, "leave it out",
+        _refused("set_allocate_memory_from_process_group_for_comm", True),
+    ),
+    "symmetric": (StructureError, "leave it out", _refused("set_symm_mem_for_comm")),
+    "divide": (ValueError, "should be a bool", _refused("set_reshard_after_forward", 3)),
+    "prefetch": (
+        ValueError, "Expects FSDPModule",
+        _refused("set_modules_to_forward_prefetch", [nn.Linear(2, 2)]),
+    ),
+    "copy": (AssertionError, "does not support deepcopy", lambda: copy.deepcopy(_model())),
+    "twice": (AssertionError, "applied to a module once", lambda: ours.fully_shard(_model())),
+    "list": (ValueError, "do not implement forward", lambda: ours.fully_shard(nn.ModuleList())),
+    "dims": (
+        StructureError, "leave dp_mesh_dims out", lambda: ours.fully_shard(Model(), dp_mesh_dims=1)
+    ),
+    "scalar": (ValueError, "1D tensor with numel equal to 1", lambda: ours.fully_shard(_Scalar())),
+    "float8": (StructureError, "ignored_params", lambda: _eight()(torch.zeros(1, 2))),
+    "tied": (ValueError, "already managed by another", lambda: _tied()(batch(0, 0, 0))),
+    "meta": (RuntimeError, "materialized from meta device", lambda: _on_meta()(batch(0, 0, 0))),
+    "compiled": (StructureError, "compile=True", lambda: _compiled()(batch(0, 0, 0))),
+    "gradient hook": (GradientError, "read .grad when", lambda: _hooked()(batch(0, 0, 0))),
+    "theirs inside": (StructureError, "install", lambda: _mixed_up()(batch(0, 0, 0))),
+    "late": (StructureError, "before the first forward", lambda: _late()),
+    "some units": (StructureError, "say the same of all", lambda: _some()(batch(0, 0, 0))),
+    "torch's register": (
+        StructureError, "import it from internsp.fsdp",
+        lambda: torchs.register_fsdp_forward_method(_model(), "forward") or _registered(),
+    ),
+    "part of the ranks": (MeshError, "1 of 2 ranks", lambda: _alone()(torch.zeros(1, 2))),
+}  # fmt: skip
+
+
+class _Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Any:
+        return x * self.scale
+
+
+def _eight() -> Any:
+    model = nn.Linear(2, 2)
+    model.narrow = nn.Parameter(torch.zeros(8, 8).to(torch.float8_e4m3fn), requires_grad=False)
+    return ours.fully_shard(model, mesh=mesh_of((2,)))
+
+
+def _tied() -> Any:
+    model = Model(tied=True)
+    for part in (model.embed, model.head, model):
+        ours.fully_shard(part, mesh=mesh_of((2,)))
+    return model
+
+
+def _on_meta() -> Any:
+    with torch.device("meta"):
+        return _model()
+
+
+def _compiled() -> Any:
+    model = Model()
+    model.blocks[0].compile()
+    shard(ours.fully_shard, model, "blocks", mesh_of((2,)))
+    return model
+
+
+def _hooked() -> Any:
+    model = _model()
+    model.head.weight.register_post_accumulate_grad_hook(print)
+    return model
+
+
+def _mixed_up() -> Any:
+    model = Model()
+    torchs.fully_shard(model.blocks[0], mesh=mesh_of((2,)))
+    return ours.fully_shard(model, mesh=mesh_of((2,)))
+
+
+def _late() -> None:
+    model = Model()
+    ours.fully_shard(model.blocks[0], mesh=mesh_of((2,)))
+    model(batch(0, 0, 0))
+    ours.fully_shard(model, mesh=mesh_of((2,)))
+
+
+def _some() -> Any:
+    model = _model()
+    model.blocks[1].set_requires_gradient_sync(False)
+    return model
+
+
+def _registered() -> None:
+    model = _model()
+    torchs.register_fsdp_forward_method(model, "forward")
+    model.forward(batch(0, 0, 0))
+
+
+def _alone() -> Any:
+    one = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+    return ours.fully_shard(nn.Linear(2, 2), mesh=one)
+
+
+@ranks(2)
+def test_what_is_not_done_is_refused_with_the_line_to_write() -> None:
+    for name, (kind, text, call) in REFUSED.items():
+        with pytest.raises(kind) as caught:
+            call()
+        assert text in str(caught.value), f"{name}: {caught.value}"
+
+
+def test_every_public_method_of_torchs_module_has_an_answer() -> None:
+    """A method that a newer torch adds is looked at before it can do torch's part alone."""
+    known = {
+        "reset_iter_state", "reshard", "set_all_reduce_hook",
+        "set_allocate_memory_from_process_group_for_comm", "set_custom_all_gather",
+        "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms",
+        "set_gradient_divide_factor", "set_is_last_backward", "set_modules_to_backward_prefetch",
+        "set_modules_to_forward_prefetch", "set_post_optim_event",
+        "set_reduce_scatter_divide_factor", "set_reduce_scatter_max_input_buffers",
+        "set_reduce_scatter_unused_params", "set_requires_all_reduce",
+        "set_requires_gradient_sync", "set_reshard_after_backward", "set_reshard_after_forward",
+        "set_separate_reduce_scatter_group", "set_symm_mem_for_comm", "set_unshard_in_backward",
+        "unshard",
+    }  # fmt: skip
+    assert {name for name in vars(torchs.FSDPModule) if name[0] != "_"} == known
