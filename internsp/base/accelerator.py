@@ -114,8 +114,7 @@ def local_device(device_type: str) -> torch.device:
     count, index = device_count(device_type), torch.accelerator.current_device_index()
     name = next((name for name in LOCAL_RANKS if name in os.environ), None)
     if index == 0 and name is not None and count > 1:
-        given = os.environ[name]
-        index = int(given) if given.strip().isdecimal() else count
+        index = int(given) if (given := os.environ[name]).strip().isdecimal() else count
         if index >= count:
             raise MachineError(
                 f"{name} = {given!r}, and this machine has {count} devices: start at most {count} "

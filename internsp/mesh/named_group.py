@@ -9,16 +9,21 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 
-def new_group(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """The group ``name`` of these global ranks. Collective over them; blocks.
+def new_group(
+    ranks: Sequence[int], mesh: str, made: dict[tuple[int, ...], int], timeout: timedelta
+) -> dist.ProcessGroup:
+    """A group of these global ranks. Collective over them; blocks.
 
     torch itself names such a group by how many groups a process has made: after a program's
     ``new_group([0])``, which only rank 0 counts, its ranks would wait for each other under
     different names until the timeout.
 
     Args:
-        name: the same on these ranks, and never used before in the process.
+        mesh: a name that the ranks share and no other mesh has: that of its stage group.
+        made: how many groups of the same ranks the mesh has made; counted up.
     """
+    made[tuple(ranks)] = number = made.get(tuple(ranks), 0) + 1
+    name = f"{mesh}, {ranks}, {number}"
     naming = distributed_c10d._process_group_name
     distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
     try:

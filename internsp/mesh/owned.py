@@ -179,8 +179,7 @@ def _destroy(group: dist.ProcessGroup) -> None:
 class _Ended:
     """In the place of an ended group in torch's table of names, from whose length it makes names.
 
-    Else a rank on which fewer groups have ended would give a new group another name than the other
-    ranks, and wait for them without end; or a name would be used twice.
+    Else a name would be used twice, or ranks on which fewer groups have ended use another one.
     """
 
     def shutdown(self) -> None:

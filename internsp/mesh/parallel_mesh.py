@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +22,6 @@ from internsp.config.sections import MAX_TIMEOUT_SECONDS
 from internsp.errors import MachineError, MeshError
 from internsp.mesh import fresh_store
 from internsp.mesh.axes import Axes, degrees_of
-from internsp.mesh.named_group import new_group
 from internsp.mesh.owned import MeshUsers, OwnedGroups, collect_garbage
 from internsp.mesh.shape import AxisShape, MeshShape
 
@@ -186,8 +184,7 @@ class ParallelMesh:
         timeout_seconds: timeout of a collective in these groups.
         param_mesh: of the dense axis.
         device: the device on which this rank computes.
-        is_closed: whether :meth:`close` has ended the process groups. Then they, and the axes that
-            hold them, cannot be read any more.
+        is_closed: whether :meth:`close` has ended the groups, which cannot be read any more.
     """
 
     def __init__(
@@ -206,7 +203,7 @@ class ParallelMesh:
         self.users = MeshUsers()
         self._owned: OwnedGroups | None = None
         self.is_closed = False
-        self._added: Counter[tuple[int, ...]] = Counter()
+        self._added: dict[tuple[int, ...], int] = {}
         self._near_groups: dict[tuple[str, int], dist.ProcessGroup] = {}
         self._reading_meshes: dict[tuple[str, bool], DeviceMesh] = {}
         self.world_size = shape.world_size
@@ -264,13 +261,11 @@ class ParallelMesh:
             weight: ranks over which a weight is sharded.
             sequence: ranks over which a sequence is split; independent of ``weight``.
             pipeline: pipeline stages.
-            zero: replicas over which optimizer state is sharded (``None``: all of them; fewer is
-                ZeRO-1.5).
+            zero: replicas that shard optimizer state (``None``: all of them; fewer is ZeRO-1.5).
             device_type: ``"cpu"``, or the type of torch's accelerator here (``"cuda"``, ``"xpu"``,
                 a plugin's); ``None`` takes the accelerator where there is one.
             timeout_seconds: timeout of a collective in these groups.
-            expert_weight: ranks over which the weights of experts are sharded (``None``:
-                ``weight``).
+            expert_weight: ranks over which experts' weights are sharded (``None``: ``weight``).
             expert: expert parallel degree: so many ranks hold different experts.
             tensor: neighboring ranks over which torch's ``parallelize_module`` will shard layers
                 (on :attr:`tensor_mesh`, before ``internsp.parallelize``).
@@ -470,10 +465,10 @@ class ParallelMesh:
         return self._near_groups[axis.name, ranks]
 
     def _add_group(self, ranks: list[int]) -> dist.ProcessGroup:
-        self._added[tuple(ranks)] += 1
-        # Every mesh has another stage group, and all ranks of a stage one of the same name.
-        name = f"{self.stage_group.group_name}, {ranks}, {self._added[tuple(ranks)]}"
-        group = new_group(ranks, name, timedelta(seconds=self.timeout_seconds))
+        from internsp.mesh.named_group import new_group
+
+        timeout = timedelta(seconds=self.timeout_seconds)
+        group = new_group(ranks, self.stage_group.group_name, self._added, timeout)
         if self._owned is not None:
             self._owned.add(group)
         return group

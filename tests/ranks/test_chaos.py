@@ -39,7 +39,7 @@ def test_after_many_faults_nothing_is_lost_repeated_different_or_left_over(fault
     tasks, total = Tasks(13, private=False, network=False), Found(runs=0)
     number = 0
     while len(total.faults) < faults:
-        total.add(tasks.do(number, TASKS[number % len(TASKS)], saves=70))
+        total.add(tasks.do(number, TASKS[number % len(TASKS)], saves=70 * faults // 100))
         number += 1
     tasks.close()
     print(*lines(total), sep="\n")

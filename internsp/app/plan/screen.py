@@ -109,12 +109,7 @@ def print_plan(
         )
     _print_rules(_rules(plan, config), console)
     if isinstance(plan, Plan):
-        console.print(_traffic_table(plan))
-        for line in block_lines(plan.chunk, plan.schedule):
-            console.print(line, markup=False)
-        if plan.kept.blocks:
-            console.print(plan.kept.line())
-        console.print(_units_line(plan.chunk))
+        _print_chunk(plan, console)
         for line in expert_lines(config, world_size):
             console.print(line, markup=False)
     else:
@@ -128,6 +123,15 @@ def print_plan(
             console.print(f"{what} is in {path}", markup=False)
     if schedule is None:
         console.print("--schedule FILE writes the mesh by rank and every action of the step")
+
+
+def _print_chunk(plan: Plan, console: Console) -> None:
+    console.print(_traffic_table(plan))
+    for line in block_lines(plan.chunk, plan.schedule):
+        console.print(line, markup=False)
+    if plan.kept.blocks:
+        console.print(plan.kept.line())
+    console.print(_units_line(plan.chunk))
 
 
 def _predict(
