@@ -16,7 +16,7 @@ from tests.support.ranks import run_ranks
 pytest.importorskip("lightning", reason="the package lightning is not installed")
 
 pytestmark = [pytest.mark.ranks, pytest.mark.clients, pytest.mark.unmeasured]
-TEXT = Path(__file__).parents[1] / "data/01_why_cut_sequences.txt"
+TEXT = Path(__file__).parents[1] / "data/text/01_why_cut_sequences.txt"
 STEPS = 4
 Run = tuple[list[float], dict[str, Tensor]]
 

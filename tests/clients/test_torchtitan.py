@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.ranks, pytest.mark.clients, pytest.mark.unmeasured,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
 ]  # fmt: skip
-TEXT = str(Path(__file__).parents[1] / "data/01_why_cut_sequences.txt")
+TEXT = str(Path(__file__).parents[1] / "data/text/01_why_cut_sequences.txt")
 STEPS, BATCH = 3, 8
 
 

@@ -31,7 +31,7 @@ from internsp.errors import ConfigError, InternspError, MachineError
 from internsp.failure.objects import Objects
 from tests.support.ranks import run_ranks
 
-TEXT = Path(__file__).parents[1] / "data"
+TEXT = Path(__file__).parents[1] / "data" / "text"
 Changes = dict[str, dict[str, Any]]
 
 

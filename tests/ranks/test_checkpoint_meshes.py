@@ -21,7 +21,7 @@ from internsp.app.train.step import StepRunner
 from internsp.errors import ConfigError
 from tests.support.ranks import ranks, run_ranks
 
-TEXT = Path(__file__).parents[1] / "data"
+TEXT = Path(__file__).parents[1] / "data" / "text"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 Mesh = dict[str, Any]
 

@@ -24,7 +24,7 @@ from internsp.app.train.run import train
 from internsp.app.train.step import StepRunner
 from internsp.pipeline import ComputeAction, SchedulerHook
 
-TEXT = Path(__file__).parents[1] / "data"
+TEXT = Path(__file__).parents[1] / "data" / "text"
 TIMEOUT = 4  # seconds: the groups'
 
 

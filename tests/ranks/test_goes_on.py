@@ -9,7 +9,7 @@ import pytest
 from internsp.app.report.metrics import read_metrics
 from tests.support.command import internsp
 
-TEXT = Path(__file__).parents[1] / "data"
+TEXT = Path(__file__).parents[1] / "data" / "text"
 CONFIG = f"""
 [model]
 hidden_size = 32

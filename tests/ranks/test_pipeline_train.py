@@ -22,7 +22,7 @@ from internsp.schedule.chunk import Schedule
 from tests.support.ranks import run_ranks
 from tests.support.sections import mesh_sections
 
-TEXT = Path(__file__).parents[1] / "data"
+TEXT = Path(__file__).parents[1] / "data" / "text"
 Changes = dict[str, dict[str, Any]]
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.command import internsp
 from tests.support.runs import Ran
 
-TEXT = Path(__file__).parents[1] / "data"
+TEXT = Path(__file__).parents[1] / "data" / "text"
 CONFIG = f"""
 [model]
 hidden_size = 22

@@ -15,7 +15,7 @@ from internsp.app.report.metrics import read_metrics
 from tests.support.command import begin, internsp
 
 ROOT = Path(__file__).parents[2]
-TEXT = ROOT / "tests" / "data"
+TEXT = ROOT / "tests" / "data" / "text"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 LIVE = {"TERM": "xterm-256color"}
 PLAIN = {

@@ -29,7 +29,7 @@ from tests.support.few import few
 from tests.support.ranks import ranks, run_ranks
 from tests.support.sections import mesh_sections
 
-TEXT = Path(__file__).parents[1] / "data"
+TEXT = Path(__file__).parents[1] / "data" / "text"
 Changes = dict[str, dict[str, Any]]
 
 

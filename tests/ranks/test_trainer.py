@@ -21,7 +21,7 @@ from tests.support.command import TORCHRUN, begin, python
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-TEXT = ROOT / "tests" / "data"
+TEXT = ROOT / "tests" / "data" / "text"
 SECTIONS: dict[str, dict[str, Any]] = {
     "model": {"hidden_size": 32, "layers": 2, "heads": 4},
     "data": {"source": "text", "paths": [str(TEXT)], "sequence_length": 32, "held_out": 0.1},

@@ -33,7 +33,7 @@ pytest.importorskip("peft", reason="one case trains adapters of peft")
 pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 
 pytestmark = [pytest.mark.ranks, pytest.mark.unmeasured]
-TEXT = Path(__file__).parents[1] / "data/01_why_cut_sequences.txt"
+TEXT = Path(__file__).parents[1] / "data/text/01_why_cut_sequences.txt"
 LOGGED = 2e-6
 CASES: dict[str, dict[str, Any]] = {
     "clipped": {"max_grad_norm": 0.5},

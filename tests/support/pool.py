@@ -43,6 +43,7 @@ from internsp.pipeline import failure, messages
 SIZES = (2, 4)  # of the groups whose ranks stay
 BODIES = 40  # that a process runs, one after another: each leaves some memory and groups
 HOOKS = (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks)
+MODELS = 12  # of earlier bodies that may still be there
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Whose functions a test may replace.
 OURS = ("internsp", "model_zoo", "tools", "tests.support")
@@ -196,13 +197,19 @@ class Start:
             module.close_connections = close  # type: ignore[attr-defined]
 
     def _alive(self) -> list[str]:
-        """Names of threads that a body has started and that do not end."""
+        """Names of threads that a body has started and that do not end.
+
+        Not those of the library of a few models: they end with their model, which a graph or an
+        error may hold a little longer, and meet no other model.
+        """
         for _ in range(10):
             alive = set(threading.enumerate()) - self._threads
             if not alive:
                 break
             time.sleep(0.005)
-        return sorted(thread.name for thread in alive)
+        names = sorted(thread.name for thread in alive)
+        models = [name for name in names if name.startswith("internsp-")]
+        return names if len(models) > MODELS else [n for n in names if n not in models]
 
     def _changed_names(self) -> str:
         """A function, class or constant that a body has replaced, in a module or a class."""

@@ -15,7 +15,7 @@ from tests.ranks.test_checkpoint_meshes import whole
 from tests.support.compare import check
 from tests.support.ranks import run_ranks
 
-TEXT = Path(__file__).parents[1] / "data"
+TEXT = Path(__file__).parents[1] / "data" / "text"
 Changes = dict[str, dict[str, Any]]
 
 

@@ -18,7 +18,7 @@ from internsp.app.data.tokenizer import ByteTokenizer, Piece, load_tokenizer
 from internsp.app.data.tokens import TokenStore, documents
 from internsp.errors import ConfigError, MissingDependencyError
 
-OWN_TEXT = Path(__file__).parents[1] / "data"
+OWN_TEXT = Path(__file__).parents[1] / "data" / "text"
 END = 256
 
 

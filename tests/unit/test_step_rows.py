@@ -21,7 +21,7 @@ from internsp.errors import ConfigError
 from internsp.sp import SequenceLayout
 from tests.unit.test_chat import CHAT, source, tokenizer_folder
 
-TEXT = Path(__file__).parents[1] / "data"
+TEXT = Path(__file__).parents[1] / "data" / "text"
 
 
 def text(**changes: Any) -> DataSource:
