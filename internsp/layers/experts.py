@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from internsp.experts.dispatch import Dispatch, Local
+from internsp.experts.routes import Copies, collect, spread
 from internsp.layers.router import Router
 
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
@@ -89,14 +90,12 @@ class Experts(nn.Module):
         tokens, each = index.shape
         order = index.flatten().argsort(stable=True)
         counts = torch.bincount(index.flatten(), minlength=self.num_experts)
-        # Gathers alone: the adjoint of rows[order] with repeated rows would be an index_add.
-        rows = hidden[:, None].expand(tokens, each, hidden.shape[1]).flatten(0, 1)[order]
-        gate, up = grouped_product(rows, self.gate_up, counts).chunk(2, dim=-1)
-        made = grouped_product(F.silu(gate) * up, self.down, counts)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        made = made[back].view(tokens, each, made.shape[1])
-        return (made * weights[:, :, None]).sum(1).to(hidden.dtype)
+        copies = Copies(order // each, back.view(tokens, each))
+        gate, up = grouped_product(spread(hidden, copies), self.gate_up, counts).chunk(2, dim=-1)
+        made = grouped_product(F.silu(gate) * up, self.down, counts)
+        return collect(made * weights.flatten()[order][:, None], copies).to(hidden.dtype)
 
 
 class SharedExperts(nn.Module):
