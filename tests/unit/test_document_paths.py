@@ -189,8 +189,8 @@ def wrong_in_source(source: str, file: str) -> list[str]:
 
 
 def files(ending: str) -> list[str]:
-    """Tracked files of this repository's own: tests/data holds what others wrote and name."""
-    own = (file for file in tracked() if not file.startswith("tests/data/"))
+    """Tracked files whose names are this repository's: those of tests/published are not."""
+    own = (file for file in tracked() if not file.startswith("tests/published/"))
     return sorted(file for file in own if file.endswith(ending))
 
 

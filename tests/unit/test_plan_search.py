@@ -17,6 +17,7 @@ from internsp.app.plan.answer import FREE, changed
 from internsp.app.plan.bytes import step_bytes
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import device_named, on_device
+from internsp.app.plan.longest import MemoryBudget
 from internsp.app.plan.replayed import replayed
 from internsp.app.plan.search import Space, chosen, neighbors, search
 from internsp.app.plan.searched import print_search
@@ -138,6 +139,26 @@ def test_the_screen_has_reasons_and_writes_a_configuration_that_is_taken(tmp_pat
     assert written.parallel.device == "auto"
     assert written.check(64) == []
     assert f"weight {written.parallel.weight}" in text
+
+
+@pytest.mark.parametrize("sections", [
+    {}, {"activation_checkpoint": {"mode": "selective"}},
+    {"activation_checkpoint": {"mode": "full", "fraction": 0.5}},
+    {"parallel": {"weight": 2, "sequence": 4}},
+], ids=str)  # fmt: skip
+def test_bytes_of_the_closed_form_are_near_those_of_the_plan(
+    sections: dict[str, dict[str, Any]],
+) -> None:
+    given = config(model={"layers": 8}, parallel={"weight": 8}, **{
+        name: part for name, part in sections.items() if name != "parallel"
+    })  # fmt: skip
+    given = changed(given, {
+        f"parallel.{key}": value for key, value in sections.get("parallel", {}).items()
+    }) or given  # fmt: skip
+    budget = MemoryBudget(given, 8)
+    planned = sum(nbytes for _, nbytes in budget.at(4096)[0])
+    ours = step_bytes(workload_of(given, budget.plan.shape)).total
+    assert ours == pytest.approx(planned, rel=0.15)
 
 
 def test_what_cannot_fit_is_said(tmp_path: Path) -> None:

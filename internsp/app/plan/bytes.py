@@ -67,12 +67,13 @@ def step_bytes(load: Workload) -> StepBytes:
     if "weights" in load.offload:
         weights = 0.0
     unsharded = _unsharded(load, size)
-    kept, working = _activations(load, size)
+    inputs, others, working = _activations(load, size)
+    kept = others + (0.0 if "activations" in load.offload else inputs)
     flying: float = min(degrees.pipeline, load.micro_batches)
     chunks = degrees.interleave
     if chunks > 1:
         flying = min(flying + (degrees.pipeline - 1) / chunks, load.micro_batches)
-    entry = 0.0 if "activations" in load.offload else kept * blocks * flying
+    entry = kept * blocks * flying
     logits = load.loss_chunk or load.tokens
     loss = min(logits, load.tokens) * model.vocab / degrees.tensor * _LOGITS[habits.fused]
     if "activations" in load.offload or load.recompute.attention:
@@ -100,8 +101,11 @@ def _unsharded(load: Workload, size: int) -> float:
     return (2 * one + sum(ends)) * size + 2 * sum(largest) * habits.reduce_bytes
 
 
-def _activations(load: Workload, size: int) -> tuple[float, float]:
-    """Bytes that one block keeps for its backward, and that its backward takes at work."""
+def _activations(load: Workload, size: int) -> tuple[float, float, float]:
+    """Bytes of a block's input and of what else it keeps for its backward, and of that at work.
+
+    The first two are means of all blocks: those that recompute keep their input only.
+    """
     model, tensor, again = load.model, load.degrees.tensor, load.recompute
     tokens = load.tokens
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -114,16 +118,17 @@ def _activations(load: Workload, size: int) -> tuple[float, float]:
     if load.habits.fused == "eager":
         streams += 4 * model.hidden / among if model.gated else 0  # norms in 32 bits
         fed += model.gated * width / tensor
+    if load.habits.keeps_rotated:
+        heads += (q + kv) / tensor
+        fed += model.gated * width / tensor
     whole = tokens * size * (streams + heads + fed)
     if load.habits.kernel == "unfused" and not again.attention:
         scores = load.rows * model.heads / tensor * load.sequence * load.sequence
         whole += scores * (2 * size + 1)
     working = tokens * size * (gates * width / tensor + width / tensor + 2 * model.hidden)
-    kept_input = tokens * size * model.hidden / among
-    if again.attention >= 1 and again.products >= 1:
-        return kept_input, whole + working
-    share = again.products
-    parts = tokens * size * (streams + share * (heads + fed))
-    return max(kept_input, whole - (parts if again.passes else 0.0)), working + (
-        parts if again.passes else 0.0
-    )
+    inputs = tokens * size * model.hidden / among
+    if again.attention and again.attention == again.products:  # a share of the blocks, whole
+        return again.products * inputs, (1 - again.products) * whole, whole + working
+    parts = tokens * size * (streams + again.products * (heads + fed)) if again.passes else 0.0
+    out = tokens * size * q / tensor if again.products == 1 else 0.0  # attention's, kept by itself
+    return inputs, max(out, whole - parts - inputs), working + parts

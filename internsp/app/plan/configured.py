@@ -93,6 +93,7 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         launches=_LAUNCHES / (2 if weights.compile else 1),
         sends_ahead=True,
         collectives=5 if model.family == "internlm2" else 7,
+        keeps_rotated=not weights.compile,
         shard_bytes=stored,
         sum_bytes=max(stored, 4),
         state_bytes=max(stored, 4) * (moments(config) + (stored < 4)),

@@ -132,6 +132,8 @@ class Habits:
         causal_halves: the kernel skips what is masked.
         sends_ahead: messages between stages run beside computation.
         collectives: in which a block's weights travel.
+        keeps_rotated: rotated queries and keys, and the activated gate, are kept beside what they
+            are made from.
         shard_bytes, sum_bytes, state_bytes: of one element of a weight's shard, of its gradient's
             sum, and of the optimizer's state with masters; 0: as the kind of sharding has it.
     """
@@ -152,6 +154,7 @@ class Habits:
     causal_halves: bool = True
     sends_ahead: bool = False
     collectives: int = 1
+    keeps_rotated: bool = False
     shard_bytes: int = 0
     sum_bytes: int = 0
     state_bytes: int = 0
