@@ -126,6 +126,10 @@ def _perform(command: Any, config: Config, around: Launched) -> int:
             from internsp.app.plan.screen import print_plan
 
             size = command.devices or around.world_size or config.launch.processes
+            if command.devices is not None and command.devices < 1:
+                raise ConfigError(f"--devices {command.devices}: give a number from 1 on")
+            if command.write is not None and not command.search:
+                raise ConfigError("--write: it writes what --search finds; give both")
             known: list[Any] = []
             if command.device is not None:
                 from internsp.app.plan.devices import device_named, on_device

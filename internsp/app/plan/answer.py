@@ -79,10 +79,7 @@ def seconds_lines(
     name, share = bound_of(found)
     yield f"{share:.0%} of it is bound by {name}; {exposed(found):.0%} are messages in the open"
     if not device.fitted.rows:
-        yield (
-            f"{device.name} is an assumption that no measured step was fitted to; "
-            "--calibrate RUN fits it to one of yours"
-        )
+        yield f"{device.name} is an assumption that no measured step was fitted to"
     best = best_change(config, shape, device, found)
     if best is not None:
         keys, saved = best
