@@ -7,8 +7,9 @@ the objects that they are, on the program's mesh; only their local tensors move 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -16,23 +17,20 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.utils import _to_kwargs
 
-from internsp.base.trace import Trace
-from internsp.config import SequenceConfig, WeightParallelConfig
+from internsp.config import WeightParallelConfig
 from internsp.errors import MeshError, StructureError
-from internsp.fsdp.loop import ProgramLoop
-from internsp.fsdp.units import ROOT, ProgramUnit, holders, shardings_of, structure_of, units_of
+from internsp.fsdp.units import ProgramUnit, groups_of, holders, shardings_of, units_of
 from internsp.mesh import ParallelMesh
 from internsp.mesh.program import mesh_of_program
 from internsp.modules.adopted import adopt
 from internsp.modules.casts import ModuleCasts, register_casts
-from internsp.modules.supported import is_compiled, require_supported
-from internsp.parallel.build import Examined, build
-from internsp.parallel.compare import require_same_model
-from internsp.structure.assign import ParameterSharding
-from internsp.structure.units import chunk_layout
-from internsp.wp.collectives import Collectives
+from internsp.modules.supported import is_compiled
+from internsp.parallel.planned import parallelize_as
+from internsp.structure.named import modules_of, structure_of
 from internsp.wp.communicator import ISPCommunicator
+from internsp.wp.mean_loop import MeanLoop
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.plain_loop import PlainLoop
 
@@ -53,7 +51,7 @@ class Attached:
 
     def __init__(
         self, root: nn.Module, units: Sequence[ProgramUnit], communicator: ISPCommunicator,
-        loop: ProgramLoop, notes: Sequence[str],
+        loop: MeanLoop, notes: Sequence[str],
     ) -> None:  # fmt: skip
         self.root, self.units, self.communicator = root, units, communicator
         self.loop, self.notes = loop, dict.fromkeys(notes)
@@ -67,15 +65,10 @@ class Attached:
         hide(self.shown)
         self.shown.clear()
 
-    @property
-    def groups(self) -> list[Any]:
-        """torch's groups of parameters, one a unit that has any."""
-        return [group for unit in self.units for group in unit.groups]
-
     def follow(self) -> None:
-        """Do what the program's setters have said: which backwards only sum gradients, what divides
-        them, which of them are zeros instead of ``None``."""
-        said = {(group.reduce_grads, group.all_reduce_grads) for group in self.groups}
+        """Follow the setters: which backwards only sum, what divides sums, what is zeros."""
+        groups = groups_of(self.units)
+        said = {(group.reduce_grads, group.all_reduce_grads) for group in groups}
         off = [u.name for u in self.units if u.groups and not u.groups[0].all_reduce_grads]
         self.loop.mixed = ", ".join(off) if len(said) > 1 else ""
         for now in said if len(said) == 1 else ():
@@ -86,7 +79,7 @@ class Attached:
                     self._syncs.enter_context(self.communicator.no_sync())
                 elif not now[1]:
                     self._syncs.enter_context(self.communicator.no_replica_sync())
-        for group in self.groups:
+        for group in groups:
             members = [member_of(self.communicator, param) for param in group.fsdp_params]
             factor = group.gradient_divide_factor
             factor = factor or self.communicator.mesh.shape.stage_size
@@ -100,7 +93,7 @@ def attach(root: Any) -> None:
 
     Raises:
         RuntimeError, ValueError: what FSDP2's own initialization refuses, in its words.
-        StructureError, MeshError: what the library does not do; all ranks raise.
+        StructureError, MeshError: what the library does not do.
     """
     hide(module for module in root.modules() if isinstance(module, FSDPModule))
     state = root._get_fsdp_state()
@@ -112,19 +105,21 @@ def attach(root: Any) -> None:
         )
     units = units_of(root, state._state_ctx.all_states)
     _require_done(units)
-    modules = [module for unit in units for _, module in unit.modules]
+    modules = modules_of(units)
     if not any(unit.groups for unit in units):  # nothing to gather: torch accepts it, too
         for module in modules:
             vars(module)[ATTRIBUTE] = None
         return
-    mesh = _mesh(units)
-    config = _config(root, units)
-    notes: list[str] = []
+    mesh, config, notes = _mesh(units), _config(root, units), list[str]()
     shardings = shardings_of(root, units, config)
     for param, sharding in shardings.items():
         param._setattr_on_modules(sharding.parameter)
     try:
-        communicator = _build(root, mesh, config, units, [*shardings.values()], notes)
+        communicator = parallelize_as(
+            root, mesh, config,
+            lambda: structure_of(units, config.keep_unsharded is not None, notes),
+            [*shardings.values()],
+        )  # fmt: skip
     except BaseException:
         for param in shardings:
             param._setattr_on_modules(param.sharded_param)
@@ -132,33 +127,16 @@ def attach(root: Any) -> None:
     for param in shardings:
         _take_over(communicator, param)
     register_casts(_casts(units))
+    if mesh.device.type != "cpu":  # FSDP2's root moves its inputs, as DDP does
+        move = partial(_moved, mesh.device)
+        root.register_forward_pre_hook(move, prepend=True, with_kwargs=True)
     chunk = communicator.state
     assert isinstance(chunk.consumer, PlainLoop), "no optimizer can have come before"
-    loop = ProgramLoop(chunk.consumer, chunk, mesh, communicator.replicated)
+    loop = MeanLoop(chunk.consumer, chunk, mesh, communicator.replicated)
     chunk.attach(loop)
     attached = Attached(root, units, communicator, loop, notes)
     for module in modules:
         vars(module)[ATTRIBUTE] = attached
-
-
-def _build(
-    root: nn.Module,
-    mesh: ParallelMesh,
-    config: WeightParallelConfig,
-    units: Sequence[ProgramUnit],
-    shardings: Sequence[ParameterSharding],
-    notes: list[str],
-) -> ISPCommunicator:
-    def examine() -> Examined:
-        require_supported(root)
-        structure = structure_of(units, config.keep_unsharded is not None, notes)
-        layout = chunk_layout(
-            shardings, structure, config, mesh.shape, set(), device=mesh.device.type
-        )
-        return Examined(structure, set(), [*shardings], layout, False)
-
-    examined = require_same_model(root, mesh, config, SequenceConfig(), None, False, examine)
-    return build(root, mesh, config, None, examined, Trace(), None, Collectives)
 
 
 def _config(root: nn.Module, units: Sequence[ProgramUnit]) -> WeightParallelConfig:
@@ -166,7 +144,7 @@ def _config(root: nn.Module, units: Sequence[ProgramUnit]) -> WeightParallelConf
     given: dict[str, Any] = {
         "unexpected_order": "gather", "gather_before": "qkv", "compare_ranks": False,
     }  # fmt: skip
-    groups = [group for unit in units for group in unit.groups]
+    groups = groups_of(units)
     buffers = max((group.reduce_scatter_max_input_buffers for group in groups), default=1)
     if buffers > 2:  # the library's default
         given["reductions_in_flight"] = buffers
@@ -194,34 +172,27 @@ def _mesh(units: Sequence[ProgramUnit]) -> ParallelMesh:
     Raises:
         MeshError: units are on different meshes, or see :func:`mesh_of_program`.
     """
-    params = [
-        (unit, param) for unit in units for group in unit.groups for param in group.fsdp_params
-    ]
-    data = params[0][1].mesh_info.mesh
-    for unit, param in params:
+    params = [param for group in groups_of(units) for param in group.fsdp_params]
+    data = params[0].mesh_info.mesh
+    for param in params:
         ranks = param.mesh_info.mesh.mesh.tolist()
         if ranks != data.mesh.tolist():
             raise MeshError(
-                f"{unit.name} is sharded over ranks {ranks}, and {params[0][0].name} over "
-                f"{data.mesh.tolist()}: give every fully_shard of one model the same mesh; weights "
-                "of experts have an axis of their own in internsp.parallelize "
-                "(docs/howto/experts.md)"
+                f"{param._param_fqn} is sharded over ranks {ranks}, other parameters over "
+                f"{data.mesh.tolist()}: give every fully_shard of one model the same mesh; experts "
+                "have an axis of their own in internsp.parallelize (docs/howto/experts.md)"
             )
-    return mesh_of_program(data, [param._spmd_mesh for _, param in params])
+    return mesh_of_program(data, [param._spmd_mesh for param in params])
 
 
 def _require_done(units: Sequence[ProgramUnit]) -> None:
-    """Refuse, by name, what the program has asked for and the library does not do.
-
-    Raises:
-        StructureError: names the call, and the line to write.
-    """
+    """Refuse modules that are torch's or compiled, with the line to write."""
     for unit in units:
         for name, module in unit.modules:
             if isinstance(getattr(unit.state, "_pre_forward", None), MethodType):
                 raise StructureError(
-                    f"{name or ROOT} was sharded by torch's fully_shard: call internsp.fsdp's, or "
-                    "internsp.fsdp.install() before it, for all modules of a model"
+                    f"{name or unit.name} was sharded by torch's fully_shard: call "
+                    "internsp.fsdp's, or internsp.fsdp.install() before, for all modules of a model"
                 )
             if is_compiled(module):
                 raise StructureError(
@@ -243,16 +214,24 @@ def _casts(units: Sequence[ProgramUnit]) -> list[ModuleCasts]:
     return found
 
 
-def attached_to(module: nn.Module) -> Attached | None:
+def _moved(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    moved, named = _to_kwargs(args, kwargs, device, False)  # type: ignore[no-untyped-call]
+    return (moved[0], named[0]) if args or kwargs else None
+
+
+def attached_to(module: Any) -> Attached | None:
     """What :func:`attach` has made of a model that ``module`` is a unit of; ``None`` before."""
     found: Attached | None = vars(module).get(ATTRIBUTE)
     return found
 
 
-def params_of(module: Any) -> list[Any]:
-    """torch's ``FSDPParam`` of a module's own unit."""
-    state = module._get_fsdp_state()
-    return [param for group in state._fsdp_param_groups for param in group.fsdp_params]
+def at_rest(module: Any) -> Iterator[tuple[ISPCommunicator, nn.Module]]:
+    """The modules that hold a unit's parameters, and their communicator, if no pass runs."""
+    found = attached_to(module)
+    if found is not None and not found.communicator.events.busy:
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for holder in {param._module_info.module for param in group.fsdp_params}:
+                yield found.communicator, holder
 
 
 def show(module: Any) -> None:

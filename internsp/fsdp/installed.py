@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed import fsdp as torchs
 
+from internsp.base.replaced import replace_everywhere
 from internsp.config import WeightParallelConfig
 from internsp.errors import ConfigError
 from internsp.fsdp.attach import OPTIONS, attached_to
@@ -42,16 +43,12 @@ def options(model: nn.Module, **chosen: Any) -> None:
     """
     _check(chosen)
     if attached_to(model) is not None:
-        raise ConfigError(
-            "internsp.fsdp.options: the model has run its first forward, at which its gathers were "
-            "planned: call it before"
-        )
+        raise ConfigError("internsp.fsdp.options: call it before the first forward, which plans")
     vars(model)[OPTIONS] = {**vars(model).get(OPTIONS, {}), **chosen}
 
 
 def _check(chosen: Mapping[str, Any]) -> None:
-    wrong = sorted(chosen.keys() - {*_CHOOSE})
-    if wrong:
+    if wrong := sorted(chosen.keys() - {*_CHOOSE}):
         raise ConfigError(
             f"internsp.fsdp.options: {', '.join(wrong)}: fully_shard's arguments and the policies "
             f"say that; the keys are {', '.join(_CHOOSE)}"
@@ -66,13 +63,7 @@ def _check(chosen: Mapping[str, Any]) -> None:
 def install(**chosen: Any) -> None:
     """Let ``torch.distributed.fsdp.fully_shard`` be the library's, in all modules that hold it.
 
-    Prints a line on the first rank. Modules that were sharded before stay torch's.
-
-    Args:
-        chosen: :func:`options` of every model.
-
-    Raises:
-        ConfigError: see :func:`options`.
+    Tells so on the first rank. ``chosen`` are :func:`options` of every model, with its errors.
     """
     _check(chosen)
     uninstall()
@@ -86,10 +77,10 @@ def install(**chosen: Any) -> None:
 
     installed.state = torch_fully_shard.state  # type: ignore[attr-defined]
     installed.of_internsp = True  # type: ignore[attr-defined]
-    places = _replace(torch_fully_shard, installed)
-    _replace(torch_register, register_fsdp_forward_method)
+    places = replace_everywhere(torch_fully_shard, installed, "internsp.")
+    replace_everywhere(torch_register, register_fsdp_forward_method, "internsp.")
     if os.environ.get("RANK", "0") == "0":
-        where = ", ".join(dict.fromkeys(places))
+        where = ", ".join(places)
         sys.stderr.write(f"internsp.fsdp: fully_shard of {where} is internsp's\n")
 
 
@@ -97,18 +88,5 @@ def uninstall() -> None:
     """Let torch's ``fully_shard`` be torch's again; does nothing if it is."""
     now: Any = torchs.fully_shard
     if getattr(now, "of_internsp", False):
-        _replace(now, torch_fully_shard)
-        _replace(register_fsdp_forward_method, torch_register, but="internsp.")
-
-
-def _replace(old: Any, new: Any, but: str = "internsp.fsdp") -> list[str]:
-    """Replace a function in every loaded module that holds it, under whatever name."""
-    found = []
-    for name, module in [*sys.modules.items()]:
-        if name.startswith(but) or not isinstance(getattr(module, "__dict__", None), dict):
-            continue
-        for key, value in [*vars(module).items()]:
-            if value is old:
-                setattr(module, key, new)
-                found.append(name)
-    return found
+        replace_everywhere(now, torch_fully_shard, "internsp.")
+        replace_everywhere(register_fsdp_forward_method, torch_register, "internsp.")

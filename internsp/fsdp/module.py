@@ -23,7 +23,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method as torch_registe
 from internsp.dtensor.mixed import raw_grad
 from internsp.dtensor.unfinished import UnfinishedGradient
 from internsp.errors import OrderError, StructureError
-from internsp.fsdp.attach import ATTRIBUTE, attach, attached_to, hide, params_of, show
+from internsp.fsdp.attach import ATTRIBUTE, at_rest, attach, attached_to, hide, show
+from internsp.modules.methods import RUNNING, as_forward
 
 _LOG = logging.getLogger("internsp.fsdp")
 _NO_CAST, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
@@ -36,7 +37,7 @@ class FSDPModule(TorchFSDPModule):
     forward, or followed at once (``_FOLLOWED``).
     """
 
-    _orig_cls_mro_index = 3  # FSDPLinear, FSDPModule, torch's FSDPModule, Linear
+    _orig_cls_mro_index = 4  # FSDPLinear, FSDPModule, torch's of both names, Linear
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; the first call makes the communicator (collective)."""
@@ -46,46 +47,35 @@ class FSDPModule(TorchFSDPModule):
         found = own[ATTRIBUTE]
         if found is not None and found.shown:
             found.hide()
-        if own.get(_RUNNING):  # within a method that is registered as a forward
+        if own.get(RUNNING):  # within a method that is registered as a forward
             return self.forward(*args, **kwargs)  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Let the module hold whole plain tensors until :meth:`reshard` or the next forward.
 
-        What a program writes into them is dropped then, as in torch. With ``async_op`` its gathers
-        are started, for the forward that comes next; the handle's ``wait()`` does the former.
+        With ``async_op`` start its gathers for the next forward; ``wait()`` then does the former.
         """
-        found = attached_to(cast("nn.Module", self))
         if not async_op:
             show(self)
             return None
-        if found is not None and not found.communicator.events.busy:
-            for module in {param._module_info.module for param in params_of(self)}:
-                with suppress(OrderError):  # no room in the slots: gathered when it is used
-                    found.communicator.unshard(module)
+        with suppress(OrderError):  # no room in the slots: gathered when it is used
+            for communicator, module in at_rest(self):
+                communicator.unshard(module)
         return _Unsharding(self)
 
     def reshard(self) -> None:
         """Let the module hold its shards, and drop what is unsharded between two passes."""
         hide([self])
-        found = attached_to(cast("nn.Module", self))
-        if found is not None and not found.communicator.events.busy:
-            for module in {param._module_info.module for param in params_of(self)}:
-                found.communicator.reshard(module)
+        for communicator, module in at_rest(self):
+            communicator.reshard(module)
 
     def reset_iter_state(self) -> None:
-        """Drop the gradients of an iteration that failed, also of its earlier micro-batches.
-
-        The next forward recovers by itself, on all ranks together.
-
-        Raises:
-            RuntimeError: this is not the root.
-        """
+        """Drop the gradients of an iteration that failed; the next forward recovers by itself."""
         state: Any = self._get_fsdp_state()
         if state._is_root is False:
             raise RuntimeError("reset_iter_state() must be called on the root FSDP module")
-        found = attached_to(cast("nn.Module", self))
+        found = attached_to(self)
         if found is not None:
             for member in found.communicator.replicated.all_parameters():
                 if isinstance(raw_grad.__get__(member.parameter), UnfinishedGradient):
@@ -110,27 +100,19 @@ class _Unsharding(UnshardHandle):
         show(self._module)
 
 
-_OWN = (
-    "write internsp.parallelize(model, mesh, communicator=yours) instead of fully_shard "
-    "(docs/howto/own_communicator.md)"
-)
-_RUNNING = "_internsp_method_runs"
-
+_OWN = "write internsp.parallelize(..., communicator=yours) (docs/howto/own_communicator.md)"
 
 _SLOTS = "leave it out: slots are allocated once, before training"
 _FOLLOWED = (
     "set_requires_gradient_sync", "set_requires_all_reduce", "set_gradient_divide_factor",
     "set_reduce_scatter_unused_params",
 )  # fmt: skip
-"""Setters that torch notes and that hold from the next backward on."""
-_PLANNED = {
-    "set_reshard_after_forward": "call it before the first forward",
-    "set_reshard_after_backward": "weights are released after each backward",
-    "set_modules_to_forward_prefetch": "call it before the first forward",
-    "set_modules_to_backward_prefetch": "call it before the first forward",
-    "set_reduce_scatter_max_input_buffers": "call it before the first forward",
-}
-"""Setters that torch notes and that the plan is made of, at the first forward."""
+"""Setters that torch notes; they hold from the next backward on."""
+_PLANNED = (
+    "set_reshard_after_forward", "set_reshard_after_backward", "set_modules_to_forward_prefetch",
+    "set_modules_to_backward_prefetch", "set_reduce_scatter_max_input_buffers",
+)  # fmt: skip
+"""Setters that torch notes; the plan is made of them at the first forward."""
 _REFUSED = {
     "set_custom_all_gather": _OWN,
     "set_custom_reduce_scatter": _OWN,
@@ -152,12 +134,12 @@ def _setter(name: str) -> Callable[..., None]:
                 f"{name}() means something that internsp.fsdp does not do: {_REFUSED[name]}"
             )
         torchs(self, *args, **kwargs)
-        found = attached_to(cast("nn.Module", self))
+        found = attached_to(self)
         if found is not None and name in _FOLLOWED:
             found.follow()
         elif found is not None and name not in found.notes:
             found.notes[name] = None
-            _LOG.warning("%s: memory and traffic stay as planned (%s)", name, _PLANNED[name])
+            _LOG.warning("%s: memory and traffic stay as planned at the first forward", name)
 
     return call
 
@@ -168,12 +150,8 @@ for _name in (*_FOLLOWED, *_PLANNED, *_REFUSED):
 
 @cache
 def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
-    """``kind`` with :class:`FSDPModule` before it, under the name that torch gives it."""
-    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": _refuse_copy})
-
-
-def _refuse_copy(self: nn.Module, memo: dict[int, Any]) -> Any:
-    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+    """torch's class of a sharded module with :class:`FSDPModule` before it, under its name."""
+    return type(kind.__name__, (FSDPModule, kind), {})
 
 
 def fully_shard(
@@ -189,14 +167,10 @@ def fully_shard(
 ) -> Any:
     """``torch.distributed.fsdp.fully_shard``, with the library's communicator. In place.
 
-    Parameters are ``DTensor`` on ``mesh`` when it returns; the communicator is made at the first
-    forward. Arguments mean what they mean in torch.
-
-    Returns:
-        ``module``, whose class is now an :class:`FSDPModule`, too.
+    Arguments, errors and the result are torch's: parameters are ``DTensor`` on ``mesh`` when it
+    returns. The communicator is made at the first forward.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as torch's.
         StructureError: what the library does not do, with the line to write instead.
     """
     if dp_mesh_dims is not None:
@@ -232,8 +206,7 @@ def _make_ours(module: Any) -> None:
     noted._pre_forward_hook_handle.remove()
     noted._post_forward_hook_handle.remove()
     noted._pre_forward = _refuse_torchs
-    kind: Any = type(module).__mro__[TorchFSDPModule._orig_cls_mro_index]
-    module.__class__ = cast("Any", _class_of(kind))
+    module.__class__ = cast("Any", _class_of(cast("Any", type(module))))
 
 
 def _refuse_torchs(*_: Any) -> Any:
@@ -244,42 +217,9 @@ def _refuse_torchs(*_: Any) -> Any:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let ``module.method_name(...)`` run as a forward of the module: its weights are unsharded.
-
-    Does nothing if ``module`` is no :class:`FSDPModule`, as torch's function.
-
-    Raises:
-        ValueError: it has no such method.
-    """
+    """Let ``module.method_name(...)`` run as a forward; of another module, do nothing, as torch."""
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
-    method, plain = getattr(module, method_name), module.forward
-    waiting: list[Callable[..., Any]] = []
-
-    @wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return (waiting.pop() if waiting else plain)(*args, **kwargs)
-
-    @wraps(method)
-    def as_forward(*args: Any, **kwargs: Any) -> Any:
-        own = vars(module)
-        if own.get(_RUNNING):
-            return method(*args, **kwargs)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            own[_RUNNING] = True
-            try:
-                return method(*args, **kwargs)
-            finally:
-                own[_RUNNING] = False
-
-        waiting.append(run)
-        try:
-            return module(*args, **kwargs)
-        finally:
-            waiting.clear()
-
-    module.forward = forward
-    setattr(module, method_name, as_forward)
+    as_forward(module, method_name)

@@ -7,6 +7,7 @@ from torch import nn
 from internsp.base.sizes import human
 from internsp.fsdp.attach import attached_to
 from internsp.fsdp.units import ProgramUnit
+from internsp.schedule.described import described
 
 
 def report(model: nn.Module) -> str:
@@ -21,39 +22,24 @@ def report(model: nn.Module) -> str:
             f"report: this {type(model).__name__} has no plan: call internsp.fsdp.fully_shard on "
             "it, and run a forward, at which gathers are planned"
         )
-    communicator = found.communicator
-    plan = communicator.plan
-    planned = {unit.name: unit for unit in plan.units}
-    lines = [f"{type(found.root).__name__}: {communicator.mesh.describe()}"]
-    whole, shards = [], 0
-    for unit in found.units:
-        layout = planned.get(unit.name)
-        if layout is None:
-            continue
-        nbytes = sum(weight.unsharded_bytes for weight in layout.weights)
-        whole.append(nbytes)
-        shards += sum(weight.shard_bytes for weight in layout.weights)
-        lines.append(
-            f"  {unit.name}: {len(layout.weights)} parameters, {human(nbytes)} unsharded, "
-            f"{len(layout.groups)} messages; {_while(unit)}"
-        )
-    roots = sum(n for u, n in zip(found.units, whole, strict=False) if u.kind == "root")
-    blocks = sorted((n for u, n in zip(found.units, whole, strict=False) if u.kind != "root"))
-    lines += [
-        f"memory: {human(shards)} of shards, {human(sum(plan.slots()))} of slots for unsharded "
-        f"weights, at most {human(plan.pending_bytes)} of gradients in flight",
-        f"FSDP2 would hold {human(roots + sum(blocks[-2:]))} of unsharded weights at its peak, and "
-        f"{human(max(whole))} in the buffer of a gather",
+    plan, remarks = found.communicator.plan, {unit.name: _while(unit) for unit in found.units}
+    sizes = {u.name: sum(w.unsharded_bytes for w in u.weights) for u in plan.units}
+    own = [(unit.kind, sizes.get(unit.name, 0)) for unit in found.units]
+    most = sorted(size for kind, size in own if kind != "root")[-2:]
+    peak = sum(most) + sum(size for kind, size in own if kind == "root")
+    return "\n".join([
+        f"{type(found.root).__name__}: {found.communicator.mesh.describe()}",
+        *described(plan, remarks),
+        f"FSDP2 would hold {human(peak)} of whole weights at its peak, and "
+        f"{human(max(sizes.values()))} in the buffer of a gather",
         *(f"taken from the program: {note}" for note in found.notes),
-    ]
-    return "\n".join(lines)
+    ])  # fmt: skip
 
 
 def _while(unit: ProgramUnit) -> str:
     if unit.kind == "root":
-        return "unsharded from the model's entry to the end of backward"
+        return "whole from the model's entry to the end of backward"
     if unit.keeps:
-        return "unsharded from its forward to its backward"
-    if unit.near_ranks:
-        return f"kept as slices on {unit.near_ranks} near ranks between forward and backward"
-    return "gathered one ahead, in forward and in backward"
+        return "whole from its forward to its backward"
+    near = f", from slices on {unit.near_ranks} near ranks" if unit.near_ranks else ""
+    return f"gathered one ahead, in forward and in backward{near}"

@@ -14,6 +14,7 @@ whole       no block is resharded after forward
 full        with several micro-batches, unsharded gradients are summed and reduced in the last one
 hybrid      weights are sharded in groups of two, and shards' gradients are summed over the groups
             once a step; chunked reductions are then finished at once, because FSDP2 uses them
+import      the same program with one import changed: ``internsp.fsdp.fully_shard``; by itself
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+import internsp.fsdp
+from internsp.fsdp.attach import attached_to
 from tools.bench.model import Blocks
 from tools.overlap.options import Spec
 from tools.overlap.variants import Variant
@@ -156,9 +159,10 @@ class Fsdp2(Variant):
         mesh = self.setting.hybrid_mesh if "hybrid" in forms else self.setting.flat_mesh
         self._earlier: dict[nn.Parameter, Tensor] = {}
         layers: list[Any] = list(model.layers)
+        shard = internsp.fsdp.fully_shard if "import" in forms else fully_shard
         for layer in layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward="whole" not in forms)
-        fully_shard(model, mesh=mesh)
+            shard(layer, mesh=mesh, reshard_after_forward="whole" not in forms)
+        shard(model, mesh=mesh)
         for layer in layers:  # sums in all variants, because gloo cannot average
             layer.set_gradient_divide_factor(1.0)
             layer.set_force_sum_reduction_for_comms(True)
@@ -222,6 +226,9 @@ class Fsdp2(Variant):
 
     def unsharded_bytes(self) -> int:
         """Unsharded weights, and all-gather outputs that are not copied out yet."""
+        if "import" in self.spec.forms:
+            found = attached_to(self.blocks)
+            return sum(found.communicator.plan.slots()) if found is not None else 0
         total = 0
         for layer in self.blocks.layers:
             state: Any = layer._get_fsdp_state()  # type: ignore[operator]

@@ -140,7 +140,7 @@ class Options(options.Trained):
         return done
 
 
-FORMS = ("prefetch", "chunked", "unshard", "last", "whole", "full", "hybrid")
+FORMS = ("prefetch", "chunked", "unshard", "last", "whole", "full", "hybrid", "import")
 MESH_KEYS = ("weight", "gradient_group", "exchange")  # of ours: these are not settings of weights
 FAMILIES = ("compute", "ours", "ddp", "fsdp2", "zero3")
 
@@ -268,5 +268,6 @@ LABELS = {
     "fsdp2:chunked": "FSDP2, chunked async collectives",
     "fsdp2:unshard": "FSDP2, unshard at out-projection",
     "fsdp2:whole": "FSDP2, no reshard",
+    "fsdp2:import": "FSDP2's program, internsp's import",
     "zero3": "DeepSpeed ZeRO-3",
 }

@@ -1,4 +1,4 @@
-"""The end of a backward in a program written for FSDP2: gradients are means over ranks."""
+"""The end of backward in a plain loop whose gradients are means, as those of FSDP2 are."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from internsp.wp.plain_loop import PlainLoop
 from internsp.wp.replicated import ReplicatedParameters
 
 
-class ProgramLoop(PlainLoop):
-    """The library's plain loop, with what FSDP2's setters say.
+class MeanLoop(PlainLoop):
+    """The plain loop, with means, and with what a program says of single units.
 
     Args:
         before: the loop whose place it takes.
