@@ -34,8 +34,8 @@ def adopt(member: ShardedParameter, given: Any, holders: Iterable[tuple[nn.Modul
     member.parameter.grad_dtype = before.grad_dtype
     for module, name in holders:
         held = module._parameters
-        assert isinstance(held, Weights), "build() has put its parameter there"
-        assert held.get(name) is before, "build() has put its parameter there"
+        assert isinstance(held, Weights), "of a parallel model"
+        assert held.get(name) is before, "of a parallel model"
         held[name] = given
         for path, copied in held.copies:
             if copied == name:

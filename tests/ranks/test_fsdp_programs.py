@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import internsp.fsdp as ours
-from internsp.errors import GradientError, MeshError, StructureError
+from internsp.errors import ConfigError, GradientError, MeshError, StructureError
 from tests.support.fsdp import Model, batch, loss_of, mesh_of, require_same, shard, steps, whole
 from tests.support.ranks import ranks
 
@@ -664,6 +664,40 @@ def test_what_is_not_done_is_refused_with_the_line_to_write() -> None:
         with pytest.raises(kind) as caught:
             call()
         assert text in str(caught.value), f"{name}: {caught.value}"
+
+
+@ranks(2)
+def test_what_a_refusal_says_to_write_works(rank: int) -> None:
+    wanted = steps(_model().double(), rank, number=1)
+    ours.install(prefetch_depth=2)  # for torch's name, and of all modules
+    try:
+        torch.manual_seed(3)
+        model = Model().double()
+        shard(torchs.fully_shard, model, "blocks", mesh_of((2,)))
+        found = steps(model, rank, number=1)
+        assert "messages" in ours.report(model), "after a forward there is a plan"
+    finally:
+        ours.uninstall()
+    assert torchs.fully_shard is not ours.fully_shard
+    assert list(found) == list(wanted)
+    narrow: Any = nn.Linear(2, 2)
+    narrow.narrow = nn.Parameter(torch.zeros(8, 8).to(torch.float8_e4m3fn), requires_grad=False)
+    ours.fully_shard(narrow, mesh=mesh_of((2,)), ignored_params={narrow.narrow})
+    narrow(torch.ones(1, 2)).sum().backward()
+    assert not isinstance(narrow.narrow, DTensor)
+    quick = Model().double()
+    shard(ours.fully_shard, quick, "blocks", mesh_of((2,)))
+    with pytest.raises(ValueError, match="has no plan"):
+        ours.report(quick)
+    with pytest.raises(ConfigError, match="policies say that"):
+        ours.options(quick, compute_dtype="bfloat16")
+    ours.options(quick, gather_before="rolling")
+    loss_of(quick, batch(0, 0, rank)).backward()
+    with pytest.raises(ConfigError, match="before the first forward"):
+        ours.options(quick, prefetch_depth=2)
+    replicas = Model().double()
+    shard(ours.fully_shard, replicas, "blocks", mesh_of((2, 1)))
+    loss_of(replicas, batch(0, 0, rank)).backward()
 
 
 def test_every_public_method_of_torchs_module_has_an_answer() -> None:

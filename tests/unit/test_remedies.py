@@ -225,6 +225,17 @@ def degrees(world: int, **sizes: Any) -> Remedy:
 
 
 MESH: Table = {
+    "and parameters on one of": {
+        "give fully_shard a mesh of one dimension": "tests/ranks/test_fsdp.py::"
+        "test_three_steps_are_those_of_fsdp2",
+    },
+    "give fully_shard a mesh of all ranks": {
+        "give fully_shard a mesh of all ranks": "tests/ranks/test_fsdp.py::"
+        "test_three_steps_are_those_of_fsdp2",
+        "for pipeline stages make an internsp.Pipeline":
+            "tests/ranks/test_pipeline_parity.py::"
+            "test_loss_every_gradient_and_every_message_are_as_they_should_be",
+    },
     "have no names: give": {"give init_device_mesh its mesh_dim_names": DEVICE_MESH},
     "give the one of all ranks, of which it may": {
         "give the one of all ranks": DEVICE_MESH, "and name all of its axes": DEVICE_MESH,
@@ -336,9 +347,45 @@ NAMES: Table = {
     "has a [: write": {"write {a-b} for numbers from a to b": NAMED},
     "write the smaller number first": {"write the smaller number first": NAMED},
 }
+PROGRAMS = "tests/ranks/test_fsdp_programs.py::"
+WRITTEN = f"{PROGRAMS}test_what_a_refusal_says_to_write_works"
+OWN = "tests/ranks/test_own_communicator.py::"
+FSDP: Table = {
+    "is sharded over ranks": {"give every fully_shard of one model the same mesh": WRITTEN},
+    "was sharded by torch's": {
+        "call internsp.fsdp's": WRITTEN, "or internsp.fsdp.install() before": WRITTEN,
+    },
+    "inside a compiled region": {
+        "leave the compile() out": WRITTEN,
+        "and write internsp.fsdp.options(model, compile=True)":
+            "tests/ranks/test_rules_compile.py::"
+            "test_compiled_blocks_equal_eager_with_the_same_messages",
+    },
+    "options: call it before": {"call it before the first forward": WRITTEN},
+    "communicator=yours": {
+        "write internsp.parallelize(..., communicator=yours)":
+            f"{OWN}test_the_communicator_of_the_document_trains_as_one_process",
+    },
+    "slots are allocated once": {"leave it out": WRITTEN},
+    "the first one of replicas": {"give fully_shard a mesh of two dimensions": WRITTEN},
+    "leave dp_mesh_dims out": {
+        "write fully_shard(module, mesh=mesh['dp'])":
+            f"{PROGRAMS}test_a_mesh_of_tensor_ranks_has_the_numbers_of_fsdp2",
+    },
+    "has run a forward already": {"call fully_shard on all modules before": WRITTEN},
+    "has no plan": {
+        "call internsp.fsdp.fully_shard on it": WRITTEN, "and run a forward": WRITTEN,
+    },
+    "with fsdp_pre_all_gather": {
+        "hold a plain parameter": WRITTEN,
+        "and give both functions to a rule":
+            "tests/ranks/test_own_gather.py::test_every_gradient_and_step_is_that_of_what_the_functions_make_of_the_weights",
+    },
+    "in which nothing is summed": {"give it to fully_shard(ignored_params={...})": WRITTEN},
+}  # fmt: skip
 TABLES = {
-    "sp": SP, "pipeline": PIPELINE, "failure": FAILURE, "mesh": MESH, "layers": LAYERS,
-    "model_zoo": ZOO, "base/names.py": NAMES, "errors": {}, "experts": EXPERTS,
+    "fsdp": FSDP, "sp": SP, "pipeline": PIPELINE, "failure": FAILURE, "mesh": MESH,
+    "layers": LAYERS, "model_zoo": ZOO, "base/names.py": NAMES, "errors": {}, "experts": EXPERTS,
     "base/handles.py": HANDLES,
 }  # fmt: skip
 
