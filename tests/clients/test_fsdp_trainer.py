@@ -1,0 +1,111 @@
+"""transformers' Trainer with accelerate's FSDP2 plugin, unchanged, under internsp.fsdp.install().
+
+accelerate shards on accelerators only. Here its state says so on processors, for torch's
+``fully_shard`` and for ours alike; the logged values and the weights have the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import internsp.fsdp
+from tests.support.ranks import run_ranks
+
+pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+
+pytestmark = [pytest.mark.ranks, pytest.mark.clients, pytest.mark.unmeasured]
+PLUGIN = {
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_CPU": "true",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}  # fmt: skip
+Log = list[dict[str, float]]
+
+
+def on_processors() -> None:
+    """Let accelerate take its FSDP plugin where there is no accelerator."""
+    from accelerate import state
+    from accelerate.utils import DistributedType
+
+    init = state.AcceleratorState.__init__
+
+    def made(self: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        init(self, *args, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+        if "fsdp_plugin" in vars(self):
+            self.distributed_type = DistributedType.FSDP
+
+    state.AcceleratorState.__init__ = made
+
+
+def train(
+    rank: int, world: int, folder: Path, kind: str, ours: bool
+) -> list[tuple[Log, dict[str, Tensor]]]:
+    """Four steps with a checkpoint after two, and the last two again from that checkpoint."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {**PLUGIN, "FSDP_STATE_DICT_TYPE": kind, "MASTER_ADDR": "127.0.0.1"}
+    if ours:
+        internsp.fsdp.install()
+    on_processors()
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 64, (64, 12), generator=draw)
+    data: Any = [{"input_ids": row, "labels": row} for row in rows]
+    found = []
+    for resume in (None, str(folder / "checkpoint-2")):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False,
+            )
+        ).double()  # fmt: skip
+        trainer = Trainer(
+            model,
+            TrainingArguments(
+                output_dir=str(folder), per_device_train_batch_size=2, max_steps=4, save_steps=2,
+                gradient_accumulation_steps=2, logging_steps=1, learning_rate=1e-2, report_to=[],
+                use_cpu=True, seed=1, max_grad_norm=0.5, disable_tqdm=True,
+            ),
+            train_dataset=data,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        named: Any = trainer.model.named_parameters()
+        weights = {name: p.full_tensor().detach().clone() for name, p in named}
+        keys = {"loss", "grad_norm", "learning_rate"}
+        log = [{k: v for k, v in e.items() if k in keys} for e in trainer.state.log_history]
+        found.append((log, weights))
+        assert type(next(trainer.model.parameters())).__name__ == (
+            "ShardParameter" if ours else "DTensor"
+        )
+    return found
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_the_trainers_steps_and_checkpoints_are_those_under_fsdp2(
+    kind: str, tmp_path: Path
+) -> None:
+    theirs = run_ranks(train, 2, tmp_path / "theirs", kind, False, timeout=240)[0]
+    mine = run_ranks(train, 2, tmp_path / "ours", kind, True, timeout=240)[0]
+    assert len(mine[0][0]) > 3
+    for (log, weights), (wanted, other) in zip(mine, theirs, strict=True):
+        assert log == wanted
+        assert all(torch.equal(weights[name], value) for name, value in other.items())
+    files = {
+        path.relative_to(tmp_path / "theirs")
+        for path in (tmp_path / "theirs").rglob("*")
+        if path.suffix in (".safetensors", ".distcp")
+    }
+    assert files
+    for path in files:
+        one, other = tmp_path / "theirs" / path, tmp_path / "ours" / path
+        assert one.read_bytes() == other.read_bytes(), path
