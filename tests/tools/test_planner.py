@@ -18,7 +18,7 @@ from tools.planner.rows import Row, published, read
 from tools.planner.score import Prediction, fitted_ids, predict, predictions
 from tools.planner.tables import BOUNDS, dense, judged, quarter, quickly, sharded
 
-DATA = Path("tests/published")
+DATA = Path("tests/data/published")
 
 
 @cache

@@ -189,8 +189,8 @@ def wrong_in_source(source: str, file: str) -> list[str]:
 
 
 def files(ending: str) -> list[str]:
-    """Tracked files whose names are this repository's: those of tests/published are not."""
-    own = (file for file in tracked() if not file.startswith("tests/published/"))
+    """Tracked files whose names are this repository's: those of tests/data/published are not."""
+    own = (file for file in tracked() if not file.startswith("tests/data/published/"))
     return sorted(file for file in own if file.endswith(ending))
 
 

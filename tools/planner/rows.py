@@ -12,7 +12,7 @@ from internsp.app.plan.devices import GIGA, Device, devices
 from internsp.app.plan.workload import Degrees, ModelShape, Workload
 from tools.planner.software import FSDP2, UNKNOWN, habits_of, recompute_of
 
-DATA = Path("tests/published")
+DATA = Path("tests/data/published")
 KINDS = ("zero3", "zero2", "zero1", "none")
 
 
