@@ -166,7 +166,7 @@ def parity(rank: int, world: int, zero: bool) -> None:
 
 
 @pytest.mark.unmeasured
-@pytest.mark.parametrize("zero", [PLAIN, ZERO])
+@pytest.mark.parametrize("zero", ZERO_FIRST)
 def test_gradients_equal_one_process_s(zero: bool) -> None:
     run_ranks(parity, 4, zero)
 

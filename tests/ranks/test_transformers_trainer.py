@@ -253,7 +253,8 @@ def compare(
     ("world", "sequence"),
     [
         (2, 1), pytest.param(2, 2, marks=pytest.mark.thorough(8)),
-        pytest.param(4, 1, marks=pytest.mark.thorough(6)), (4, 2),
+        pytest.param(4, 1, marks=pytest.mark.thorough(6)),
+        pytest.param(4, 2, marks=pytest.mark.thorough(12)),
     ],
     ids=["two, whole", "two, cut sequences", "four, whole", "four, cut sequences"],
 )

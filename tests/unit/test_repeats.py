@@ -101,6 +101,7 @@ def test_the_plan_of_512_ranks_is_printed_by_classes_and_says_all() -> None:
     assert counted == len(plan.schedule.actions)
 
 
+@pytest.mark.thorough(14)
 def test_pipeline_ranks_alike_share_lines() -> None:
     lines = printed(large(pipeline=8, weight=2), 16)
     assert len(lines) < 300
