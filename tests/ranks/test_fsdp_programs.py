@@ -301,7 +301,7 @@ def other_parameters(names: Any, rank: int) -> dict[str, Tensor]:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lstm, self.out = nn.LSTM(6, 4, batch_first=True), nn.Linear(4, 8)
+            self.lstm, self.out = nn.LSTM(6, 4, batch_first=True), nn.Linear(4, 2)
             self.table = nn.Parameter(torch.arange(7), requires_grad=False)
 
         def forward(self, x: Tensor) -> Any:
@@ -369,7 +369,9 @@ def whole_weights(names: Any, rank: int) -> dict[str, Tensor]:
     found |= gradients(model, "first ")
     look("after")
     assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    model.blocks[1].unshard()  # and no reshard(): the forward does it
     loss_of(model, batch(0, 1, rank)).backward()
+    assert isinstance(model.blocks[1].up.weight, DTensor)
     return found | gradients(model, "second ")
 
 
