@@ -19,7 +19,8 @@ def new_group(
     different names until the timeout.
 
     Args:
-        mesh: a name that the ranks share and no other mesh has: that of its stage group.
+        mesh: a name that the ranks share and no other mesh has: that of its group of a stage with
+            all tensor ranks.
         made: how many groups of the same ranks the mesh has made; counted up.
     """
     made[tuple(ranks)] = number = made.get(tuple(ranks), 0) + 1

@@ -468,7 +468,7 @@ class ParallelMesh:
         from internsp.mesh.named_group import new_group
 
         timeout = timedelta(seconds=self.timeout_seconds)
-        group = new_group(ranks, self.stage_group.group_name, self._added, timeout)
+        group = new_group(ranks, self.model_group.group_name, self._added, timeout)
         if self._owned is not None:
             self._owned.add(group)
         return group
