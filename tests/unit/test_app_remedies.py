@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import pytest
 from internsp.app.config import load_config
 from internsp.app.config.sections import CheckpointConfig, DataConfig
 from internsp.app.data.batches import DataSource
+from internsp.app.plan.devices import device_named, on_device
+from internsp.app.plan.search import search
+from internsp.errors import ConfigError
 from tests.support.remedies import (
     NO_ADVICE,
     NOT_RUN,
@@ -286,7 +290,41 @@ LONGEST = (
     "tests/unit/test_plan_longest.py::"
     "test_the_longest_sequence_fits_and_one_token_a_rank_more_does_not"
 )
+
+
+def found_by_search(ranks: int = 1, length: int = 4096, layers: int = 24) -> None:
+    """Find a layout on devices of 2 GiB; one device has none for the step as it is."""
+    given = load_config({
+        "model": {"hidden_size": 1024, "heads": 8, "layers": layers},
+        "data": {"sequence_length": length}, "train": {"global_batch": 8, "dtype": "bfloat16"},
+    })  # fmt: skip
+    device = replace(device_named("h100-sxm"), memory=2 * 2**30)
+    assert search(on_device(given, device), ranks, device).best
+
+
+def searched(**changed: int) -> Remedy:
+    """A change with which there is a layout, and without which there is none."""
+
+    def made() -> None:
+        with pytest.raises(ConfigError, match="no layout of this step fits on 1 x"):
+            found_by_search()
+        found_by_search(**changed)
+
+    return made
+
+
+BY_COMMAND = "tests/unit/test_plan_search.py::test_the_command_searches"
 PLAN: Table = {
+    "write each device as in": {
+        "write each device as in {BUILT_IN.name}":
+            "tests/unit/test_plan_seconds.py::"
+            "test_a_device_of_ones_own_is_read_and_mistakes_in_it_are_told",
+    },
+    "no layout of this step fits on": {
+        "plan more devices": searched(ranks=16),
+        "a shorter sequence": searched(length=256),
+        "a smaller model": searched(layers=1),
+    },
     "{text} is no size": {'write a number and a unit, as "80 GiB"': LONGEST},
     "are too many to plan one by one": {
         "plan fewer micro-batches":
@@ -399,6 +437,9 @@ TRAIN: Table = {
     },
 }  # fmt: skip
 CLI: Table = {
+    "give a number from 1 on": {"give a number from 1 on": BY_COMMAND},
+    "it writes what --search finds": {"give both": BY_COMMAND},
+    "on which seconds are compared": {"give --device NAME": BY_COMMAND},
     "is out of range": NO_ADVICE,
     "give the folder of a run, or several": {
         "give the folder of a run, or several":
