@@ -313,6 +313,8 @@ def searched(**changed: int) -> Remedy:
     return made
 
 
+CALIBRATED = "tests/unit/test_plan_calibrate.py::"
+MADE_THEM = CALIBRATED + "test_three_runs_give_back_the_constants_that_made_them"
 BY_COMMAND = "tests/unit/test_plan_search.py::test_the_command_searches"
 PLAN: Table = {
     "write each device as in": {
@@ -320,6 +322,26 @@ PLAN: Table = {
             "tests/unit/test_plan_seconds.py::"
             "test_a_device_of_ones_own_is_read_and_mistakes_in_it_are_told",
     },
+    "steps after the first": {"set train.steps to": MADE_THEM},
+    "its steps have different numbers of sequences": {"leave out train.batch_tokens": MADE_THEM},
+    "four steps of five are within": {
+        "run it again with nothing beside it on the machine":
+            CALIBRATED + "test_a_slow_step_among_many_and_slow_first_steps_do_not_count",
+    },
+    "changes the seconds of these runs by": {
+        "make a larger model or batch":
+            CALIBRATED + "test_a_constant_that_no_run_depends_on_stays_as_it_was",
+    },
+    "has no peak of": {
+        "add it in a file for --device-file":
+            "tests/unit/test_plan_seconds.py::"
+            "test_a_device_of_ones_own_is_read_and_mistakes_in_it_are_told",
+    },
+    "was not written by --calibrate": {
+        "name another with --write":
+            CALIBRATED + "test_the_file_says_what_it_was_made_of_and_is_read",
+    },
+    "one run fits one constant": {"give runs with other degrees to fit the others": MADE_THEM},
     "no layout of this step fits on": {
         "plan more devices": searched(ranks=16),
         "a shorter sequence": searched(length=256),
@@ -438,7 +460,11 @@ TRAIN: Table = {
 }  # fmt: skip
 CLI: Table = {
     "give a number from 1 on": {"give a number from 1 on": BY_COMMAND},
-    "it writes what --search finds": {"give both": BY_COMMAND},
+    "it writes what --search or --calibrate finds": {"give one": BY_COMMAND},
+    "of which constants are fit": {
+        "give --device NAME":
+            CALIBRATED + "test_the_file_says_what_it_was_made_of_and_is_read",
+    },
     "on which seconds are compared": {"give --device NAME": BY_COMMAND},
     "is out of range": NO_ADVICE,
     "give the folder of a run, or several": {

@@ -35,7 +35,8 @@ FLOORS = [
     # the application
     ["app.config"],
     ["app.process", "app.data", "app.models"],
-    ["app.report", "app.plan"],
+    ["app.report"],
+    ["app.plan"],
     ["app.session"],
     ["app.checkpoint"],
     ["app.launch", "clients"],

@@ -58,7 +58,11 @@ class _Plan:
     search: bool = False
     """Search the layout that takes least seconds on --devices of --device."""
     write: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """With --search: file for the configuration of the best layout."""
+    """With --search: file for the best configuration. With --calibrate: file for the device."""
+    calibrate: Annotated[
+        tuple[Path, ...], tyro.conf.arg(metavar="DIR...", help_behavior_hint="")
+    ] = ()
+    """Fit --device to the steps that these runs measured, and write it to a file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,14 +132,26 @@ def _perform(command: Any, config: Config, around: Launched) -> int:
             size = command.devices or around.world_size or config.launch.processes
             if command.devices is not None and command.devices < 1:
                 raise ConfigError(f"--devices {command.devices}: give a number from 1 on")
-            if command.write is not None and not command.search:
-                raise ConfigError("--write: it writes what --search finds; give both")
+            if command.write is not None and not (command.search or command.calibrate):
+                raise ConfigError("--write: it writes what --search or --calibrate finds; give one")
+            if command.search and command.calibrate:
+                raise ConfigError("--search: it takes a device that is known; calibrate it first")
             known: list[Any] = []
             if command.device is not None:
                 from internsp.app.plan.devices import device_named, on_device
 
                 device = device_named(command.device, command.device_file)
                 config, known = on_device(config, device), [device]
+            if command.calibrate:
+                from internsp.app.plan.calibrate import print_calibration
+
+                if not known:
+                    raise ConfigError("--calibrate: give --device NAME, of which constants are fit")
+                runs = command.calibrate
+                print_output(
+                    partial(print_calibration, config, size, known[0], runs, command.write)
+                )
+                return 0
             if command.search:
                 from internsp.app.plan.searched import print_search
 

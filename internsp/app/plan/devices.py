@@ -49,6 +49,7 @@ class Device:
         attention: operations a second of a kernel: (head of 64 forward, backward, 128 forward,
             backward).
         source: where the figures are from.
+        kind: what torch calls such a device, ``"cpu"`` or ``"cuda"``.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Device:
     attention: Mapping[str, tuple[float, ...]]
     fitted: Fitted
     source: str = ""
+    kind: Literal["cpu", "cuda"] = "cuda"
 
     def with_links(self, near: float | None = None, far: float | None = None) -> Device:
         """This device with other links, in bytes a second."""
@@ -111,8 +113,7 @@ def device_named(name: str, own: Path | None = None) -> Device:
 
 def on_device(config: Config, device: Device) -> Config:
     """``config`` as it is planned for ``device``, whatever this machine computes on."""
-    kind: Literal["cpu", "cuda"] = "cpu" if device.name == "cpu" else "cuda"
-    parallel = config.parallel.model_copy(update={"device": kind})
+    parallel = config.parallel.model_copy(update={"device": device.kind})
     return config.model_copy(update={"parallel": parallel})
 
 
@@ -151,4 +152,5 @@ def _device(name: str, entry: Mapping[str, Any], known: Mapping[str, Device]) ->
         attention={k: tuple(r * TERA for r in rates) for k, rates in entry["attention"].items()},
         fitted=fitted,
         source=entry["source"],
+        kind=entry.get("kind", "cpu" if name == "cpu" else "cuda"),
     )

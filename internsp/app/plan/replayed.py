@@ -53,7 +53,7 @@ _IN_PASSES = (
     PRODUCTS, ATTENTION, PASSES, RECOMPUTE, HEAD, GATHERS, REDUCTIONS, SEQUENCES, TENSOR, EXPERTS,
     HOST,
 )  # fmt: skip
-_FEW = 200  # passes of blocks that are replayed one by one
+FEW = 200  # passes of blocks that are replayed one by one
 _BLOCKS, _PASSES = (4, 6), (2, 3)  # numbers of blocks and micro-batches that are multiplied
 
 
@@ -72,7 +72,7 @@ def replayed(
     if shape.weight == 1:
         return closed
     layers, number = config.model.layers, config.train.micro_batches
-    if chunk is not None and layers * number <= _FEW:
+    if chunk is not None and layers * number <= FEW:
         clocks = _replay(load, device, chunk, number, config.weight_parallel.overlap)
     else:
         clocks = _multiplied(config, load, device)

@@ -1,0 +1,265 @@
+"""``internsp plan CONFIG --calibrate RUN``: the constants of a device, fitted to one's own runs.
+
+As many constants as there are runs: with one the share of the peak that products reach, with two
+also the share of a link's rate, with three the slowdown beside messages. A constant that none of
+the runs depends on stays as it was. Where a run has a trace, its messages in flight count, too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from internsp.app.config import Config
+from internsp.app.plan.answer import human_seconds, seconds_lines
+from internsp.app.plan.classes import table
+from internsp.app.plan.configured import workload_of
+from internsp.app.plan.devices import GIGA, TERA, Device, Fitted
+from internsp.app.plan.measured import WARM, MeasuredRun, read_run
+from internsp.app.plan.replayed import FEW, replayed
+from internsp.app.plan.seconds import StepSeconds, step_seconds
+from internsp.app.plan.step import make_plan
+from internsp.app.process import terminal
+from internsp.base.version import __version__
+from internsp.errors import ConfigError
+from internsp.mesh import MeshShape
+
+CONSTANTS = ("products", "links", "slowdown")
+FILE = "device.toml"  # beside the folders of runs
+_HEAD = "# Written by internsp plan --calibrate."
+_LEAST = {"products": 1e-3, "links": 1e-3, "slowdown": 1e-2}
+_MOST = {"products": 1.0, "links": 1.0, "slowdown": 4.0}
+_ASSUMED = 1000.0  # a peak that is an assumption may be so many times too low
+_TOLD = 0.01  # a constant is fitted if a tenth more of it changes something by as much
+_ROUNDS = 20
+
+Predict = Callable[[Device], StepSeconds]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was fitted.
+
+    Attributes:
+        device: with the constants, under a name of its own.
+        constants: names of those that were fitted.
+        residuals: predicted over measured seconds, less 1, by run.
+        untold: names of constants that no run depends on.
+    """
+
+    device: Device
+    constants: tuple[str, ...]
+    residuals: tuple[float, ...]
+    untold: tuple[str, ...] = ()
+
+
+def calibrate(runs: Sequence[MeasuredRun], device: Device) -> Calibration:
+    """Fit the constants of ``device`` to ``runs``.
+
+    Raises:
+        ConfigError: the device has no rate for the runs' dtype; or no constant can be told.
+    """
+    known = device.peak
+    for run in runs:
+        dtype = workload_of(run.config, run.shape).dtype
+        if dtype not in known:
+            raise ConfigError(
+                f"--calibrate {run.name}: {device.name} has no peak of {dtype}; add it in a file "
+                "for --device-file"
+            )
+    cases = [(run, _predictor(run)) for run in runs]
+    free: list[str] = []
+    untold: list[str] = []
+    for name in CONSTANTS:
+        told = _depends(cases, device, name)
+        (free if told else untold).append(name)
+    free = free[: len(runs)]
+    if not free:
+        raise ConfigError(
+            f"--calibrate: no constant of {device.name} changes the seconds of these runs by "
+            f"{_TOLD:.0%}; make a larger model or batch"
+        )
+    fitted = _fit(cases, device, free)
+    names = tuple(Path(run.name).name for run in runs)
+    found = replace(
+        device, name=f"{device.name}-measured", fitted=replace(fitted, rows=names),
+        source=f"{device.source}; constants: measured",
+    )  # fmt: skip
+    off = tuple(predict(found).total / run.seconds - 1 for run, predict in cases)
+    return Calibration(found, tuple(free), off, tuple(untold))
+
+
+def print_calibration(
+    config: Config, ranks: int, device: Device, folders: Sequence[Path],
+    write: Path | None = None, console: Console | None = None,
+) -> None:
+    """Fit ``device`` to the runs in ``folders``, write it, and print what it says of ``config``.
+
+    Args:
+        write: the file; ``None``: ``device.toml`` beside the first run.
+
+    Raises:
+        ConfigError: a run is none, too short or scatters; or the file cannot be written.
+    """  # fmt: skip
+    console = console or terminal.console()
+    runs = [read_run(folder) for folder in folders]
+    found = calibrate(runs, device)
+    path = write or folders[0].resolve().parent / FILE
+    _write(path, text_of(found, runs, device))
+    cells = [
+        (run.name, run.steps, f"{run.scatter:.1%}", human_seconds(run.seconds),
+         human_seconds(run.seconds * (1 + off)), f"{off:+.1%}")
+        for run, off in zip(runs, found.residuals, strict=True)
+    ]  # fmt: skip
+    columns = ("<run", "steps", "scatter", "measured", "fitted", "off")
+    console.print(table(f"Steps of {len(runs)} runs, the first {WARM} left out", columns, cells))
+    for name in CONSTANTS:
+        value, before = getattr(found.device.fitted, name), getattr(device.fitted, name)
+        what = f"fitted, {before:.3g} before" if name in found.constants else "as before"
+        console.print(f"{name} {value:.3g} ({what})", markup=False)
+    if len(runs) == 1:
+        console.print("one run fits one constant; give runs with other degrees to fit the others")
+    if found.untold:
+        console.print(f"these runs do not depend on: {', '.join(found.untold)}")
+    console.print(f"{found.device.name} is in {path}: internsp plan --device-file", markup=False)
+    shape = MeshShape(ranks, **config.degrees())
+    seconds = replayed(config, shape, found.device)
+    for line in seconds_lines(config, shape, found.device, seconds):
+        console.print(line, markup=False)
+
+
+def text_of(found: Calibration, runs: Sequence[MeasuredRun], base: Device) -> str:
+    """The file of a fitted device, in the form of ``devices.toml``."""
+    device, worst = found.device, max(map(abs, found.residuals))
+    peak = ", ".join(f"{dtype} = {rate / TERA!r}" for dtype, rate in device.peak.items())
+    kernels = ", ".join(
+        f"{name} = {[rate / TERA for rate in rates]}" for name, rates in device.attention.items()
+    )
+    constants = vars(device.fitted)
+    values = ", ".join(f"{name} = {constants[name]:.6g}" for name in CONSTANTS)
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    return "\n".join([
+        f"{_HEAD} A file for --device-file.",
+        f"[{device.name}]",
+        f"source = {_quoted(device.source)}",
+        f"kind = {_quoted(device.kind)}",
+        f"peak = {{ {peak} }}",
+        f"memory_gib = {device.memory / 2**30!r}",
+        f"bandwidth_GBps = {device.bandwidth / GIGA!r}",
+        f"multiprocessors = {device.multiprocessors}",
+        f"near_GBps = {device.near / GIGA!r}",
+        f"near_ranks = {device.near_ranks}",
+        f"far_Gbps = {device.far * 8 / GIGA!r}",
+        f"attention = {{ {kernels} }}",
+        f"fitted = {{ {values}, rows = [{', '.join(map(_quoted, device.fitted.rows))}] }}",
+        "",
+        f"[{device.name}.measured]",
+        f"base = {_quoted(base.name)}",
+        f"date = {today.isoformat()}",
+        f"internsp = {_quoted(__version__)}",
+        f"torch = {_quoted(torch.__version__)}",
+        f"constants = [{', '.join(map(_quoted, found.constants))}]",
+        f"steps = {[run.steps for run in runs]}",
+        f"scatter = {[round(run.scatter, 4) for run in runs]}",
+        f"residual = {worst:.4f}  # largest share by which a run's predicted seconds are off",
+        "",
+    ])  # fmt: skip
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _predictor(run: MeasuredRun) -> Predict:
+    """What predicts the run's seconds, as ``internsp plan`` prints them where that is quick."""
+    config, shape = run.config, run.shape
+    load = workload_of(config, shape)
+    if shape.pipeline > 1:
+        return lambda device: replayed(config, shape, device)
+    if config.model.layers * config.train.micro_batches > FEW or shape.weight == 1:
+        return lambda device: step_seconds(load, device)
+    chunk = make_plan(config, shape.world_size).chunk
+    return lambda device: replayed(config, shape, device, chunk)
+
+
+def _errors(cases: Sequence[tuple[MeasuredRun, Predict]], device: Device) -> list[float]:
+    """Logarithms of predicted over measured: seconds, and messages in flight where traced."""
+    found = []
+    for run, predict in cases:
+        ours = predict(device)
+        found.append(math.log(ours.total / run.seconds))
+        if run.messages and ours.messages:
+            # A trace has one step: it counts as half of the seconds of many.
+            found.append(0.5 * math.log(ours.messages / run.messages))
+    return found
+
+
+def _depends(
+    cases: Sequence[tuple[MeasuredRun, Predict]], device: Device, name: str
+) -> bool:
+    value = getattr(device.fitted, name)
+    other = replace(device, fitted=replace(device.fitted, **{name: 0.9 * value}))
+    return any(
+        abs(predict(other).total / predict(device).total - 1) > _TOLD * _share(name)
+        for _, predict in cases
+    )
+
+
+def _share(name: str) -> float:
+    """Slowdown works on what links and products do; a tenth of it is less."""
+    return 0.3 if name == "slowdown" else 1.0
+
+
+def _fit(
+    cases: Sequence[tuple[MeasuredRun, Predict]], device: Device, names: Sequence[str]
+) -> Fitted:
+    """Least squares by damped Gauss-Newton steps in the logarithms of the constants."""
+    most = dict(_MOST)
+    if not device.fitted.rows:
+        most["products"] = most["links"] = _ASSUMED
+
+    def at(point: torch.Tensor) -> tuple[Fitted, torch.Tensor]:
+        values: dict[str, Any] = {
+            name: min(max(math.exp(float(x)), _LEAST[name]), most[name])
+            for name, x in zip(names, point, strict=True)
+        }
+        fitted = replace(device.fitted, **values)
+        errors = _errors(cases, replace(device, fitted=fitted))
+        return fitted, torch.tensor(errors, dtype=torch.float64)
+
+    start = [math.log(max(getattr(device.fitted, name), _LEAST[name])) for name in names]
+    point, damping = torch.tensor(start, dtype=torch.float64), 1e-3
+    fitted, errors = at(point)
+    unit = torch.eye(len(names), dtype=torch.float64)
+    for _ in range(_ROUNDS):
+        slopes = torch.stack([(at(point + 1e-3 * way)[1] - errors) / 1e-3 for way in unit], dim=1)
+        step = torch.linalg.solve(
+            slopes.T @ slopes + damping * unit, -slopes.T @ errors
+        ).clamp(-1.0, 1.0)
+        tried, fresh = at(point + step)
+        if fresh.square().sum() < errors.square().sum():
+            point, fitted, errors, damping = point + step, tried, fresh, damping / 10
+            if step.abs().max() < 1e-4:
+                break
+        else:
+            damping *= 10
+            if damping > 1e3:
+                break
+    return fitted
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        if path.is_file() and not path.read_text(encoding="utf-8").startswith(_HEAD):
+            raise ConfigError(f"{path} was not written by --calibrate; name another with --write")
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--write {path}: {error.strerror}") from error
