@@ -18,7 +18,11 @@ from torch import Tensor, nn
 
 from internsp.config.model import ModelConfig
 from internsp.errors import LayoutError
-from internsp.layers import ParallelEmbeddingWithCommExt, ParallelLinearWithCommExt
+from internsp.layers import (
+    MixtureOfExperts,
+    ParallelEmbeddingWithCommExt,
+    ParallelLinearWithCommExt,
+)
 from internsp.layers.dropout import Dropout, block_keys, token_keys
 from internsp.layers.norm import RMSNorm, resolve_norm
 from internsp.layers.rotary import RotaryTables, rotary_tables
@@ -86,6 +90,29 @@ class FeedForward(nn.Module):
 
 
 AttentionFactory = Callable[[ModelConfig, Device, torch.dtype | None], nn.Module]
+FeedForwardFactory = Callable[[ModelConfig, int, Device, torch.dtype | None], nn.Module]
+"""Makes the feed forward of a block from its number, 0 for the first."""
+
+
+def dense(
+    config: ModelConfig, number: int, device: Device, dtype: torch.dtype | None
+) -> FeedForward:
+    """The feed forward of a block without experts."""
+    return FeedForward(config, device, dtype)
+
+
+def experts_of(
+    config: ModelConfig, device: Device, dtype: torch.dtype | None, **options: Any
+) -> MixtureOfExperts:
+    """The experts of a block, with the sizes and the balance of ``config``.
+
+    Args:
+        options: of :class:`MixtureOfExperts`, beside those.
+    """
+    return MixtureOfExperts(
+        config.hidden_size, config.expert_width, config.experts, config.top_k,
+        auxiliary=config.auxiliary, z_loss=config.z_loss, balance_rate=config.balance_rate, device=device, dtype=dtype, **options,
+    )  # fmt: skip
 
 
 class Block(nn.Module):
@@ -98,6 +125,7 @@ class Block(nn.Module):
         self,
         config: ModelConfig,
         attention: AttentionFactory,
+        feed_forward: nn.Module,
         device: Device,
         dtype: torch.dtype | None,
     ) -> None:
@@ -106,7 +134,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(size, eps, norm, device, dtype)
         self.attention = attention(config, device, dtype)
         self.ffn_norm = RMSNorm(size, eps, norm, device, dtype)
-        self.feed_forward = FeedForward(config, device, dtype)
+        self.feed_forward = feed_forward
         self.dropout = Dropout(config.dropout)
 
     def forward(
@@ -125,7 +153,7 @@ class Block(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """Embedding, blocks, norm and head; a family chooses only the attention of its blocks.
+    """Embedding, blocks, norm and head; a family chooses attention and feed forward of its blocks.
 
     ``internsp.parallelize`` sets ``loss_options`` when the head is parallel: keyword arguments of
     :func:`internsp.sp.token_loss`, such as ``output="vocabulary"`` and its ``group``.
@@ -137,17 +165,20 @@ class CausalLM(nn.Module):
         attention: AttentionFactory,
         device: Device = None,
         dtype: torch.dtype | None = None,
+        feed_forward: FeedForwardFactory = dense,
     ) -> None:
         super().__init__()
         # Resolved once here, so that the choice of "auto" is logged once and not for every norm.
         config = config.model_copy(update={"norm": resolve_norm(config.norm)})
         self.config = config
         self.sizes = Sizes.of(config)
+        self.rotary_dim = self.sizes.head_dim  # channels of a head that are turned
         self.loss_options: dict[str, Any] = {}
         vocabulary, hidden = config.vocab_size, config.hidden_size
         self.embed = ParallelEmbeddingWithCommExt(vocabulary, hidden, device=device, dtype=dtype)
         self.layers = nn.ModuleList(
-            Block(config, attention, device, dtype) for _ in range(config.layers)
+            Block(config, attention, feed_forward(config, number, device, dtype), device, dtype)
+            for number in range(config.layers)
         )
         self.norm = RMSNorm(hidden, config.norm_eps, config.norm, device, dtype)
         self.head = ParallelLinearWithCommExt(hidden, vocabulary, False, device, dtype)
@@ -225,7 +256,7 @@ class CausalLM(nn.Module):
                     f"of {tuple(positions.shape)} (rank {layout.rank} of {layout.size}); pass "
                     "layout.input_ids, this rank's part"
                 )
-        return rotary_tables(positions, self.sizes.head_dim, self.config.rope_theta, dtype)
+        return rotary_tables(positions, self.rotary_dim, self.config.rope_theta, dtype)
 
     def token_keys(
         self, x: Tensor, layout: SequenceLayout | None, row_keys: Tensor | None = None
@@ -252,7 +283,8 @@ class CausalLM(nn.Module):
         """Initialize one unsharded parameter in place.
 
         Norms are 1 and biases 0. Other weights are normal with ``init_std``; the projections that
-        write to the residual stream (``wo``, ``w2``) are smaller by ``sqrt(2 * layers)`` (GPT-2).
+        write to the residual stream (``wo``, ``w2``, experts' ``down``) are smaller by
+        ``sqrt(2 * layers)`` (GPT-2).
 
         The values depend on ``name`` and ``generator.initial_seed()`` only, neither on what was
         initialized before nor on the dtype (drawn in fp32, then rounded), so that they are equal on
@@ -276,7 +308,7 @@ class CausalLM(nn.Module):
             tensor.fill_(1.0)
         else:
             std = self.config.init_std
-            if module.endswith((".wo", ".w2")):
+            if module.endswith((".wo", ".w2")) or kind == "down":
                 std /= (2 * self.config.layers) ** 0.5
             own = torch.Generator(device=generator.device)
             own.manual_seed(_seed(name, generator.initial_seed()))

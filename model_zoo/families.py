@@ -6,10 +6,14 @@ import torch
 
 from internsp.config.model import ModelConfig
 from internsp.model_zoo.common import CausalLM
+from internsp.model_zoo.deepseek import DeepSeek
 from internsp.model_zoo.internlm2 import InternLM2
 from internsp.model_zoo.llama import Llama
+from internsp.model_zoo.mixtral import Mixtral
 
-FAMILIES: dict[str, type[Llama] | type[InternLM2]] = {"llama": Llama, "internlm2": InternLM2}
+FAMILIES: dict[str, type[Llama] | type[InternLM2] | type[Mixtral] | type[DeepSeek]] = {
+    "llama": Llama, "internlm2": InternLM2, "mixtral": Mixtral, "deepseek": DeepSeek,
+}  # fmt: skip
 
 
 def build(
@@ -44,6 +48,8 @@ def materialize(
         generator = torch.Generator().manual_seed(torch.initial_seed())
     model.to_empty(device=torch.device(device))
     model.tie()
+    for buffer in model.buffers():  # to_empty gave them no values; those of routers begin at 0
+        buffer.zero_()
     for name, parameter in model.named_parameters():
         model.initialize(name, parameter, generator)
     return model

@@ -18,7 +18,7 @@ from internsp.config.sections import Dropped, Few, Section, Size, Text, Tiny
 class ModelConfig(Section):
     """The model: its shape, or the folder of one of transformers' models."""
 
-    family: Literal["llama", "internlm2", "hf"] = "llama"
+    family: Literal["llama", "internlm2", "mixtral", "deepseek", "hf"] = "llama"
     """Family of the model zoo; hf: the causal model of transformers in path."""
     path: Text | None = None
     """Folder of a model of transformers: config.json, which decides all sizes, and safetensors."""
@@ -54,6 +54,45 @@ class ModelConfig(Section):
     """Standard deviation of the initial weights."""
     dropout: Dropped = 0.0
     """Share of what attention and feed-forward add that training drops, the same on any mesh."""
+
+    experts: Size = 8
+    """Number of experts of a block, of mixtral and deepseek."""
+    top_k: Size = 2
+    """Experts that each token passes."""
+    expert_size: Annotated[Size | None, ProgramOnly] = None
+    """Width of an expert, in features; none: intermediate_size, of deepseek over top_k + 1."""
+    auxiliary: Annotated[float, Field(ge=0, le=100), ProgramOnly] = 0.0
+    """Factor of the loss that balances the experts; 0 for none. Not in a pipeline."""
+    z_loss: Annotated[float, Field(ge=0, le=100), ProgramOnly] = 0.0
+    """Factor of the loss of large router logits; 0 for none. Not in a pipeline."""
+    balance_rate: Annotated[float, Field(ge=0, le=1), ProgramOnly] = 0.001
+    """Each step moves the bias of an overloaded expert down by this, of others up; 0: no bias."""
+    shared_size: Annotated[int | None, Field(ge=0, le=1 << 24), ProgramOnly] = None
+    """Width of the experts that all tokens of deepseek pass; none: that of one expert; 0: none."""
+    dense_layers: Annotated[int, Field(ge=0, le=1 << 24), ProgramOnly] = 1
+    """The first blocks of deepseek, which have a plain feed forward and no experts."""
+    latent_size: Annotated[Size | None, ProgramOnly] = None
+    """Features of the latent vector of deepseek's keys and values; none: four times head_dim."""
+    rotary_size: Annotated[Size | None, ProgramOnly] = None
+    """Features of a head of deepseek that are rotated; none: a half of head_dim."""
+
+    @property
+    def expert_width(self) -> int:
+        """Features within an expert: by default a token passes as many as in a dense block.
+
+        Of deepseek these are ``top_k`` experts and the shared one, up to a 32nd; an expert of
+        mixtral is a dense feed forward.
+        """
+        wide = self.intermediate_size or -(-self.hidden_size * 8 // 3 // 32) * 32
+        if self.family == "deepseek":
+            wide = -(-wide // (self.top_k + 1) // 32) * 32
+        return self.expert_size or wide
+
+    @property
+    def mixtures(self) -> int:
+        """Number of blocks with experts."""
+        first = {"mixtral": 0, "deepseek": self.dense_layers}.get(self.family, self.layers)
+        return max(0, self.layers - first)
 
     @model_validator(mode="before")
     @classmethod

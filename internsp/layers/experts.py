@@ -89,7 +89,8 @@ class Experts(nn.Module):
         """Experts of this rank, by their local numbers: ``[n, width]`` -> ``[n, width]``."""
         tokens, each = index.shape
         order = index.flatten().argsort(stable=True)
-        counts = torch.bincount(index.flatten(), minlength=self.num_experts)
+        counts = index.new_zeros(self.num_experts)  # bincount would wait, and has no fake tensors
+        counts.index_add_(0, index.flatten(), torch.ones_like(index.flatten()))
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         copies = Copies(order // each, back.view(tokens, each))

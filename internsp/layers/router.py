@@ -116,7 +116,10 @@ class Router(nn.Module):
         weights = scores.gather(1, index)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        counts = torch.bincount(index.flatten(), minlength=self.experts).double()
+        chosen = index.flatten()
+        counts = torch.zeros_like(self.load).index_add_(
+            0, chosen, torch.ones_like(chosen, dtype=self.load.dtype)
+        )
         if self.training and torch._C._current_graph_task_id() == -1:  # no recompute
             self.load += counts
         total = None

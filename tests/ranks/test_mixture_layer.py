@@ -13,8 +13,9 @@ from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.layers import MixtureOfExperts, balance_experts, router_loss
 from internsp.parallel.parallelize import parallelize
-from tests.support.compare import check, close, gradients, parameters
+from tests.support.compare import TOLERANCE, check, close, gradients, parameters
 from tests.support.owners import mesh_of
+from tests.support.parity import Case, run_case
 from tests.support.ranks import ranks
 
 WIDTH, WORDS = 8, 13
@@ -111,3 +112,24 @@ def test_gradients_losses_and_balance_are_those_of_one_process() -> None:
         if options is DEEPSEEK:
             bias = pair.ours.layers[0].moe.router.bias
             assert 0 < float(bias.abs().max()) < 0.05, "two steps of 0.02 each"
+
+
+ZOO: dict[str, dict[str, Any]] = {
+    "mixtral": {"experts": 4, "expert_size": 8},
+    "deepseek": {"experts": 4, "expert_size": 8, "shared_size": 6, "latent_size": 7, "layers": 3},
+}
+ZOO_CASES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
+    ("mixtral", {"weight": 2, "packed": True}, {"expert": 2, "expert_weight": 1}),
+    ("deepseek", {"sequence": 2, "checkpoint": {"mode": "full"}}, {"expert": 2}),
+    ("deepseek", {"weight": 2, "micro_batches": 2}, {"expert_weight": 2}),
+    ("mixtral", {"sequence": 2, "checkpoint": {"mode": "selective"}}, {"expert": 2}),
+]
+
+
+@ranks(2)
+def test_families_of_the_zoo_equal_one_process() -> None:
+    for family, options, experts in ZOO_CASES:
+        case = Case(model={"family": family, **ZOO[family]}, **options)
+        mesh = mesh_of(case.weight, case.sequence, **experts)
+        worst = max(run_case(case, mesh=mesh))
+        assert worst < TOLERANCE, f"{family}, {options}, {experts}: {worst}"

@@ -307,6 +307,20 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
             '"sgd"',
         ),
         (
+            '[model]\nfamily = "mixtral"\ntop_k = 9', 1,
+            "model.top_k: a token cannot pass 9 of 8 experts",
+        ),
+        (
+            '[model]\nfamily = "mixtral"\nexperts = 9\n[parallel]\nexpert = 2\n'
+            "expert_weight = 1", 2,
+            "parallel.expert: 2 owners do not divide 9 experts",
+        ),
+        (
+            '[model]\nfamily = "deepseek"\n[activation_checkpoint]\ntiles = 2', 1,
+            "activation_checkpoint.tiles: experts of deepseek take all tokens of a block at once: "
+            "use 1",
+        ),
+        (
             '[checkpoint]\nresume = "runs/gone"',
             1,
             "checkpoint.resume: no such checkpoint: runs/gone",
@@ -659,6 +673,10 @@ JSONL = {"source": "jsonl", "paths": ["."]}
          {"optimizer": {"name": "sgd", "other": "adamw", "eps": 1e-3}}),
         ({"checkpoint": {"keep_every": 5}}, "checkpoint.keep_every", "without it all are kept",
          {"checkpoint": {"keep_every": 5, "keep_last": 1}}),
+        ({"model": {"top_k": 3}}, "model.top_k", "mixtral or deepseek",
+         {"model": {"family": "mixtral", "top_k": 3}}),
+        ({"model": {"family": "mixtral", "kv_heads": 3, "heads": 4}}, "model.kv_heads", "divide",
+         {"model": {"family": "mixtral", "kv_heads": 2, "heads": 4}}),
         ({"data": {"text_field": "body"}}, "data.text_field", 'data.source = "jsonl"',
          {"data": {**JSONL, "text_field": "body"}}),
         ({"data": {**JSONL, "messages_field": "q"}}, "data.messages_field",
@@ -704,3 +722,25 @@ def test_positions_are_dealt_one_way_in_a_pipeline() -> None:
         values = {"parallel": ring, "sequence": own, "train": {"micro_batches": 2}}
         _, problems = read_config(values, world_size=4)
         assert [p.keys[0] for p in problems] == ["sequence.balance"] * told
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "text"),
+    [
+        ({"family": "mixtral", "shared_size": 8}, {}, "model.shared_size: of no effect here"),
+        ({"dense_layers": 4}, {}, "model.dense_layers: none of 4 blocks has experts"),
+        ({"rotary_size": 7}, {}, "model.rotary_size: 7 of 64 features a head"),
+        ({"kv_heads": 2}, {}, "model.kv_heads: every head of latent attention has its own key"),
+        (
+            {"auxiliary": 0.01},
+            {"parallel": {"pipeline": 2}, "train": {"micro_batches": 2}},
+            "model.auxiliary: only the last stage of a pipeline has a loss",
+        ),
+    ],
+)
+def test_sizes_of_experts_that_a_program_gives_are_checked(
+    model: dict[str, Any], more: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Config(model={"family": "deepseek", **model}, **more)
+    Config(model={"family": "deepseek"}, **more)

@@ -107,7 +107,7 @@ def test_init_writes_any_bundled_configuration_and_overwrites_none(tmp_path, cap
     assert cli.main(["init", str(tmp_path), "--config", "dmeo"]) == 2
     said = capsys.readouterr().err
     assert "there are demo, documented, internlm2_1_8b, " in said
-    assert "long_demo, pipeline_demo, single" in said
+    assert "long_demo, moe_demo, pipeline_demo, single" in said
     (tmp_path / "file").write_text("")
     assert cli.main(["init", str(tmp_path / "file" / "b")]) == 3
     assert "Not a directory" in capsys.readouterr().err

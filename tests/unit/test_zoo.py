@@ -145,9 +145,93 @@ def test_internlm2_equals_llama_with_the_same_weights_and_so_do_their_gradients(
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("family", ["llama", "internlm2"])
+MIXTURES: dict[str, dict[str, object]] = {
+    "mixtral": {"kv_heads": 2, "expert_size": 12, "experts": 4},
+    "deepseek": {
+        "experts": 4, "top_k": 3, "expert_size": 12, "shared_size": 10, "latent_size": 9,
+        "rotary_size": 4, "head_dim": 6,
+    },
+}  # fmt: skip
+
+
+def plain_experts(w: Mapping[str, Tensor], at: str, top_k: int, x: Tensor) -> Tensor:
+    """``[s, hidden]``, one token and one expert after another; without code of internsp."""
+    logits = x @ w[f"{at}.router.weight"].T
+    scores = logits.sigmoid() if f"{at}.shared_experts.w1.weight" in w else logits.exp()
+    rows = []
+    for token, own in zip(x, scores, strict=True):
+        best = own.detach().argsort(descending=True)[:top_k].tolist()
+        made = token.new_zeros(token.shape)
+        for expert in best:
+            gate, up = (token @ w[f"{at}.experts.gate_up"][expert]).chunk(2)
+            out = (gate * gate.sigmoid() * up) @ w[f"{at}.experts.down"][expert]
+            made = made + own[expert] / own[best].sum() * out
+        rows.append(made)
+    return torch.stack(rows) + plain_swiglu(w, f"{at}.shared_experts", x)
+
+
+def plain_swiglu(w: Mapping[str, Tensor], at: str, x: Tensor) -> Tensor:
+    if f"{at}.w1.weight" not in w:
+        return torch.zeros_like(x)
+    gate, up = x @ w[f"{at}.w1.weight"].T, x @ w[f"{at}.w3.weight"].T
+    return (gate * gate.sigmoid() * up) @ w[f"{at}.w2.weight"].T
+
+
+def plain_mixture(config: ModelConfig, w: Mapping[str, Tensor], ids: Tensor) -> Tensor:
+    """Logits ``[s, vocabulary]`` of one sequence of a family with experts."""
+    dim = config.head_dim or config.hidden_size // config.heads
+    latent = config.latent_size or 4 * dim
+    share = config.heads // (config.kv_heads or config.heads)
+    turned = config.rotary_size or dim
+    h = w["embed.weight"][ids]
+    future = torch.ones(len(ids), len(ids)).triu(1).bool()
+    for n in range(config.layers):
+        at = f"layers.{n}.attention"
+        x = plain_norm(h, w[f"layers.{n}.attention_norm.weight"])
+        queries = (x @ w[f"{at}.wq.weight"].T).split(dim, 1)
+        if config.family == "mixtral":
+            keys, values = ((x @ w[f"{at}.{p}.weight"].T).split(dim, 1) for p in ("wk", "wv"))
+        else:
+            down = x @ w[f"{at}.wkv_down.weight"].T
+            inner = plain_norm(down[:, :latent], w[f"{at}.latent_norm.weight"])
+            heads = (inner @ w[f"{at}.wkv_up.weight"].T).split(2 * dim - turned, 1)
+            keys = [torch.cat((e[:, : dim - turned], down[:, latent:]), 1) for e in heads]
+            values = [e[:, dim - turned :] for e in heads]
+        seen = []
+        for head, query in enumerate(queries):
+            q, k = (
+                torch.cat((t[:, : dim - turned], plain_rotary(t[:, dim - turned :])), 1)
+                for t in (query, keys[head // share])
+            )
+            scores = (q @ k.T / dim**0.5).masked_fill(future, -torch.inf)
+            seen.append(scores.softmax(-1) @ values[head // share])
+        h = h + torch.cat(seen, 1) @ w[f"{at}.wo.weight"].T
+        x, at = plain_norm(h, w[f"layers.{n}.ffn_norm.weight"]), f"layers.{n}.feed_forward"
+        dense = f"{at}.w1.weight" in w
+        h = h + (plain_swiglu(w, at, x) if dense else plain_experts(w, at, config.top_k, x))
+    return plain_norm(h, w["norm.weight"]) @ w["head.weight"].T
+
+
+@pytest.mark.parametrize("family", list(MIXTURES))
+def test_families_with_experts_equal_a_plain_implementation(family: str) -> None:
+    model = model_of(family, **MIXTURES[family])
+    assert all(not buffer.any() for buffer in model.buffers()), "biases and loads begin at 0"
+    weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    ids, labels = tokens(2, 11), tokens(2, 11, seed=1)
+    expected = torch.stack([plain_mixture(model.config, weights, row) for row in ids])
+    torch.testing.assert_close(model(ids), expected, rtol=1e-11, atol=1e-11)
+    model(ids, labels=labels)[0].backward()
+    plain_loss(expected, labels).backward()
+    found = {n: p.grad for n, p in model.named_parameters()}
+    wanted = {n: w.grad for n, w in weights.items()}
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    dense = [n for n in found if ".feed_forward.w1." in n]
+    assert dense == (["layers.0.feed_forward.w1.weight"] if family == "deepseek" else [])
+
+
+@pytest.mark.parametrize("family", ["llama", "internlm2", "deepseek"])
 def test_packed_documents_equal_the_same_documents_run_one_by_one(family: str) -> None:
-    model = model_of(family, kv_heads=2)
+    model = model_of(family, **({"kv_heads": 2} if family != "deepseek" else {}))
     ids = tokens(2, 13)
     starts = [[0, 5, 6], [0, 9]]
     layout = SequenceLayout.create(ids, boundaries=starts)
@@ -215,9 +299,15 @@ def test_ids_of_another_shape_than_their_layout_are_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"kv_heads": 3}, "multiple of model.kv_heads = 3"), ({"heads": 5}, "set model.head_dim")],
+    [
+        ({"kv_heads": 3}, "multiple of model.kv_heads = 3"),
+        ({"heads": 5}, "set model.head_dim"),
+        ({"family": "deepseek", "kv_heads": 2}, "has its own key"),
+        ({"family": "deepseek", "rotary_size": 5}, "choose an even number, 2 to 6"),
+        ({"family": "deepseek", "rotary_size": 8}, "choose an even number, 2 to 6"),
+    ],
 )
-def test_heads_that_do_not_fit_are_an_error(options: dict[str, int], message: str) -> None:
+def test_heads_that_do_not_fit_are_an_error(options: dict[str, object], message: str) -> None:
     # model_copy does not validate, as a config made by a program might not.
     with pytest.raises(LayoutError, match=message):
         build(config_of().model_copy(update=options))

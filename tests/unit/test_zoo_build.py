@@ -92,6 +92,10 @@ def test_initial_values_have_the_stated_spread() -> None:
         "layers.0.attention.wo": residual,
     }.items():
         assert found[f"{name}.weight"].std().item() == pytest.approx(std, rel=0.03), name
+    experts = values(build(small(family="mixtral", init_std=0.05), generator=seeded()))
+    down, up = (experts[f"layers.1.feed_forward.experts.{n}"] for n in ("down", "gate_up"))
+    assert down.std().item() == pytest.approx(residual, rel=0.03)
+    assert up.std().item() == pytest.approx(0.05, rel=0.03)
     assert bool((found["layers.0.ffn_norm.weight"] == 1).all())
     assert bool((found["norm.weight"] == 1).all())
     assert bool((found["layers.1.feed_forward.w2.bias"] == 0).all())
@@ -124,7 +128,13 @@ def test_greedy_generation_takes_the_most_likely_token_of_a_full_forward(model: 
     assert model.training
 
 
-@pytest.mark.parametrize("more", [{"kv_heads": 1}, {"family": "internlm2", "tie_embeddings": True}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kv_heads": 1}, {"family": "internlm2", "tie_embeddings": True},
+        {"family": "deepseek", "kv_heads": None, "shared_size": 16},
+    ],
+)  # fmt: skip
 def test_cached_forwards_give_the_logits_of_one_whole_forward(more: dict[str, Any]) -> None:
     model = build(small(init_std=0.5, **more), dtype=torch.float64, generator=seeded())
     ids = torch.randint(0, 40, (2, 23), generator=seeded(3))

@@ -69,6 +69,11 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
             f"transformers' Llama takes no {config.model.heads} heads with hidden_size = "
             f"{config.model.hidden_size}, which they do not divide"
         )
+    if config.model.mixtures:
+        raise ConfigError(
+            f"a {config.model.family} of the zoo is exported to no family of transformers yet: "
+            "read its weights as docs/howto/save_and_resume.md says"
+        )
     parts = list(_of_transformers(content) if hf else _of_zoo(config, content))
     aside = to.with_name(to.name + PARTIAL)
     shutil.rmtree(aside, ignore_errors=True)

@@ -30,8 +30,8 @@ class Init:
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """The folder to write it into; it may exist."""
     config: Annotated[str, tyro.conf.arg(metavar="NAME")] = "demo"
-    """demo (two processes), single (one), pipeline_demo (four), long_demo (long sequences over
-    two), or documented (every key)."""
+    """demo (two processes), single (one), pipeline_demo (four), moe_demo (experts over two),
+    long_demo (long sequences over two), or documented (every key)."""
 
     def perform(self) -> list[str]:
         """Write the file; returns the lines to print.

@@ -24,8 +24,11 @@ ROWS = ("jsonl", "parquet", "datasets")
 """Sources that have rows of named columns."""
 _MOST_PATHS = 10  # number of wrong paths that are listed
 # Keys of the section model that only the zoo's models read.
+_OF_EXPERTS = ("experts", "top_k", "expert_size", "auxiliary", "z_loss", "balance_rate")
+_OF_DEEPSEEK = ("shared_size", "dense_layers", "latent_size", "rotary_size")
 _OF_THE_ZOO = (
     "rope_theta", "norm_eps", "qkv_bias", "bias", "norm", "attention", "init_std", "dropout",
+    *_OF_EXPERTS, *_OF_DEEPSEEK,
 )  # fmt: skip
 # Keys of a degree that the section parallel does not have by itself.
 _DEGREES = {
@@ -115,6 +118,53 @@ def _model(config: Config) -> Iterator[Problem]:
     if model.kv_heads is not None and model.heads % model.kv_heads:
         text = f"{model.kv_heads} key/value heads do not divide heads = {model.heads}"
         yield Problem(("model.kv_heads", "model.heads"), text)
+    yield from _experts(config)
+
+
+def _experts(config: Config) -> Iterator[Problem]:
+    """Keys of families with experts, and what these families do not do."""
+    model, fields = config.model, type(config.model).model_fields
+    has_experts, latent = model.family in ("mixtral", "deepseek"), model.family == "deepseek"
+    of = dict.fromkeys(_OF_EXPERTS, ("mixtral or deepseek", has_experts))
+    of |= dict.fromkeys(_OF_DEEPSEEK, ("deepseek", latent))
+    for key, (families, has) in of.items():
+        if not has and getattr(model, key) != fields[key].default:
+            text = f"of no effect here: it needs model.family = {families}"
+            yield Problem((f"model.{key}", "model.family"), text)
+    if not has_experts:
+        return
+    if model.top_k > model.experts:
+        text = f"a token cannot pass {model.top_k} of {model.experts} experts"
+        yield Problem(("model.top_k", "model.experts"), text)
+    if not model.mixtures:
+        text = f"none of {model.layers} blocks has experts: lower it, or take family llama"
+        yield Problem(("model.dense_layers", "model.layers"), text)
+    if model.family == "mixtral" and model.intermediate_size and model.expert_size:
+        text = "of no effect with model.expert_size: every feed forward of mixtral is of experts"
+        yield Problem(("model.intermediate_size", "model.expert_size"), text)
+    owners = config.parallel.expert
+    if owners != "auto" and model.experts % owners:
+        text = f"{owners} owners do not divide {model.experts} experts"
+        yield Problem(("parallel.expert", "model.experts"), text)
+    if config.parallel.pipeline > 1 and (model.auxiliary or model.z_loss):
+        key = "model.auxiliary" if model.auxiliary else "model.z_loss"
+        text = "only the last stage of a pipeline has a loss: balance by model.balance_rate"
+        yield Problem((key, "parallel.pipeline"), text)
+    if config.activation_checkpoint.tiles != 1:
+        text = f"experts of {model.family} take all tokens of a block at once: use 1"
+        yield Problem(("activation_checkpoint.tiles", "model.family"), text)
+    if model.path is not None:
+        text = f"no folder is read for {model.family}; leave it out, or set model.family = \"hf\""
+        yield Problem(("model.path", "model.family"), text)
+    if not latent:
+        return
+    if model.kv_heads is not None and model.kv_heads != model.heads:
+        text = "every head of latent attention has its own key: leave it out"
+        yield Problem(("model.kv_heads", "model.family"), text)
+    dim = model.head_dim or model.hidden_size // model.heads
+    if model.rotary_size is not None and (model.rotary_size % 2 or model.rotary_size > dim):
+        text = f"{model.rotary_size} of {dim} features a head: choose an even number up to {dim}"
+        yield Problem(("model.rotary_size", "model.head_dim"), text)
 
 
 def _hf(config: Config) -> Iterator[Problem]:

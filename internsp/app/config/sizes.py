@@ -29,7 +29,9 @@ def elements(config: Config) -> int:
     """Number of elements of the model's large weights."""
     tables = 1 if config.model.tie_embeddings else 2
     outside = tables * config.model.vocab_size * config.model.hidden_size
-    return config.model.layers * block_elements(config) + outside
+    model = config.model
+    experts = model.mixtures * (model.experts - 1) * 3 * model.hidden_size * model.expert_width
+    return model.layers * block_elements(config) + experts + outside
 
 
 def moments(config: Config) -> int:

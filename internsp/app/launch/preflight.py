@@ -163,6 +163,7 @@ def _model(config: Config, output: Path) -> Iterable[InternspError]:
     from internsp.app.models.factory import build_model, check_stored
     from internsp.app.session.optimizers import check_group_patterns
     from internsp.mesh import MeshShape
+    from internsp.parallel.experts import take_experts
     from internsp.parallel.parallelize import examine
     from internsp.pipeline.pipeline import require_patterns_match
 
@@ -171,6 +172,7 @@ def _model(config: Config, output: Path) -> Iterable[InternspError]:
     model: Any = build_model(config)  # a pipeline's parts are checked by their names
     check_stored(config, model)
     check_group_patterns(config, [name for name, _ in model.named_parameters()])
+    take_experts(model, weights, shape.expert, 0)
     if shape.pipeline > 1:
         require_patterns_match(model, weights, shape)
         return []

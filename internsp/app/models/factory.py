@@ -115,6 +115,7 @@ def fill_parameters(
         StructureError: documents are packed, but the model's attention cannot separate them.
     """
     if isinstance(model, CausalLM):
+        move_buffers(model, device)
         if _has_stored_weights(config):
             _load_folder(config, modules)
             return

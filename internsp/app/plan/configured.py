@@ -24,6 +24,8 @@ def shape_of(config: Config) -> ModelShape:
     """The model's shape, from its section; experts from the config.json of its folder."""
     model = config.model
     experts, topk, expert_ffn = _experts(model.path) if model.family == "hf" else (0, 0, 0)
+    if model.mixtures:
+        experts, topk, expert_ffn = model.experts, model.top_k, model.expert_width
     wide = model.intermediate_size or -(-model.hidden_size * 8 // 3 // _ROUND) * _ROUND
     return ModelShape(
         layers=model.layers,

@@ -344,6 +344,21 @@ class _SingleRankGroup(ExchangeGroup):
 # Memory
 
 
+def _grouped_product(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """What ``grouped_mm`` allocates; its own rule for fake tensors takes bf16 alone.
+
+    A dimension that ``offs`` divides into groups is ``a``'s rows, ``b``'s columns, or the inner one
+    of both.
+    """
+    ends = (a.shape[-2], b.shape[-1])
+    if a.dim() == b.dim():
+        groups = a.shape[0] if offs is None or a.dim() == 3 else offs.shape[0]
+        return a.new_empty(groups, *ends)
+    return a.new_empty(ends)
+
+
 def _tensors(layout: SequenceLayout) -> list[tuple[str, Tensor]]:
     found = ((each.name, getattr(layout, each.name)) for each in fields(layout))
     return [(name, value) for name, value in found if isinstance(value, Tensor)]
@@ -382,7 +397,8 @@ class _LiveBytes(TorchDispatchMode):
                     return body(*args, **(kwargs or {}))
             finally:
                 self._kind = before
-        output = func(*args, **(kwargs or {}))
+        run = _grouped_product if func is torch.ops.aten._grouped_mm.default else func
+        output = run(*args, **(kwargs or {}))
         if not self._paused:
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor):

@@ -93,7 +93,9 @@ def head_exchange_lines(config: Config, shape: MeshShape, device: str, split: bo
     from internsp.sp.gloo.stages import exchange_order
 
     made = exchange_order(0, shape.sequence_axes.heads, weights.overlap)
-    products = "" if config.model.family == "llama" else " (the fused projection as a whole)"
+    if config.model.family == "deepseek":
+        return [all_to_all + "latent attention makes its keys from two products."]
+    products = "" if config.model.family != "internlm2" else " (the fused projection as a whole)"
     lines = [f"The attention of every block exchanges heads in parts{products}; on the first rank:"]
     for stage, actions in zip(made._fields, made, strict=True):
         text = ", ".join(action.line() for action in actions)

@@ -34,7 +34,9 @@ class Flops(NamedTuple):
 
 
 def flops_per_token(config: Config, parameters: int) -> Flops:
-    """Operations of one token by the formulas above; for dense models only.
+    """Operations of one token by the formulas above.
+
+    Of a mixture a token multiplies its own experts only; those of transformers count as dense.
 
     Args:
         parameters: number of elements of the full model.
@@ -43,7 +45,9 @@ def flops_per_token(config: Config, parameters: int) -> Flops:
     embedding = model.vocab_size * model.hidden_size
     head_dim = model.head_dim or model.hidden_size // model.heads
     attention = model.layers * model.heads * head_dim * config.data.sequence_length
-    multiplied = parameters - (0 if model.tie_embeddings else embedding)
+    one = 3 * model.hidden_size * model.expert_width
+    others = model.mixtures * (model.experts - model.top_k) * one
+    multiplied = parameters - others - (0 if model.tie_embeddings else embedding)
     own = 6.0 * multiplied + 12.0 * attention
     share = len(again.selected(model.layers)) / model.layers
     blocks = multiplied - embedding  # the head has as many elements as the embedding

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from internsp.app.session.session import Session
+from internsp.layers.router import router_loss, routers
 from internsp.pipeline import ComputeAction, MicroBatch
 from internsp.sp import SequenceLayout
 
@@ -21,6 +22,7 @@ class PlainStep:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self._routers = routers(session.modules)
 
     def train(self, layouts: Sequence[SequenceLayout], divisor: Tensor) -> Tensor:
         """Run forward and backward of all micro-batches.
@@ -69,7 +71,10 @@ class PlainStep:
             hook.after_forward(action, output)
         for hook in session.hooks:
             hook.before_criterion(action, output)
-        loss = session.optimizer.scale(_quotient(output, divisor))
+        total = output
+        if self._routers:  # what is told is the loss of tokens alone
+            total = output + router_loss(*self._routers)
+        loss = session.optimizer.scale(_quotient(total, divisor))
         for hook in session.hooks:
             hook.after_criterion(action, loss)
         return output, loss

@@ -1,0 +1,30 @@
+"""Mixtral (arXiv 2401.04088): Llama whose feed forwards are experts, of which a token passes few.
+
+Every block has ``model.experts`` SwiGLU experts; a softmax over the chosen ones' logits weights
+them. Its authors balance the experts by an auxiliary loss (``model.auxiliary``); by default it is
+done by a bias (``model.balance_rate``), which needs no loss. There is no sliding window.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from internsp.config.model import ModelConfig
+from internsp.layers import MixtureOfExperts
+from internsp.model_zoo.common import CausalLM, Device, experts_of
+from internsp.model_zoo.llama import LlamaAttention
+
+
+def _experts(
+    config: ModelConfig, number: int, device: Device, dtype: torch.dtype | None
+) -> MixtureOfExperts:
+    return experts_of(config, device, dtype)
+
+
+class Mixtral(CausalLM):
+    """``embed, layers.N.{attention.{wq,wk,wv,wo}, feed_forward.{router,experts}}, norm, head``."""
+
+    def __init__(
+        self, config: ModelConfig, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(config, LlamaAttention, device, dtype, _experts)
