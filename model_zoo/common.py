@@ -111,7 +111,8 @@ def experts_of(
     """
     return MixtureOfExperts(
         config.hidden_size, config.expert_width, config.experts, config.top_k,
-        auxiliary=config.auxiliary, z_loss=config.z_loss, balance_rate=config.balance_rate, device=device, dtype=dtype, **options,
+        auxiliary=config.auxiliary, z_loss=config.z_loss, balance_rate=config.balance_rate,
+        device=device, dtype=dtype, **options,
     )  # fmt: skip
 
 

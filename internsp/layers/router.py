@@ -59,12 +59,15 @@ class Router(nn.Module):
         bias: fp32 ``[experts]``, a buffer that is saved; ``None`` without a ``balance_rate``.
         load: float64 ``[experts]``, tokens of each expert on this rank since the last
             :func:`balance_experts`; a recompute does not count.
+        entropy: float64 scalar, the sum of ``-sum(share * log(share))`` of the same tokens, in
+            nats; ``log(experts)`` each if all experts have equal scores.
         loss: the losses of the last forward in training; ``None`` before and without any.
         ranks: those that share the router, set by ``parallelize``.
     """
 
     bias: Tensor | None
     load: Tensor
+    entropy: Tensor
 
     def __init__(
         self,
@@ -90,6 +93,8 @@ class Router(nn.Module):
         self.auxiliary, self.z_loss, self.balance_rate = auxiliary, z_loss, balance_rate
         self.weight = nn.Parameter(torch.empty(experts, width, device=device, dtype=dtype))
         self.register_buffer("load", torch.zeros(experts, dtype=torch.float64), persistent=False)
+        entropy = torch.zeros((), dtype=torch.float64)
+        self.register_buffer("entropy", entropy, persistent=False)
         self.register_buffer("bias", torch.zeros(experts) if balance_rate else None)
         self.loss: Tensor | None = None
         self.ranks: RouterRanks | None = None
@@ -99,7 +104,7 @@ class Router(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Move or cast; the bias stays in fp32 and the load in float64, which count small steps."""
         super()._apply(fn, recurse)
-        self.load = self.load.double()
+        self.load, self.entropy = self.load.double(), self.entropy.double()
         if self.bias is not None:
             self.bias = self.bias.float()
         return self
@@ -122,6 +127,7 @@ class Router(nn.Module):
         )
         if self.training and torch._C._current_graph_task_id() == -1:  # no recompute
             self.load += counts
+            self.entropy += torch.special.entr(shares.detach()).sum()
         total = None
         if self.auxiliary and self.training:
             total = Total(counts, self.ranks).wait
@@ -207,6 +213,7 @@ def balance_experts(*modules: nn.Module) -> None:
     every = routers(modules)
     balanced = [router for router in every if router.bias is not None]
     for router in every:
+        router.entropy.zero_()
         if router.bias is None:
             router.load.zero_()
     if not balanced:

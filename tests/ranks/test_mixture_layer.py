@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from internsp.app.train.experts import ExpertLoads
 from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.layers import MixtureOfExperts, balance_experts, router_loss
@@ -133,3 +136,26 @@ def test_families_of_the_zoo_equal_one_process() -> None:
         mesh = mesh_of(case.weight, case.sequence, **experts)
         worst = max(run_case(case, mesh=mesh))
         assert worst < TOLERANCE, f"{family}, {options}, {experts}: {worst}"
+
+
+@ranks(2)
+def test_metrics_tell_the_loads_of_all_ranks_once_where_blocks_recompute() -> None:
+    pair = Pair(SWITCH, "full", expert=2)
+    loads = ExpertLoads(SimpleNamespace(mesh=pair.mesh, modules=[pair.ours]))  # type: ignore[arg-type]
+    for part in (0, 1):
+        pair.plain(torch.cat([tokens(rank, part) for rank in (0, 1)]))
+        (pair.ours(tokens(pair.mesh.rank, part)) + router_loss(pair.ours)).backward()
+        router_loss(pair.plain)
+    taken = loads.taken()
+    balance_experts(pair.ours)
+    told = loads.told(taken)
+    every: list[Any] = [layer.moe.router for layer in pair.plain.layers]
+    assert told["expert_load"] == max(float(r.load.max() / r.load.mean()) for r in every)
+    count = sum(float(r.load.sum()) for r in every) / 2  # two experts a token
+    entropy = sum(float(r.entropy) for r in every) / count
+    assert abs(told["router_entropy"] - entropy) < 1e-10
+    assert 1 < told["expert_load"] < 8
+    assert 0 < entropy < math.log(8)
+    cleared = loads.taken()
+    assert cleared is not None
+    assert not cleared.any(), "each step counts its own tokens"

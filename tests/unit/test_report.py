@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from internsp.app.report.page import Report
+from internsp.app.report.page import Report, _charts
 from internsp.app.report.svg import (
     MAX_BARS,
     Series,
@@ -336,3 +336,12 @@ def test_values_over_several_powers_of_ten_get_a_logarithmic_axis():
     assert a - b == pytest.approx(b - c, abs=0.11)
     labels = [t.text for t in root.iter("text") if t.get("text-anchor") == "end"]
     assert labels[:-1] == ["0.01", "0.1", "1", "10", "100"]
+
+
+def test_a_model_with_experts_has_charts_of_their_load_and_of_the_routers() -> None:
+    def titles(**changes: float) -> set[str]:
+        return {chart.title for chart in _charts([step(n, 2.0, **changes) for n in (1, 2)])}
+
+    more = titles(expert_load=1.5, router_entropy=2.0) - titles()
+    busiest = "Tokens of the busiest expert, over the mean"
+    assert more == {busiest, "Router entropy (nats per token)"}

@@ -70,6 +70,11 @@ class StepMetrics(BaseModel):
     """TFLOP/s of one device including recomputation."""
     mfu: float | None = None
     """``tflops`` over the device's peak, if that is known or configured."""
+    expert_load: float | None = None
+    """Tokens of the busiest expert over the mean of its block's, in the block where that is most,
+    over all ranks and micro-batches; 1 is balanced."""
+    router_entropy: float | None = None
+    """Entropy of a token's scores, in nats, mean over tokens and routers."""
     run: str | None = None
     """Id of the run."""
 

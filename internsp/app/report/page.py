@@ -266,8 +266,24 @@ def _charts(metrics: Sequence[StepMetrics]) -> list[Chart]:
         *_evaluations(metrics),
         Chart("Throughput (tokens/s)", line_chart([rate], label="tokens a second", zero=True)),
         Chart("Gradient norm, before clipping", line_chart([norm], label="gradient norm")),
+        *_experts(metrics),
         Chart("Learning rate", line_chart([rates], label="learning rate", zero=True)),
     ]
+
+
+def _experts(metrics: Sequence[StepMetrics]) -> list[Chart]:
+    """How evenly tokens were spread over the experts, of a model with routers."""
+    titles = {
+        "expert_load": "Tokens of the busiest expert, over the mean",
+        "router_entropy": "Router entropy (nats per token)",
+    }
+    found = []
+    for key, title in titles.items():
+        points = [(m.step, v) for m in metrics if (v := getattr(m, key)) is not None]
+        if points:
+            lines = [Series(title, points, "s3")]
+            found.append(Chart(title, line_chart(lines, label=title.lower(), zero=True)))
+    return found
 
 
 def _evaluations(metrics: Sequence[StepMetrics]) -> list[Chart]:

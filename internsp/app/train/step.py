@@ -19,6 +19,7 @@ from internsp.app.process.stop import StopRequest
 from internsp.app.report.flops import flops_per_token, peak_tflops
 from internsp.app.report.metrics import StepMetrics
 from internsp.app.session.session import Session
+from internsp.app.train.experts import ExpertLoads
 from internsp.app.train.passes import PipelinedStep, PlainStep
 from internsp.app.train.rows import StepRows, micro_batch
 from internsp.base import accelerator
@@ -57,7 +58,7 @@ class StepRunner:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._passes = PlainStep(session) if session.pipeline is None else PipelinedStep(session)
-        self._inputs = Ahead(self._read)
+        self._inputs, self._loads = Ahead(self._read), ExpertLoads(session)
         self._checked = False
         self.micro_batches = session.config.train.micro_batches
         self._saves = 0  # save requests that earlier steps reported
@@ -97,6 +98,7 @@ class StepRunner:
                 "sequence, so there is nothing to learn: raise data.sequence_length or "
                 "train.global_batch, or set data.pack = false"
             )
+        loads = self._loads.taken()
         norm = session.step()
         saves = stop.saves
         total, stops, save, saved = self._sum(
@@ -105,7 +107,7 @@ class StepRunner:
         self._saves = saves
         seconds = time.perf_counter() - start
         self._check_order(len(layouts))
-        rates = self._flops(tokens / seconds)
+        rates = self._flops(tokens / seconds) | self._loads.told(loads)
         metrics = StepMetrics(
             step=number + 1,
             loss=total / tokens,

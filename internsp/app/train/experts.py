@@ -1,0 +1,54 @@
+"""How a step's tokens were spread over the experts, for its metrics."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from internsp.app.session.session import Session
+from internsp.layers.router import routers
+
+
+class ExpertLoads:
+    """Measures the routers of a session; those of all stages of a pipeline together.
+
+    Collective if there is a pipeline.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._mesh, self._routers = session.mesh, routers(session.modules)
+        found = torch.tensor(float(len(self._routers)), device=self._mesh.device)
+        if self._mesh.pipeline > 1:  # a stage may have blocks without experts alone
+            dist.all_reduce(found, group=self._mesh.pipeline_group)
+        self._any = bool(found)
+
+    def taken(self) -> Tensor | None:
+        """This rank's counts since the last step, to be taken before the next one clears them.
+
+        The host waits for nothing.
+        """
+        if not self._any:
+            return None
+        parts = [part for r in self._routers for part in (r.load, r.entropy.reshape(1))]
+        nothing = torch.zeros(0, dtype=torch.float64, device=self._mesh.device)
+        return torch.cat([nothing, *parts])
+
+    def told(self, taken: Tensor | None) -> dict[str, float]:
+        """``expert_load`` and ``router_entropy`` of all ranks' counts; empty without routers.
+
+        Collective; the host waits.
+        """
+        if taken is None:
+            return {}
+        dist.all_reduce(taken, group=self._mesh.stage_group)
+        worst, sums = taken.new_zeros(1), taken.new_zeros(2)
+        parts = iter(taken.split([n for r in self._routers for n in (r.experts, 1)]))
+        for router, load, entropy in zip(self._routers, parts, parts, strict=True):
+            worst = torch.maximum(worst, load.max() / load.mean().clamp(min=1e-9))
+            sums = sums + torch.cat((entropy, load.sum().reshape(1) / router.top_k))
+        if self._mesh.pipeline > 1:
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._mesh.pipeline_group)
+            dist.all_reduce(sums, group=self._mesh.pipeline_group)
+        load, entropy, tokens = torch.cat((worst, sums)).tolist()
+        return {"expert_load": load, "router_entropy": entropy / max(tokens, 1.0)}
