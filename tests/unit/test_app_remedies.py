@@ -49,6 +49,13 @@ SKIPPED = (
 )
 LATEST = "tests/unit/test_checkpoint_folder.py::"
 CHECKPOINT: Table = {
+    "is exported to no family of transformers yet": {
+        "use the run itself (internsp generate)":
+            "tests/ranks/test_generate.py::test_one_process_continues_what_any_mesh_has_saved",
+        'or train a folder of transformers (model.family = "hf")':
+            "tests/ranks/test_export.py::"
+            "test_a_model_of_transformers_comes_back_with_the_logits_that_it_was_trained_to",
+    },
     'or checkpoint.resume = "never" to start afresh': {
         "give the path of another": GOES_ON, 'checkpoint.resume = "never"': never_resumes,
     },
@@ -91,6 +98,25 @@ CHATS = (
     "test_a_chat_is_what_its_template_says_and_the_assistants_words_count"
 )
 APP_CONFIG: Table = {
+    "blocks has experts": {
+        "lower it": accepted(model={"family": "deepseek", "layers": 2, "dense_layers": 1}),
+        "or take family llama": accepted(model={"family": "llama", "layers": 2}),
+    },
+    "take all tokens of a block at once": {
+        "use 1": accepted(model={"family": "deepseek"}, activation_checkpoint={"tiles": 1}),
+    },
+    "no folder is read for": {
+        "leave it out": accepted(model={"family": "mixtral"}),
+        'or set model.family = "hf"': IN_FOLDERS + "test_other_names_of_sizes_are_read",
+    },
+    "every head of latent attention has its own key": {
+        "leave it out": accepted(model={"family": "deepseek"}),
+    },
+    "features a head: choose an even number": {
+        "choose an even number up to": accepted(
+            model={"family": "deepseek", "hidden_size": 64, "heads": 4, "rotary_size": 8}
+        ),
+    },
     'is not supported with model.family = "hf"; use': {
         "use 1": IN_FOLDERS + "test_other_names_of_sizes_are_read",
     },

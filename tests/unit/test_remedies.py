@@ -323,7 +323,10 @@ LLAMA = (
     "tests/unit/test_zoo.py::"
     "test_llama_equals_a_plain_implementation_in_logits_loss_and_every_gradient"
 )
+FAMILIES = "tests/unit/test_zoo.py::test_families_with_experts_equal_a_plain_implementation"
 ZOO: Table = {
+    "of latent attention has its own key": {"leave it out": FAMILIES},
+    "features a head: choose an even number, 2 to": {"choose an even number, 2 to": FAMILIES},
     "is not a multiple of model.heads": {
         "change one of them": LLAMA, "or set model.head_dim": LLAMA,
     },

@@ -72,7 +72,8 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
     if config.model.mixtures:
         raise ConfigError(
             f"a {config.model.family} of the zoo is exported to no family of transformers yet: "
-            "read its weights as docs/howto/save_and_resume.md says"
+            "use the run itself (internsp generate), or train a folder of transformers "
+            '(model.family = "hf"), which is exported'
         )
     parts = list(_of_transformers(content) if hf else _of_zoo(config, content))
     aside = to.with_name(to.name + PARTIAL)
