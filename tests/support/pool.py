@@ -128,7 +128,7 @@ class Start:
         self._group = dist.group.WORLD
         self._environment, self._folder = dict(os.environ), Path.cwd()
         self._path, self._filters = list(sys.path), list(warnings.filters)
-        self._random, self._numpy = random.getstate(), numpy.random.get_state()  # noqa: NPY002
+        self._numpy = numpy.random.get_state()  # noqa: NPY002
         self._threads = set(threading.enumerate())
         self._signals = [signal.getsignal(number) for number in SIGNALS]
         self._hooks = [dict(each) for each in HOOKS]
@@ -145,7 +145,7 @@ class Start:
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(True)
         torch.manual_seed(0)
-        random.setstate(self._random)
+        random.seed(0)  # as it starts, no two processes draw the same
         numpy.random.set_state(self._numpy)  # noqa: NPY002
         os.environ.clear()
         os.environ.update(self._environment)
@@ -163,6 +163,7 @@ class Start:
     def left(self) -> str:
         """What a body has left behind that another one might see; empty: nothing."""
         gc.collect()
+        torch.set_default_dtype(torch.float32)  # which sets torch.Storage, too
         if self._broken:
             return f"broken groups: {self._broken[0]}"
         if dist.group.WORLD is not self._group:
