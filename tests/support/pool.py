@@ -36,10 +36,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.optim import optimizer
 
-from internsp import errors
-from internsp.failure import guard
-from internsp.pipeline import failure, messages
-
 SIZES = (2, 4)  # of the groups whose ranks stay
 BODIES = 40  # that a process runs, one after another: each leaves some memory and groups
 HOOKS = (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks)
@@ -183,6 +179,11 @@ class Start:
 
     def _note_broken_groups(self) -> None:
         """A failure that is not on all ranks ends connections, of groups that tests share."""
+        # Here, since ``tests/support/forked.py`` loads this module once and internsp in each run.
+        from internsp import errors
+        from internsp.failure import guard
+        from internsp.pipeline import failure, messages
+
         made, closing = errors.CollectiveError.__init__, guard.close_connections
 
         def make(error: errors.CollectiveError, *args: object) -> None:

@@ -13,7 +13,8 @@ import pytest
 from tools.mutants.__main__ import Options, drawn, report
 from tools.mutants.campaign import Campaign, chunks
 from tools.mutants.operators import Mutant, marked, mutants
-from tools.mutants.record import Record
+from tools.mutants.record import Record, copied
+from tools.mutants.worker import Worker
 
 
 def of(body: str) -> dict[str, set[str]]:
@@ -177,6 +178,15 @@ def test_a_fault_is_caught_by_a_failure_that_it_makes(
     assert Scripted(faulty, clean).judge(one, {"a": 1.0, "b": 1.0}, 60) == ending
     unreached = {"end": "unreached", "ran": 0, "reach": 0}
     assert Scripted([]).judge(one, {}, 60) == unreached
+
+
+def test_a_worker_runs_tests_in_a_copy_whose_package_each_run_imports_anew(tmp_path: Path) -> None:
+    worker = Worker(copied(tmp_path / "plain"))
+    for _ in range(2):
+        got = worker.run(["tests/unit/test_covering.py"], "not thorough", 120, stop=True)
+        assert got["code"] == 0
+        assert got["tests"]
+        assert not any(test["failed"] for test in got["tests"])
 
 
 def test_runs_grow_and_end_at_the_limit() -> None:
