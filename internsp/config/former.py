@@ -107,6 +107,9 @@ GONE = {
     "train.memory_snapshot": Gone(
         False, 'it is train.profile = "memory" and train.profile_steps now'
     ),
+    "launch.threads": Gone(
+        1, "it is the environment variable OMP_NUM_THREADS now, as under torchrun; 1 without it"
+    ),
     "report.wandb_mode": Gone(
         "offline", "it is the environment variable WANDB_MODE now; offline without it"
     ),

@@ -204,7 +204,7 @@ class ParallelMesh:
         self._owned: OwnedGroups | None = None
         self.is_closed = False
         self._added: dict[tuple[int, ...], int] = {}
-        self._near_groups: dict[tuple[str, int], dist.ProcessGroup] = {}
+        self._near_groups: dict[tuple[str, int, str], dist.ProcessGroup] = {}
         self._reading_meshes: dict[tuple[str, bool], DeviceMesh] = {}
         self.world_size = shape.world_size
         self.weight, self.sequence, self.pipeline = shape.weight, shape.sequence, shape.pipeline
@@ -453,16 +453,22 @@ class ParallelMesh:
         self._models += 1
         return self._models
 
-    def near_group(self, axis: WeightAxis, ranks: int) -> dist.ProcessGroup:
+    def near_group(self, axis: WeightAxis, ranks: int, use: str = "gathers") -> dist.ProcessGroup:
         """Group of ``ranks`` neighbors of a weight group, this rank among them.
 
         The first call with these arguments is collective over these ranks.
+
+        Args:
+            use: each has an order of its own, and a group: ``"gathers"``, ``"sums"``, or ``"far"``,
+                the group of the ranks at this rank's place in their near groups.
         """
-        if (axis.name, ranks) not in self._near_groups:
+        if (axis.name, ranks, use) not in self._near_groups:
             everyone = dist.get_process_group_ranks(axis.weight_group)
             first = axis.rank // ranks * ranks
-            self._near_groups[axis.name, ranks] = self._add_group(everyone[first : first + ranks])
-        return self._near_groups[axis.name, ranks]
+            near = everyone[first : first + ranks]
+            own = everyone[axis.rank % ranks :: ranks] if use == "far" else near
+            self._near_groups[axis.name, ranks, use] = self._add_group(own)
+        return self._near_groups[axis.name, ranks, use]
 
     def _add_group(self, ranks: list[int]) -> dist.ProcessGroup:
         from internsp.mesh.named_group import new_group

@@ -6,6 +6,7 @@ the model runs.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.failure.comm_context import CommContext, Counters
 from internsp.failure.consensus import Consensus
 from internsp.failure.recovery import StageRecovery
-from internsp.mesh import ParallelMesh
+from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.modules.casts import find_casts, register_casts
 from internsp.modules.hooks import BlockHooks, register_hooks
 from internsp.modules.parameters import Scope, attach, put
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from internsp.modules.recompute import ContextFn
     from internsp.wp.encode import Encoder
     from internsp.wp.near import NearSlices
+    from internsp.wp.two_level import TwoLevels
 
 CollectivesFactory = Callable[..., Collectives]
 
@@ -263,7 +265,6 @@ def _make_chunk(
         return make(group, config.overlap, trace, counters, comm_context, mesh.device)
 
     gathers = {axis: over(axis.weight_group) for axis in mesh.axes}
-    reductions = {axis: over(axis.gradient_group) for axis in mesh.axes}
     between = {
         axis: ReplicaCollectives(*(
             over(group, Collectives) for group in (
@@ -274,12 +275,33 @@ def _make_chunk(
     }  # fmt: skip
     sizes = examined.plan.slots()
     pool = MemoryPool(sizes if library else [0] * len(sizes), mesh.device, config.memory_pool)
-    reducer = GradientReducer(reductions, trace, Buffers(mesh.device, config.memory_pool))
+    buffers = Buffers(mesh.device, config.memory_pool)
+    reductions = _make_reductions(mesh, config.reduce_near_ranks, buffers, over)
+    reducer = GradientReducer(reductions, trace, buffers)
     return Chunk(
         units, gathers[mesh.dense], gathers, between, pool, reducer, queue, trace,
         _make_encoder(mesh, config, examined, units), link, activations,
         _make_near(mesh, units, pool, over),
     )  # fmt: skip
+
+
+def _make_reductions(
+    mesh: ParallelMesh, near: int, buffers: Buffers, over: Callable[[Any], Collectives]
+) -> Mapping[WeightAxis, Collectives | TwoLevels]:
+    """The collectives of each axis's reductions: at once, or in two levels over ``near`` ranks."""
+    if not near or all(axis.size <= near for axis in mesh.axes):
+        return {axis: over(axis.gradient_group) for axis in mesh.axes}
+    from internsp.wp.two_level import Sum, TwoLevels
+
+    in_flight: deque[Sum] = deque()
+    made: dict[WeightAxis, Collectives | TwoLevels] = {}
+    for axis in mesh.axes:
+        if axis.size <= near:
+            made[axis] = over(axis.gradient_group)
+        else:
+            within, between = (over(mesh.near_group(axis, near, use)) for use in ("sums", "far"))
+            made[axis] = TwoLevels(within, between, buffers, in_flight)
+    return made
 
 
 def _make_near(

@@ -45,6 +45,9 @@ class WeightLayout:
     needs_gather: bool = True
     """See :class:`internsp.schedule.terms.Weight`; false in a weight group of one without a
     cast."""
+    far_bytes: int = 0
+    """Bytes of its second message where gradients are summed within near groups first, whose
+    message is then ``reduce_bytes``; else 0."""
     coalesced: bool = False
     """Shares collectives with its small neighbors."""
     encoding: Encoding | None = None
@@ -82,6 +85,13 @@ class WeightLayout:
     def near_bytes(self) -> int:
         """Bytes that a gather within the near group receives."""
         return self.unsharded_bytes - self.slice_bytes
+
+    @property
+    def reduction_bytes(self) -> int:
+        """Most bytes of the buffers of its reduction: what is sent and received, and in two levels
+        (:mod:`internsp.wp.two_level`) a copy in another order, and the same of the sums."""
+        more = self.gradient_bytes + 4 * self.far_bytes if self.far_bytes else 0
+        return 2 * self.gradient_bytes + more
 
     @property
     def needs_wait(self) -> bool:
@@ -140,7 +150,7 @@ class ScheduleLine:
     weight: str
     nbytes: int = 0
     near: bool = False
-    """A gather from slices within the near group."""
+    """Within the near group: a gather from slices, or a first sum."""
 
     def line(self) -> str:
         """The action as text, formatted as by :meth:`internsp.base.trace.Event.line`."""

@@ -50,14 +50,12 @@ class CustomAllGather:
     post: Callable[[Tensor | tuple[Tensor, ...], Tensor], object]
 
     @classmethod
-    def of(cls, settings: Mapping[str, Callable[..., object] | str]) -> CustomAllGather | None:
-        """The functions that a weight's ``settings`` from the rules name; ``None`` if none.
+    def of(cls, settings: Mapping[str, Callable[..., object] | str]) -> CustomAllGather:
+        """The functions that a weight's ``settings`` from the rules name.
 
         Raises:
             ConfigError: a function cannot be imported.
         """
-        if "pre_all_gather" not in settings:
-            return None
         keys = ("pre_all_gather", "post_all_gather")
         pre, post = (resolve(settings[key], f"weight_parallel.rules: {key}") for key in keys)
         return cls(pre, post)

@@ -59,6 +59,7 @@ class Simulator:
         parcels = plan.parcels if plan.exchanged else ()
         self.queue.reductions.exchanges.declare(parcels, limit=0)
         self._accumulated: dict[WeightLayout, Unit[WeightLayout]] = {}
+        self._near: Sequence[WeightLayout] = ()  # the last reduction, while it is in its near group
 
     def set_uses(self, data: Sequence[BatchUsage] = ()) -> None:
         """Set how often each weight is used, which the runtime counts in earlier forwards."""
@@ -85,19 +86,36 @@ class Simulator:
                     )
                     self.schedule.actions.append(line)
             elif kind in _PRINTED:
+                if kind == REDUCE_SCATTER or (kind == FINISH_OLDEST and weights is self._near):
+                    self._leave_near()
                 if kind == FINISH_OLDEST and self.overlap and weights[0].reduce_bytes:
                     self.add(WAIT, FINISH, weights[0])
                 for weight in weights:
                     nbytes = {
                         ALL_GATHER: weight.gather_bytes, REDUCE_SCATTER: weight.reduce_bytes
                     }.get(kind, 0)  # fmt: skip
-                    self.add(kind, phase, weight, nbytes)
+                    near = kind == REDUCE_SCATTER and weight.far_bytes > 0
+                    self.add(kind, phase, weight, nbytes, near)
                     if kind == REDUCE_SCATTER:
                         self._accumulated.pop(weight, None)
+                if kind == REDUCE_SCATTER and weights[0].far_bytes:
+                    self._near = weights
+                    if not self.overlap:
+                        self._leave_near()
 
-    def add(self, kind: str, phase: str, weight: WeightLayout, nbytes: int = 0) -> None:
+    def _leave_near(self) -> None:
+        """The last reduction goes on between near groups (:mod:`internsp.wp.two_level`)."""
+        weights, self._near = self._near, ()
+        if weights:
+            self.add(WAIT, BACKWARD, weights[0])
+        for weight in weights:
+            self.add(REDUCE_SCATTER, BACKWARD, weight, weight.far_bytes)
+
+    def add(
+        self, kind: str, phase: str, weight: WeightLayout, nbytes: int = 0, near: bool = False
+    ) -> None:
         """Append one line."""
-        self.schedule.actions.append(ScheduleLine(kind, phase, weight.name, nbytes))
+        self.schedule.actions.append(ScheduleLine(kind, phase, weight.name, nbytes, near))
 
     def at_next_pass(self) -> None:
         """Called when a pass has nothing left to gather: a pipeline prefetches the next pass."""

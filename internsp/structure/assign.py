@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -18,10 +18,12 @@ from internsp.base.names import ancestors, within
 from internsp.config import PlanRule, WeightParallelConfig
 from internsp.dtensor.tensor_parallel import largest_part, own_part
 from internsp.errors import LayoutError, StructureError
-from internsp.schedule.packed import CustomAllGather
 from internsp.structure.blocks import Structure, did_you_mean
 from internsp.structure.dtypes import WeightDtypes
 from internsp.structure.rules import BLOCK_KEYS, MODULE_KEYS, NO_RULES, Rules
+
+if TYPE_CHECKING:  # loaded where a rule names functions
+    from internsp.schedule.packed import CustomAllGather
 
 WEIGHT_KEYS = frozenset(PlanRule.model_fields) - BLOCK_KEYS - MODULE_KEYS - {"match"}
 
@@ -81,7 +83,11 @@ class WeightOptions:
             options["coalesce_bytes"] = 0
         options |= {key: value for key, value in rule_options.items() if key in options}
         quantized = rule_options.get("quantize", "none") != "none"
-        own = CustomAllGather.of(rule_options)
+        own = None
+        if "pre_all_gather" in rule_options:
+            from internsp.schedule.packed import CustomAllGather
+
+            own = CustomAllGather.of(rule_options)
         if own is not None and quantized:
             raise StructureError(
                 f"weight_parallel.rules: rules give {name} a pre_all_gather and quantize = "

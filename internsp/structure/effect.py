@@ -31,6 +31,7 @@ from internsp.structure.rules import (
 OF_SHARDED = (
     "memory_pool", "prefetch_depth", "granularity", "gather_before_modules", "near_ranks",
     "keep_unsharded", "reductions_in_flight", "reduce_dtype", "quantize", "offload",
+    "reduce_near_ranks",
 )  # fmt: skip
 """Options of ``weight_parallel`` that act on sharded parameters only.
 
@@ -130,6 +131,12 @@ def _without_effect(facts: _Facts) -> Iterator[tuple[str, str]]:
         yield "near_ranks", (
             'all blocks stay unsharded (keep_unsharded = "all"), so that none is gathered from '
             "slices; leave one of them out"
+        )
+    sizes = {facts.shape.axis(s.expert).size for s in facts.sharded}
+    if config.reduce_near_ranks and 1 < max(sizes, default=1) <= config.reduce_near_ranks:
+        yield "reduce_near_ranks", (
+            f"the weight group has {max(sizes)} ranks, all of them near, and gradients are summed "
+            "at once; leave it out"
         )
     if config.grad_dtype is not None and not any(
         _widens(s, config.grad_dtype) for s in facts.shardings

@@ -23,7 +23,6 @@ from internsp.schedule.chunk import (
     slot_bytes,
 )
 from internsp.schedule.layout import ShardLayout
-from internsp.schedule.packed import PackedShard
 from internsp.schedule.terms import FORWARD, Policy
 from internsp.structure.assign import ParameterSharding, require_experts
 from internsp.structure.blocks import Structure, trigger_position
@@ -119,7 +118,7 @@ def chunk_layout(
         if assignment.unit is not None:
             members.setdefault(assignment.unit, []).append(assignment)
     weights_of = {
-        name: tuple(_weight_layout(a, shape) for a in own)
+        name: tuple(_weight_layout(a, shape, config.reduce_near_ranks) for a in own)
         for name, own in members.items()
     }
     sizes = [slot_bytes(weights_of[block.name]) for block in structure.blocks]
@@ -201,22 +200,20 @@ def _enclosing(
     )
 
 
-def _slices(assignment: ParameterSharding, size: int) -> int:
-    """Ranks of the near group that keeps slices of the weight; 0: none.
+def _near_group(key: str, near: int, assignment: ParameterSharding, size: int) -> int:
+    """``near``, the ranks of the near group for the option ``key``.
 
     Raises:
-        ConfigError: the weight group cannot be divided into near groups of that size.
+        ConfigError: a weight group of ``size`` cannot be divided into such near groups.
     """
-    near = assignment.options.near_ranks
-    if not near or assignment.block < 0 or size == 1:
-        return 0
     if near == 1 or near >= size or size % near:
         fitting = [n for n in range(2, size) if size % n == 0]
+        whole = " (keep_unsharded keeps blocks unsharded)" if key == "near_ranks" else ""
         raise ConfigError(
-            f"weight_parallel.near_ranks = {near}: {assignment.name} is sharded over "
+            f"weight_parallel.{key} = {near}: {assignment.name} is sharded over "
             f"{size} ranks, of which a smaller near group is "
-            f"{' or '.join(map(str, fitting)) if fitting else 'none'}; choose one of these, or 0 "
-            "(keep_unsharded keeps blocks unsharded)"
+            f"{' or '.join(map(str, fitting)) if fitting else 'none'}; choose one of these, or 0"
+            f"{whole}"
         )
     return near
 
@@ -233,7 +230,9 @@ def _head_unit(
     return None
 
 
-def _weight_layout(assignment: ParameterSharding, shape: MeshShape) -> WeightLayout:
+def _weight_layout(
+    assignment: ParameterSharding, shape: MeshShape, reduce_near: int
+) -> WeightLayout:
     options = assignment.options
     parameter, size = assignment.parameter, shape.axis(assignment.expert).size
     layout = ShardLayout.create(assignment.shape, assignment.dim, size)
@@ -244,16 +243,23 @@ def _weight_layout(assignment: ParameterSharding, shape: MeshShape) -> WeightLay
     encoding: Encoding | None = None
     name, dtype = assignment.name, parameter.dtype
     if options.custom_gather is not None and size > 1:
+        from internsp.schedule.packed import PackedShard
+
         encoding = PackedShard.of(name, options.custom_gather, layout, dtype, compute)
     elif options.quantize != "none" and assignment.block >= 0 and size > 1 and not small:
         from internsp.schedule.encoding import QuantizedShard
 
-        wide = torch.promote_types(dtype, torch.float32)
-        encoding = QuantizedShard(name, options.quantize, layout.shard_numel, wide, compute)
+        own = torch.promote_types(dtype, torch.float32)
+        encoding = QuantizedShard(name, options.quantize, layout.shard_numel, own, compute)
+    slices = options.near_ranks if assignment.block >= 0 and size > 1 else 0
+    near = reduce_near if reduce_near < size else 0  # a group that is near itself sums at once
+    groups = size // _near_group("reduce_near_ranks", near, assignment, size) if near else 1
+    wide = torch.promote_types(sent, torch.float32)
     return WeightLayout(
         name,
         gather_bytes=(size - 1) * (shard_bytes if encoding is None else encoding.nbytes),
-        reduce_bytes=(size - 1) * layout.shard_numel * sent.itemsize,
+        reduce_bytes=(size - groups) * layout.shard_numel * sent.itemsize,
+        far_bytes=(groups - 1) * layout.shard_numel * wide.itemsize,
         slot_bytes=aligned(layout.padded_numel * compute.itemsize),
         shard_bytes=layout.shard_numel * dtype.itemsize,
         trainable=parameter.requires_grad,
@@ -264,7 +270,7 @@ def _weight_layout(assignment: ParameterSharding, shape: MeshShape) -> WeightLay
         expert=assignment.expert and shape.separate,
         dtypes=WeightDtypes(dtype, compute, sent, assignment.autocasts),
         offload=frozenset(options.offload),
-        slices=_slices(assignment, size),
+        slices=_near_group("near_ranks", slices, assignment, size) if slices else 0,
         unsharded_bytes=layout.padded_numel * compute.itemsize,
         sum_bytes=layout.padded_numel * torch.promote_types(compute, torch.float32).itemsize,
     )

@@ -287,7 +287,7 @@ class Collectives:
         """Reduce-scatter ``input`` ``[size * part]``: send part ``p`` to rank ``p``.
 
         ``output`` ``[size * part]`` receives this rank's part from every rank; after the wait,
-        :meth:`Transport.sum_output` adds them up. A part may hold shards of several small
+        :meth:`total` adds them up. A part may hold shards of several small
         ``weights``, one after another; the values of ``weights`` are the shards' numbers of
         elements. Does not block unless ``overlap`` is off.
         """
@@ -296,6 +296,10 @@ class Collectives:
         self.counters.reductions += 1
         nbytes = {weight: others * numel for weight, numel in weights.items()}
         return self.launch(self.transport.all_to_all, (output, input), "RS", unit, nbytes, phase)
+
+    def total(self, output: Tensor, input: Tensor) -> Tensor:
+        """``[part]``: the sum of what :meth:`reduce_scatter` has received, after its wait."""
+        return self.transport.sum_output(output, input)
 
     def exchange(self, output: Tensor, input: Tensor, unit: str) -> Handle:
         """:meth:`reduce_scatter` of reduced gradients between replicas."""

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from internsp.schedule.terms import runs_of
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.parameter import ShardedParameter, trained, unflatten
 from internsp.wp.slots import Unit
+
+if TYPE_CHECKING:  # loaded where weights are reduced so
+    from internsp.wp.two_level import TwoLevels
 
 
 @dataclass
@@ -92,7 +95,7 @@ class GradientReducer:
     """The gradients of a chunk's sharded parameters, from ready to reduced (WP-6).
 
     Args:
-        collectives: for each axis, those of its gradient group.
+        collectives: for each axis, those of its gradient group, or of its two levels.
         buffers: pool for inputs and outputs of reduce-scatters.
 
     Attributes:
@@ -105,7 +108,10 @@ class GradientReducer:
     """
 
     def __init__(
-        self, collectives: Mapping[WeightAxis, Collectives], trace: Trace, buffers: Buffers
+        self,
+        collectives: Mapping[WeightAxis, Collectives | TwoLevels],
+        trace: Trace,
+        buffers: Buffers,
     ) -> None:
         self._collectives = collectives
         self._trace = trace
@@ -174,7 +180,7 @@ class GradientReducer:
         if weights[0].layout.size == 1 and pending.packed is None:
             weights[0].reduced.borrow(output)  # a weight group of one: the gradient is the sum
         else:
-            total = collectives.transport.sum_output(output, pending.input)
+            total = collectives.total(output, pending.input)
             if len(weights) == 1:
                 weights[0].reduced.add(total.view(weights[0].layout.shard_shape))
             else:

@@ -280,8 +280,9 @@ def _until_asked(config: Config, output: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_local_processes_know_their_rank_and_get_their_threads(tmp_path):
-    config = Config(launch=LaunchConfig(processes=2, threads=3), train=TrainConfig(seed=7))
+def test_local_processes_know_their_rank_and_get_their_threads(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    config = Config(launch=LaunchConfig(processes=2), train=TrainConfig(seed=7))
     assert start(_tell, config, tmp_path) == 0
     assert (tmp_path / "0").read_text() == "('0', '2', 7) 3"
     assert (tmp_path / "1").read_text() == "('1', '2', 7) 3"

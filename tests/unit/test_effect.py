@@ -104,6 +104,10 @@ WEIGHTS: Entries = {
         Refused({"near_ranks": 2, "rules": SMALL_BLOCKS},
                 "no block has a sharded parameter"),
     ),
+    "reduce_near_ranks": of_order(
+        "reduce_near_ranks", 2,
+        Refused({"reduce_near_ranks": 2}, "the weight group has 2 ranks, all of them near"),
+    ),
     "keep_unsharded": of_order(
         "keep_unsharded", 1,
         Refused({"keep_unsharded": "1 KiB"}, "it holds none of the blocks, the smallest of which",
@@ -368,7 +372,7 @@ def test_values_that_equal_the_defaults_are_not_set(shape: MeshShape, sharded: b
 
 @pytest.mark.parametrize(
     "settings",
-    [{"quantize": "int8"}, {"near_ranks": 2},
+    [{"quantize": "int8"}, {"near_ranks": 2}, {"reduce_near_ranks": 2},
      {"prefetch_depth": 2, "offload": ["weights"]}, {"reduction": "mean"},
      {"rules": [{"match": "layers.0", "quantize": "int8", "keep_unsharded": True}]}],
 )  # fmt: skip

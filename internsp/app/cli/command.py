@@ -189,12 +189,13 @@ def _train(config: Config, output: Path, rank: int | None) -> int:
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from internsp.app.process.environment import computing_threads
     from internsp.app.process.lifetime import end_with_launcher, stopped_ranks
     from internsp.app.process.stop import StopRequest, status_of
 
     end_with_launcher()
     check_joined(config, output, rank)
-    torch.set_num_threads(config.launch.threads)
+    torch.set_num_threads(computing_threads())
     with StopRequest() as stop:
         try:
             record(_run)(config, output)

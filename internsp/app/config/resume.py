@@ -56,8 +56,8 @@ _KEYS: dict[str, dict[Rule, str]] = {
         Rule.TAKEN: "reduce_dtype quantize compute_dtype cast_inputs",
         Rule.FREE: "overlap memory_pool prefetch_depth gather_before granularity "
         "gather_before_modules blocks min_shard_elements keep_unsharded near_ranks accumulation "
-        "coalesce_bytes reductions_in_flight unexpected_order compile compare_ranks grad_dtype "
-        "offload",
+        "coalesce_bytes reductions_in_flight reduce_near_ranks unexpected_order compile "
+        "compare_ranks grad_dtype offload",
     },
     "sequence": {
         Rule.TAKEN: "ring fast_links balance",
@@ -82,7 +82,7 @@ _KEYS: dict[str, dict[Rule, str]] = {
     },
     "checkpoint": {Rule.FREE: "save every keep_last keep_every resume"},
     "report": {Rule.FREE: "writers alert"},
-    "launch": {Rule.FREE: "processes threads"},
+    "launch": {Rule.FREE: "processes"},
 }
 
 _SHARDING_KEYS = (

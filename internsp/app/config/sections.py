@@ -327,5 +327,3 @@ class LaunchConfig(Section):
 
     processes: Degree = 1
     """Processes to start on this machine."""
-    threads: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Computing threads of a process."""

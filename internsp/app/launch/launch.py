@@ -29,6 +29,7 @@ import torch.distributed as dist
 from internsp.app.checkpoint.disk import steps_in
 from internsp.app.config import Config
 from internsp.app.launch.outcome import Failure, RankOutcome, first_cause
+from internsp.app.process.environment import computing_threads
 from internsp.app.process.lifetime import (
     FOLDER_VARIABLE,
     LAUNCHER_VARIABLE,
@@ -65,7 +66,7 @@ def start(run: Run, config: Config, output: Path, preload: Sequence[str] = ()) -
     """
     modules = ["internsp.app.launch.fork_server", "torch", __name__, run.__module__, *preload]
     multiprocessing.set_forkserver_preload(modules)
-    with _Signals() as signals, _environment(config):
+    with _Signals() as signals, _environment():
         # The ranks' store is in this process, as under torchrun: it outlives any rank that fails.
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         ranks: list[_Rank] = []
@@ -102,6 +103,7 @@ class _Rank:
             "LOCAL_RANK": number,
             "WORLD_SIZE": config.launch.processes,
             "LOCAL_WORLD_SIZE": config.launch.processes,
+            "OMP_NUM_THREADS": computing_threads(),
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": port,
             # The store of MASTER_PORT exists already: rank 0 must not create it.
@@ -228,7 +230,7 @@ def _rank_main(
         end_with_launcher()
         pipe.send(None)
         os.environ.update(environment)
-        torch.set_num_threads(config.launch.threads)
+        torch.set_num_threads(computing_threads())
         # Else every rank of a pipeline would log its whole schedule after any error, line by line.
         logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL + 1)
         try:
@@ -270,14 +272,14 @@ class _Signals:
 
 
 @contextmanager
-def _environment(config: Config) -> Iterator[None]:
+def _environment() -> Iterator[None]:
     """Set environment variables for the server and its ranks, which are read before their code.
 
     OpenMP reads its number of threads once. multiprocessing puts the server's socket into the
     folder; this process removes the folder, or, if this process is killed, the server does.
     """
     values = {
-        "OMP_NUM_THREADS": str(config.launch.threads),
+        "OMP_NUM_THREADS": str(computing_threads()),
         LAUNCHER_VARIABLE: str(os.getpid()),
         FOLDER_VARIABLE: multiprocessing.util.get_temp_dir(),
     }

@@ -110,7 +110,7 @@ def _memory(
     wide = max(size, 4)
     elements = (shards - off.shards[GRADIENTS] + small_bytes) // size
     # A weight group of one sends nothing.
-    moving = [[w.gradient_bytes for w in u.weights if w.reduce_bytes] for u in units]
+    moving = [[w.reduction_bytes for w in u.weights if w.reduce_bytes] for u in units]
     largest = sorted(map(sum, moving), reverse=True)
     pending = sum(largest[: config.weight_parallel.reductions_in_flight])
     masters = int(size < 4)
@@ -134,7 +134,7 @@ def _memory(
         ("unsharded weights (slots, exact)", sum(chunk.slots())),
         *([("quantized shards in flight (exact)", encoded)] if encoded else []),
         *([("slices within near groups (exact)", slices)] if slices else []),
-        ("reductions in flight (at most)", 2 * pending),
+        ("reductions in flight (at most)", pending),
         ("sums on their way to the optimizer (at most)", exchange_buffer_bytes(chunk, shape)),
         ("gradient sums", elements * wide),
         ("unsharded gradient sums (full accumulation)", unsharded_sums),

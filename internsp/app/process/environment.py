@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -120,3 +121,9 @@ def _number(
     wanted = f"expected a whole number from {least} to {most}"
     problems.append(Problem((name,), f'{wanted} in the environment, got "{shown}"; {_REMEDY}'))
     return None
+
+
+def computing_threads() -> int:
+    """Computing threads of a process: OMP_NUM_THREADS; 1 without it, as under torchrun."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return max(1, int(first)) if first.isdecimal() else 1

@@ -1,0 +1,152 @@
+"""``reduce_near_ranks``: gradients are summed within near groups, then between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import internsp
+from internsp.config import ActivationCheckpointConfig
+from internsp.errors import ConfigError
+from internsp.schedule.simulate import simulate
+from tests.support.compare import check
+from tests.support.few import few
+from tests.support.meshes import mesh_of
+from tests.support.models import ALL, ROLLING, SOME, Tiny, Twin, raises
+from tests.support.ranks import ranks
+from tests.support.zero import Little
+
+HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
+LEVELS: dict[str, Any] = {"reduce_near_ranks": 2}
+KINDS = ("RS", "WAIT", "FINISH")
+
+CASES: list[tuple[Any, dict[str, Any]]] = [
+    (None, {}), (HALF, {"coalesce_bytes": 400}), (None, {"overlap": False}), (None, SOME),
+    (HALF, ALL | {"memory_pool": False}), (HALF, {"granularity": "module"}), (None, ROLLING),
+    (None, {"near_ranks": 2, "reductions_in_flight": 1}), (None, {"offload": ("gradients",)}),
+    (None, {"accumulation": "full"}),
+]  # fmt: skip
+
+
+def lines(events: Any) -> list[tuple[str, int]]:
+    """Reductions with their bytes, and the waits for them."""
+    return [
+        (e.line(), e.nbytes) for e in events
+        if e.kind in ("RS", "FINISH") or (e.kind == "WAIT" and e.phase in ("finish",))
+    ]  # fmt: skip
+
+
+@few("cases", CASES, 5)
+@ranks(4)
+def test_sums_in_two_levels_train_as_one_process_and_send_what_the_plan_says(
+    cases: list[Any],
+) -> None:
+    mesh = mesh_of(4)
+    for checkpoint, config in cases:
+        what = f"{checkpoint} {config}"
+        twin = Twin(Tiny, mesh, checkpoint, **(LEVELS | config))
+        plan = twin.communicator.plan
+        assert plan is not None
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (twin.plain, twin.ours)]
+        for step in range(3):
+            twin.trace.clear()
+            twin.backward()
+            found = lines(twin.trace.events)
+            planned = simulate(plan, overlap=config.get("overlap", True)).actions
+            if step:  # the first forward still counts uses
+                assert found == lines(planned), what
+            far = sum(w.far_bytes for u in plan.units for w in u.weights if w.trainable)
+            near = sum(a.nbytes for a in planned if a.near and a.kind == "RS")
+            assert sum(n for _, n in found) == near + far, what
+            twin.check_step(optimizers, f"{what}, step {step}")
+
+
+@ranks(4)
+def test_a_parts_second_message_leaves_before_the_next_ones_first() -> None:
+    twin = Twin(Tiny, mesh_of(4), **LEVELS)
+    twin.backward()
+    twin.trace.clear()
+    twin.backward()
+    sent = [(e.weight, e.nbytes) for e in twin.trace.events if e.kind == "RS"]
+    assert [one for one, _ in sent[::2]] == [one for one, _ in sent[1::2]]
+    sizes = {w.name: w.layout.shard_numel * 8 for w in twin.communicator.replicated.sharded}
+    # Of 4 parts each rank gets, from the neighbor, its own and the far group's, then one sum.
+    assert sent[::2] == [(name, 2 * sizes[name]) for name, _ in sent[::2]]
+    assert sent[1::2] == [(name, sizes[name]) for name, _ in sent[::2]]
+
+
+@ranks(4)
+def test_a_sum_travels_in_fp32_where_gradients_are_narrower() -> None:
+    mesh, own = mesh_of(4), {"compute_dtype": "bfloat16"}
+    both = [Twin(Tiny, mesh, None, torch.float32, **(own | more)) for more in ({}, LEVELS)]
+    for twin in both:
+        _, mine = twin.batch()
+        twin.ours(*mine).backward()
+    one, other = ({n: p.grad for n, p in t.ours.named_parameters()} for t in both)
+    check(other, {n: g.full_tensor() for n, g in one.items()}, "two levels", 1e-6)  # type: ignore[union-attr]
+    sums = Counter(w.dtypes.reduce for u in both[1].communicator.plan.units for w in u.weights)  # type: ignore[union-attr]
+    assert sums[torch.bfloat16]
+    far = {e.weight: e.nbytes for e in both[1].trace.events if e.kind == "RS"}  # the last of two
+    for weight in both[1].communicator.replicated.sharded:
+        assert far[weight.name] == weight.layout.shard_numel * 4
+
+
+@ranks(8)
+def test_four_near_groups_of_two_and_two_of_four_are_right() -> None:
+    mesh = mesh_of(8)
+    for near in (2, 4):
+        twin = Twin(partial(Tiny, layers=2), mesh, reduce_near_ranks=near)
+        twin.backward()
+        twin.check_gradients(f"{near} near ranks of 8")
+        sent = [e.nbytes for e in twin.trace.events if e.kind == "RS" and "q" in e.weight]
+        weights = twin.communicator.replicated.sharded
+        shard = next(8 * w.layout.shard_numel for w in weights if "q" in w.name)
+        assert sent[:2] == [(near - 1) * (8 // near) * shard, (8 // near - 1) * shard]
+
+
+@ranks(4)
+def test_zero_micro_batches_and_weights_idle_on_a_rank_are_right(rank: int) -> None:
+    twin = Twin(Little, mesh_of(4), **LEVELS)
+    plain = torch.optim.AdamW(twin.plain.parameters(), lr=0.01)
+    ours = internsp.ZeroOptimizer(twin.communicator, torch.optim.AdamW, lr=0.01)
+    for step in range(2):
+        for _ in range(2):
+            (ids, labels), _ = twin.batch()
+            for each in range(4):  # one process does all ranks' rows
+                rows = slice(2 * each, 2 * each + 2)
+                twin.plain(ids[rows], labels[rows], side=each == step).backward()
+            rows = slice(2 * rank, 2 * rank + 2)
+            twin.ours(ids[rows], labels[rows], side=rank == step).backward()
+        for optimizer in (plain, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+        twin.check_parameters(f"step {step}")
+
+
+@ranks(4)
+def test_a_failed_pass_drops_both_messages_and_the_next_step_is_right() -> None:
+    twin = Twin(Tiny, mesh_of(4), **LEVELS)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("on every rank")
+
+    handle = twin.ours.layers[1].register_full_backward_pre_hook(fail)
+    _, mine = twin.batch()
+    raises(ValueError, twin.ours(*mine).backward, "on every rank")
+    handle.remove()
+    twin.zero_grad()
+    twin.backward()
+    twin.check_gradients("after a failed pass")
+
+
+@pytest.mark.parametrize(("near", "word"), [(3, "is 2;"), (1, "is 2;")])
+@ranks(4)
+def test_near_groups_that_do_not_divide_the_weight_group_are_refused(near: int, word: str) -> None:
+    make = lambda: Twin(Tiny, mesh_of(4), reduce_near_ranks=near)  # noqa: E731
+    raises(ConfigError, make, word, f"reduce_near_ranks = {near}", "sharded over 4 ranks")
+    make = lambda: Twin(Tiny, mesh_of(2), **LEVELS)  # noqa: E731
+    raises(ConfigError, make, "has no effect", "2 ranks, all of them near", "leave it out")
