@@ -153,6 +153,13 @@ _GROUPS = (
     "pipeline", "expert", "tensor", "model", "heads", "ring",
 )  # fmt: skip
 
+_LIKE = {
+    "model": "stage", "data": "stage", "heads": "sequence", "zero": "replica",
+    "expert_zero": "expert_replica",
+}  # fmt: skip
+"""Groups that are the other one where both have the same ranks: the program's own order is theirs.
+All-gathers and reductions each keep an order, and a group, of their own."""
+
 
 class ParallelMesh:
     """One rank's coordinates and process groups on every parallel axis.
@@ -561,18 +568,16 @@ def _group_with(rank: int, groups: list[list[int]]) -> list[int]:
 def _make_groups(shape: MeshShape, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
     """Make every named group of this rank. Collective over all ranks.
 
-    Groups of one rank share one process group, which never carries a message.
+    Groups of one rank share one process group, which never carries a message, and so do those of
+    equal ranks whose messages have one order (a communicator costs a device memory).
     """
     names = [*_GROUPS, *(f"expert_{name}" for name in _AXIS_GROUPS if shape.separate)]
     groups: dict[str, dist.ProcessGroup] = {}
     single_rank_group: dist.ProcessGroup | None = None
     for name in names:  # in the same order on all ranks: making a group is collective
-        ranks = shape.ranks(name)
-        if name == "model" and shape.tensor == 1:
-            groups[name] = groups["stage"]
-            continue
-        if name == "heads" and shape.ring == 1:
-            groups[name] = groups["sequence"]
+        ranks, like = shape.ranks(name), _LIKE.get(name)
+        if like is not None and ranks == shape.ranks(like):
+            groups[name] = groups[like]
             continue
         if len(ranks[0]) > 1:
             groups[name], _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from internsp.errors import MeshError
@@ -143,3 +146,31 @@ def test_impossible_degrees_are_refused_with_the_possible_ones() -> None:
         MeshShape(8, weight=2, zero=3)
     with pytest.raises(MeshError, match="sequence=0 must be at least 1"):
         MeshShape(8, sequence=0)
+
+
+WORLD = """
+import sys, time
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from internsp import ParallelMesh
+
+size = int(sys.argv[1])
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+dist.all_gather_object = lambda everyone, own: everyone.__setitem__(slice(None), [own] * size)
+for degrees in ({"weight": 8}, {"weight": 64, "sequence": 8, "ring": 2, "pipeline": 4}):
+    before, start = len(distributed_c10d._world.pg_map), time.monotonic()
+    ParallelMesh.create(**degrees)
+    print(len(distributed_c10d._world.pg_map) - before, round(time.monotonic() - start, 2))
+"""
+
+
+@pytest.mark.thorough(10)
+def test_a_rank_of_ten_thousand_has_as_many_groups_as_one_of_a_thousand() -> None:
+    counts = []
+    for size in (1024, 10240):
+        words = [sys.executable, "-c", WORLD, str(size)]
+        shown = subprocess.run(words, check=True, text=True, capture_output=True).stdout
+        print(f"{size} ranks: groups of a rank and seconds to make them\n{shown}")
+        counts.append([int(line.split()[0]) for line in shown.splitlines()])
+    assert counts[0] == counts[1] == [5, 10]
