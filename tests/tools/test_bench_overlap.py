@@ -328,6 +328,16 @@ def test_namespaces_carry_the_process_id_and_are_all_removed(ranks: int) -> None
     assert all(" netns " in c for c in run.commands if c.startswith("ip link add"))
 
 
+def test_neighbors_of_a_machine_have_a_rate_of_their_own() -> None:
+    run = Recorder()
+    with Namespaces(4, run=run, owner=77) as network:
+        network.limit_machines(2, 400, 100)
+    rates = [c.split(" rate ")[1].split()[0] for c in run.commands if " class " in c]
+    assert rates == ["400000kbit", "100000kbit"] * 4
+    near = [c.split(" dst ")[1].split()[0] for c in run.commands if " filter " in c]
+    assert near == [f"10.77.0.{number}/32" for number in (2, 1, 4, 3)]
+
+
 def test_what_a_connection_sends_ahead_is_limited_in_every_namespace_and_told() -> None:
     run = Recorder()
     with Namespaces(2, send_buffer_kib=256, run=run, owner=77) as network:
