@@ -16,7 +16,9 @@ def new_group(
 
     torch itself names such a group by how many groups a process has made: after a program's
     ``new_group([0])``, which only rank 0 counts, its ranks would wait for each other under
-    different names until the timeout.
+    different names until the timeout. And where the program has bound the default group to a
+    device, torch splits its communicator, which waits for all ranks of the world: the group gets
+    a communicator of its own.
 
     Args:
         mesh: a name that the ranks share and no other mesh has: that of its group of a stage with
@@ -25,9 +27,11 @@ def new_group(
     """
     made[tuple(ranks)] = number = made.get(tuple(ranks), 0) + 1
     name = f"{mesh}, {ranks}, {number}"
-    naming = distributed_c10d._process_group_name
+    naming, splitting = distributed_c10d._process_group_name, distributed_c10d._get_split_source
     distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
+    distributed_c10d._get_split_source = lambda _: None  # type: ignore[assignment]
     try:
         return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     finally:
         distributed_c10d._process_group_name = naming
+        distributed_c10d._get_split_source = splitting

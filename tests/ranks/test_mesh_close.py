@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import internsp
@@ -226,3 +227,22 @@ def test_groups_of_a_mesh_are_made_though_ranks_have_made_others_before() -> Non
                     found = torch.ones(1)
                     dist.all_reduce(found, group=size)
                     assert found.item() == size.size()
+
+
+@ranks(2, fresh=True)
+def test_a_group_of_some_ranks_does_not_split_a_communicator_that_is_bound() -> None:
+    """Of NCCL's, which a program has bound to its device: a split waits for the whole world."""
+    sources: list[object] = []
+    make, distributed_c10d._get_split_source = dist.new_group, lambda _: "the world's"  # type: ignore[assignment, return-value]
+
+    def new_group(*given: Any, **options: Any) -> Any:
+        sources.append(distributed_c10d._get_split_source(dist.group.WORLD))
+        return make(*given, **options)
+
+    with create(weight=2) as mesh:
+        dist.new_group = new_group
+        found = torch.ones(1)
+        dist.all_reduce(found, group=mesh.near_group(mesh.dense, 2))
+        assert found.item() == 2
+    assert sources == [None]
+    assert distributed_c10d._get_split_source(dist.group.WORLD) == "the world's"
