@@ -42,8 +42,8 @@ def attach_experts(
     if mesh.stage_group.size() > 1:
         ranks = RouterRanks(mesh.stage_group, trace, context.wait)
         for module in model.modules():
-            if hasattr(module, "settle"):
-                module.ranks = ranks  # type: ignore[assignment]
+            if hasattr(module, "router_ranks"):
+                module.router_ranks = ranks  # type: ignore[assignment]
     found = dispatched(model) if mesh.expert > 1 else {}
     if found:
         _attach_owners(model, found, mesh.expert_group, trace, context)
@@ -51,7 +51,7 @@ def attach_experts(
 
 def _require_no_losses(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if getattr(module, "auxiliary", 0) or getattr(module, "z_loss", 0):
+        if hasattr(module, "router_ranks") and (module.auxiliary or module.z_loss):
             raise StructureError(
                 f"{name} has an auxiliary loss or a z_loss, which no stage of a pipeline but the "
                 "last could add to the loss: balance its experts by balance_rate, which needs none"

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from internsp.base.handles import HandleTable
+from internsp.base.in_flight import MessagesInFlight, phase_of
 from internsp.base.trace import Trace, Work
 from internsp.errors import CollectiveError
 
@@ -34,18 +35,6 @@ _INDEX = torch.int32  # of experts' numbers in a message
 
 def _plain_wait(work: Work, what: str) -> None:
     work.wait()
-
-
-@dataclass(eq=False)
-class _InFlight:
-    """A message in flight. The token's storage is kept: its identity is the message's key."""
-
-    work: Any
-    send: Tensor
-    received: Tensor
-    token: torch.UntypedStorage
-    event: int
-    phase: str
 
 
 @dataclass(eq=False)
@@ -66,10 +55,11 @@ class OwnerGroup:
     size: int
     wait: Wait = _plain_wait
     launched: Callable[[str, str], None] = lambda what, phase: None
-    in_flight: dict[int, _InFlight] = field(default_factory=dict)
+    in_flight: MessagesInFlight = field(init=False)
     handle: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.in_flight = MessagesInFlight(self.trace)
         self.handle = _GROUPS.add(self)
 
     def all_to_all(
@@ -86,18 +76,6 @@ class OwnerGroup:
 
 
 _GROUPS: HandleTable[OwnerGroup] = HandleTable("group of ranks that own experts")
-# A message that is started and never waited for (after an exception) would keep its buffers.
-_MOST_IN_FLIGHT = 64
-
-
-def _phase(adjoint: bool) -> str:
-    if adjoint:
-        return "backward"
-    return "recompute" if torch._C._current_graph_task_id() != -1 else "forward"
-
-
-def _key(token: Tensor) -> int:
-    return int(token.untyped_storage()._cdata)
 
 
 def row_bytes(rows: Tensor, weights: Tensor, numbers: int) -> int:
@@ -138,23 +116,15 @@ def _start_impl(
     packed = torch.cat([_bytes(part) for part in (rows, weights, index.to(_INDEX))], dim=1)
     width = packed.shape[1]
     received = packed.new_empty(sum(receive) * width)
-    phase, event = _phase(adjoint), -1
-    if group.trace is not None:
-        nbytes = (sum(send) - send[group.rank]) * width
-        event = group.trace.record(
-            "A2A", name, f"{name} {what}", phase, nbytes=nbytes, in_flight=True
-        )
+    phase, nbytes = phase_of(adjoint), (sum(send) - send[group.rank]) * width
     group.launched(f"{what} of {name}", phase)
-    work = group.all_to_all(
-        received, packed.view(-1), [n * width for n in receive], [n * width for n in send]
-    )
-    token = rows.new_zeros(1, dtype=torch.float32)
-    while len(group.in_flight) >= _MOST_IN_FLIGHT:
-        group.in_flight.pop(next(iter(group.in_flight)))
-    group.in_flight[_key(token)] = _InFlight(
-        work, packed, received, token.untyped_storage(), event, phase
-    )
-    return token
+    message = group.in_flight.launch(
+        name, f"{name} {what}", phase, nbytes, packed, received,
+        lambda: group.all_to_all(
+            received, packed.view(-1), [n * width for n in receive], [n * width for n in send]
+        ),
+    )  # fmt: skip
+    return group.in_flight.add(message)
 
 
 def _finish_impl(
@@ -170,20 +140,14 @@ def _finish_impl(
     what: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     group = _GROUPS.find(handle)
-    found = group.in_flight.pop(_key(token), None)
+    found = group.in_flight.take(token)
     if found is None:
         raise CollectiveError(
             f"Rank {group.rank}: the message with {what} of {name} was already waited for, or "
             "dropped after an exception. Run the model's forward again."
         )
-    trace = group.trace
-    begin = None if trace is None else trace.now()
-    group.wait(found.work, f"the {what} of {name} ({found.phase})")
-    if trace is not None:
-        end = trace.now()
-        trace.waited(begin, end)
-        trace.record("A2A_WAIT", name, f"{name} {what}", found.phase, start=begin, end=end)
-        trace.finish(found.event, end)
+    text = f"the {what} of {name} ({found.phase})"
+    group.in_flight.wait(found, name, f"{name} {what}", lambda work: group.wait(work, text))
     values = like.shape[1] * like.element_size()
     of_weights = weights_like.shape[1] * weights_like.element_size()
     table = found.received.view(sum(receive), values + of_weights + numbers * _INDEX.itemsize)
@@ -196,22 +160,16 @@ def _finish_impl(
 def _counts_impl(table: Tensor, handle: int, name: str) -> Tensor:
     group = _GROUPS.find(handle)
     received = torch.empty_like(table)
-    phase, event = _phase(False), -1
-    if group.trace is not None:
-        nbytes = (group.size - 1) * table[0].numel() * table.element_size()
-        event = group.trace.record(
-            "A2A", name, f"{name} counts", phase, nbytes=nbytes, in_flight=True
-        )
+    phase, sent = phase_of(), table.contiguous()
+    nbytes = (group.size - 1) * table[0].numel() * table.element_size()
+    each, label = [table[0].numel()] * group.size, f"{name} counts"
     group.launched(f"counts of {name}", phase)
-    each = [table[0].numel()] * group.size
-    work = group.all_to_all(received.view(-1), table.contiguous().view(-1), each, each)
-    begin = None if group.trace is None else group.trace.now()
-    group.wait(work, f"the counts of {name} ({phase})")
-    if group.trace is not None:
-        end = group.trace.now()
-        group.trace.waited(begin, end)
-        group.trace.record("A2A_WAIT", name, f"{name} counts", phase, start=begin, end=end)
-        group.trace.finish(event, end)
+    message = group.in_flight.launch(
+        name, label, phase, nbytes, sent, received,
+        lambda: group.all_to_all(received.view(-1), sent.view(-1), each, each),
+    )  # fmt: skip
+    text = f"the counts of {name} ({phase})"
+    group.in_flight.wait(message, name, label, lambda work: group.wait(work, text))
     return torch.stack([table, received])
 
 

@@ -62,7 +62,7 @@ class Router(nn.Module):
         entropy: float64 scalar, the sum of ``-sum(share * log(share))`` of the same tokens, in
             nats; ``log(experts)`` each if all experts have equal scores.
         loss: the losses of the last forward in training; ``None`` before and without any.
-        ranks: those that share the router, set by ``parallelize``.
+        router_ranks: those that share the router, set by ``parallelize``.
     """
 
     bias: Tensor | None
@@ -97,7 +97,7 @@ class Router(nn.Module):
         self.register_buffer("entropy", entropy, persistent=False)
         self.register_buffer("bias", torch.zeros(experts) if balance_rate else None)
         self.loss: Tensor | None = None
-        self.ranks: RouterRanks | None = None
+        self.router_ranks: RouterRanks | None = None
         if self.weight.device.type != "meta":
             nn.init.normal_(self.weight, std=width**-0.5)
 
@@ -130,7 +130,7 @@ class Router(nn.Module):
             self.entropy += torch.special.entr(shares.detach()).sum()
         total = None
         if self.auxiliary and self.training:
-            total = Total(counts, self.ranks).wait
+            total = Total(counts, self.router_ranks).wait
         return Routes(index, weights * self.scale, logits, shares, counts, total)
 
     @torch.no_grad()
@@ -219,8 +219,8 @@ def balance_experts(*modules: nn.Module) -> None:
     if not balanced:
         return
     loads = torch.cat([router.load for router in balanced])
-    if balanced[0].ranks is not None:
-        loads = summed(loads, balanced[0].ranks)
+    if balanced[0].router_ranks is not None:
+        loads = summed(loads, balanced[0].router_ranks)
     for router, load in zip(balanced, loads.split([r.experts for r in balanced]), strict=True):
         assert router.bias is not None, "chosen above"
         router.bias += router.balance_rate * (load.mean() - load).sign().to(router.bias.dtype)

@@ -39,22 +39,19 @@ def find_unowned(model: nn.Module, config: WeightParallelConfig, owners: int) ->
 
     Changes nothing in the end.
     """
-    found: list[Refused] = []
-    rules = match_rules(model, config.rules)
-    taken = OwnExperts(owners, 0, lambda name: name in experts_among([name], config, rules))
     try:
-        taken.take(model)
-        parameters = [name for name, _ in model.named_parameters()]
-        experts = experts_among(parameters, config, rules)
-        names = dict.fromkeys(n.rpartition(".")[0] for n in parameters if n in experts)
-        declared = {n for n, m in model.named_modules() if getattr(m, "expert_ranks", 1) == owners}
-        for name in names:
-            if not declared & {*ancestors(name), ""}:
-                kind = type(model.get_submodule(name)).__name__
-                reason = f"{kind}: nothing sends its tokens to {owners} owners of experts"
-                found.append(Refused(name, f"{reason}; make the mesh with expert = 1"))
+        taken = take_experts(model, config, owners, 0)
     except StructureError as error:
-        found.append(Refused("", str(error)))
-    finally:
-        taken.undo()
+        return [Refused("", str(error))]
+    found: list[Refused] = []
+    parameters = [name for name, _ in model.named_parameters()]
+    experts = experts_among(parameters, config, match_rules(model, config.rules))
+    names = dict.fromkeys(n.rpartition(".")[0] for n in parameters if n in experts)
+    declared = {n for n, m in model.named_modules() if getattr(m, "expert_ranks", 1) == owners}
+    for name in names:
+        if not declared & {*ancestors(name), ""}:
+            kind = type(model.get_submodule(name)).__name__
+            reason = f"{kind}: nothing sends its tokens to {owners} owners of experts"
+            found.append(Refused(name, f"{reason}; make the mesh with expert = 1"))
+    taken.undo()
     return found

@@ -95,7 +95,7 @@ def parallelize(
         from internsp.parallel.sequences import attach_sequences
 
         attach_sequences(model, mesh, trace, made.mean, sequence, config.overlap, split)
-    if mesh.expert > 1 or any(hasattr(module, "settle") for module in model.modules()):
+    if mesh.expert > 1 or any(hasattr(module, "router_ranks") for module in model.modules()):
         from internsp.experts.attach import attach_experts
 
         attach_experts(model, mesh, trace, made.state.collectives.comm_context)

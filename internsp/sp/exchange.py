@@ -36,27 +36,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from internsp.base.handles import HandleTable
+from internsp.base.in_flight import MessagesInFlight, phase_of
 from internsp.base.trace import Trace
 from internsp.errors import CollectiveError, LayoutError
 
 if TYPE_CHECKING:
     from internsp.sp.gloo.messages import PeerExchanges
-
-
-@dataclass(eq=False)
-class _InFlight:
-    """An exchange in flight: its work handle and buffers, and the storage of its token.
-
-    The token's storage is kept because its address is the key of the exchange, which no other token
-    may get until the exchange is finished.
-    """
-
-    work: Any
-    send: Tensor
-    received: Tensor
-    token: torch.UntypedStorage
-    event: int
-    phase: str
 
 
 @dataclass(eq=False)
@@ -70,11 +55,12 @@ class ExchangeGroup:
     trace: Trace | None
     rank: int
     size: int
-    in_flight: dict[int, _InFlight] = field(default_factory=dict)
     peer_exchanges: PeerExchanges | None = None  # messages between pairs of ranks
+    in_flight: MessagesInFlight = field(init=False)
     handle: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.in_flight = MessagesInFlight(self.trace)
         self.handle = _GROUPS.add(self)
 
     @classmethod
@@ -149,9 +135,6 @@ class ExchangeGroup:
 _TAGS: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 _MOST_TAGS = 1 << 30
 _GROUPS: HandleTable[ExchangeGroup] = HandleTable("sequence group of this exchange")
-# An exchange that is started and never waited for (because of an exception) would keep its buffers
-# forever. No program has this many exchanges in flight, so beyond this count the oldest is dropped.
-_MOST_IN_FLIGHT = 64
 
 
 @lru_cache(maxsize=256)
@@ -222,13 +205,6 @@ def _unpack(
     return out.to(received.dtype)
 
 
-def phase_of(adjoint: bool) -> str:
-    """The phase, from where the operator runs and not from a flag that a caller must set (WP-9)."""
-    if adjoint:
-        return "backward"
-    return "recompute" if torch._C._current_graph_task_id() != -1 else "forward"
-
-
 def _start_impl(
     x: Tensor,
     handle: int,
@@ -250,28 +226,12 @@ def _start_impl(
         send = x.transpose(0, 1).contiguous().view(-1)
     send_counts, receive_counts = (columns, rows) if to_heads else (rows, columns)
     received = send.new_empty(sum(receive_counts))
-    phase = phase_of(adjoint)
-    event = -1
-    if group.trace is not None:
-        nbytes = (sum(send_counts) - send_counts[group.rank]) * x.element_size()
-        event = group.trace.record(
-            "A2A", unit=unit, weight=label, phase=phase, nbytes=nbytes, in_flight=True
-        )
-    work = group.all_to_all(received, send, receive_counts, send_counts)
-    # The token is on the device of x, so that autograd runs both operators on one thread and one
-    # stream, in the same order on all ranks (WP-2). Its storage, not its value, is the key.
-    token = x.new_zeros(1, dtype=torch.float32)
-    while len(group.in_flight) >= _MOST_IN_FLIGHT:
-        group.in_flight.pop(next(iter(group.in_flight)))
-    group.in_flight[_key(token)] = _InFlight(
-        work, send, received, token.untyped_storage(), event, phase
-    )
-    return token
-
-
-def _key(token: Tensor) -> int:
-    """The identity of a token's storage; under a plan's fake tensors storages have no address."""
-    return int(token.untyped_storage()._cdata)
+    nbytes = (sum(send_counts) - send_counts[group.rank]) * x.element_size()
+    message = group.in_flight.launch(
+        unit, label, phase_of(adjoint), nbytes, send, received,
+        lambda: group.all_to_all(received, send, receive_counts, send_counts),
+    )  # fmt: skip
+    return group.in_flight.add(message)
 
 
 def _finish_impl(
@@ -286,20 +246,13 @@ def _finish_impl(
     shape: Sequence[int],
 ) -> Tensor:
     group = _GROUPS.find(handle)
-    found = group.in_flight.pop(_key(token), None)
+    found = group.in_flight.take(token)
     if found is None:
         raise CollectiveError(
             f"Rank {group.rank}: the exchange of {label!r} in {unit or 'this module'} was already "
             "waited for, or dropped after an exception. Start it again and wait for it once."
         )
-    trace = group.trace
-    begin = None if trace is None else trace.now()
-    found.work.wait()
-    if trace is not None:
-        end = trace.now()
-        trace.waited(begin, end)
-        trace.record("A2A_WAIT", unit, label, found.phase, start=begin, end=end)
-        trace.finish(found.event, end)
+    group.in_flight.wait(found, unit, label)
     batch, _, _, depth = shape
     if not to_heads:
         return _unpack(found.received, head_ranges, group.size, tuple(shape))

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from internsp.base.handles import HandleTable
-from internsp.sp.exchange import ExchangeGroup, phase_of
+from internsp.base.in_flight import phase_of
+from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.partial import BlockAttention
 from internsp.sp.ranges import KernelCall, MaskSpec, Ranges
 from internsp.sp.routes import Route, Transfer, require_form, route

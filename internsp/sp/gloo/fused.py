@@ -37,8 +37,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from internsp.base.handles import HandleTable
+from internsp.base.in_flight import phase_of
 from internsp.errors import LayoutError
-from internsp.sp.exchange import ExchangeGroup, phase_of
+from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.gloo.messages import ExchangeKey, ExchangeShape, PeerExchange, peer_exchanges
 from internsp.sp.gloo.stages import (
     COMPUTE,

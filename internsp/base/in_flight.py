@@ -1,0 +1,101 @@
+"""Messages that one operator launches and another one waits for.
+
+An operator of ``torch.library`` returns tensors alone. So a message in flight is named by a
+*token*, a tensor of one element: the identity of its storage counts, not its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from internsp.base.trace import Trace, Work
+
+# A message that is started and never waited for (after an exception) would keep its buffers
+# forever. No program has this many in flight, so beyond this count the oldest is dropped.
+_MOST = 64
+
+
+def phase_of(adjoint: bool = False) -> str:
+    """The phase, from where the operator runs and not from a flag that a caller must set (WP-9)."""
+    if adjoint:
+        return "backward"
+    return "recompute" if torch._C._current_graph_task_id() != -1 else "forward"
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A message in flight, with its buffers.
+
+    Attributes:
+        token: kept, since no other token may get its address before the message is finished.
+    """
+
+    work: Work
+    sent: Tensor
+    received: Tensor
+    event: int
+    phase: str
+    token: torch.UntypedStorage | None = None
+
+
+class MessagesInFlight:
+    """The messages of one group that have been launched and not been waited for.
+
+    Args:
+        trace: has ``A2A`` for each message and ``A2A_WAIT`` for each wait; or ``None``.
+    """
+
+    def __init__(self, trace: Trace | None) -> None:
+        self._trace = trace or Trace()
+        self._of_token: dict[int, InFlight] = {}
+
+    def __len__(self) -> int:
+        return len(self._of_token)
+
+    def launch(
+        self, unit: str, label: str, phase: str, nbytes: int, sent: Tensor, received: Tensor,
+        start: Callable[[], Any],
+    ) -> InFlight:  # fmt: skip
+        """Call ``start``, which returns a work handle; ``unit`` and ``label`` are the trace's."""
+        event = self._trace.record("A2A", unit, label, phase, nbytes=nbytes, in_flight=True)
+        return InFlight(start(), sent, received, event, phase)
+
+    def add(self, message: InFlight) -> Tensor:
+        """Keep ``message`` and return its token.
+
+        It is on the device of the message, so that autograd runs both operators on one thread and
+        one stream, in the same order on all ranks (WP-2).
+        """
+        token = message.sent.new_zeros(1, dtype=torch.float32)
+        message.token = token.untyped_storage()
+        while len(self._of_token) >= _MOST:
+            self._of_token.pop(next(iter(self._of_token)))
+        self._of_token[_key(token)] = message
+        return token
+
+    def take(self, token: Tensor) -> InFlight | None:
+        """The message of ``token``; ``None`` if it was taken before, or dropped."""
+        return self._of_token.pop(_key(token), None)
+
+    def wait(
+        self, message: InFlight, unit: str, label: str,
+        wait: Callable[[Work], Any] = methodcaller("wait"),
+    ) -> None:  # fmt: skip
+        """Call ``wait`` with the message's work handle; the trace has how long it took."""
+        trace, begin = self._trace, self._trace.now()
+        wait(message.work)
+        end = trace.now()
+        trace.waited(begin, end)
+        trace.record("A2A_WAIT", unit, label, message.phase, start=begin, end=end)
+        trace.finish(message.event, end)
+
+
+def _key(token: Tensor) -> int:
+    """The identity of a token's storage; under a plan's fake tensors storages have no address."""
+    return int(token.untyped_storage()._cdata)
