@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from internsp.experts.dispatch import Dispatch, Local
 from internsp.experts.routes import Copies, collect, spread
-from internsp.layers.router import Router
+from internsp.layers.router import Router, Routes
 
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -156,12 +156,13 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, -2)
         routes = self.router(tokens)
         made, shared = self.experts(
-            tokens, routes.index, routes.weights, lambda: self._shared(tokens)
+            tokens, routes.index, routes.weights, lambda: self._meanwhile(routes, tokens)
         )
-        self.router.settle(routes)
         return (made if shared is None else made + shared).view_as(x)
 
-    def _shared(self, tokens: Tensor) -> Tensor | None:
+    def _meanwhile(self, routes: Routes, tokens: Tensor) -> Tensor | None:
+        """What needs no experts."""
+        self.router.settle(routes)
         if self.shared_experts is None:
             return None
         made: Tensor = self.shared_experts(tokens)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from internsp.experts.totals import RouterRanks, Total, summed
+from internsp.experts.totals import RouterRanks, Total
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,6 @@ class Routes:
         logits: ``[T, experts]``, likewise.
         shares: ``[T, experts]``, each expert's share of a token's scores; they sum to 1.
         counts: float64 ``[experts]``, tokens of each expert on this rank.
-        total: waits for ``counts`` over all ranks that share the router; ``None`` if unused.
     """
 
     index: Tensor
@@ -32,7 +32,6 @@ class Routes:
     logits: Tensor
     shares: Tensor
     counts: Tensor
-    total: Callable[[], Tensor] | None
 
 
 class Router(nn.Module):
@@ -61,7 +60,8 @@ class Router(nn.Module):
             :func:`balance_experts`; a recompute does not count.
         entropy: float64 scalar, the sum of ``-sum(share * log(share))`` of the same tokens, in
             nats; ``log(experts)`` each if all experts have equal scores.
-        loss: the losses of the last forward in training; ``None`` before and without any.
+        loss: computes the losses of the last forward in training, and waits for the other ranks'
+            counts; ``None`` before and without any.
         router_ranks: those that share the router, set by ``parallelize``.
     """
 
@@ -96,7 +96,7 @@ class Router(nn.Module):
         entropy = torch.zeros((), dtype=torch.float64)
         self.register_buffer("entropy", entropy, persistent=False)
         self.register_buffer("bias", torch.zeros(experts) if balance_rate else None)
-        self.loss: Tensor | None = None
+        self.loss: Callable[[], Tensor] | None = None
         self.router_ranks: RouterRanks | None = None
         if self.weight.device.type != "meta":
             nn.init.normal_(self.weight, std=width**-0.5)
@@ -128,10 +128,7 @@ class Router(nn.Module):
         if self.training and torch._C._current_graph_task_id() == -1:  # no recompute
             self.load += counts
             self.entropy += torch.special.entr(shares.detach()).sum()
-        total = None
-        if self.auxiliary and self.training:
-            total = Total(counts, self.router_ranks).wait
-        return Routes(index, weights * self.scale, logits, shares, counts, total)
+        return Routes(index, weights * self.scale, logits, shares, counts)
 
     @torch.no_grad()
     def _choose(self, scores: Tensor) -> Tensor:
@@ -147,16 +144,15 @@ class Router(nn.Module):
         return scores.topk(self.top_k, dim=-1).indices
 
     def settle(self, routes: Routes) -> None:
-        """Compute the losses of ``routes``, when the tokens are on their way back."""
+        """Begin the losses of ``routes``: nothing waits here for the other ranks' counts.
+
+        The losses are kept in a few numbers, since the shares of all tokens would be held for them.
+        """
         if not self.training or not (self.auxiliary or self.z_loss):
             return
-        loss = routes.logits.new_zeros(())
-        if routes.total is not None:
-            total = routes.total()
-            load = (total / total.sum().clamp(min=1)).to(routes.shares.dtype)
-            loss = loss + self.auxiliary * self.experts * (routes.shares @ load).sum()
+        shares, squares = routes.shares.sum(0), routes.logits.new_zeros(())
         if self.z_loss:
-            loss = loss + self.z_loss * routes.logits.logsumexp(-1).square().sum()
+            squares = routes.logits.logsumexp(-1).square().sum()
         if torch._C._current_graph_task_id() != -1:  # a recompute
             return
         if self.loss is not None and torch.is_grad_enabled():
@@ -166,7 +162,16 @@ class Router(nn.Module):
                 "of token losses",
                 stacklevel=2,
             )
-        self.loss = loss
+        total = Total(routes.counts, self.router_ranks) if self.auxiliary else None
+        self.loss = partial(self._loss, shares, squares, total)
+
+    def _loss(self, shares: Tensor, squares: Tensor, total: Total | None) -> Tensor:
+        loss = self.z_loss * squares
+        if total is not None:
+            counts = total.wait()
+            load = (counts / counts.sum().clamp(min=1)).to(shares.dtype)
+            loss = loss + self.auxiliary * self.experts * (shares @ load)
+        return loss
 
 
 def _require_fits(experts: int, top_k: int, groups: int, top_groups: int) -> None:
@@ -193,13 +198,13 @@ def routers(modules: Iterable[nn.Module]) -> list[Router]:
 def router_loss(*modules: nn.Module) -> Tensor | float:
     """The sum of the losses of all routers since their last forward; 0.0 if there are none.
 
-    Each loss is taken once. Add it to a sum of token losses, before it is divided by a number of
-    tokens.
+    Each loss is taken once. Blocks until the other ranks' counts have arrived. Add it to a sum of
+    token losses, before it is divided by a number of tokens.
     """
     total: Tensor | float = 0.0
     for router in routers(modules):
         if router.loss is not None:
-            total, router.loss = total + router.loss, None
+            total, router.loss = total + router.loss(), None
     return total
 
 
@@ -219,8 +224,7 @@ def balance_experts(*modules: nn.Module) -> None:
     if not balanced:
         return
     loads = torch.cat([router.load for router in balanced])
-    if balanced[0].router_ranks is not None:
-        loads = summed(loads, balanced[0].router_ranks)
+    loads = Total(loads, balanced[0].router_ranks).wait()
     for router, load in zip(balanced, loads.split([r.experts for r in balanced]), strict=True):
         assert router.bias is not None, "chosen above"
         router.bias += router.balance_rate * (load.mean() - load).sign().to(router.bias.dtype)

@@ -32,8 +32,6 @@ _KEPT = frozenset(
         "internsp_experts::counts",
         "internsp_experts::start",
         "internsp_experts::finish",
-        "internsp_experts::sum_start",
-        "internsp_experts::sum_finish",
         "aten::topk",  # its indices alone: models normalize its values in place
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_flash_attention",

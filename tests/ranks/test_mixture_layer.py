@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,3 +160,18 @@ def test_metrics_tell_the_loads_of_all_ranks_once_where_blocks_recompute() -> No
     cleared = loads.taken()
     assert cleared is not None
     assert not cleared.any(), "each step counts its own tokens"
+
+
+@ranks(2)
+def test_nothing_in_forward_waits_for_the_counts_of_other_ranks(rank: int) -> None:
+    """Which a router's loss needs: rank 0 has computed all blocks before rank 1 begins."""
+    pair = Pair(SWITCH, None)
+    pair.step(0, "before")
+    torch.distributed.barrier()
+    start = time.monotonic()
+    time.sleep(rank)
+    loss = pair.ours(tokens(rank, 0))
+    forward = time.monotonic() - start
+    (loss + router_loss(pair.ours)).backward()
+    assert forward < 0.5 or rank == 1
+    assert time.monotonic() - start > 0.9, "the control: the loss waits"
