@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from internsp.base.autograd import in_backward
 from internsp.base.trace import Trace, Work
 
 # A message that is started and never waited for (after an exception) would keep its buffers
@@ -25,7 +26,7 @@ def phase_of(adjoint: bool = False) -> str:
     """The phase, from where the operator runs and not from a flag that a caller must set (WP-9)."""
     if adjoint:
         return "backward"
-    return "recompute" if torch._C._current_graph_task_id() != -1 else "forward"
+    return "recompute" if in_backward() else "forward"
 
 
 @dataclass(eq=False)

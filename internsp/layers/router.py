@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from internsp.base.autograd import in_backward
 from internsp.experts.totals import RouterRanks, Total
 
 
@@ -125,7 +126,7 @@ class Router(nn.Module):
         counts = torch.zeros_like(self.load).index_add_(
             0, chosen, torch.ones_like(chosen, dtype=self.load.dtype)
         )
-        if self.training and torch._C._current_graph_task_id() == -1:  # no recompute
+        if self.training and not in_backward():  # no recompute
             self.load += counts
             self.entropy += torch.special.entr(shares.detach()).sum()
         return Routes(index, weights * self.scale, logits, shares, counts)
@@ -153,7 +154,7 @@ class Router(nn.Module):
         shares, squares = routes.shares.sum(0), routes.logits.new_zeros(())
         if self.z_loss:
             squares = routes.logits.logsumexp(-1).square().sum()
-        if torch._C._current_graph_task_id() != -1:  # a recompute
+        if in_backward():  # a recompute
             return
         if self.loss is not None and torch.is_grad_enabled():
             warnings.warn(

@@ -69,7 +69,8 @@ class OwnersTwin:
         prepare(self.plain)
         self.ours = copy.deepcopy(self.plain)
         self.mesh, self.trace = mesh, Trace(enabled=True)
-        weights = WeightParallelConfig(min_shard_elements=32, coalesce_bytes=0, **config)
+        small = {"min_shard_elements": 32, "coalesce_bytes": 0}
+        weights = WeightParallelConfig(**small | config)
         checkpoint = ActivationCheckpointConfig(mode=again) if again else None
         self.communicator = parallelize(
             self.ours, mesh, weights, activation_checkpoint=checkpoint, trace=self.trace

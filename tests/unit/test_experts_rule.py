@@ -50,6 +50,13 @@ def test_the_threshold_is_that_of_the_elements_and_the_pick_turns_there() -> Non
     assert again.bytes_of_a_token == pytest.approx(1.25 * at.bytes_of_a_token, rel=0.02)
 
 
+def test_a_rule_that_is_turned_round_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    turned = property(lambda each: each.tokens > each.threshold / 2)
+    monkeypatch.setattr(ExpertTraffic, "exchanges", turned)
+    with pytest.raises(AssertionError):
+        test_the_threshold_is_that_of_the_elements_and_the_pick_turns_there()
+
+
 def config(folder: Path, length: int, **parallel: Any) -> Config:
     return Config.model_validate({
         "model": {"family": "hf", "path": str(folder)},
