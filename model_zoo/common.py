@@ -112,7 +112,7 @@ def experts_of(
     return MixtureOfExperts(
         config.hidden_size, config.expert_width, config.experts, config.top_k,
         auxiliary=config.auxiliary, z_loss=config.z_loss, balance_rate=config.balance_rate,
-        device=device, dtype=dtype, **options,
+        capacity_factor=config.capacity_factor, device=device, dtype=dtype, **options,
     )  # fmt: skip
 
 

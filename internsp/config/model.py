@@ -65,6 +65,8 @@ class ModelConfig(Section):
     """Factor of the loss that balances the experts; 0 for none. Not in a pipeline."""
     z_loss: Annotated[float, Field(ge=0, le=100), ProgramOnly] = 0.0
     """Factor of the loss of large router logits; 0 for none. Not in a pipeline."""
+    capacity_factor: Annotated[float, Field(ge=0, le=1000), ProgramOnly] = 0.0
+    """Times an equal share that an expert takes of a rank's tokens; others drop. 0: none drop."""
     balance_rate: Annotated[float, Field(ge=0, le=1), ProgramOnly] = 0.001
     """Each step moves the bias of an overloaded expert down by this, of others up; 0: no bias."""
     shared_size: Annotated[int | None, Field(ge=0, le=1 << 24), ProgramOnly] = None

@@ -78,7 +78,8 @@ def _attach_owners(
     by_name: dict[str, Exchanged] = {}
     for name, module in found.items():
         number: Any = module.num_experts
-        by_name[name] = Exchanged(owners, name, number * owners.size, partial(_own, module))
+        lowest = 0 if of_transformers(module) else -1
+        by_name[name] = Exchanged(owners, name, number * owners.size, partial(_own, module), lowest)
     theirs = {name: module for name, module in found.items() if of_transformers(module)}
     for name, module in found.items():
         if name not in theirs:

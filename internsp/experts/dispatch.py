@@ -41,7 +41,8 @@ class Dispatch(Protocol):
         Args:
             compute: the experts of this rank, by their local numbers.
             hidden: tokens ``[T, h]``; other ranks may have another ``T``, or none.
-            index: ``[T, k]``, each token's experts among all.
+            index: ``[T, k]``, each token's experts among all; -1 where it has fewer, for experts
+                that know it.
             weights: ``[T, k]``, each expert's weight.
             meanwhile: what may be computed while tokens travel; its result is returned, too.
 
@@ -80,6 +81,7 @@ class Exchanged:
         name: of the module that holds the experts.
         experts: number of experts of all owners; each has the same number, in order.
         parameters: this rank's experts' parameters, as they are now.
+        lowest: number of an expert that is in range: -1 where it means none, or 0.
     """
 
     def __init__(
@@ -88,9 +90,10 @@ class Exchanged:
         name: str,
         experts: int,
         parameters: Callable[[], Iterable[nn.Parameter]],
+        lowest: int = 0,
     ) -> None:
         self.group, self.name, self.experts = group, name, experts
-        self.each = experts // group.size
+        self.each, self.lowest = experts // group.size, lowest
         self._parameters = parameters
 
     def __call__(
@@ -143,9 +146,9 @@ class Exchanged:
         all: the most owners of a row, the width, ``k``, dtypes, whether a backward follows, fault.
         """
         owners = self.group.size
-        safe = index.clamp(0, self.experts - 1)
+        safe, some = index.clamp(0, self.experts - 1), index >= 0
         pairs = torch.zeros(len(hidden), owners, dtype=torch.int64, device=hidden.device)
-        pairs.scatter_add_(1, safe // self.each, torch.ones_like(safe))
+        pairs.scatter_add_(1, safe // self.each, some.long())
         chosen = pairs > 0
         table = pairs.new_zeros(owners, 9)
         table[:, 0], table[:, 1] = chosen.sum(0), pairs.sum(0)
@@ -154,7 +157,8 @@ class Exchanged:
         dtypes = 8 * _FLOATS.index(hidden.dtype) + _FLOATS.index(weights.dtype)
         facts = (hidden.shape[1], index.shape[1], dtypes, int(trains))
         table[:, 4:8] = torch.tensor(facts, device=hidden.device)
-        table[:, 8] = _OUT_OF_RANGE * (safe != index).any()
+        outside = (index < self.lowest) | (index >= self.experts)
+        table[:, 8] = _OUT_OF_RANGE * outside.any()
         return table, chosen
 
     def _computed(

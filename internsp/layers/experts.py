@@ -24,10 +24,10 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Args:
         rows: ``[n, in]``, sorted by group.
         weight: ``[groups, in, out]``.
-        counts: int64 ``[groups]``, rows of each group; their sum is ``n``.
+        counts: int64 ``[groups]``, rows of each group; their sum is at most ``n``.
 
     Returns:
-        ``[n, out]``.
+        ``[n, out]``; of rows behind the last group anything.
     """
     if not len(rows):
         return rows @ weight[0]
@@ -36,8 +36,11 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
         product: Tensor = F.grouped_mm(rows.contiguous(), weight, offs=ends)
         return product
-    pieces = zip(rows.split(counts.tolist()), weight.unbind(0), strict=True)
-    return torch.cat([piece @ matrix for piece, matrix in pieces])
+    sizes = counts.tolist()
+    rest = len(rows) - sum(sizes)
+    *pieces, _ = rows.split([*sizes, rest])
+    made = [piece @ matrix for piece, matrix in zip(pieces, weight.unbind(0), strict=True)]
+    return torch.cat([*made, rows.new_zeros(rest, weight.shape[2])])
 
 
 class Experts(nn.Module):
@@ -80,7 +83,8 @@ class Experts(nn.Module):
 
         Args:
             hidden: tokens ``[T, width]``.
-            index, weights: ``[T, k]``, each token's experts among all owners' and their weights.
+            index, weights: ``[T, k]``, each token's experts among all owners' and their weights;
+                -1 and 0 where it has fewer.
             meanwhile: computed while tokens travel.
         """
         return self.dispatch(self._compute, hidden, index, weights, meanwhile)
@@ -88,11 +92,14 @@ class Experts(nn.Module):
     def _compute(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Experts of this rank, by their local numbers: ``[n, width]`` -> ``[n, width]``."""
         tokens, each = index.shape
-        order = index.flatten().argsort(stable=True)
-        counts = index.new_zeros(self.num_experts)  # bincount would wait, and has no fake tensors
-        counts.index_add_(0, index.flatten(), torch.ones_like(index.flatten()))
+        none = self.num_experts  # a token without an expert is behind all others
+        chosen = index.flatten().where(index.flatten() >= 0, none)
+        order = chosen.argsort(stable=True)
+        counts = index.new_zeros(none + 1)  # bincount would wait, and has no fake tensors
+        counts = counts.index_add_(0, chosen, torch.ones_like(chosen))[:none]
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
+        back = back.where(chosen < none, len(order))
         copies = Copies(order // each, back.view(tokens, each))
         gate, up = grouped_product(spread(hidden, copies), self.gate_up, counts).chunk(2, dim=-1)
         made = grouped_product(F.silu(gate) * up, self.down, counts)
@@ -123,9 +130,9 @@ class SharedExperts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Each token passes ``top_k`` of ``experts``, weighted, and the shared experts.
 
-    Dropless: every token reaches all of its experts, however many tokens an expert gets. With
-    ``expert_weight`` the experts' weights travel to the tokens, with ``expert`` the tokens to the
-    owners of their experts; the numbers are the same.
+    Dropless without ``capacity_factor``: every token reaches all of its experts, however many
+    tokens an expert gets. With ``expert_weight`` the experts' weights travel to the tokens, with
+    ``expert`` the tokens to the owners of their experts; the numbers are the same.
 
     Args:
         width: features of a token.

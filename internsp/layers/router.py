@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ class Routes:
     """Where each token goes.
 
     Attributes:
-        index: int64 ``[T, k]``, numbers of experts.
+        index: int64 ``[T, k]``, numbers of experts; -1 where a capacity drops the token.
         weights: ``[T, k]`` in the tokens' dtype or fp32, whichever is wider.
         logits: ``[T, experts]``, likewise.
         shares: ``[T, experts]``, each expert's share of a token's scores; they sum to 1.
@@ -51,6 +52,10 @@ class Router(nn.Module):
         auxiliary: factor of the load-balancing loss ``experts * sum(load * share)`` of each token,
             where ``load`` are the shares of all ranks' tokens (Switch Transformer).
         z_loss: factor of the squared log-sum-exp of a token's logits (ST-MoE).
+        capacity_factor: in training an expert takes at most ``ceil(capacity_factor * top_k * T /
+            experts)`` of the ``T`` tokens of one forward on this rank (GShard): first choices
+            before second ones, and earlier tokens before later ones. The others pass without it,
+            and their other weights stay. 0: nothing is dropped.
         balance_rate: each optimizer step moves the bias of an overloaded expert down by this, of
             another one up (:func:`balance_experts`); the bias decides the choice, not the weights.
             0: no bias.
@@ -61,6 +66,7 @@ class Router(nn.Module):
             :func:`balance_experts`; a recompute does not count.
         entropy: float64 scalar, the sum of ``-sum(share * log(share))`` of the same tokens, in
             nats; ``log(experts)`` each if all experts have equal scores.
+        dropped: float64 scalar, how often a capacity has kept one of these tokens from an expert.
         loss: computes the losses of the last forward in training, and waits for the other ranks'
             counts; ``None`` before and without any.
         router_ranks: those that share the router, set by ``parallelize``.
@@ -69,6 +75,7 @@ class Router(nn.Module):
     bias: Tensor | None
     load: Tensor
     entropy: Tensor
+    dropped: Tensor
 
     def __init__(
         self,
@@ -83,19 +90,21 @@ class Router(nn.Module):
         top_groups: int = 1,
         auxiliary: float = 0.0,
         z_loss: float = 0.0,
+        capacity_factor: float = 0.0,
         balance_rate: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _require_fits(experts, top_k, groups, top_groups)
+        _require_fits(experts, top_k, groups, top_groups, capacity_factor)
         self.experts, self.top_k, self.score, self.normalize = experts, top_k, score, normalize
         self.scale, self.groups, self.top_groups = scale, groups, top_groups
         self.auxiliary, self.z_loss, self.balance_rate = auxiliary, z_loss, balance_rate
+        self.capacity_factor = capacity_factor
         self.weight = nn.Parameter(torch.empty(experts, width, device=device, dtype=dtype))
         self.register_buffer("load", torch.zeros(experts, dtype=torch.float64), persistent=False)
-        entropy = torch.zeros((), dtype=torch.float64)
-        self.register_buffer("entropy", entropy, persistent=False)
+        for name in ("entropy", "dropped"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64), persistent=False)
         self.register_buffer("bias", torch.zeros(experts) if balance_rate else None)
         self.loss: Callable[[], Tensor] | None = None
         self.router_ranks: RouterRanks | None = None
@@ -106,6 +115,7 @@ class Router(nn.Module):
         """Move or cast; the bias stays in fp32 and the load in float64, which count small steps."""
         super()._apply(fn, recurse)
         self.load, self.entropy = self.load.double(), self.entropy.double()
+        self.dropped = self.dropped.double()
         if self.bias is not None:
             self.bias = self.bias.float()
         return self
@@ -129,6 +139,11 @@ class Router(nn.Module):
         if self.training and not in_backward():  # no recompute
             self.load += counts
             self.entropy += torch.special.entr(shares.detach()).sum()
+        if self.training and self.capacity_factor:
+            late = self._late(index, counts)
+            index, weights = index.masked_fill(late, -1), weights.masked_fill(late, 0)
+            if not in_backward():
+                self.dropped += late.sum()
         return Routes(index, weights * self.scale, logits, shares, counts)
 
     @torch.no_grad()
@@ -143,6 +158,16 @@ class Router(nn.Module):
             others = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
             scores = grouped.masked_fill(others[:, :, None], -torch.inf).flatten(1)
         return scores.topk(self.top_k, dim=-1).indices
+
+    def _late(self, index: Tensor, counts: Tensor) -> Tensor:
+        """Which choices ``[T, k]`` come when their expert is full."""
+        chosen = index.t().flatten()
+        order = chosen.argsort(stable=True)
+        first = (counts.cumsum(0) - counts).long()
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device) - first[chosen[order]]
+        capacity = math.ceil(self.capacity_factor * len(chosen) / self.experts)
+        return (place >= capacity).view(index.shape[::-1]).t()
 
     def settle(self, routes: Routes) -> None:
         """Begin the losses of ``routes``: nothing waits here for the other ranks' counts.
@@ -175,7 +200,14 @@ class Router(nn.Module):
         return loss
 
 
-def _require_fits(experts: int, top_k: int, groups: int, top_groups: int) -> None:
+def _require_fits(
+    experts: int, top_k: int, groups: int, top_groups: int, capacity_factor: float
+) -> None:
+    if not 0 <= capacity_factor < math.inf:
+        raise ValueError(
+            f"capacity_factor = {capacity_factor}: an expert takes so many times its equal share "
+            "of the tokens; choose 1.25, or 0 to drop nothing"
+        )
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k = {top_k} of {experts} experts: choose 1 to {experts}")
     if groups < 1 or experts % groups or not 1 <= top_groups <= groups:
@@ -220,6 +252,7 @@ def balance_experts(*modules: nn.Module) -> None:
     balanced = [router for router in every if router.bias is not None]
     for router in every:
         router.entropy.zero_()
+        router.dropped.zero_()
         if router.bias is None:
             router.load.zero_()
     if not balanced:

@@ -28,6 +28,7 @@ DEEPSEEK: dict[str, Any] = {
     "top_k": 3, "score": "sigmoid", "groups": 4, "top_groups": 2, "scale": 2.5, "shared": 6,
     "balance_rate": 0.02,
 }  # fmt: skip
+DROPPING = DEEPSEEK | {"capacity_factor": 0.8}
 
 
 class Block(nn.Module):
@@ -75,13 +76,17 @@ class Pair:
             self.ours, self.mesh, weights, activation_checkpoint=checkpoint, trace=self.trace
         )
         self.communicator.state.pool.poison = True
+        # A router's loss is one of all tokens; its capacity, of a rank's tokens.
+        self.whole = "capacity_factor" not in options
 
     def step(self, number: int, what: str) -> None:
         """Two micro-batches, all gradients, a step of SGD, the balance; then all parameters."""
         world = self.mesh.world_size
         for part in (2 * number, 2 * number + 1):
-            every = torch.cat([tokens(rank, part) for rank in range(world)])
-            wanted = self.plain(every) + router_loss(self.plain)
+            every = [tokens(rank, part) for rank in range(world)]
+            if self.whole:
+                every = [torch.cat(every)]
+            wanted = sum(self.plain(each) for each in every) + router_loss(self.plain)
             found = self.ours(tokens(self.mesh.rank, part)) + router_loss(self.ours)
             total = found.detach().clone()
             torch.distributed.all_reduce(total)
@@ -104,6 +109,9 @@ CASES: list[tuple[dict[str, Any], str | None, dict[str, int]]] = [
     (DEEPSEEK, "selective", {"expert": 4, "weight": 1}),
     (SWITCH, "selective", {"weight": 4}),
     (DEEPSEEK, None, {"weight": 2, "expert_weight": 4}),
+    (DROPPING, "full", {"expert": 4}),
+    (DROPPING, "selective", {"expert": 2, "weight": 2, "expert_weight": 1}),
+    (DROPPING, None, {"weight": 4}),
 ]
 
 
@@ -111,8 +119,13 @@ CASES: list[tuple[dict[str, Any], str | None, dict[str, int]]] = [
 def test_gradients_losses_and_balance_are_those_of_one_process() -> None:
     for number, (options, again, degrees) in enumerate(CASES):
         pair = Pair(options, again, **degrees)
-        for step in range(2 if options is DEEPSEEK else 1):
+        for step in range(1 if options is SWITCH else 2):
             pair.step(step, f"case {number}, step {step}")
+        if options is DROPPING:
+            pair.ours(tokens(pair.mesh.rank, 0))
+            dropped = pair.ours.layers[0].moe.router.dropped
+            torch.distributed.all_reduce(dropped)
+            assert 0 < dropped < 30, "of three choices of 42 tokens"
         if options is DEEPSEEK:
             bias = pair.ours.layers[0].moe.router.bias
             assert 0 < float(bias.abs().max()) < 0.05, "two steps of 0.02 each"
@@ -141,12 +154,13 @@ def test_families_of_the_zoo_equal_one_process() -> None:
 
 @ranks(2)
 def test_metrics_tell_the_loads_of_all_ranks_once_where_blocks_recompute() -> None:
-    pair = Pair(SWITCH, "full", expert=2)
+    pair = Pair(SWITCH | {"capacity_factor": 0.5}, "full", expert=2)
     loads = ExpertLoads(SimpleNamespace(mesh=pair.mesh, modules=[pair.ours]))  # type: ignore[arg-type]
     for part in (0, 1):
-        pair.plain(torch.cat([tokens(rank, part) for rank in (0, 1)]))
+        for rank in (0, 1):
+            pair.plain(tokens(rank, part))
+            router_loss(pair.plain)
         (pair.ours(tokens(pair.mesh.rank, part)) + router_loss(pair.ours)).backward()
-        router_loss(pair.plain)
     taken = loads.taken()
     balance_experts(pair.ours)
     told = loads.told(taken)
@@ -155,6 +169,7 @@ def test_metrics_tell_the_loads_of_all_ranks_once_where_blocks_recompute() -> No
     count = sum(float(r.load.sum()) for r in every) / 2  # two experts a token
     entropy = sum(float(r.entropy) for r in every) / count
     assert abs(told["router_entropy"] - entropy) < 1e-10
+    assert told["dropped_tokens"] == sum(float(r.dropped) for r in every) > 0
     assert 1 < told["expert_load"] < 8
     assert 0 < entropy < math.log(8)
     cleared = loads.taken()

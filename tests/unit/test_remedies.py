@@ -276,6 +276,7 @@ MESH: Table = {
 }  # fmt: skip
 BALANCED = "tests/ranks/test_mixture_layer.py::"
 BALANCED += "test_gradients_losses_and_balance_are_those_of_one_process"
+CAPACITY = "tests/unit/test_router.py::test_first_choices_and_early_tokens_have_a_place"
 LAYERS: Table = {
     "dropout of {tuple(x.shape)} needs": {
         "see internsp.layers.dropout":
@@ -283,6 +284,7 @@ LAYERS: Table = {
             "test_a_part_of_the_positions_has_its_part_of_the_mask",
     },
     "experts: choose 1 to": {"choose 1 to": BALANCED},
+    "so many times its equal share": {"choose 1.25": CAPACITY, "or 0 to drop nothing": CAPACITY},
     "experts of {top_groups} groups": {"choose more groups, or fewer experts": BALANCED},
     "were never added to a loss": {"add internsp.router_loss(model)": BALANCED},
     "norm = 'apex' was asked for": {

@@ -345,3 +345,5 @@ def test_a_model_with_experts_has_charts_of_their_load_and_of_the_routers() -> N
     more = titles(expert_load=1.5, router_entropy=2.0) - titles()
     busiest = "Tokens of the busiest expert, over the mean"
     assert more == {busiest, "Router entropy (nats per token)"}
+    dropped = titles(dropped_tokens=0.0) - titles()
+    assert dropped == {"Choices of an expert that its capacity dropped"}

@@ -24,7 +24,9 @@ ROWS = ("jsonl", "parquet", "datasets")
 """Sources that have rows of named columns."""
 _MOST_PATHS = 10  # number of wrong paths that are listed
 # Keys of the section model that only the zoo's models read.
-_OF_EXPERTS = ("experts", "top_k", "expert_size", "auxiliary", "z_loss", "balance_rate")
+_OF_EXPERTS = (
+    "experts", "top_k", "expert_size", "auxiliary", "z_loss", "capacity_factor", "balance_rate",
+)  # fmt: skip
 _OF_DEEPSEEK = ("shared_size", "dense_layers", "latent_size", "rotary_size")
 _OF_THE_ZOO = (
     "rope_theta", "norm_eps", "qkv_bias", "bias", "norm", "attention", "init_std", "dropout",

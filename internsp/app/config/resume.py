@@ -35,7 +35,7 @@ _KEYS: dict[str, dict[Rule, str]] = {
         Rule.FIXED: "family vocab_size hidden_size layers heads kv_heads head_dim "
         "intermediate_size rope_theta norm_eps tie_embeddings qkv_bias bias init_std "
         "experts top_k expert_size shared_size dense_layers latent_size rotary_size",
-        Rule.TAKEN: "dropout auxiliary z_loss balance_rate",
+        Rule.TAKEN: "dropout auxiliary z_loss capacity_factor balance_rate",
         Rule.FREE: "norm attention path",
     },
     # Files may have moved: their content is compared by the digest of its tokens, which includes a

@@ -75,6 +75,9 @@ class StepMetrics(BaseModel):
     over all ranks and micro-batches; 1 is balanced."""
     router_entropy: float | None = None
     """Entropy of a token's scores, in nats, mean over tokens and routers."""
+    dropped_tokens: float | None = None
+    """How often a capacity has kept a token from an expert, over all blocks, ranks and
+    micro-batches; only with ``model.capacity_factor``."""
     run: str | None = None
     """Id of the run."""
 

@@ -276,6 +276,7 @@ def _experts(metrics: Sequence[StepMetrics]) -> list[Chart]:
     titles = {
         "expert_load": "Tokens of the busiest expert, over the mean",
         "router_entropy": "Router entropy (nats per token)",
+        "dropped_tokens": "Choices of an expert that its capacity dropped",
     }
     found = []
     for key, title in titles.items():

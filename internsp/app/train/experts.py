@@ -18,10 +18,11 @@ class ExpertLoads:
 
     def __init__(self, session: Session) -> None:
         self._mesh, self._routers = session.mesh, routers(session.modules)
-        found = torch.tensor(float(len(self._routers)), device=self._mesh.device)
+        limited = sum(r.capacity_factor > 0 for r in self._routers)
+        found = torch.tensor([len(self._routers), limited], device=self._mesh.device)
         if self._mesh.pipeline > 1:  # a stage may have blocks without experts alone
             dist.all_reduce(found, group=self._mesh.pipeline_group)
-        self._any = bool(found)
+        self._any, self._limited = (bool(number) for number in found)
 
     def taken(self) -> Tensor | None:
         """This rank's counts since the last step, to be taken before the next one clears them.
@@ -30,25 +31,26 @@ class ExpertLoads:
         """
         if not self._any:
             return None
-        parts = [part for r in self._routers for part in (r.load, r.entropy.reshape(1))]
+        parts = [part for r in self._routers for part in (r.load, r.entropy[None], r.dropped[None])]
         nothing = torch.zeros(0, dtype=torch.float64, device=self._mesh.device)
         return torch.cat([nothing, *parts])
 
     def told(self, taken: Tensor | None) -> dict[str, float]:
         """``expert_load`` and ``router_entropy`` of all ranks' counts; empty without routers.
 
-        Collective; the host waits.
+        With a capacity also ``dropped_tokens``. Collective; the host waits.
         """
         if taken is None:
             return {}
         dist.all_reduce(taken, group=self._mesh.stage_group)
-        worst, sums = taken.new_zeros(1), taken.new_zeros(2)
-        parts = iter(taken.split([n for r in self._routers for n in (r.experts, 1)]))
-        for router, load, entropy in zip(self._routers, parts, parts, strict=True):
+        worst, sums = taken.new_zeros(1), taken.new_zeros(3)
+        parts = iter(taken.split([n for r in self._routers for n in (r.experts, 1, 1)]))
+        for router, load, entropy, dropped in zip(self._routers, parts, parts, parts, strict=True):
             worst = torch.maximum(worst, load.max() / load.mean().clamp(min=1e-9))
-            sums = sums + torch.cat((entropy, load.sum().reshape(1) / router.top_k))
+            sums = sums + torch.cat((entropy, load.sum()[None] / router.top_k, dropped))
         if self._mesh.pipeline > 1:
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._mesh.pipeline_group)
             dist.all_reduce(sums, group=self._mesh.pipeline_group)
-        load, entropy, tokens = torch.cat((worst, sums)).tolist()
-        return {"expert_load": load, "router_entropy": entropy / max(tokens, 1.0)}
+        load, entropy, tokens, dropped = torch.cat((worst, sums)).tolist()
+        told = {"expert_load": load, "router_entropy": entropy / max(tokens, 1.0)}
+        return told | ({"dropped_tokens": dropped} if self._limited else {})

@@ -1,0 +1,77 @@
+"""The capacity of experts: which tokens it drops, and that nothing else is touched."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from internsp.layers import MixtureOfExperts, Router, balance_experts
+from tests.support.compare import check, close, gradients
+
+
+def chosen(order: list[list[int]], **options: Any) -> tuple[Router, Tensor]:
+    """Of tokens with these experts, the best first, what remains."""
+    router = Router(4, 4, 2, **options)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(4))
+    tokens = torch.zeros(len(order), 4)
+    for row, experts in zip(tokens, order, strict=True):
+        row[experts] = torch.tensor([2.0, 1.0])
+    return router, router(tokens).index
+
+
+def test_first_choices_and_early_tokens_have_a_place() -> None:
+    order = [[0, 1], [0, 1], [2, 0], [1, 0]]  # two places each: ceil(1 * 2 * 4 / 4)
+    router, found = chosen(order, capacity_factor=1.0)
+    # Expert 0: the first choices of tokens 0 and 1. Expert 1: that of token 3, then token 0's.
+    assert found.tolist() == [[0, 1], [0, -1], [2, -1], [1, -1]]
+    assert router.dropped == 3
+    assert router.load.tolist() == [4, 3, 1, 0], "what was chosen, which is what the balance is of"
+    router.eval()
+    assert router(torch.ones(4, 4)).index.min() >= 0, "an evaluation drops nothing"
+    balance_experts(router)
+    assert router.dropped == 0
+    # Of five tokens four: ceil(1.25 * 2 * 5 / 4); of nothing, nothing.
+    assert (chosen([[0, 1]] * 5, capacity_factor=1.25)[1] >= 0).sum() == 8
+    assert (chosen([[0, 1]] * 5)[1] >= 0).all()
+    assert chosen([], capacity_factor=1.0)[1].shape == (0, 2)
+
+
+def test_a_capacity_below_nothing_is_refused() -> None:
+    for factor in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"capacity_factor = {factor}: .* 0 to drop nothing"):
+            Router(4, 4, 2, capacity_factor=factor)
+
+
+def test_rows_of_no_expert_reach_neither_result_nor_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """grouped_mm leaves them as they are in memory: here they are NaN."""
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(8, 8, 4, 2, capacity_factor=0.5)
+    plain = copy.deepcopy(layer).double()  # products of another way
+    real = F.grouped_mm
+
+    def poisoned(rows: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+        made = real(rows, weight, offs=offs).clone()
+        made[int(offs[-1]) :] = torch.nan
+        made.register_hook(
+            lambda grad: grad.index_fill(0, torch.arange(int(offs[-1]), len(grad)), 9)
+        )
+        return made
+
+    monkeypatch.setattr(F, "grouped_mm", poisoned)
+    x = torch.randn(20, 8)
+    given = [x.requires_grad_(), x.detach().double().requires_grad_()]
+    made = [model(each) for model, each in zip((layer, plain), given, strict=True)]
+    for out in made:
+        out.square().sum().backward()
+    assert layer.router.dropped == plain.router.dropped > 0
+    close(made[0].detach().double(), made[1].detach(), "result", 1e-5)
+    close(given[0].grad.double(), given[1].grad, "gradient", 1e-5)  # type: ignore[union-attr]
+    check({n: g.double() for n, g in gradients(layer).items()}, gradients(plain), "", 1e-5)  # type: ignore[union-attr]
