@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from internsp.app.config import Config
-from internsp.app.plan.experts import chosen_experts, experts_traffic
+from internsp.app.plan.experts import chosen_experts, expert_lines, experts_traffic
 from internsp.app.plan.screen import print_plan
 from internsp.experts.rule import ExpertTraffic, expected_owners
 
@@ -92,3 +92,26 @@ def test_auto_takes_the_way_of_fewer_bytes_and_a_plan_says_so(tmp_path: Path) ->
         text = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("tokens travel (expert = 2)" if length == few else "weights travel") in text
         assert "8 experts over 2 ranks, 2 a token" in text
+
+
+def test_auto_decides_in_a_pipeline_by_what_its_schedule_gathers() -> None:
+    def stages(length: int) -> Config:
+        return Config.model_validate({
+            "model": {"family": "mixtral", "hidden_size": 64, "layers": 4, "heads": 4},
+            "data": {"sequence_length": length},
+            "parallel": {"pipeline": 2, "weight": 2, "expert": "auto", "expert_weight": 2},
+            "weight_parallel": {"min_shard_elements": 64},
+            "train": {"global_batch": 8, "micro_batches": 4},
+        })  # fmt: skip
+
+    each = experts_traffic(stages(64), 4)
+    assert list(each) == [f"layers.{n}.feed_forward.experts" for n in range(4)]
+    second = each["layers.1.feed_forward.experts"]
+    weights = 3 * 8 * 192 * 64 * 4
+    # A stage's two blocks stay in its two slots: one gather for four micro-batches.
+    assert second.gathered == weights // 2 * (1 + 4) // 4
+    for factor, degrees in ((0.25, (2, 1)), (4, (1, 2))):
+        chosen = chosen_experts(stages(int(second.threshold * factor)), 4).parallel
+        assert (chosen.expert, chosen.expert_weight) == degrees
+        lines = "\n".join(expert_lines(stages(int(second.threshold * factor)), 4))
+        assert ("tokens travel (expert = 2)" in lines) == (factor < 1)

@@ -9,6 +9,7 @@ from torch import nn
 
 from internsp.app.config import Config
 from internsp.app.models.factory import build_model
+from internsp.app.plan.pipeline import make_pipeline_plan
 from internsp.app.plan.step import make_plan
 from internsp.base.sizes import human
 from internsp.experts.owners import dispatched
@@ -21,14 +22,18 @@ def experts_traffic(config: Config, world_size: int) -> dict[str, ExpertTraffic]
     """Both ways of each layer of experts that may have owners, by name; empty without ranks.
 
     Experts are divided among ``parallel.expert x parallel.expert_weight`` ranks; what a gather
-    takes is simulated with all of them as ``expert_weight``.
+    takes is simulated with all of them as ``expert_weight``, in a pipeline by its own schedule.
     """
     shape = MeshShape(world_size, **config.degrees())
     ranks = shape.experts.size * shape.expert
     layers = {n: (m, k) for n, m in dispatched(build_model(config)).items() if (k := _top_k(m))}
-    if ranks == 1 or not layers or shape.pipeline > 1:
+    if ranks == 1 or not layers:
         return {}
-    schedule = make_plan(divided(config, 1, ranks), world_size).schedule
+    gathers = divided(config, 1, ranks)
+    if shape.pipeline > 1:
+        schedules = [rank.schedule for rank in make_pipeline_plan(gathers, world_size).ranks]
+    else:
+        schedules = [make_plan(gathers, world_size).schedule]
     train = config.train
     rows = train.global_batch // (train.micro_batches * shape.data)
     token = DTYPES[config.weight_parallel.compute_dtype or train.dtype].itemsize
@@ -38,7 +43,7 @@ def experts_traffic(config: Config, world_size: int) -> dict[str, ExpertTraffic]
         if number % ranks:
             continue
         nbytes = sum(
-            action.nbytes for action in schedule.actions
+            action.nbytes for schedule in schedules for action in schedule.actions
             if action.kind in ("AG", "RS") and action.weight.startswith(f"{name}.")
         )  # fmt: skip
         found[name] = ExpertTraffic(

@@ -110,10 +110,10 @@ def print_plan(
     _print_rules(_rules(plan, config), console)
     if isinstance(plan, Plan):
         _print_chunk(plan, console)
-        for line in expert_lines(config, world_size):
-            console.print(line, markup=False)
     else:
         _print_stages(plan, config, console)
+    for line in expert_lines(config, world_size):
+        console.print(line, markup=False)
     console.print(_memory_table(config, found))
     if predicted is not None:
         console.print(seconds_table(predicted))
