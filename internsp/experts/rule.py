@@ -88,6 +88,10 @@ class ExpertTraffic:
         """
         return self.tokens < self.threshold / 2
 
+    def far(self, near: int) -> float:
+        """The share of either way's bytes that leaves a machine of ``near`` neighboring ranks."""
+        return max(0, self.ranks - near) / (self.ranks - 1)
+
     def verdict(self) -> str:
         """Which way, and by what margin."""
         ratio = self.exchanged / self.gathered if self.gathered else float("inf")

@@ -1,12 +1,15 @@
-"""A process group of some ranks, made by them alone, whose name they know without a message."""
+"""Groups that a mesh makes late, by their ranks alone, whose name they know without a message."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def new_group(
@@ -35,3 +38,21 @@ def new_group(
     finally:
         distributed_c10d._process_group_name = naming
         distributed_c10d._get_split_source = splitting
+
+
+def reading_mesh(
+    of: DeviceMesh, replica_rank: int, replicas: bool, add_group: Callable[[list[int]], Any]
+) -> DeviceMesh:
+    """The first dimension of ``of`` alone, or all others, over groups of their own."""
+    names = (of.mesh_dim_names or ())[:1] if replicas else (of.mesh_dim_names or ())[1:]
+    groups = [of.get_group(name) for name in names]
+    ranks = [dist.get_process_group_ranks(group) for group in groups]
+    return DeviceMesh.from_group(
+        [
+            group if len(own) == 1 else add_group(own)
+            for group, own in zip(groups, ranks, strict=True)
+        ],
+        of.device_type,
+        mesh=torch.tensor(ranks[0]) if replicas else of.mesh[replica_rank],
+        mesh_dim_names=tuple(f"{name}_read" for name in names),
+    )  # fmt: skip

@@ -84,11 +84,10 @@ class WeightAxis:
             groups: process groups by name.
         """
         replica_rank, expert_rank, rank = shape.coordinates(inside)
-        tensor = stage.shape[1]
         between = "expert" if shape.expert > 1 else "tensor"
         names = ["replica", between, "weight"]
         # Tensor ranks come before weight ranks: a layer is sharded over them first.
-        grid = stage.view(shape.replicas, shape.expert, shape.size, tensor).permute(0, 1, 3, 2)
+        grid = shape.factored(stage.t()).permute(1, 2, 0, 3)
         grid = grid.reshape(shape.replicas, -1, shape.size)
         if grid.shape[1] == 1:
             names, grid = ["replica", "weight"], grid[:, 0]
@@ -143,7 +142,7 @@ class WeightAxis:
 RequestedDegrees = tuple[int | str | tuple[int, ...] | None, ...]
 DEGREES = (
     "weight", "sequence", "pipeline", "zero", "expert_weight", "expert", "tensor", "ring", "near",
-    "order",
+    "near_experts", "order",
 )  # fmt: skip
 """The arguments of :class:`MeshShape` after ``world_size``, in the order of ``RequestedDegrees``.
 ``order`` is only set by a user's DeviceMesh."""
@@ -261,6 +260,7 @@ class ParallelMesh:
         tensor: int = 1,
         ring: int = 1,
         near: str = "heads",
+        near_experts: str = "expert_weight",
     ) -> ParallelMesh:
         """Make the groups. Collective: all ranks call it with the same arguments; blocks.
 
@@ -280,6 +280,7 @@ class ParallelMesh:
                 of them, ``sequence / ring`` ranks share its heads.
             near: which ranks are neighbors, on the fastest links: those that share ``heads``, or
                 those of a ``ring``. No effect where one of the two degrees is 1.
+            near_experts: likewise, the ranks of ``expert_weight``, or the owners, ``expert``.
 
         Raises:
             MeshError: on every rank, when a degree does not fit or ranks disagree, or when no
@@ -289,8 +290,8 @@ class ParallelMesh:
         if not dist.is_initialized():
             _initialize(device_type, timeout_seconds)
         device = _device(device_type)
-        degrees = (weight, sequence, pipeline, zero, expert_weight, expert, tensor, ring, near)
-        return cls._create(degrees, device, timeout_seconds)
+        degrees = weight, sequence, pipeline, zero, expert_weight, expert, tensor, ring, near
+        return cls._create((*degrees, near_experts), device, timeout_seconds)
 
     @classmethod
     def from_device_mesh(
@@ -308,6 +309,7 @@ class ParallelMesh:
         expert: int = 1,
         ring: int = 1,
         near: str = "heads",
+        near_experts: str = "expert_weight",
     ) -> ParallelMesh:
         """:meth:`create` with the degrees of ``device_mesh``. Collective; blocks.
 
@@ -330,7 +332,7 @@ class ParallelMesh:
         Args:
             device_mesh: a mesh of all ranks, with names of its axes; its device type is used.
             weight, replicas, sequence, pipeline, tensor: names of axes; ``()`` for none.
-            zero, timeout_seconds, expert_weight, expert, ring, near: see :meth:`create`.
+            zero, timeout_seconds, expert_weight, ..., near_experts: see :meth:`create`.
 
         Raises:
             MeshError: on every rank: an axis is named twice, does not exist or is not named, the
@@ -348,7 +350,8 @@ class ParallelMesh:
         try:
             found, order = degrees_of(device_mesh, dist.get_world_size(), axes)
             *degrees, tensors = found.values()
-            requested = (*degrees, zero, expert_weight, expert, tensors, ring, near, order)
+            own = ring, near, near_experts, order
+            requested = (*degrees, zero, expert_weight, expert, tensors, *own)
         except MeshError as error:
             requested = error
         return cls._create(requested, _device(kind), timeout_seconds)
@@ -493,19 +496,10 @@ class ParallelMesh:
         The first call with these arguments is collective over the ranks of the mesh.
         """
         if (axis.name, replicas) not in self._reading_meshes:
-            of = axis.param_mesh
-            names = (of.mesh_dim_names or ())[:1] if replicas else (of.mesh_dim_names or ())[1:]
-            groups = [of.get_group(name) for name in names]
-            ranks = [dist.get_process_group_ranks(group) for group in groups]
-            self._reading_meshes[axis.name, replicas] = DeviceMesh.from_group(
-                [
-                    group if len(own) == 1 else self._add_group(own)
-                    for group, own in zip(groups, ranks, strict=True)
-                ],
-                of.device_type,
-                mesh=torch.tensor(ranks[0]) if replicas else of.mesh[axis.replica_rank],
-                mesh_dim_names=tuple(f"{name}_read" for name in names),
-            )  # fmt: skip
+            from internsp.mesh.named_group import reading_mesh
+
+            made = reading_mesh(axis.param_mesh, axis.replica_rank, replicas, self._add_group)
+            self._reading_meshes[axis.name, replicas] = made
         return self._reading_meshes[axis.name, replicas]
 
     @property

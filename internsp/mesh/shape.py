@@ -6,7 +6,7 @@ The same ranks are factored three times. With ``r = 0 .. stage - 1`` inside one 
     replica x weight                        r = replica_rank * weight + weight_rank
     expert data x expert x expert weight    r = (expert_replica_rank * expert + expert_rank)
                                                 * expert_weight + expert_weight_rank
-
+    (the last two changed round, where owners of experts are neighbors: ``near_experts``)
 so that the degrees are independent of each other (InternEvo, arXiv 2401.09149). The last two are
 weight axes (:class:`AxisShape`): one for dense weights, one for experts.
 
@@ -38,12 +38,14 @@ class AxisShape:
         expert: number of ranks with different experts; 1 if all ranks have the same weights.
         zero: number of replicas over which optimizer state is sharded:
             ``replica_rank = zero_replica_rank * zero + zero_rank``.
+        owners_near: neighboring ranks have different experts, not shards of one weight.
     """
 
     stage: int
     size: int
     expert: int
     zero: int
+    owners_near: bool = False
 
     @property
     def replicas(self) -> int:
@@ -52,9 +54,14 @@ class AxisShape:
 
     def coordinates(self, inside: int) -> tuple[int, int, int]:
         """(replica rank, expert rank, weight rank) of the rank at index ``inside`` of its stage."""
-        outer, rank = divmod(inside, self.size)
-        replica, expert = divmod(outer, self.expert)
-        return replica, expert, rank
+        grid = self.factored(torch.arange(self.stage))[0]
+        return tuple((grid == inside).nonzero()[0].tolist())  # type: ignore[return-value]
+
+    def factored(self, ranks: torch.Tensor) -> torch.Tensor:
+        """``[stages, ranks of a stage]`` as ``[stages, replica, expert, weight]``."""
+        if self.owners_near:
+            return ranks.view(-1, self.replicas, self.size, self.expert).transpose(2, 3)
+        return ranks.view(-1, self.replicas, self.expert, self.size)
 
     def groups(self, world: torch.Tensor, name: str) -> torch.Tensor:
         """Ranks of every group of one kind, one row a group, in a fixed order.
@@ -63,8 +70,7 @@ class AxisShape:
             world: global ranks ``[stages, ranks of a stage]``.
             name: ``weight, gradient, expert, replica, zero`` or ``zero_replica``.
         """
-        inner = (self.replicas // self.zero, self.zero, self.expert, self.size)
-        grid = world.view(-1, *inner)
+        grid = self.factored(world).unflatten(1, (-1, self.zero))
         axes = {
             "weight": (0, 1, 2, 3, 4),
             "gradient": (0, 1, 2, 3, 4),
@@ -89,6 +95,7 @@ class MeshShape:
         ring: ranks of a sequence between which keys and values are sent; for each of them,
             ``sequence / ring`` ranks share heads.
         near: which ranks are neighbors, ``heads`` or ``ring`` (:class:`SequenceAxes`).
+        near_experts: likewise, ``expert_weight`` or ``expert``.
         order: the global ranks in the order of ``pipeline x stage x tensor``; ``None``: ascending.
 
     Raises:
@@ -105,6 +112,7 @@ class MeshShape:
     tensor: int = 1
     ring: int = 1
     near: str = "heads"
+    near_experts: str = "expert_weight"
     order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -115,7 +123,8 @@ class MeshShape:
     def mistakes(self) -> list[str]:
         """Error texts, one for each reason why these degrees are impossible; empty if they fit."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        degrees = {k: v for k, v in given.items() if v is not None and k not in ("near", "order")}
+        words = ("near", "near_experts", "order")
+        degrees = {k: v for k, v in given.items() if v is not None and k not in words}
         found = [
             f"{k}={v!r} of type {type(v).__name__} must be a whole number"
             for k, v in degrees.items()
@@ -126,6 +135,8 @@ class MeshShape:
         found = [f"{k}={v} must be at least 1" for k, v in degrees.items() if v < 1]
         if self.near not in NEAR:
             found.append(f"near={self.near!r} names no axis of a sequence; choose one of {NEAR}")
+        if self.near_experts not in (both := ("expert_weight", "expert")):
+            found.append(f"near_experts={self.near_experts!r} is no axis; choose one of {both}")
         if found:
             return found
         found = [f"{key}={text}" for key, text in impossible(self.world_size, given)]
@@ -177,7 +188,9 @@ class MeshShape:
         size = self.weight if self.expert_weight is None else self.expert_weight
         replicas = self.stage_size // (size * self.expert)
         zero = replicas if self.zero is None else math.gcd(self.zero, replicas)
-        return AxisShape(self.stage_size, size, self.expert, zero)
+        both = size > 1 and self.expert > 1  # otherwise there is nothing to place
+        owners_near = both and self.near_experts == "expert"
+        return AxisShape(self.stage_size, size, self.expert, zero, owners_near)
 
     @property
     def separate(self) -> bool:

@@ -204,7 +204,8 @@ def refused(rank: int, world_size: int) -> None:
     assert "different meshes" in told(two, weight="b" if rank else ("a", "b"), **mine)
     both = {"weight": ("a", "b"), "sequence": ("a", "b"), "ring": 2}
     text = told(two, **both, near="ring" if rank else "heads")
-    assert "ring, near, order) = (4, 4, 1, None, None, 1, 1, 2, 'heads', None)" in text
+    asked = "near, near_experts, order) = (4, 4, 1, None, None, 1, 1, 2, 'heads', 'expert_weight', "
+    assert asked in text
     assert "near='far' names no axis of a sequence" in told(two, **both, near="far")
 
 

@@ -188,7 +188,7 @@ def test_what_cannot_be_is_one_clear_error_on_every_rank() -> None:
     for found in run_ranks(refused, 4):
         degrees, different, missing, shared, scalar = found
         assert "expert_weight=2 (that of weight) x expert=3 = 6 does not divide the 4" in degrees
-        asked = "tensor, ring, near) = (2, 1, 1, None, 1, 1, 1, 1, 'heads'), but rank 1"
+        asked = "near_experts) = (2, 1, 1, None, 1, 1, 1, 1, 'heads', 'expert_weight'), but rank 1"
         assert asked in different
         assert "candidates: embed, head, layers.*.experts.bias" in missing
         assert "mixture.*" in missing

@@ -27,11 +27,12 @@ def test_every_family_computes_what_one_process_does(world_size: int) -> None:
             twin.check(family)
 
 
-CASES: list[tuple[str, str | None, dict[str, int]]] = [
+CASES: list[tuple[str, str | None, dict[str, Any]]] = [
     ("mixtral", "full", {"expert": 2, "sequence": 2}),
     ("qwen3_moe", "selective", {"expert": 2, "expert_weight": 2, "weight": 4}),
     ("gpt_oss", "selective", {"expert": 4, "sequence": 2, "weight": 2, "expert_weight": 1}),
     ("deepseek_v3", "full", {"expert": 2, "weight": 2}),
+    ("mixtral", "full", {"expert": 2, "expert_weight": 2, "near_experts": "expert"}),
 ]
 
 

@@ -47,7 +47,9 @@ def test_checkpoints_of_four_owners_load_with_any_number_and_come_back(tmp_path:
     saved = whole(four.ours)
     folder = str(tmp_path / "four")
     dcp.save({"model": four.ours, "optimizer": optimizer}, checkpoint_id=folder)
-    for degrees in ({"expert": 2}, {"weight": 4}, {"expert": 2, "weight": 2}):
+    both: dict[str, Any] = {"expert": 2, "expert_weight": 2}
+    placed = both | {"near_experts": "expert"}
+    for degrees in ({"expert": 2}, {"weight": 4}, placed, both):
         other = Twin("mixtral", mesh_of(**degrees))
         later = ZeroOptimizer(other.communicator, torch.optim.AdamW, lr=1e-2)
         with torch.no_grad():

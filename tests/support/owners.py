@@ -40,7 +40,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 support.PRELOAD[0:0] = [f"transformers.models.{f}.modeling_{f}" for f in MIXTURES]
 
 
-def mesh_of(weight: int = 1, sequence: int = 1, **degrees: int) -> ParallelMesh:
+def mesh_of(weight: int = 1, sequence: int = 1, **degrees: Any) -> ParallelMesh:
     return ParallelMesh.create(weight, sequence, device_type="cpu", timeout_seconds=20, **degrees)
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from internsp.app.config import Config
 from internsp.app.plan.experts import chosen_experts, expert_lines, experts_traffic
 from internsp.app.plan.screen import print_plan
+from internsp.base.sizes import human
 from internsp.experts.rule import ExpertTraffic, expected_owners
 
 
@@ -115,3 +116,29 @@ def test_auto_decides_in_a_pipeline_by_what_its_schedule_gathers() -> None:
         assert (chosen.expert, chosen.expert_weight) == degrees
         lines = "\n".join(expert_lines(stages(int(second.threshold * factor)), 4))
         assert ("tokens travel (expert = 2)" in lines) == (factor < 1)
+
+
+def test_a_plan_says_which_bytes_and_which_way_leave_a_machine() -> None:
+    assert [traffic(64).far(near) for near in (1, 2, 8, 16)] == [1, 6 / 7, 0, 0]
+
+    def settings(**parallel: Any) -> Config:
+        return Config.model_validate({
+            "model": {"family": "mixtral", "hidden_size": 64, "layers": 1, "heads": 4},
+            "data": {"sequence_length": 64}, "parallel": {"weight": 4, **parallel},
+            "train": {"global_batch": 8},
+        })  # fmt: skip
+
+    def lines(near: int | None, **parallel: Any) -> str:
+        return "\n".join(expert_lines(settings(**parallel), 4, near))
+
+    (each,) = experts_traffic(settings(expert=4, expert_weight=1), 4).values()
+    assert "other machines" not in lines(None, expert=4, expert_weight=1)
+    far = [human(int(nbytes * 2 / 3)) for nbytes in (each.gathered, each.exchanged)]
+    text = lines(2, expert=4, expert_weight=1)
+    assert all(f"({nbytes} of it from other machines)" in text for nbytes in far)
+    both = {"expert": 2, "expert_weight": 2}
+    assert "weights between near ranks, tokens between far" in lines(2, **both)
+    assert "tokens between near ranks, weights between far" in lines(2, **both, fast_links="expert")
+    for one in ({"expert": 4, "expert_weight": 1}, {"expert_weight": 4}, {"expert": "auto"}):
+        with pytest.raises(ValueError, match=r"parallel.fast_links: of no effect here: it needs"):
+            lines(None, **one, fast_links="expert")

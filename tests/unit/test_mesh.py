@@ -64,6 +64,21 @@ def test_experts_are_cut_inside_and_owned_outside_of_an_expert_weight_group() ->
     ]  # fmt: skip
 
 
+def test_owners_of_experts_are_neighbors_where_that_is_asked_for() -> None:
+    shape = MeshShape(12, weight=2, expert_weight=2, expert=3, near_experts="expert")
+    assert shape.ranks("expert") == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert shape.ranks("expert_weight")[:3] == [[0, 3], [1, 4], [2, 5]]
+    assert shape.ranks("expert_replica")[:2] == [[0, 6], [3, 9]]
+    assert shape.ranks("replica")[0] == [0, 2, 4, 6, 8, 10]  # dense weights: as ever
+    assert [shape.experts.coordinates(inside) for inside in (0, 1, 3, 10)] == [
+        (0, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1),
+    ]  # fmt: skip
+    # With one degree there is nothing to place.
+    assert not MeshShape(4, weight=4, near_experts="expert").separate
+    with pytest.raises(MeshError, match="near_experts='tokens' is no axis; choose one of"):
+        MeshShape(4, near_experts="tokens")
+
+
 @pytest.mark.parametrize(
     "shape",
     [MeshShape(8, 2), MeshShape(8, 2, zero=2), MeshShape(8, 2, expert_weight=2)],

@@ -270,6 +270,9 @@ MESH: Table = {
         "make it with ring = mesh.ring and near = mesh.near": RINGS,
     },
     "near={self.near} names no axis": {"choose one of {NEAR}": degrees(4, sequence=4, near="ring")},
+    "near_experts={self.near_experts} is no axis": {
+        "choose one of {both}": degrees(4, expert=2, expert_weight=2, near_experts="expert"),
+    },
     "group do not ascend": {
         "make the DeviceMesh of ranks that ascend": DEVICE_MESH, "put the axes": DEVICE_MESH,
     },

@@ -72,6 +72,11 @@ def _unused(config: Config) -> Iterator[Problem]:
             or config.sequence.balance == "zigzag",
             'parallel.pipeline = 1: stages deal positions by "zigzag"',
         ),
+        "parallel.fast_links": (
+            config.parallel.expert not in (1, "auto")
+            and (config.parallel.expert_weight or config.parallel.weight) > 1,
+            "parallel.expert and parallel.expert_weight, both above 1",
+        ),
     }  # fmt: skip
     for name, (there, what) in needs.items():
         section, _, key = name.partition(".")

@@ -83,7 +83,8 @@ class Config(Section):
     def degrees(self) -> dict[str, Any]:
         """Arguments for ``MeshShape`` and ``ParallelMesh.create``."""
         parallel, sequence = self.parallel, self.sequence
-        found = parallel.model_dump(exclude={"device", "timeout_seconds", "optimizer_ranks"})
+        others = {"device", "timeout_seconds", "optimizer_ranks", "fast_links"}
+        found = parallel.model_dump(exclude=others)
         # Models of transformers split only heads.
         heads = parallel.sequence if self.model.family == "hf" else max(self.model.heads, 1)
         rings = (n for n in range(1, parallel.sequence + 1) if parallel.sequence % n == 0)
@@ -91,7 +92,7 @@ class Config(Section):
         if found["expert"] == "auto":  # see app.plan.experts: until chosen, weights travel
             found["expert"] = 1
         own = {"zero": parallel.optimizer_ranks, "ring": ring, "near": sequence.fast_links}
-        return {**found, **own}
+        return {**found, **own, "near_experts": parallel.fast_links}
 
     def check(self, world_size: int) -> list[str]:
         """All mistakes that depend on ``world_size`` ranks and on the file system, one a line."""

@@ -46,7 +46,7 @@ _KEYS: dict[str, dict[Rule, str]] = {
         "evaluation",
     },
     "parallel": {
-        Rule.TAKEN: "weight sequence pipeline optimizer_ranks expert_weight expert",
+        Rule.TAKEN: "weight sequence pipeline optimizer_ranks expert_weight expert fast_links",
         Rule.FREE: "device timeout_seconds",
     },
     "pipeline": {Rule.TAKEN: "chunks schedule"},

@@ -75,9 +75,14 @@ def chosen_experts(config: Config, world_size: int) -> Config:
     return divided(config, 1, ranks)
 
 
-def expert_lines(config: Config, world_size: int) -> Iterator[str]:
-    """What a plan prints of experts; layers that are alike are one."""
+def expert_lines(config: Config, world_size: int, near: int | None = None) -> Iterator[str]:
+    """What a plan prints of experts; layers that are alike are one.
+
+    Args:
+        near: ranks of one machine, on fast links; ``None``: not known.
+    """
     alike: dict[ExpertTraffic, list[str]] = {}
+    yield from _placed(MeshShape(world_size, **config.degrees()))
     for name, traffic in experts_traffic(config, world_size).items():
         alike.setdefault(traffic, []).append(name)
     for each, names in alike.items():
@@ -93,9 +98,13 @@ def expert_lines(config: Config, world_size: int) -> Iterator[str]:
                 "products are slow"
             )
         received = each.tokens * each.owners
+        weights, tokens = (
+            f" ({human(int(nbytes * each.far(near)))} of it from other machines)" if near else ""
+            for nbytes in (each.gathered, each.exchanged)
+        )
         yield (
-            f"  weights travel: {human(each.gathered)} a micro-batch; tokens travel: "
-            f"{human(int(each.exchanged))}, to {each.owners:.2f} owners each; equal at "
+            f"  weights travel: {human(each.gathered)} a micro-batch{weights}; tokens travel: "
+            f"{human(int(each.exchanged))}{tokens}, to {each.owners:.2f} owners each; equal at "
             f"{each.threshold:,.0f} tokens"
         )
         row = each.width * each.token_size
@@ -104,6 +113,18 @@ def expert_lines(config: Config, world_size: int) -> Iterator[str]:
             f"{human(each.tokens * each.ranks * row)})"
         )
         yield f"  {each.verdict()}"
+
+
+def _placed(shape: MeshShape) -> Iterator[str]:
+    axis = shape.experts
+    if axis.expert > 1 and axis.size > 1:
+        ways = "tokens between near ranks, weights between far ones"
+        if not axis.owners_near:
+            ways = "weights between near ranks, tokens between far ones"
+        yield (
+            f"experts have {axis.expert} owners, each cut over {axis.size} ranks: {ways} "
+            "(parallel.fast_links)"
+        )
 
 
 def _top_k(module: nn.Module) -> int:

@@ -112,7 +112,8 @@ def print_plan(
         _print_chunk(plan, console)
     else:
         _print_stages(plan, config, console)
-    for line in expert_lines(config, world_size):
+    near = None if device is None else device.near_ranks
+    for line in expert_lines(config, world_size, near):
         console.print(line, markup=False)
     console.print(_memory_table(config, found))
     if predicted is not None:
