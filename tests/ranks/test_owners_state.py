@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
 from internsp.config import PlanRule, WeightParallelConfig
 from internsp.errors import CollectiveError, LayoutError, StructureError
+from internsp.layers import MixtureOfExperts
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
 from internsp.parallel.parallelize import parallelize
 from internsp.parallel.sequences import supports
+from tests.ranks.test_mixture_layer import SWITCH, Pair, tokens
 from tests.support import hf
 from tests.support.compare import check, close, parameters
 from tests.support.models import raises
@@ -116,6 +119,12 @@ def test_what_owners_cannot_have_is_named_on_every_rank_and_the_model_is_as_befo
         assert len(experts.gate_up_proj) == experts.num_experts in (5, 6)
         assert not hasattr(experts, "expert_ranks")
     parallelize(many(6), mesh)  # the remedy
+    ours = MixtureOfExperts(8, 5, 3, 2)
+    holder = nn.ModuleList(nn.ModuleDict({"moe": ours, "wo": nn.Linear(8, 8)}) for _ in range(2))
+    raises(
+        StructureError, lambda: parallelize(nn.ModuleDict({"layers": holder}), mesh),
+        "layers.0.moe.experts (Experts) has 3 experts", "expert = a divisor",
+    )  # fmt: skip
     listed = Listed()
     assert str(supports(listed, mesh)[0]).startswith("layers.0.experts.0")
     raises(StructureError, lambda: parallelize(listed, mesh), "layers.0.experts.0.weight")
@@ -152,9 +161,24 @@ def test_bad_routes_are_one_error_on_every_rank(rank: int) -> None:
     twin = Twin("mixtral", mesh)
     with torch.set_grad_enabled(rank == 0):
         raises(LayoutError, lambda: twin.ours(**batch), "no backward follows")
+    routed(lambda s, w, i: (s, w, i - 9), "rank 1 was given numbers", "from -8 to -2")
+    own = Pair(SWITCH, None, expert=2)  # in a layer of ours -1 is no expert
+    own.ours.layers[1].moe.router.register_forward_hook(
+        lambda m, a, out: replace(out, index=out.index - 1 - rank)
+    )
+    words = "rank 1 was given numbers", "from -2 to 5, but there are 8"
+    raises(LayoutError, lambda: own.ours(tokens(rank, 0)), "layers.1.moe.experts", words[rank])
     twin = Twin("mixtral", mesh)
     twin.ours.set_experts_implementation("grouped_mm")
     raises(StructureError, lambda: twin.ours(**batch), "choose experts_implementation before")
+    mesh = ParallelMesh.create(device_type="cpu", timeout_seconds=20, expert=2)
+    twin = Twin("mixtral", mesh)
+    if rank == 1:
+        twin.ours.set_experts_implementation("grouped_mm")
+    kind = StructureError if rank else CollectiveError
+    start = time.monotonic()
+    raises(kind, lambda: twin.ours(**batch), "choose experts_implementation", "rank 1")
+    assert time.monotonic() - start < 10
 
 
 @ranks(2)
