@@ -88,6 +88,7 @@ class Attached:
             self.loop.zeros.update(members if group.reduce_scatter_unused_params else ())
 
 
+@torch.inference_mode(False)  # the first forward may be an evaluation
 def attach(root: Any) -> None:
     """Make the communicator of ``root``, which is about to run its first forward. Collective.
 

@@ -501,11 +501,27 @@ def cast(names: Any, rank: int) -> dict[str, Tensor]:
     return steps(model.to(torch.float64), rank, number=1)
 
 
+def evaluated_first(names: Any, rank: int) -> dict[str, Tensor]:
+    """The first forward, an evaluation, makes the communicator (FSDP2 cannot train after it)."""
+    quiet = torch.no_grad if names is torchs else torch.inference_mode
+    model: Any = Model().double()
+    shard(names.fully_shard, model, "nested", mesh_of((2,)))
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), {}
+    for step in range(2):
+        with quiet():
+            found[f"evaluated {step}"] = loss_of(model, batch(9, 0, rank)).clone()
+        loss_of(model, batch(step, 0, rank)).backward()
+        found |= gradients(model, f"{step} ")
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
 @ranks(2)
 def test_methods_of_an_fsdp_module_do_what_torchs_do(rank: int) -> None:
     compare(
         whole_weights, other_forwards, divided, exchanged_once, prefetched, failed, offloaded,
-        assigned, cast, rank=rank,
+        assigned, cast, evaluated_first, rank=rank,
     )  # fmt: skip
 
 
