@@ -67,20 +67,20 @@ class Attached:
 
     def follow(self) -> None:
         """Follow the setters: which backwards only sum, what divides sums, what is zeros."""
-        groups = groups_of(self.units)
-        said = {(group.reduce_grads, group.all_reduce_grads) for group in groups}
-        off = [u.name for u in self.units if u.groups and not u.groups[0].all_reduce_grads]
-        self.loop.mixed = ", ".join(off) if len(said) > 1 else ""
-        for now in said if len(said) == 1 else ():
-            if now != self._followed:
-                self._syncs.close()
-                self._followed = now
-                if not now[0]:
-                    self._syncs.enter_context(self.communicator.no_sync())
-                elif not now[1]:
-                    self._syncs.enter_context(self.communicator.no_replica_sync())
-        for group in groups:
+        groups, replicas = groups_of(self.units), self.communicator.mesh.replicas > 1
+        says = [(g.reduce_grads, g.all_reduce_grads or not replicas) for g in groups]
+        now = says[0] if len({*says}) == 1 else (True, True)
+        if now != self._followed:
+            self._syncs.close()
+            self._followed = now
+            if not now[0]:
+                self._syncs.enter_context(self.communicator.no_sync())
+            elif not now[1]:
+                self._syncs.enter_context(self.communicator.no_replica_sync())
+        self.loop.waiting.clear()
+        for group, said in zip(groups, says, strict=True):
             members = [member_of(self.communicator, param) for param in group.fsdp_params]
+            self.loop.waiting.update(members if all(now) and not all(said) else ())
             factor = group.gradient_divide_factor
             factor = factor or self.communicator.mesh.shape.stage_size
             self.loop.divisors.update(dict.fromkeys(members, factor))

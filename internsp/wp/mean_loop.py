@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from internsp.dtensor.placed import dtensor_like, grad_dtype
-from internsp.errors import StructureError
 from internsp.mesh import ParallelMesh
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
@@ -20,7 +19,6 @@ class MeanLoop(PlainLoop):
         before: the loop whose place it takes.
 
     Attributes:
-        mixed: names of units that reduce no gradients while others do; empty if all do the same.
         zeros: weights whose ``.grad`` is zeros where no rank has used them.
     """
 
@@ -29,18 +27,7 @@ class MeanLoop(PlainLoop):
     ) -> None:
         super().__init__(state, mesh, replicated, mean=True)
         self.placeholders = before.placeholders  # which the communicator knows
-        self.mixed = ""
         self.zeros: set[ShardedParameter] = set()
-
-    def pass_begins(self) -> None:
-        """See :class:`internsp.wp.consumer.GradientConsumer`."""
-        self.require_uniform()
-        super().pass_begins()
-
-    def backward_begins(self) -> None:
-        """See :class:`internsp.wp.consumer.GradientConsumer`."""
-        self.require_uniform()
-        super().backward_begins()
 
     def backward_ended(self, more: bool) -> None:
         """See :class:`internsp.wp.consumer.GradientConsumer`."""
@@ -50,16 +37,3 @@ class MeanLoop(PlainLoop):
                 local = weight.local(weight.storage)
                 zeros = torch.zeros_like(local, dtype=grad_dtype(weight.parameter))
                 weight.parameter.grad = dtensor_like(weight.parameter, zeros)
-
-    def require_uniform(self) -> None:
-        """Check that the setters have said the same of all units, before a pass relies on it.
-
-        Raises:
-            StructureError: some units are to reduce their gradients and others not.
-        """
-        if self.mixed:
-            raise StructureError(
-                "some units were told not to reduce their gradients, and others not "
-                f"({self.mixed}; rank {self._mesh.rank}): say the same of all, by the root's "
-                "model.set_requires_gradient_sync(...) or set_requires_all_reduce(...)"
-            )

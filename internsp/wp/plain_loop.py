@@ -39,6 +39,7 @@ class PlainLoop:
     Attributes:
         sums: results of finished all-reduces that are not in ``.grad`` yet.
         divisors: by what a mean divides a weight's sum; by default the number of ranks.
+        waiting: weights whose sums wait for a later backward, while those of others are completed.
         placeholders: those in ``.grad`` while sums wait for a later backward.
     """
 
@@ -57,6 +58,7 @@ class PlainLoop:
         self._in_flight: deque[tuple[ShardedParameter, Tensor, Handle] | None] = deque()
         self.sums: dict[ShardedParameter, Tensor] = {}
         self.divisors: dict[ShardedParameter, float] = {}
+        self.waiting: set[ShardedParameter] = set()
         discard = partial(discard_sums, state, replicated)
         self.placeholders: UnfinishedGradients[Member] = UnfinishedGradients(discard, mesh.rank)
         per_unit = [
@@ -104,6 +106,7 @@ class PlainLoop:
             self.placeholders.restore_grad()
             # Each read and write of a parameter's `.grad` would go through `__torch_function__`.
             without_torch_function(self._finalize_gradients, (), (), {})
+            self.placeholders.set_placeholders(self._state.reducer.had_gradient)
             self._completed = True
 
     def reset(self, earlier: bool, step: bool) -> None:
@@ -125,7 +128,8 @@ class PlainLoop:
         gone through a block that this rank's data left out. This rank contributes zeros then.
         """
         weight = parcel.weights[0]
-        if not weight.requires_grad and weight not in self._state.reducer.had_gradient:
+        frozen = not weight.requires_grad and weight not in self._state.reducer.had_gradient
+        if frozen or weight in self.waiting:
             self._in_flight.append(None)
             return
         if weight.reduced.total is None:
@@ -185,6 +189,9 @@ class PlainLoop:
         hosted: list[tuple[ShardedParameter, Tensor]] = []
         sharded = replicated.sharded
         for weight, used, wanted in zip(sharded, used_sharded, trained(sharded), strict=True):
+            if weight in self.waiting:
+                continue
+            state.reducer.had_gradient.pop(weight, None)
             total = self.sums.pop(weight) if weight in self.sums else weight.reduced.on_device()
             if used and wanted and total is not None:
                 value = total.div_(self.divisors.get(weight, ranks)) if mean else total
@@ -200,7 +207,6 @@ class PlainLoop:
         for weight, value in hosted:
             _accumulate(weight, value)
         replicated.reset()
-        state.reducer.had_gradient.clear()
 
 
 def _sum_dtype(weight: ShardedParameter) -> torch.dtype:

@@ -438,6 +438,45 @@ def exchanged_once(names: Any, rank: int) -> dict[str, Tensor]:
     return found | gradients(model, "next ")
 
 
+def _some_units(setter: str, sizes: tuple[int, ...], off: Callable[[Any], list[Any]]) -> Program:
+    """Two backwards in which some units only sum. The last one leaves block 1 out, where FSDP2
+    does not keep the sum of it for a later step."""
+    skips = setter == "set_requires_gradient_sync"
+
+    def program(names: Any, rank: int) -> dict[str, Tensor]:
+        model: Any = Model(blocks=4).double()
+        shard(names.fully_shard, model, "blocks", mesh_of(sizes))
+        blocks, found = [*model.blocks], {}
+        for step in range(2):  # the second adds to what .grad has
+            for micro in range(3):
+                for unit in off(model):
+                    getattr(unit, setter)(micro == 2, recurse=False)
+                run = blocks[:1] + blocks[2:] if skips and micro == 2 else blocks
+                model.blocks = nn.ModuleList(run)
+                loss_of(model, batch(step, micro, rank)).backward()
+                model.blocks = nn.ModuleList(blocks)
+                found |= {} if micro < 2 else gradients(model, f"{step} ")
+        return found
+
+    program.__name__ = f"{setter} {sizes} of some units"
+    return program
+
+
+SOME_UNITS = [
+    _some_units(setter, sizes, off)
+    for setter, sizes in (
+        ("set_requires_gradient_sync", (2,)), ("set_requires_gradient_sync", (2, 1)),
+        ("set_requires_all_reduce", (2, 1)), ("set_requires_all_reduce", (2,)),
+    )
+    for off in (lambda model: [model], lambda model: [*model.blocks[1:3]])
+]  # fmt: skip
+
+
+@ranks(2)
+def test_some_units_may_sum_while_others_reduce(rank: int) -> None:
+    compare(*SOME_UNITS, rank=rank)
+
+
 def prefetched(names: Any, rank: int) -> dict[str, Tensor]:
     model: Any = Model(blocks=4).double()
     shard(names.fully_shard, model, "blocks", mesh_of((2,)))
@@ -597,7 +636,6 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "gradient hook": (GradientError, "read .grad when", lambda: _hooked()(batch(0, 0, 0))),
     "theirs inside": (StructureError, "install", lambda: _mixed_up()(batch(0, 0, 0))),
     "late": (StructureError, "before the first forward", lambda: _late()),
-    "some units": (StructureError, "say the same of all", lambda: _some()(batch(0, 0, 0))),
     "torch's register": (
         StructureError, "import it from internsp.fsdp",
         lambda: torchs.register_fsdp_forward_method(_model(), "forward") or _registered(),
@@ -657,12 +695,6 @@ def _late() -> None:
     ours.fully_shard(model.blocks[0], mesh=mesh_of((2,)))
     model(batch(0, 0, 0))
     ours.fully_shard(model, mesh=mesh_of((2,)))
-
-
-def _some() -> Any:
-    model = _model()
-    model.blocks[1].set_requires_gradient_sync(False)
-    return model
 
 
 def _registered() -> None:
