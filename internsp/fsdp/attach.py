@@ -7,11 +7,11 @@ the objects that they are, on the program's mesh; only their local tensors move 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -66,7 +66,7 @@ class Attached:
         self.shown.clear()
 
     def follow(self) -> None:
-        """Follow the setters: which backwards only sum, what divides sums, what is zeros."""
+        """Follow the setters: which backwards only sum, what changes sums, what is zeros."""
         groups, replicas = groups_of(self.units), self.communicator.mesh.replicas > 1
         says = [(g.reduce_grads, g.all_reduce_grads or not replicas) for g in groups]
         now = says[0] if len({*says}) == 1 else (True, True)
@@ -78,12 +78,15 @@ class Attached:
             elif not now[1]:
                 self._syncs.enter_context(self.communicator.no_replica_sync())
         self.loop.waiting.clear()
+        self.loop.hooks.clear()
         for group, said in zip(groups, says, strict=True):
             members = [member_of(self.communicator, param) for param in group.fsdp_params]
             self.loop.waiting.update(members if all(now) and not all(said) else ())
             factor = group.gradient_divide_factor
             factor = factor or self.communicator.mesh.shape.stage_size
             self.loop.divisors.update(dict.fromkeys(members, factor))
+            if (hook := _hook_of(group)) is not None:
+                self.loop.hooks.update(dict.fromkeys(members, hook))
             self.loop.zeros.difference_update(members)
             self.loop.zeros.update(members if group.reduce_scatter_unused_params else ())
 
@@ -150,6 +153,22 @@ def _config(root: nn.Module, units: Sequence[ProgramUnit]) -> WeightParallelConf
     if buffers > 2:  # the library's default
         given["reductions_in_flight"] = buffers
     return WeightParallelConfig(**given | vars(root).get(OPTIONS, {}))
+
+
+def _hook_of(group: Any) -> Callable[[torch.Tensor], None] | None:
+    """The hook that the program has given to the reductions of torch's ``group``."""
+    hook, stream = group._all_reduce_hook, group._all_reduce_hook_stream
+    if hook is None or stream is None:
+        return cast("Callable[[torch.Tensor], None] | None", hook)
+
+    def on_stream(mean: torch.Tensor) -> None:
+        here = torch.accelerator.current_stream()
+        stream.wait_stream(here)
+        with stream:
+            hook(mean)
+        here.wait_stream(stream)
+
+    return on_stream
 
 
 def member_of(communicator: ISPCommunicator, param: Any) -> ShardedParameter:

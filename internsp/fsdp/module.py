@@ -105,7 +105,7 @@ _OWN = "write internsp.parallelize(..., communicator=yours) (docs/howto/own_comm
 _SLOTS = "leave it out: slots are allocated once, before training"
 _FOLLOWED = (
     "set_requires_gradient_sync", "set_requires_all_reduce", "set_gradient_divide_factor",
-    "set_reduce_scatter_unused_params",
+    "set_reduce_scatter_unused_params", "set_all_reduce_hook",
 )  # fmt: skip
 """Setters that torch notes; they hold from the next backward on."""
 _PLANNED = (
@@ -116,7 +116,6 @@ _PLANNED = (
 _REFUSED = {
     "set_custom_all_gather": _OWN,
     "set_custom_reduce_scatter": _OWN,
-    "set_all_reduce_hook": "give fully_shard a mesh of two dimensions, the first one of replicas",
     "set_allocate_memory_from_process_group_for_comm": _SLOTS,
     "set_symm_mem_for_comm": _SLOTS,
 }

@@ -6,7 +6,7 @@ A plain loop is one without a ``ZeroOptimizer``, which has :mod:`internsp.optim.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ class PlainLoop:
     Attributes:
         sums: results of finished all-reduces that are not in ``.grad`` yet.
         divisors: by what a mean divides a weight's sum; by default the number of ranks.
+        hooks: called with a weight's sum or mean, which they may change, before ``.grad`` has it.
         waiting: weights whose sums wait for a later backward, while those of others are completed.
         placeholders: those in ``.grad`` while sums wait for a later backward.
     """
@@ -58,6 +59,7 @@ class PlainLoop:
         self._in_flight: deque[tuple[ShardedParameter, Tensor, Handle] | None] = deque()
         self.sums: dict[ShardedParameter, Tensor] = {}
         self.divisors: dict[ShardedParameter, float] = {}
+        self.hooks: dict[ShardedParameter, Callable[[Tensor], None]] = {}
         self.waiting: set[ShardedParameter] = set()
         discard = partial(discard_sums, state, replicated)
         self.placeholders: UnfinishedGradients[Member] = UnfinishedGradients(discard, mesh.rank)
@@ -195,6 +197,8 @@ class PlainLoop:
             total = self.sums.pop(weight) if weight in self.sums else weight.reduced.on_device()
             if used and wanted and total is not None:
                 value = total.div_(self.divisors.get(weight, ranks)) if mean else total
+                if weight in self.hooks:
+                    self.hooks[weight](value)
                 if state.link is not None and weight.hosted:
                     value = value.to(grad_dtype(weight.parameter))
                     hosted.append((weight, state.link.empty("grad", value.shape, value.dtype)))

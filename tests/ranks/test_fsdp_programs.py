@@ -424,6 +424,14 @@ def divided(names: Any, rank: int) -> dict[str, Tensor]:
     return steps(model, rank, number=1, micro=2)
 
 
+def hooked(names: Any, rank: int) -> dict[str, Tensor]:
+    model: Any = Model().double()
+    shard(names.fully_shard, model, "blocks", mesh_of((2,)))
+    model.set_all_reduce_hook(lambda mean: mean.mul_(3.0))
+    model.blocks[1].set_all_reduce_hook(lambda mean: dist.all_reduce(mean))
+    return steps(model, rank, number=2, micro=2)
+
+
 def exchanged_once(names: Any, rank: int) -> dict[str, Tensor]:
     model: Any = Model().double()
     shard(names.fully_shard, model, "blocks", mesh_of((2, 1)))
@@ -559,8 +567,8 @@ def evaluated_first(names: Any, rank: int) -> dict[str, Tensor]:
 @ranks(2)
 def test_methods_of_an_fsdp_module_do_what_torchs_do(rank: int) -> None:
     compare(
-        whole_weights, other_forwards, divided, exchanged_once, prefetched, failed, offloaded,
-        assigned, cast, evaluated_first, rank=rank,
+        whole_weights, other_forwards, divided, hooked, exchanged_once, prefetched, failed,
+        offloaded, assigned, cast, evaluated_first, rank=rank,
     )  # fmt: skip
 
 
@@ -611,7 +619,6 @@ def _model(**options: Any) -> Any:
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "all-gather": (StructureError, "own_communicator.md", _refused("set_custom_all_gather", 0)),
     "reduce-scatter": (StructureError, "communicator=", _refused("set_custom_reduce_scatter", 0)),
-    "hook": (StructureError, "mesh of two dimensions", _refused("set_all_reduce_hook", print)),
     "memory": (
         StructureError, "leave it out",
         _refused("set_allocate_memory_from_process_group_for_comm", True),
