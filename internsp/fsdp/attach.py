@@ -77,14 +77,13 @@ class Attached:
                 self._syncs.enter_context(self.communicator.no_sync())
             elif not now[1]:
                 self._syncs.enter_context(self.communicator.no_replica_sync())
-        self.loop.waiting.clear()
-        self.loop.hooks.clear()
+        for noted in (self.loop.waiting, self.loop.divisors, self.loop.hooks):
+            noted.clear()
         for group, said in zip(groups, says, strict=True):
             members = [member_of(self.communicator, param) for param in group.fsdp_params]
             self.loop.waiting.update(members if all(now) and not all(said) else ())
-            factor = group.gradient_divide_factor
-            factor = factor or self.communicator.mesh.shape.stage_size
-            self.loop.divisors.update(dict.fromkeys(members, factor))
+            if (factor := group.gradient_divide_factor) is not None:
+                self.loop.divisors.update(dict.fromkeys(members, factor))
             if (hook := _hook_of(group)) is not None:
                 self.loop.hooks.update(dict.fromkeys(members, hook))
             self.loop.zeros.difference_update(members)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,9 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def new_group(
-    ranks: Sequence[int], mesh: str, made: dict[tuple[int, ...], int], timeout: timedelta
-) -> dist.ProcessGroup:
+def new_group(ranks: Sequence[int], mesh: str, timeout: timedelta) -> dist.ProcessGroup:
     """A group of these global ranks. Collective over them; blocks.
 
     torch itself names such a group by how many groups a process has made: after a program's
@@ -24,12 +23,10 @@ def new_group(
     a communicator of its own.
 
     Args:
-        mesh: a name that the ranks share and no other mesh has: that of its group of a stage with
-            all tensor ranks.
-        made: how many groups of the same ranks the mesh has made; counted up.
+        mesh: a name that the ranks share, and no ranks beside them.
     """
-    made[tuple(ranks)] = number = made.get(tuple(ranks), 0) + 1
-    name = f"{mesh}, {ranks}, {number}"
+    taken = {*distributed_c10d._world.pg_names.values()}  # also those of ended groups
+    name = next(new for n in count(1) if (new := f"{mesh}, {ranks}, {n}") not in taken)
     naming, splitting = distributed_c10d._process_group_name, distributed_c10d._get_split_source
     distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
     distributed_c10d._get_split_source = lambda _: None  # type: ignore[assignment]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -46,12 +46,7 @@ class WeightAxis:
             or ``("replica", "expert", "weight")`` where ``expert`` is above 1, or ``("replica",
             "tensor", "weight")`` where layers are tensor parallel.
 
-    A weight carries its axis. All that depends on it: its layout, rank and ``DTensor``
-    (``ShardedParameter``); gathers, of which small weights share one within an axis and dtype
-    (``Chunk``); reductions (``GradientReducer``, which has one queue for all axes, so that there is
-    one order); sums over replicas (``PlainLoop``, ``Bucket.axis``); the norm and checkpoints
-    (``squared_norm``, ``optim/state.py``); bytes and simulated launches (``chunk_layout``,
-    ``Simulator``).
+    A weight carries its axis: its layout, messages, sums, norm and checkpoint follow from it.
     """
 
     name: str
@@ -209,7 +204,6 @@ class ParallelMesh:
         self.users = MeshUsers()
         self._owned: OwnedGroups | None = None
         self.is_closed = False
-        self._added: dict[tuple[int, ...], int] = {}
         self._near_groups: dict[tuple[str, int, str], dist.ProcessGroup] = {}
         self._reading_meshes: dict[tuple[str, bool], DeviceMesh] = {}
         self.world_size = shape.world_size
@@ -289,9 +283,9 @@ class ParallelMesh:
         _check_timeout(timeout_seconds)
         if not dist.is_initialized():
             _initialize(device_type, timeout_seconds)
-        device = _device(device_type)
+        device = device_of(device_type)
         degrees = weight, sequence, pipeline, zero, expert_weight, expert, tensor, ring, near
-        return cls._create((*degrees, near_experts), device, timeout_seconds)
+        return cls._create(lambda: (*degrees, near_experts), device, timeout_seconds)
 
     @classmethod
     def from_device_mesh(
@@ -346,19 +340,18 @@ class ParallelMesh:
             "weight": weight, "replicas": replicas, "sequence": sequence, "pipeline": pipeline,
             "tensor": tensor,
         }  # fmt: skip
-        requested: RequestedDegrees | MeshError
-        try:
+
+        def request() -> RequestedDegrees:
             found, order = degrees_of(device_mesh, dist.get_world_size(), axes)
             *degrees, tensors = found.values()
             own = ring, near, near_experts, order
-            requested = (*degrees, zero, expert_weight, expert, tensors, *own)
-        except MeshError as error:
-            requested = error
-        return cls._create(requested, _device(kind), timeout_seconds)
+            return (*degrees, zero, expert_weight, expert, tensors, *own)
+
+        return cls._create(request, device_of(kind), timeout_seconds)
 
     @classmethod
     def _create(
-        cls, requested: RequestedDegrees | MeshError, device: torch.device, timeout_seconds: float
+        cls, request: Callable[[], RequestedDegrees], device: torch.device, timeout_seconds: float
     ) -> ParallelMesh:
         """Make the requested mesh if all ranks request the same one and it is possible.
 
@@ -368,25 +361,20 @@ class ParallelMesh:
             MeshError: on every rank otherwise.
         """
         world, rank = dist.get_world_size(), dist.get_rank()
-        shape = None
-        if not isinstance(requested, MeshError):
-            try:
-                shape = MeshShape(world, *requested)  # type: ignore[arg-type]
-            except MeshError as error:
-                requested = error
-        _require_same_request(
-            str(requested) if isinstance(requested, MeshError) else requested, rank
-        )
-        if shape is None:
-            assert isinstance(requested, MeshError), "without a shape there is an error"
-            raise requested
+        try:
+            requested = request()
+            shape = MeshShape(world, *requested)  # type: ignore[arg-type]
+        except MeshError as error:
+            _require_same_request(str(error), rank)
+            raise
+        _require_same_request(requested, rank)
         collect_garbage()
-        groups = _make_groups(shape, timedelta(seconds=timeout_seconds))
+        groups = make_groups(shape, timedelta(seconds=timeout_seconds))
         mesh = cls(shape, rank, device, groups, timeout_seconds)
-        mesh._own(groups.values())
+        mesh.own(groups.values())
         return mesh
 
-    def _own(self, groups: Iterable[dist.ProcessGroup]) -> None:
+    def own(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Take over groups that were made for this mesh: they end with it."""
         self._owned = OwnedGroups(groups)
         for axis in self.axes:  # DTensors find the groups by their names
@@ -484,7 +472,7 @@ class ParallelMesh:
         from internsp.mesh.named_group import new_group
 
         timeout = timedelta(seconds=self.timeout_seconds)
-        group = new_group(ranks, self.model_group.group_name, self._added, timeout)
+        group = new_group(ranks, self.model_group.group_name, timeout)
         if self._owned is not None:
             self._owned.add(group)
         return group
@@ -559,11 +547,18 @@ def _group_with(rank: int, groups: list[list[int]]) -> list[int]:
     return next(group for group in groups if rank in group)
 
 
-def _make_groups(shape: MeshShape, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
+def make_groups(
+    shape: MeshShape,
+    timeout: timedelta,
+    make: Callable[..., Any] = dist.new_subgroups_by_enumeration,
+) -> dict[str, dist.ProcessGroup]:
     """Make every named group of this rank. Collective over all ranks.
 
     Groups of one rank share one process group, which never carries a message, and so do those of
     equal ranks whose messages have one order (a communicator costs a device memory).
+
+    Args:
+        make: gives this rank's group of those whose ranks are listed, as torch's function does.
     """
     names = [*_GROUPS, *(f"expert_{name}" for name in _AXIS_GROUPS if shape.separate)]
     groups: dict[str, dist.ProcessGroup] = {}
@@ -574,7 +569,7 @@ def _make_groups(shape: MeshShape, timeout: timedelta) -> dict[str, dist.Process
             groups[name] = groups[like]
             continue
         if len(ranks[0]) > 1:
-            groups[name], _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+            groups[name], _ = make(ranks, timeout=timeout)
             continue
         if single_rank_group is None:
             # Made by each rank alone; a collective call would make one group for each rank.
@@ -590,7 +585,7 @@ def _initialize(device_type: str | None, timeout_seconds: float) -> None:
             "no process group: start the program with torchrun or `internsp train`, or call "
             "torch.distributed.init_process_group first"
         )
-    device, timeout = _device(device_type), timedelta(seconds=timeout_seconds)
+    device, timeout = device_of(device_type), timedelta(seconds=timeout_seconds)
     backend = dist.get_default_backend_for_device(device)
     # Bound, NCCL makes the mesh's communicators by splitting one that exists.
     bound = None if device.type == accelerator.HOST else device
@@ -621,9 +616,9 @@ def _check_timeout(seconds: float) -> None:
         )
 
 
-def _device(device_type: str | None) -> torch.device:
-    if device_type is None:
-        device_type = accelerator.default_device_type()
+def device_of(device_type: str | None) -> torch.device:
+    """This rank's device of a type; ``None``: of the accelerator, where there is one."""
+    device_type = device_type or accelerator.default_device_type()
     if device_type == accelerator.HOST:
         return torch.device(device_type)
     if not accelerator.device_count(device_type):

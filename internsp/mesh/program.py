@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from internsp.errors import MeshError
-from internsp.mesh.parallel_mesh import ParallelMesh
+from internsp.mesh.named_group import new_group
+from internsp.mesh.parallel_mesh import ParallelMesh, device_of, make_groups
+from internsp.mesh.shape import MeshShape
 
 _KEPT = "_internsp_meshes"
 """Attribute of a program's mesh: the library's groups for it, which end with it."""
@@ -22,31 +25,50 @@ def mesh_of_program(data: DeviceMesh, others: Sequence[DeviceMesh] = ()) -> Para
         others: meshes of parameters; one may have a dimension more, of tensor ranks.
 
     Raises:
-        MeshError: a mesh lacks ranks, or has other dimensions; before any message.
+        MeshError: a mesh has other dimensions; before any message.
     """
     widest = max((data, *others), key=lambda mesh: mesh.ndim)
-    names = ["replicate", "shard"][-data.ndim :] + ["tensor"] * (widest.ndim - data.ndim)
-    world, rank = dist.get_world_size(), dist.get_rank()
     if data.ndim > 2 or widest.ndim > data.ndim + 1:
         raise MeshError(
             f"a mesh of {data.ndim} dimensions, and parameters on one of {widest.ndim} (rank "
-            f"{rank}): give fully_shard a mesh of one dimension, or of two (replicate, shard), and "
-            "parallelize_module one of one dimension"
+            f"{dist.get_rank()}): give fully_shard a mesh of one dimension, or of two (replicate, "
+            "shard), and parallelize_module one of one dimension"
         )
-    if widest.mesh.numel() != world:
-        raise MeshError(
-            f"the mesh has {widest.mesh.numel()} of {world} ranks (rank {rank}): give fully_shard "
-            "a mesh of all ranks, or of all but the tensor ranks; for pipeline stages make an "
-            "internsp.Pipeline (docs/howto/pipeline.md)"
-        )
-    kept: dict[str, ParallelMesh] = vars(data).setdefault(_KEPT, {})
-    key = str(widest.mesh.tolist())
+    # Two slices of one mesh are two objects, of the same groups.
+    kept: dict[str, ParallelMesh] = vars(data._get_root_mesh()).setdefault(_KEPT, {})
+    key = f"{data.mesh.tolist()} {widest.mesh.tolist()}"
     if key not in kept or kept[key].is_closed:
-        named = DeviceMesh(
-            widest.device_type, widest.mesh, mesh_dim_names=tuple(names), _init_backend=False
-        )
-        kept[key] = ParallelMesh.from_device_mesh(
-            named, weight="shard", replicas=tuple({"replicate"} & {*names}),
-            tensor=tuple({"tensor"} & {*names}),
-        )  # fmt: skip
+        names = ["replicate", "shard"][-data.ndim :] + ["tensor"] * (widest.ndim - data.ndim)
+        if widest.mesh.numel() < dist.get_world_size():
+            kept[key] = _of_part(widest, data.ndim)
+        else:
+            named = DeviceMesh(
+                widest.device_type, widest.mesh, mesh_dim_names=tuple(names), _init_backend=False
+            )
+            kept[key] = ParallelMesh.from_device_mesh(
+                named, weight="shard", replicas=tuple({"replicate"} & {*names}),
+                tensor=tuple({"tensor"} & {*names}),
+            )  # fmt: skip
     return kept[key]
+
+
+def _of_part(mesh: DeviceMesh, data: int) -> ParallelMesh:
+    """The groups for some ranks of the job, as those of a pipeline's stage, made by them alone.
+
+    Other ranks come to their meshes at another time. ``data`` dimensions are of data.
+    """
+    name: list[str | None] = [mesh.get_group(0).group_name]
+    for dim in reversed(range(mesh.ndim)):  # the first rank's reaches all
+        dist.broadcast_object_list(name, group=mesh.get_group(dim), group_src=0)
+
+    def make(ranks: list[list[int]], timeout: timedelta) -> tuple[dist.ProcessGroup, None]:
+        mine = next(group for group in ranks if dist.get_rank() in group)
+        return new_group(mine, str(name[0]), timeout), None
+
+    sizes, ranks = mesh.mesh.shape, tuple(mesh.mesh.flatten().tolist())
+    tensor = sizes[data] if mesh.ndim > data else 1
+    shape = MeshShape(len(ranks), sizes[data - 1], tensor=tensor, order=ranks)
+    groups = make_groups(shape, timedelta(minutes=5), make)
+    made = ParallelMesh(shape, dist.get_rank(), device_of(mesh.device_type), groups)
+    made.own(groups.values())
+    return made

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from internsp.dtensor.placed import dtensor_like, grad_dtype
 from internsp.mesh import ParallelMesh
-from internsp.wp.parameter import ShardedParameter
+from internsp.schedule.terms import Parcel
+from internsp.wp.parameter import Member, ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.plain_loop import PlainLoop
 from internsp.wp.replicated import ReplicatedParameters
@@ -19,6 +23,8 @@ class MeanLoop(PlainLoop):
         before: the loop whose place it takes.
 
     Attributes:
+        divisors: by what a weight's sum is divided; the number of ranks if it is not here.
+        hooks: called with a weight's mean, which they may change, before ``.grad`` has it.
         zeros: weights whose ``.grad`` is zeros where no rank has used them.
     """
 
@@ -27,12 +33,34 @@ class MeanLoop(PlainLoop):
     ) -> None:
         super().__init__(state, mesh, replicated, mean=True)
         self.placeholders = before.placeholders  # which the communicator knows
+        self.divisors: dict[Member, float] = {}
+        self.hooks: dict[Member, Callable[[Tensor], None]] = {}
         self.zeros: set[ShardedParameter] = set()
+
+    def start(self, parcel: Parcel[ShardedParameter]) -> None:
+        """See :class:`internsp.wp.consumer.GradientConsumer`; sums that wait are not exchanged."""
+        if parcel.weights[0] in self.waiting:
+            self._in_flight.append(None)
+        else:
+            super().start(parcel)
+
+    def value_of(self, member: Member, total: Tensor) -> Tensor:
+        """See :class:`PlainLoop`."""
+        if member not in self.divisors:
+            value = super().value_of(member, total)
+        else:
+            value = total.div_(self.divisors[member])
+        if member in self.hooks:
+            self.hooks[member](value)
+        return value
 
     def backward_ended(self, more: bool) -> None:
         """See :class:`internsp.wp.consumer.GradientConsumer`."""
         super().backward_ended(more)
-        for weight in self.zeros if not more else ():
+        if more:
+            return
+        self.placeholders.set_placeholders(self._state.reducer.had_gradient)
+        for weight in self.zeros:
             if weight.requires_grad and weight.parameter.grad is None:
                 local = weight.local(weight.storage)
                 zeros = torch.zeros_like(local, dtype=grad_dtype(weight.parameter))

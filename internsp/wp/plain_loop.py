@@ -6,7 +6,7 @@ A plain loop is one without a ``ZeroOptimizer``, which has :mod:`internsp.optim.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +38,6 @@ class PlainLoop:
 
     Attributes:
         sums: results of finished all-reduces that are not in ``.grad`` yet.
-        divisors: by what a mean divides a weight's sum; by default the number of ranks.
-        hooks: called with a weight's sum or mean, which they may change, before ``.grad`` has it.
         waiting: weights whose sums wait for a later backward, while those of others are completed.
         placeholders: those in ``.grad`` while sums wait for a later backward.
     """
@@ -58,8 +56,6 @@ class PlainLoop:
         self._completed = False  # .grad was completed since a pipeline's step began
         self._in_flight: deque[tuple[ShardedParameter, Tensor, Handle] | None] = deque()
         self.sums: dict[ShardedParameter, Tensor] = {}
-        self.divisors: dict[ShardedParameter, float] = {}
-        self.hooks: dict[ShardedParameter, Callable[[Tensor], None]] = {}
         self.waiting: set[ShardedParameter] = set()
         discard = partial(discard_sums, state, replicated)
         self.placeholders: UnfinishedGradients[Member] = UnfinishedGradients(discard, mesh.rank)
@@ -108,7 +104,6 @@ class PlainLoop:
             self.placeholders.restore_grad()
             # Each read and write of a parameter's `.grad` would go through `__torch_function__`.
             without_torch_function(self._finalize_gradients, (), (), {})
-            self.placeholders.set_placeholders(self._state.reducer.had_gradient)
             self._completed = True
 
     def reset(self, earlier: bool, step: bool) -> None:
@@ -130,8 +125,7 @@ class PlainLoop:
         gone through a block that this rank's data left out. This rank contributes zeros then.
         """
         weight = parcel.weights[0]
-        frozen = not weight.requires_grad and weight not in self._state.reducer.had_gradient
-        if frozen or weight in self.waiting:
+        if not weight.requires_grad and weight not in self._state.reducer.had_gradient:
             self._in_flight.append(None)
             return
         if weight.reduced.total is None:
@@ -159,6 +153,10 @@ class PlainLoop:
             self.finish_oldest()
         self.sums.clear()
 
+    def value_of(self, member: Member, total: Tensor) -> Tensor:
+        """What comes to ``.grad`` of a finished sum; in its memory."""
+        return total.div_(self._mesh.shape.stage_size) if self._mean else total
+
     def _finalize_gradients(self) -> None:
         """Finish all reductions and complete ``.grad`` of every parameter. Collective; blocks.
 
@@ -166,7 +164,7 @@ class PlainLoop:
             ConfigError: optimizer state is to be offloaded to host memory, which needs a
                 ``ZeroOptimizer``.
         """
-        state, replicated, mesh, mean = self._state, self._replicated, self._mesh, self._mean
+        state, replicated, mesh = self._state, self._replicated, self._mesh
         if state.link is not None:
             for weight in replicated.sharded:
                 if OPTIMIZER in weight.offload and weight.requires_grad:
@@ -181,12 +179,11 @@ class PlainLoop:
         if flat is not None:
             state.collectives.comm_context.wait(flat, SMALL)
         used_replicated, used_sharded = replicated.used(_known_use)
-        ranks = mesh.shape.stage_size
         members, values = replicated.members, replicated.values()
         read = zip(members, used_replicated, trained(members), values, strict=True)
         for member, used, wanted, value in read:
             if used and wanted:
-                _accumulate(member, value.div_(ranks) if mean else value)
+                _accumulate(member, self.value_of(member, value))
         _copy_shared_gradients(replicated.sharded)
         hosted: list[tuple[ShardedParameter, Tensor]] = []
         sharded = replicated.sharded
@@ -196,9 +193,7 @@ class PlainLoop:
             state.reducer.had_gradient.pop(weight, None)
             total = self.sums.pop(weight) if weight in self.sums else weight.reduced.on_device()
             if used and wanted and total is not None:
-                value = total.div_(self.divisors.get(weight, ranks)) if mean else total
-                if weight in self.hooks:
-                    self.hooks[weight](value)
+                value = self.value_of(weight, total)
                 if state.link is not None and weight.hosted:
                     value = value.to(grad_dtype(weight.parameter))
                     hosted.append((weight, state.link.empty("grad", value.shape, value.dtype)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp as torchs
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -28,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import internsp.fsdp as ours
-from internsp.errors import ConfigError, GradientError, MeshError, StructureError
+from internsp.errors import ConfigError, GradientError, StructureError
 from tests.support.fsdp import Model, batch, loss_of, mesh_of, require_same, shard, steps, whole
 from tests.support.ranks import ranks
 
@@ -603,6 +604,45 @@ def test_a_mesh_of_tensor_ranks_has_the_numbers_of_fsdp2(rank: int) -> None:
     compare(_tensor_parallel, rank=rank)
 
 
+def _on_part(tensor: bool, hook: bool) -> Program:
+    """Two models on a mesh of some ranks; without a hook, stage 1 runs when stage 0 is ready."""
+
+    def program(names: Any, rank: int) -> dict[str, Tensor]:
+        axes, sizes = ("pp", "dp", "tp"), (2, 1, 2) if tensor else (2, 2, 1)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
+        stage, found = mesh.get_local_rank("pp"), {}
+        for number in range(2):  # as the stages of a schedule in the form of a V
+            model: Any = nn.Sequential(nn.Linear(5, 12), nn.ReLU(), nn.Linear(12, 5)).double()
+            if tensor:
+                parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+                parallelize_module(model, mesh["tp"], {"2": RowwiseParallel()})
+            data = mesh["dp"] if number else DeviceMesh.from_group(mesh.get_group("dp"), "cpu")
+            for part in (model[0], model):
+                names.fully_shard(part, mesh=mesh["dp"] if tensor else data)
+                if hook:
+                    among = mesh.get_group("pp")
+                    part.set_all_reduce_hook(partial(dist.all_reduce, group=among))
+            if stage and not hook:
+                dist.recv(torch.zeros(1), rank - 2)
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+            for _ in range(2):
+                model(inputs(rank // 2 if tensor else rank, 3, 5)).square().sum().backward()
+                found |= gradients(model, f"{len(found)} ")
+                optimizer.step()
+                optimizer.zero_grad()
+            if not stage and not hook:
+                dist.send(torch.zeros(1), rank + 2)
+        return found
+
+    program.__name__ = f"part of the ranks {tensor=} {hook=}"
+    return program
+
+
+@ranks(4)
+def test_a_mesh_of_some_ranks_has_the_numbers_of_fsdp2(rank: int) -> None:
+    compare(_on_part(False, False), _on_part(True, False), _on_part(False, True), rank=rank)
+
+
 # errors
 
 
@@ -647,7 +687,6 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         StructureError, "import it from internsp.fsdp",
         lambda: torchs.register_fsdp_forward_method(_model(), "forward") or _registered(),
     ),
-    "part of the ranks": (MeshError, "1 of 2 ranks", lambda: _alone()(torch.zeros(1, 2))),
 }  # fmt: skip
 
 
@@ -708,11 +747,6 @@ def _registered() -> None:
     model = _model()
     torchs.register_fsdp_forward_method(model, "forward")
     model.forward(batch(0, 0, 0))
-
-
-def _alone() -> Any:
-    one = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
-    return ours.fully_shard(nn.Linear(2, 2), mesh=one)
 
 
 @ranks(2)
