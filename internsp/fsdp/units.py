@@ -108,16 +108,19 @@ def _sharding(
             "give both functions to a rule of internsp.WeightParallelConfig (pre_all_gather, "
             "post_all_gather; docs/howto/rules.md), or take internsp.fsdp.options(quantize=...)"
         )
-    if parameter.is_floating_point() and parameter.dtype.itemsize == 1:
-        raise StructureError(
-            f"{owners[0].full_name} is stored as {parameter.dtype}, in which nothing is summed: "
-            "give it to fully_shard(ignored_params={...}); it stays whole on every rank then"
-        )
     offload = ("weights",) if param.offload_to_cpu else ()
     near = unit.near_ranks or config.near_ranks
     options = WeightOptions(config.coalesce_bytes, offload, near, config.quantize)
     grad = parameter.grad_dtype or parameter.dtype
-    dtypes = WeightDtypes(param.param_dtype or parameter.dtype, param.reduce_dtype, grad)
+    compute, reduce = param.param_dtype or parameter.dtype, param.reduce_dtype
+    if compute.itemsize == 1 and compute.is_floating_point:
+        if parameter.requires_grad:
+            raise StructureError(
+                f"{owners[0].full_name} is stored as {compute}, in which nothing is summed: freeze "
+                "it, or give it to fully_shard(ignored_params={...}); it stays whole then"
+            )
+        reduce = torch.float32  # never used, but in plans
+    dtypes = WeightDtypes(compute, reduce, grad)
     block = unit.number if unit.kind == "block" else -1
     linear = getattr(owners[0].module, "autocasts", isinstance(owners[0].module, nn.Linear))
     return ParameterSharding(

@@ -272,5 +272,5 @@ def _weight_layout(
         offload=frozenset(options.offload),
         slices=_near_group("near_ranks", slices, assignment, size) if slices else 0,
         unsharded_bytes=layout.padded_numel * compute.itemsize,
-        sum_bytes=layout.padded_numel * torch.promote_types(compute, torch.float32).itemsize,
+        sum_bytes=layout.padded_numel * max(compute.itemsize, torch.float32.itemsize),
     )

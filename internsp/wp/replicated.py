@@ -88,8 +88,6 @@ class ReplicatedParameters:
             dtype = torch.float32
             for member in self.members:
                 dtype = torch.promote_types(dtype, member.dtype)
-            for weight in self.sharded:
-                dtype = torch.promote_types(dtype, weight.dtype)
             length = self.numel + len(self.members) + len(self.sharded)
             self.flat = torch.zeros(length, dtype=dtype, device=self._mesh.device)
             self._views = self._shaped(self.flat)

@@ -33,18 +33,19 @@ from internsp.errors import ConfigError, GradientError, StructureError
 from tests.support.fsdp import Model, batch, loss_of, mesh_of, require_same, shard, steps, whole
 from tests.support.ranks import ranks
 
+Policy = torchs.MixedPrecisionPolicy
 Program = Callable[[Any, int], dict[str, Tensor]]
 """From a module with FSDP2's names, and the rank, to values by name."""
 
 
-def compare(*programs: Program, rank: int) -> None:
+def compare(*programs: Program, rank: int, tolerance: float = 1e-12) -> None:
     for program in programs:
         results = []
         for names in (torchs, ours):
             torch.manual_seed(5)
             results.append(program(names, rank))
         try:
-            require_same(results[1], results[0])
+            require_same(results[1], results[0], tolerance)
         except AssertionError as error:
             raise AssertionError(f"{program.__name__}: {error}") from None
 
@@ -325,6 +326,30 @@ def other_parameters(names: Any, rank: int) -> dict[str, Tensor]:
     return found | whole(dict(model.named_parameters()))
 
 
+def eight_bits(names: Any, rank: int) -> dict[str, Tensor]:
+    """Frozen weights in eight bits, also cast before they are gathered."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            codes = torch.randn(7, 6).to(torch.float8_e4m3fn)
+            self.codes = nn.Parameter(codes, requires_grad=False)
+            self.linear = nn.Linear(7, 6)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.linear(x @ self.codes.to(x.dtype).T)
+
+    model, found = nn.Sequential(Scaled(), Scaled()), {}
+    for part, policy in zip(model, (Policy(), Policy(torch.bfloat16)), strict=True):
+        names.fully_shard(part, mesh=mesh_of((2,)), mp_policy=policy)
+    names.fully_shard(model, mesh=mesh_of((2,)))
+    for step in range(2):
+        found[f"output {step}"] = model(inputs(rank, 2, 6).float()).float()
+        found[f"output {step}"].sum().backward()
+        found |= gradients(model, f"{step} ")
+    return found
+
+
 def nothing_to_shard(names: Any, rank: int) -> dict[str, Tensor]:
     class Plus(nn.Module):
         def forward(self, x: Tensor) -> Any:
@@ -341,6 +366,7 @@ def test_modules_of_any_kind_have_the_same_gradients(rank: int) -> None:
         containers, unused_output, several_runs, deeply_nested, other_parameters, nothing_to_shard,
         rank=rank,
     )  # fmt: skip
+    compare(eight_bits, rank=rank, tolerance=0.02)  # a gradient travels as bf16 here and there
 
 
 # methods
@@ -676,7 +702,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         StructureError, "leave dp_mesh_dims out", lambda: ours.fully_shard(Model(), dp_mesh_dims=1)
     ),
     "scalar": (ValueError, "1D tensor with numel equal to 1", lambda: ours.fully_shard(_Scalar())),
-    "float8": (StructureError, "ignored_params", lambda: _eight()(torch.zeros(1, 2))),
+    "float8": (StructureError, "ignored_params", lambda: _eight()(torch.tensor(1))),
     "tied": (ValueError, "already managed by another", lambda: _tied()(batch(0, 0, 0))),
     "meta": (RuntimeError, "materialized from meta device", lambda: _on_meta()(batch(0, 0, 0))),
     "compiled": (StructureError, "compile=True", lambda: _compiled()(batch(0, 0, 0))),
@@ -700,8 +726,7 @@ class _Scalar(nn.Module):
 
 
 def _eight() -> Any:
-    model = nn.Linear(2, 2)
-    model.narrow = nn.Parameter(torch.zeros(8, 8).to(torch.float8_e4m3fn), requires_grad=False)
+    model = nn.Embedding(8, 8, _weight=torch.zeros(8, 8).to(torch.float8_e4m3fn))
     return ours.fully_shard(model, mesh=mesh_of((2,)))
 
 
