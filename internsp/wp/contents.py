@@ -89,8 +89,9 @@ class Contents:
             return False
         if not self.promised:
             self._promised = None
+        kept = self._state.queue.slots.contents  # what was prefetched, and not resharded since
         for member, version in promised:
-            if member.version() != version:
+            if (self.promised or member in kept) and member.version() != version:
                 where = "within unchanged()"
                 remedy = "step, load or edit outside of it"
                 if not self.promised:

@@ -402,6 +402,26 @@ def whole_weights(names: Any, rank: int) -> dict[str, Tensor]:
     return found | gradients(model, "second ")
 
 
+def taken_back(names: Any, rank: int) -> dict[str, Tensor]:
+    """A unit that is unsharded ahead and then not may be written, and any other unit."""
+    model: Any = Model().double()
+    shard(names.fully_shard, model, "blocks", mesh_of((2,)))
+    found = {}
+    for step in range(2):
+        handle = model.blocks[0].unshard(async_op=True)
+        if step or names is torchs:  # FSDP2 goes on with old weights otherwise
+            handle.wait()
+        model.blocks[0].reshard()
+        model.blocks[1].unshard(async_op=True)
+        with torch.no_grad():
+            for part in (model.blocks[0], model.blocks[2], model.head):
+                for parameter in part.parameters():
+                    parameter.mul_(0.75)
+        loss_of(model, batch(step, 0, rank)).backward()
+        found |= gradients(model, f"{step} ")
+    return found
+
+
 def other_forwards(names: Any, rank: int) -> dict[str, Tensor]:
     class Vision(nn.Module):
         def __init__(self) -> None:
@@ -594,8 +614,8 @@ def evaluated_first(names: Any, rank: int) -> dict[str, Tensor]:
 @ranks(2)
 def test_methods_of_an_fsdp_module_do_what_torchs_do(rank: int) -> None:
     compare(
-        whole_weights, other_forwards, divided, hooked, exchanged_once, prefetched, failed,
-        offloaded, assigned, cast, evaluated_first, rank=rank,
+        whole_weights, taken_back, other_forwards, divided, hooked, exchanged_once, prefetched,
+        failed, offloaded, assigned, cast, evaluated_first, rank=rank,
     )  # fmt: skip
 
 
