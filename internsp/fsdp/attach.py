@@ -65,6 +65,11 @@ class Attached:
         hide(self.shown)
         self.shown.clear()
 
+    def finish(self) -> None:
+        """Complete ``.grad`` of what backwards have only summed."""
+        self.communicator.events.begin_backward_part(weights=True)  # of no graph
+        self.communicator.events.end_backward_part()
+
     def follow(self) -> None:
         """Follow the setters: which backwards only sum, what changes sums, what is zeros."""
         groups, replicas = groups_of(self.units), self.communicator.mesh.replicas > 1

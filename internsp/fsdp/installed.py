@@ -79,6 +79,9 @@ def install(**chosen: Any) -> None:
     installed.of_internsp = True  # type: ignore[attr-defined]
     places = replace_everywhere(torch_fully_shard, installed, "internsp.")
     replace_everywhere(torch_register, register_fsdp_forward_method, "internsp.")
+    from internsp.fsdp.pipelines import input_backward, stage_backward_input  # loads seconds
+
+    replace_everywhere(stage_backward_input, input_backward, "internsp.")
     if os.environ.get("RANK", "0") == "0":
         where = ", ".join(places)
         sys.stderr.write(f"internsp.fsdp: fully_shard of {where} is internsp's\n")
@@ -90,3 +93,6 @@ def uninstall() -> None:
     if getattr(now, "of_internsp", False):
         replace_everywhere(now, torch_fully_shard, "internsp.")
         replace_everywhere(register_fsdp_forward_method, torch_register, "internsp.")
+        from internsp.fsdp.pipelines import input_backward, stage_backward_input
+
+        replace_everywhere(input_backward, stage_backward_input, "internsp.")

@@ -169,7 +169,8 @@ def _captured(weight: Member, gradient: Tensor, shard: Tensor) -> Tensor:
     if not weight.communicator.weight_part:
         raise GradientError(
             "torch.autograd.grad over a sharded weight is not supported: its gradient is "
-            "reduced over ranks asynchronously; call backward() and read .grad"
+            "reduced over ranks asynchronously; call backward() and read .grad. A schedule of "
+            "torch's that splits backward needs internsp.Pipeline, or internsp.fsdp.install()"
         )
     return gradient.new_zeros((), dtype=shard.dtype).expand(shard.shape)
 

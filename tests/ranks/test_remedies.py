@@ -706,7 +706,12 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
     },
     "the model's output was added to a term of its parameters": PENALTY,
     "so that its backward could not be prefetched": CONTAINERS,
-    "torch.autograd.grad over a sharded weight": {"call backward() and read .grad": right},
+    "torch.autograd.grad over a sharded weight": {
+        "call backward() and read .grad": right,
+        "internsp.Pipeline, or internsp.fsdp.install()":
+            "tests/ranks/test_fsdp_pipelines.py::"
+            "test_torchs_schedules_have_the_gradients_of_one_process",
+    },
     "so that its weights could not be kept for its backward": CONTAINERS,
     "has registered a parametrization of": {
         "register it before parallelize()": partial(right, before=parametrized),

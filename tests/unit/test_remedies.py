@@ -229,13 +229,6 @@ MESH: Table = {
         "give fully_shard a mesh of one dimension": "tests/ranks/test_fsdp.py::"
         "test_three_steps_are_those_of_fsdp2",
     },
-    "give fully_shard a mesh of all ranks": {
-        "give fully_shard a mesh of all ranks": "tests/ranks/test_fsdp.py::"
-        "test_three_steps_are_those_of_fsdp2",
-        "for pipeline stages make an internsp.Pipeline":
-            "tests/ranks/test_pipeline_parity.py::"
-            "test_loss_every_gradient_and_every_message_are_as_they_should_be",
-    },
     "have no names: give": {"give init_device_mesh its mesh_dim_names": DEVICE_MESH},
     "give the one of all ranks, of which it may": {
         "give the one of all ranks": DEVICE_MESH, "and name all of its axes": DEVICE_MESH,
@@ -375,7 +368,6 @@ FSDP: Table = {
             f"{OWN}test_the_communicator_of_the_document_trains_as_one_process",
     },
     "slots are allocated once": {"leave it out": WRITTEN},
-    "the first one of replicas": {"give fully_shard a mesh of two dimensions": WRITTEN},
     "leave dp_mesh_dims out": {
         "write fully_shard(module, mesh=mesh['dp'])":
             f"{PROGRAMS}test_a_mesh_of_tensor_ranks_has_the_numbers_of_fsdp2",
