@@ -265,6 +265,7 @@ def simulate(
     overlap: bool = True,
     data: Sequence[BatchUsage] = (),
     summed_losses: bool = False,
+    by: type[Simulator] = Simulator,
 ) -> Schedule:
     """The actions of one optimizer step, in the order in which they happen.
 
@@ -272,9 +273,10 @@ def simulate(
         micro_batches: forward and backward passes in the step.
         overlap: false for the synchronous path, which waits at each launch.
         data: how each micro-batch uses the weights; by default each weight is used once.
-        added: the losses of all micro-batches are summed for one backward.
+        summed_losses: the losses of all micro-batches are summed for one backward.
+        by: what simulates it; a subclass may record more.
     """
-    simulator = Simulator(plan, overlap)
+    simulator = by(plan, overlap)
     every = [data[n] if n < len(data) else BatchUsage() for n in range(micro_batches)]
     simulator.set_uses(every)
     if summed_losses:

@@ -491,7 +491,7 @@ TRAIN: Table = {
 CLI: Table = {
     "give a number from 1 on": {"give a number from 1 on": BY_COMMAND},
     "it writes what --search or --calibrate finds": {"give one": BY_COMMAND},
-    "of which constants are fit": {
+    "whose constants are fitted": {
         "give --device NAME":
             CALIBRATED + "test_the_file_says_what_it_was_made_of_and_is_read",
     },

@@ -78,9 +78,7 @@ def test_a_layouts_workload_is_that_of_its_configuration() -> None:
 @pytest.mark.parametrize("ranks", [4, 12])
 @pytest.mark.parametrize("heads", [2, 8])
 def test_what_is_found_is_planned_without_a_mistake_and_fits(ranks: int, heads: int) -> None:
-    given = config(
-        model={**SMALL, "heads": heads, "kv_heads": heads}, train={"global_batch": 12}
-    )
+    given = config(model={**SMALL, "heads": heads, "kv_heads": heads}, train={"global_batch": 12})
     space = Space(given, ranks, H100)
     some = random.Random(0).sample(list(space.layouts()), 40)
     for layout in [*some, *(one.layout for one in search(given, ranks, H100).best)]:
@@ -179,6 +177,20 @@ def test_what_cannot_fit_is_said(tmp_path: Path) -> None:
     assert main(["plan", str(path), "--search"]) == 2
     assert main(["plan", str(path), "--write", str(path)]) == 2
     assert main(["plan", str(path), "--devices", "0"]) == 2
+
+
+def test_where_the_closed_form_is_too_low_the_search_goes_on() -> None:
+    """All that it finds first need more by their plan; with the optimizer's state away they fit."""
+    tiny = {"hidden_size": 256, "layers": 2, "heads": 4, "intermediate_size": 704}
+    given = config(model=tiny, train={"global_batch": 2}, data={"sequence_length": 512})
+    device = replace(H100, memory=700 * 2**20)
+    for one in search(given, 1, device).best:
+        other = changed(given, one.layout.settings())
+        assert other is not None
+        assert sum(n for _, n in MemoryBudget(other, 1).at(512)[0]) > device.memory
+    out = io.StringIO()
+    print_search(given, 1, device, Console(file=out, width=200))
+    assert "checkpoint none, offloaded" in out.getvalue()
 
 
 def test_the_command_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

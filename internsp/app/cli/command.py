@@ -146,7 +146,7 @@ def _perform(command: Any, config: Config, around: Launched) -> int:
                 from internsp.app.plan.calibrate import print_calibration
 
                 if not known:
-                    raise ConfigError("--calibrate: give --device NAME, of which constants are fit")
+                    raise ConfigError("--calibrate: give --device NAME, whose constants are fitted")
                 runs = command.calibrate
                 print_output(
                     partial(print_calibration, config, size, known[0], runs, command.write)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from internsp.schedule.chunk import ChunkLayout, ScheduleLine, UnitLayout, WeightLayout
-from internsp.schedule.simulate import Simulator
+from internsp.schedule.simulate import Simulator, simulate
 from internsp.schedule.terms import BACKWARD, FINISH, FORWARD, RECOMPUTE
 
 GRADIENT = "GRADIENT"
@@ -38,18 +38,7 @@ def computing_actions(
     chunk: ChunkLayout, micro_batches: int, overlap: bool
 ) -> list[ScheduleLine]:
     """The actions of a step as ``simulate`` returns them, and a line at each gradient."""
-    simulator = _Computing(chunk, overlap)
-    simulator.set_uses([simulator.data] * micro_batches)
-    for number in range(micro_batches):
-        last = number == micro_batches - 1
-        reductions = simulator.queue.reductions
-        reductions.accumulating = chunk.policy.accumulate_whole and not last
-        simulator.forward()
-        simulator.exchanges = last
-        simulator.backward()
-        simulator.record(reductions.finish(last))
-    simulator.record(simulator.queue.reductions.complete())
-    return simulator.schedule.actions
+    return simulate(chunk, micro_batches, overlap, by=_Computing).actions
 
 
 @dataclass

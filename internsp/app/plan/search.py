@@ -8,7 +8,7 @@ fit into memory are left out before; those that are printed are planned, and che
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -190,10 +190,12 @@ class Space:
             yield replace(layout, optimizer_ranks=1)
         yield replace(layout, offload=True)
 
-    def best(self, layout: Layout) -> Found | None:
-        """The fastest variant that fits; ``None``: none does."""
+    def best(self, layout: Layout, without: Collection[Layout] = ()) -> Found | None:
+        """The fastest variant that fits and is not in ``without``; ``None``: there is none."""
         found = None
         for one in self.variants(layout):
+            if one in without:
+                continue
             load = self.load(one)
             nbytes = step_bytes(load).total
             if nbytes > FREE * self.device.memory:
@@ -244,15 +246,19 @@ class Space:
         )
 
 
-def search(config: Config, ranks: int, device: Device, prune: bool = True) -> Searched:
+def search(
+    config: Config, ranks: int, device: Device, prune: bool = True,
+    without: Collection[Layout] = (),
+) -> Searched:
     """The ten layouts that fit and take least seconds.
 
     Args:
         prune: false evaluates every layout that fits.
+        without: layouts that are known not to fit.
 
     Raises:
         ConfigError: no layout fits.
-    """
+    """  # fmt: skip
     space = Space(config, ranks, device)
     possible = fitting = evaluated = 0
     queue: list[tuple[float, int, Layout]] = []
@@ -265,7 +271,7 @@ def search(config: Config, ranks: int, device: Device, prune: bool = True) -> Se
         if prune and len(best) == ROWS and bound > -best[0][0]:
             break
         evaluated += 1
-        found = space.best(layout)
+        found = space.best(layout, without)
         if found is None:
             continue
         fitting += 1

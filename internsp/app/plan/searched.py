@@ -14,7 +14,7 @@ from internsp.app.plan.classes import table
 from internsp.app.plan.devices import Device
 from internsp.app.plan.longest import MemoryBudget
 from internsp.app.plan.replayed import replayed
-from internsp.app.plan.search import TIE, Found, Space, chosen, neighbors, search
+from internsp.app.plan.search import TIE, Found, Layout, Searched, Space, chosen, neighbors, search
 from internsp.app.plan.seconds import StepSeconds
 from internsp.app.process import terminal
 from internsp.base.sizes import human
@@ -44,9 +44,7 @@ def print_search(
         ConfigError: no layout fits; or the file cannot be written.
     """  # fmt: skip
     console = console or terminal.console()
-    result = search(config, ranks, device)
-    rows = list(_accepted(config, ranks, device, result.best))
-    rows, needed = _fitting(rows, ranks, device)
+    result, rows, needed = _searched(config, ranks, device)
     best = rows[0]
     console.print(
         f"{result.possible:,} layouts of {ranks:,} x {device.name}; {result.evaluated:,} were "
@@ -70,9 +68,36 @@ def print_search(
         console.print(f"the best is in {write}", markup=False)
 
 
+def _searched(
+    config: Config, ranks: int, device: Device
+) -> tuple[Searched, list[Row], int]:
+    """The best ten of which a run takes the first, and the bytes that it needs.
+
+    Where the closed form is too low for all ten, they are left out and the search goes on.
+    """
+    without: set[Layout] = set()
+    while True:
+        result = search(config, ranks, device, without=without)
+        rows = _accepted(config, ranks, device, result.best)
+        for number, row in enumerate(rows):
+            needed = _needed(row.config, ranks)
+            if needed <= device.memory:
+                return result, rows[number:], needed
+        without |= {one.layout for one in result.best}
+
+
+def _needed(config: Config, ranks: int) -> int:
+    """Bytes that the fullest rank needs, by the plan of its objects."""
+    budget = MemoryBudget(config, ranks)
+    return max(
+        sum(nbytes for _, nbytes in budget.at(config.data.sequence_length, rank)[0])
+        for rank in range(len(budget.ranks))
+    )
+
+
 def _accepted(
     config: Config, ranks: int, device: Device, found: tuple[Found, ...]
-) -> Iterator[Row]:
+) -> list[Row]:
     """Those that a run would not refuse, the chosen one first, then by replayed seconds."""
     rows = []
     for one in found:
@@ -81,26 +106,11 @@ def _accepted(
             shape = MeshShape(ranks, **other.degrees())
             rows.append(Row(one, other, replayed(other, shape, device)))
     if not rows:
-        raise ConfigError("--search: every layout that fits is refused for this model")
+        return []
     rows.sort(key=lambda row: row.seconds.total)
     first = chosen([row.found for row in rows])
     rows.sort(key=lambda row: row.found is not first)
-    yield from rows
-
-
-def _fitting(rows: list[Row], ranks: int, device: Device) -> tuple[list[Row], int]:
-    """``rows`` from the first on that fits by the plan of its objects, and that plan's bytes."""
-    while rows:
-        budget = MemoryBudget(rows[0].config, ranks)
-        length = rows[0].config.data.sequence_length
-        needed = max(
-            sum(nbytes for _, nbytes in budget.at(length, rank)[0])
-            for rank in range(len(budget.ranks))
-        )
-        if needed <= device.memory:
-            return rows, needed
-        rows = rows[1:]
-    raise ConfigError(f"--search: no layout of this step fits on {device.name}")
+    return rows
 
 
 def _reasons(config: Config, ranks: int, device: Device, rows: list[Row]) -> Iterator[str]:
