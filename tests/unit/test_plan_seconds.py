@@ -15,13 +15,21 @@ from rich.console import Console
 from internsp.app.config import Config
 from internsp.app.plan.answer import changed
 from internsp.app.plan.bytes import step_bytes
+from internsp.app.plan.compute import STREAMED
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device, device_named, devices, on_device
 from internsp.app.plan.links import Group, beside
 from internsp.app.plan.replay import GRADIENT, UnitSeconds, computing_actions, replay
 from internsp.app.plan.replayed import replayed
 from internsp.app.plan.screen import print_plan
-from internsp.app.plan.seconds import BUBBLE, GATHERS, REDUCTIONS, StepSeconds, step_seconds
+from internsp.app.plan.seconds import (
+    BUBBLE,
+    GATHERS,
+    REDUCTIONS,
+    StepSeconds,
+    ends,
+    step_seconds,
+)  # fmt: skip
 from internsp.app.plan.step import Plan, make_plan
 from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, Workload
 from internsp.errors import ConfigError
@@ -79,7 +87,8 @@ def test_the_replay_has_the_actions_that_the_plan_prints(
 @pytest.mark.parametrize("sections", CASES, ids=str)
 def test_the_closed_form_is_near_the_replay(sections: dict[str, dict[str, Any]]) -> None:
     closed, played, _ = seconds_of(config(**sections))
-    assert closed.total == pytest.approx(played.total, rel=0.02)  # of a small model on fast links
+    # A small model, whose first gather in each micro-batch is much of the step.
+    assert closed.total == pytest.approx(played.total, rel=0.025)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 5])
@@ -146,10 +155,8 @@ def test_a_group_with_one_rank_a_domain_drives_one_adapter_and_one_with_all_driv
     apart, together = Group(16, 8, device), Group(16, 1, device)
     rate = device.far * device.fitted.links
     assert apart.gather(nbytes) == pytest.approx(nbytes * 15 / 16 / rate, rel=0.01)
-    assert together.gather(nbytes) == pytest.approx(  # within each domain, faster than NVLink
-        max(nbytes / 2 / (8 * rate), nbytes * 15 / 16 / (device.near * device.fitted.links)),
-        rel=0.02,
-    )
+    assert 8 * device.far < device.near  # of a ring's parts all but one pass each of its links
+    assert together.gather(nbytes) == pytest.approx(nbytes * 15 / 16 / (8 * rate), rel=0.02)
     assert Group(1, 1, device).gather(nbytes) == Group(1, 1, device).exchange(nbytes) == 0
 
 
@@ -281,3 +288,16 @@ def test_a_device_of_ones_own_is_read_and_mistakes_in_it_are_told(tmp_path: Path
         device_named("tpu")
     with pytest.raises(ConfigError, match="--device-file"):
         device_named("a100-80", tmp_path / "none.toml")
+
+
+def test_the_host_launches_the_ends_as_a_block_and_a_loss_of_more_passes_takes_longer() -> None:
+    model = ModelShape(2, 64, 256, False, 4, 4, 16, 257)
+    device, quick = device_named("a100-80"), Habits(launches=0.0)
+    load = Workload(model, Degrees(1), 128, 1, 1, habits=quick)
+    assert sum(ends(load, device)) < 1e-4
+    slow = replace(load, habits=replace(quick, launches=0.001))
+    assert sum(ends(slow, device)) == pytest.approx(0.0026)
+    wide = replace(load, model=replace(model, vocab=128256), sequence=8192)
+    longer = replace(wide, habits=replace(quick, loss=(38, 14)))  # of 30 bytes in eager mode
+    more = 22 * 8192 * 128256 / (device.bandwidth * STREAMED)
+    assert sum(ends(longer, device)) - sum(ends(wide, device)) == pytest.approx(more)

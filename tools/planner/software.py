@@ -19,6 +19,8 @@ _MEGATRON = Habits(
     tensor_overlap=True,
     launches=0.0003,
     accumulates=2,  # the product of a weight's gradient adds to the sum
+    # To 32 bits; maximum, difference, exponential, sum and quotient one by one; and back.
+    loss=(38, 14),
 )
 SOFTWARE = {
     "mpt": Habits(kernel="flash1"),

@@ -178,6 +178,8 @@ def head(load: Workload, device: Device) -> tuple[Work, Work]:
     back = product(device, load.tokens, model.hidden, columns, dtype)
     back += product(device, model.hidden, columns, load.tokens, dtype)
     each = {"eager": (16, 14), "kernels": (14, 10), "compiled": (8, 4)}[load.habits.fused]
+    if any(load.habits.loss):
+        each = load.habits.loss
     rate = device.bandwidth * STREAMED
     logits = load.tokens * columns
     return Work(out, 0, each[0] * logits / rate), Work(back, 0, each[1] * logits / rate)

@@ -1,7 +1,8 @@
 """Seconds of collectives over near and far links. Pure.
 
 A ring over ranks of several near domains crosses each domain's adapters: a group with several ranks
-in a domain drives as many adapters. Each step of a ring takes a latency besides its bytes.
+in a domain drives as many adapters. Every part passes each link of a ring but one, those between
+domains, too. Each step of a ring takes a latency besides its bytes.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 
 from internsp.app.plan.devices import Device
 
-NEAR_HOP, FAR_HOP = 3.4e-6, 14e-6
-"""Seconds of a step of a ring within a domain and between two: what NCCL's tuning takes for large
-messages (NVIDIA/nccl, src/graph/tuning.cc, hwLat of the protocol Simple)."""
+BASE, NEAR_HOP, FAR_HOP = 8.4e-6, 3.4e-6, 14e-6
+"""Seconds of a collective, and of a step of a ring within a domain and between two: what NCCL's
+tuning takes for large messages (NVIDIA/nccl, src/graph/tuning.cc, baseLat and hwLat of the protocol
+Simple)."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Group:
         domains = -(-self.size // self.within)
         steps = self.size - 1
         far = domains - 1 if domains > 1 else 0
-        return (steps - far) * NEAR_HOP + far * FAR_HOP
+        return BASE + (steps - far) * NEAR_HOP + far * FAR_HOP
 
     def gather(self, nbytes: float) -> float:
         """Seconds of an all-gather or reduce-scatter of ``nbytes``, the whole of all ranks."""
@@ -54,7 +56,7 @@ class Group:
         domains = -(-self.size // self.within)
         seconds = 0.0 if self.within == 1 else nbytes * (self.size - 1) / self.size / near
         if domains > 1:
-            seconds = max(seconds, nbytes * (domains - 1) / domains / far)
+            seconds = max(seconds, nbytes * (self.size - 1) / self.size / far)
         return seconds + self.latency
 
     def all_reduce(self, nbytes: float) -> float:

@@ -39,6 +39,7 @@ from internsp.app.plan.seconds import (
     SEQUENCES,
     TENSOR,
     StepSeconds,
+    ends,
     paces,
     step_seconds,
 )
@@ -90,7 +91,8 @@ def _pipeline(
     kind, stages = schedule_kind(config.pipeline.schedule), load.degrees.pipeline
     chunks, number = config.pipeline.chunks, load.micro_batches
     order = schedule_order(kind, stages, chunks, number)
-    block, ends = block_seconds(load, device), head(load, device)
+    block, outer = block_seconds(load, device), ends(load, device)
+    multiplied = head(load, device)[1].products
     passes = number * stages
     waits = [closed.parts.get(name, 0.0) / number for name in (GATHERS, REDUCTIONS)]
     share = load.model.layers / (stages * chunks)
@@ -100,10 +102,10 @@ def _pipeline(
         last = action.stage == stages * chunks - 1
         if action.kind == "F":
             own = share * ahead + waits[0] / 2 / chunks
-            return own + (ends[0].total if last else 0.0)
+            return own + (outer[0] if last else 0.0)
         own = share * behind + (waits[0] / 2 + waits[1]) / chunks
-        own += ends[1].total if last else 0.0
-        weights = (share * block.backward.products + last * ends[1].products) / 2
+        own += outer[1] if last else 0.0
+        weights = (share * block.backward.products + last * multiplied) / 2
         return {"B": own, "I": own - weights, "W": weights}[action.kind]
 
     rank_of = partial(kind.rank_of, ranks=stages, chunks=chunks)
@@ -123,7 +125,7 @@ def _replay(
     load: Workload, device: Device, chunk: ChunkLayout, number: int, overlap: bool
 ) -> Clocks:
     block = block_seconds(load, device)
-    before, after = head(load, device)
+    before, after = ends(load, device)
     share = load.recompute.products or 1.0  # of the blocks that recompute
     attends = block.forward.attention + block.sequences[0]
     again = block.again.attention / share
@@ -137,7 +139,7 @@ def _replay(
     one = UnitSeconds((rest[0], attends), (rest[1], again), (rest[2], backward))
     units = dict.fromkeys((unit.name for unit in chunk.blocks), one)
     if chunk.head is not None:
-        units[chunk.head.name] = UnitSeconds((before.total, 0.0), (0.0, 0.0), (after.total, 0.0))
+        units[chunk.head.name] = UnitSeconds((before, 0.0), (0.0, 0.0), (after, 0.0))
     actions = computing_actions(chunk, number, overlap)
     return replay(chunk, actions, units, messages(load, device, chunk), device.fitted.slowdown)
 

@@ -58,9 +58,8 @@ def step_seconds(load: Workload, device: Device) -> StepSeconds:
     """Predict the seconds of one step of ``load`` on ``device``."""
     degrees, number = load.degrees, load.micro_batches
     block = block_seconds(load, device)
-    before, after = head(load, device)
     blocks = load.model.layers / degrees.pipeline  # on average
-    last = before.total + after.total
+    last = sum(ends(load, device))
     parts = _micro_batch(load, block, blocks)
     messages = blocks * block.messages
     forward, backward = paces(load, block)
@@ -89,9 +88,9 @@ def least_seconds(load: Workload, device: Device) -> float:
     It is the same for any weight degree, number of replicas and optimizer's ranks.
     """
     block = block_seconds(load, device)
-    ends = sum(work.total for work in head(load, device)) / load.degrees.pipeline
+    last = sum(ends(load, device)) / load.degrees.pipeline
     parts = _micro_batch(load, block, load.model.layers / load.degrees.pipeline)
-    return load.micro_batches * (sum(parts.values()) + ends)
+    return load.micro_batches * (sum(parts.values()) + last)
 
 
 def _micro_batch(load: Workload, block: BlockSeconds, blocks: float) -> Parts:
@@ -116,6 +115,12 @@ def paces(load: Workload, block: BlockSeconds) -> tuple[float, float]:
     return max(host, block.at(0)), max(behind, block.at(1))
 
 
+def ends(load: Workload, device: Device) -> tuple[float, float]:
+    """Seconds of embedding, head and loss, forward and backward: launched as a block is."""
+    host, (before, after) = load.habits.launches, head(load, device)
+    return max(host, before.total), max(_HOST_BACKWARD * host, after.total)
+
+
 def _sharded(
     load: Workload, device: Device, forward: float, backward: float, blocks: float
 ) -> tuple[float, float, float]:
@@ -138,10 +143,10 @@ def _sharded(
     often = 1 / load.micro_batches if habits.keeps_gathers and degrees.pipeline > 1 else 1.0
     twice = 0.0 if degrees.kind == "zero2" or (habits.keeps_gathers and degrees.pipeline > 1) else 1
     rest = model.embedding / degrees.tensor / degrees.pipeline
-    ends = group.gather(rest * habits.gather_bytes), group.gather(rest * habits.reduce_bytes)
+    outer = group.gather(rest * habits.gather_bytes), group.gather(rest * habits.reduce_bytes)
     if not habits.overlaps:
-        gathers = blocks * gather * (often + twice) + ends[0]
-        reductions = blocks * reduce * often + ends[1]
+        gathers = blocks * gather * (often + twice) + outer[0]
+        reductions = blocks * reduce * often + outer[1]
         return gathers, reductions, gathers + reductions
     # One block's gather is in the open before the first, one's reduction after the last.
     others = max(blocks - 1, 0)
@@ -149,9 +154,9 @@ def _sharded(
     both = gather * twice + reduce * often
     behind = others * (beside(backward, both, slowdown) - backward)
     share = gather * twice / both
-    exposed = ahead + behind * share + (gather + ends[0]) * often
-    late = behind * (1 - share) + (reduce + ends[1]) * often
-    sent = blocks * (gather * (often + twice) + reduce * often) + (ends[0] + ends[1]) * often
+    exposed = ahead + behind * share + (gather + outer[0]) * often
+    late = behind * (1 - share) + (reduce + outer[1]) * often
+    sent = blocks * (gather * (often + twice) + reduce * often) + (outer[0] + outer[1]) * often
     return exposed, late, sent
 
 

@@ -132,6 +132,8 @@ class Habits:
         causal_halves: the kernel skips what is masked.
         sends_ahead: messages between stages run beside computation.
         collectives: in which a block's weights travel.
+        loss: bytes that the loss moves for a logit, forward and backward; zeros: as ``fused`` has
+            it.
         keeps_rotated: rotated queries and keys, and the activated gate, are kept beside what they
             are made from.
         shard_bytes, sum_bytes, state_bytes: of one element of a weight's shard, of its gradient's
@@ -154,6 +156,7 @@ class Habits:
     causal_halves: bool = True
     sends_ahead: bool = False
     collectives: int = 1
+    loss: tuple[int, int] = (0, 0)
     keeps_rotated: bool = False
     shard_bytes: int = 0
     sum_bytes: int = 0
