@@ -218,6 +218,7 @@ def test_a_stop_asked_of_one_rank_ends_all_after_the_step_with_checkpoint_and_re
     page = (tmp_path / "run" / "report.html").read_text()
     assert "stopped before its last step" in page
     assert "layers.1" in page  # the timeline has bars of blocks
+    assert "rates of cpu. Most wrong is " in page
     for rank in (0, 1):
         trace = json.loads((tmp_path / "run" / "traces" / f"rank{rank}.json").read_text())
         assert any(row["name"].startswith("RS layers.1") for row in trace["traceEvents"])

@@ -21,7 +21,7 @@ from internsp.app.config import Config
 from internsp.app.plan.answer import human_seconds, seconds_lines
 from internsp.app.plan.classes import table
 from internsp.app.plan.configured import workload_of
-from internsp.app.plan.devices import GIGA, TERA, Device, Fitted
+from internsp.app.plan.devices import FITTED_FILE, GIGA, TERA, Device, Fitted
 from internsp.app.plan.measured import WARM, MeasuredRun, read_run
 from internsp.app.plan.replayed import FEW, replayed
 from internsp.app.plan.seconds import StepSeconds, step_seconds
@@ -32,7 +32,6 @@ from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
 
 CONSTANTS = ("products", "links", "slowdown")
-FILE = "device.toml"  # beside the folders of runs
 _HEAD = "# Written by internsp plan --calibrate."
 _LEAST = {"products": 1e-3, "links": 1e-3, "slowdown": 1e-2}
 _MOST = {"products": 1.0, "links": 1.0, "slowdown": 4.0}
@@ -111,7 +110,7 @@ def print_calibration(
     console = console or terminal.console()
     runs = [read_run(folder) for folder in folders]
     found = calibrate(runs, device)
-    path = write or folders[0].resolve().parent / FILE
+    path = write or folders[0].resolve().parent / FITTED_FILE
     _write(path, text_of(found, runs, device))
     cells = [
         (run.name, run.steps, f"{run.scatter:.1%}", human_seconds(run.seconds),

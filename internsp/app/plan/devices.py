@@ -15,6 +15,7 @@ from internsp.errors import ConfigError
 TERA, GIGA = 1e12, 1e9
 BUILT_IN = Path(__file__).with_name("devices.toml")
 GENERAL = "flash2"  # the kernel that each device has
+FITTED_FILE = "device.toml"  # what ``--calibrate`` writes, beside the folders of runs
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Device:
             backward).
         source: where the figures are from.
         kind: what torch calls such a device, ``"cpu"`` or ``"cuda"``.
+        torch_name: what ``torch.cuda.get_device_name`` returns.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Device:
     fitted: Fitted
     source: str = ""
     kind: Literal["cpu", "cuda"] = "cuda"
+    torch_name: str = ""
 
     def with_links(self, near: float | None = None, far: float | None = None) -> Device:
         """This device with other links, in bytes a second."""
@@ -153,4 +156,5 @@ def _device(name: str, entry: Mapping[str, Any], known: Mapping[str, Device]) ->
         fitted=fitted,
         source=entry["source"],
         kind=entry.get("kind", "cpu" if name == "cpu" else "cuda"),
+        torch_name=entry.get("torch", ""),
     )

@@ -78,10 +78,13 @@ def replayed(
     else:
         clocks = _multiplied(config, load, device)
     parts = {k: v for k, v in closed.parts.items() if k not in (GATHERS, REDUCTIONS, REPLICAS)}
+    slowed = {}
     for name, kinds in ((GATHERS, GATHER), (REDUCTIONS, REDUCE), (REPLICAS, EXCHANGE)):
-        parts[name] = clocks.waited[kinds] + clocks.slowed[kinds]
+        slowed[name] = clocks.slowed[kinds]
+        parts[name] = clocks.waited[kinds] + slowed[name]
     messages = closed.messages - closed.parts.get(REPLICAS, 0.0)
-    return StepSeconds({k: v for k, v in parts.items() if v > 0}, messages, closed.compute)
+    parts = {k: v for k, v in parts.items() if v > 0}
+    return StepSeconds(parts, messages, closed.compute, slowed)
 
 
 def _pipeline(

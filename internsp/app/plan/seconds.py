@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from internsp.app.plan.block_seconds import BlockSeconds, block_seconds
 from internsp.app.plan.compute import STREAMED, head, model_flops
@@ -33,11 +34,13 @@ class StepSeconds:
         parts: seconds by what they are spent on.
         messages: seconds of messages, hidden or not.
         compute: seconds of computation.
+        slowed: of ``parts``, seconds in which nothing waits: computation is slower beside messages.
     """
 
     parts: dict[str, float]
     messages: float
     compute: float
+    slowed: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:

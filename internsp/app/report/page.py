@@ -36,6 +36,8 @@ COLORS = ("s1", "s2", "s3", "s4")
 
 _MAX_TEXT = 100_000
 _KEPT = ("title", "mesh", "ranks", "memory", "sample", "notes", "schedule", "advice")
+_LATER = {"predicted": [], "device": ""}  # of fields that older runs have not
+_OFF = 0.02  # share of a step from which a component's prediction is called wrong
 _EVENT = tuple(field.name for field in dataclasses.fields(Event))
 
 # Control characters, which HTML does not allow, and lone surrogates, which UTF-8 cannot encode.
@@ -59,6 +61,8 @@ class Report:
         notes: sentences shown at the top (why a run stopped, what to change).
         schedule: picture of a pipeline's schedule, as SVG, which is not escaped.
         advice: sentences of :func:`internsp.app.report.advice.advise` about the traced step.
+        predicted: (component, predicted, measured) seconds of the traced step.
+        device: whose rates were predicted with.
     """
 
     title: str
@@ -72,10 +76,12 @@ class Report:
     notes: Sequence[str] = ()
     schedule: str = ""
     advice: Sequence[str] = ()
+    predicted: Sequence[tuple[str, float, float]] = ()
+    device: str = ""
 
     def save(self, path: Path) -> None:
         """Write the content, without configuration and metrics, as JSON for :func:`load_report`."""
-        content = {name: getattr(self, name) for name in _KEPT}
+        content = {name: getattr(self, name) for name in (*_KEPT, *_LATER)}
         content["timeline"] = {
             rank: [[getattr(event, name) for name in _EVENT] for event in events]
             for rank, events in self.timeline.items()
@@ -117,6 +123,7 @@ class Report:
             communication=list(communication_rows(self.timeline)),
             waits=waits,
             blocks=blocks,
+            off=_most_off(self.predicted),
             stages=mesh_grids(self.ranks),
             coordinates=["rank", *(c for c in COORDINATES if any(c in row for row in self.ranks))],
         )
@@ -142,7 +149,9 @@ def load_report(folder: Path) -> Report:
     if path.is_file():
         try:
             content = json.loads(path.read_text())
-            content = {name: content[name] for name in (*_KEPT, "timeline")}
+            content = {name: content[name] for name in (*_KEPT, "timeline")} | {
+                name: content.get(name, absent) for name, absent in _LATER.items()
+            }
             content["timeline"] = {
                 int(rank): [Event(*event) for event in events]
                 for rank, events in content["timeline"].items()
@@ -180,6 +189,18 @@ def _bytes_as(nbytes: float, greatest: float) -> str:
     """Bytes in the unit of the greatest number of a table, so that a column can be compared."""
     unit = human(greatest).split()[1]
     return f"{nbytes / UNITS[unit]:.{0 if unit == 'B' else 1}f} {unit}"
+
+
+def _most_off(rows: Sequence[tuple[str, float, float]]) -> str:
+    """Which component's prediction differs most from what was measured."""
+    if not rows:
+        return ""
+    name, ours, took = max(rows, key=lambda row: abs(row[1] - row[2]))
+    share = abs(ours - took) / (sum(row[2] for row in rows) or 1)
+    if share < _OFF:
+        return f"No component is off by {_OFF:.0%} of the step."
+    way = "too short" if ours < took else "too long"
+    return f"Most wrong is {name}: predicted {way} by {share:.0%} of the step."
 
 
 def _lead(metrics: Sequence[StepMetrics], mesh: Mapping[str, int]) -> str:

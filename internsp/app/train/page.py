@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from internsp.app.plan.compared import compared, device_of_run
 from internsp.app.plan.offloaded import HOSTED, STAGED
 from internsp.app.plan.pipeline import make_pipeline_plan
 from internsp.app.report.advice import Setting, advise
@@ -15,6 +16,7 @@ from internsp.app.report.metrics import read_metrics
 from internsp.app.report.page import Report
 from internsp.app.report.tables import COORDINATES
 from internsp.app.session.session import Session
+from internsp.base.accelerator import device_name
 from internsp.base.host import ACTIVATIONS
 from internsp.base.trace import Event
 
@@ -53,6 +55,9 @@ def write_page(
         blocks=len(session.communicators[0].blocks),
     )
     pipelined = session.pipeline is not None
+    here = session.mesh.device
+    device = device_of_run(folder, here.type, device_name(here))
+    predicted = [] if device is None else compared(config, shape, device, timeline)
     report = Report(
         title=config.train.name,
         config_toml=config.to_toml(),
@@ -65,6 +70,8 @@ def write_page(
         notes=notes,
         schedule=make_pipeline_plan(config, shape.world_size).picture() if pipelined else "",
         advice=advise(timeline, setting),
+        predicted=predicted,
+        device="" if device is None else device.name,
     )
     report.write(folder / "report.html")
     report.save(folder / "report.json")

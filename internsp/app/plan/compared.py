@@ -1,0 +1,95 @@
+"""Predicted beside measured seconds of a step, by component: which part of the model was wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from internsp.app.config import Config
+from internsp.app.plan.configured import workload_of
+from internsp.app.plan.devices import FITTED_FILE, Device, devices
+from internsp.app.plan.replayed import replayed
+from internsp.app.plan.seconds import (
+    BUBBLE,
+    EXPERTS,
+    GATHERS,
+    OPTIMIZER,
+    REDUCTIONS,
+    REPLICAS,
+    SEQUENCES,
+    TENSOR,
+    StepSeconds,
+)
+from internsp.app.report.timeline import WAITS, measure, spans, step_times, subtract, where_waited
+from internsp.base.trace import Event
+from internsp.errors import ConfigError
+from internsp.mesh import MeshShape
+
+COMPUTATION = "computation"
+_COMPONENTS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "gathers in the open": ((GATHERS,), ("AG",)),
+    "reductions in the open": ((REDUCTIONS,), ("RS",)),
+    "replicas": ((REPLICAS,), ("EX", "PUBLISH")),
+    "exchanges of sequences and tokens": ((SEQUENCES, EXPERTS, TENSOR), ("A2A", "RING")),
+    "other waits": ((BUBBLE,), ("",)),
+}
+"""By component, the parts of a prediction, and kinds of what a trace's waits waited for."""
+
+
+def compared(
+    config: Config, shape: MeshShape, device: Device, timeline: Mapping[int, Sequence[Event]]
+) -> list[tuple[str, float, float]]:
+    """(component, predicted, measured) seconds of a traced step, a mean of ranks.
+
+    Empty without a trace, where steps have different numbers of sequences, or ``device`` has no
+    rate for the products' dtype.
+    """
+    traces = [events for events in timeline.values() if events]
+    known = workload_of(config, shape).dtype in device.peak
+    if not traces or config.train.batch_tokens or not known:
+        return []
+    ours = _predicted(replayed(config, shape, device))
+    every = [_measured(events) for events in traces]
+    rows = [(name, ours[name], fmean(one[name] for one in every)) for name in ours]
+    return [row for row in rows if max(row[1:]) > 0]
+
+
+def _predicted(found: StepSeconds) -> dict[str, float]:
+    parts = {
+        name: sum(found.parts.get(part, 0.0) - found.slowed.get(part, 0.0) for part in own)
+        for name, (own, _) in _COMPONENTS.items()
+    }
+    optimizer = found.parts.get(OPTIMIZER, 0.0)
+    rest = found.total - optimizer - sum(parts.values())
+    return {COMPUTATION: rest, **parts, OPTIMIZER: optimizer}
+
+
+def _measured(events: Sequence[Event]) -> dict[str, float]:
+    waits = where_waited(events)
+    parts = {
+        name: sum(row.seconds for row in waits if row.kind in kinds)
+        for name, (_, kinds) in _COMPONENTS.items()
+    }
+    stepped = measure(subtract(spans(events, ("STEP",)), spans(events, WAITS)))
+    sent = sum(row.seconds for row in waits if row.kind == "MATRIX")
+    return {COMPUTATION: step_times(events).compute - stepped, **parts, OPTIMIZER: stepped + sent}
+
+
+def device_of_run(folder: Path, kind: str, name: str) -> Device | None:
+    """The device that a run was on.
+
+    It is the one that ``internsp plan --calibrate`` wrote beside the run's folder, else the known
+    one that torch calls ``name``, else what is assumed of a CPU.
+    """
+    known = devices()
+    try:
+        own = devices(folder.resolve().parent / FITTED_FILE)
+    except ConfigError:
+        own = known
+    fitted = [one for key, one in own.items() if key not in known and one.kind == kind]
+    if fitted:
+        return fitted[0]
+    if kind == "cpu":
+        return known["cpu"]
+    return next((one for one in known.values() if name and one.torch_name == name), None)
