@@ -268,7 +268,8 @@ def _indices(held: Ranges, device: torch.device) -> Tensor:
 
 def _positions(starts: Sequence[Sequence[int]], index: Tensor) -> Tensor:
     """``[B, s]``: the position within its document of each index of the sequence."""
-    return torch.stack([index - _last_start(row, index) for row in starts])
+    within = {row: index - _last_start(row, index) for row in set(map(tuple, starts))}
+    return torch.stack([within[tuple(row)] for row in starts])
 
 
 def _last_start(starts: Sequence[int], index: Tensor) -> Tensor:
@@ -318,8 +319,9 @@ class _Targets:
         last = following == self.ids.shape[1]
         within = following.masked_fill(last, 0)
         rows = []
+        first = {row: _last_start(row, within) == within for row in set(map(tuple, self.starts))}
         for ids, starts, ignored in zip(self.ids, self.starts, self.ignored, strict=True):
-            not_predicted = last | (_last_start(starts, within) == within)
+            not_predicted = last | first[tuple(starts)]
             if ignored:
                 edges = torch.tensor(ignored, device=index.device).flatten()
                 not_predicted |= torch.searchsorted(edges, within, right=True) % 2 == 1

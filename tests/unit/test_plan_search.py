@@ -182,8 +182,8 @@ def test_what_cannot_fit_is_said(tmp_path: Path) -> None:
 def test_where_the_closed_form_is_too_low_the_search_goes_on() -> None:
     """All that it finds first need more by their plan; with the optimizer's state away they fit."""
     tiny = {"hidden_size": 256, "layers": 2, "heads": 4, "intermediate_size": 704}
-    given = config(model=tiny, train={"global_batch": 2}, data={"sequence_length": 512})
-    device = replace(H100, memory=700 * 2**20)
+    given = config(model=tiny, train={"global_batch": 1}, data={"sequence_length": 512})
+    device = replace(H100, memory=500 * 2**20)
     for one in search(given, 1, device).best:
         other = changed(given, one.layout.settings())
         assert other is not None

@@ -112,13 +112,23 @@ class ActivationModel:
         self._steps: dict[int, Activations] = {}
 
     def at(self, length: int) -> Activations:
-        """Activation memory for sequences of ``length`` tokens, counted over all ranks."""
+        """Activation memory for sequences of ``length`` tokens, counted over all ranks.
+
+        That of the configured length is measured, unless it is very long, and of others
+        interpolated.
+        """
         local = -(-length // self.shape.sequence)
-        # Which operation is the peak depends on the length: interpolate between adjacent lengths.
         lengths = [self._shortest() * factor for factor in _FACTORS]
-        above = next((i for i, each in enumerate(lengths) if i and each >= local), len(lengths) - 1)
-        small, large = lengths[above - 1], lengths[above]
-        found = _interpolate((small, large), [self._step(small), self._step(large)], local)
+        whole = self.config.activation_checkpoint.tiles != "auto" or local % self._tile == 0
+        configured = length == self.config.data.sequence_length and local <= lengths[-1]
+        if local in lengths or (configured and whole):
+            found = self._step(local)
+        else:
+            # Which operation is the peak depends on the length: between adjacent lengths.
+            after = (i for i, each in enumerate(lengths) if i and each >= local)
+            above = next(after, len(lengths) - 1)
+            small, large = lengths[above - 1], lengths[above]
+            found = _interpolate((small, large), [self._step(small), self._step(large)], local)
         if found.host_pieces and device_type(self.config) != "cpu":
             taken = sum(map(pinned_bytes, found.host_pieces))
             found = replace(found, host=found.host * taken // sum(found.host_pieces))
@@ -146,7 +156,7 @@ class ActivationModel:
         return self._steps[positions]
 
     def _all_blocks(self, positions: int, tiles: int) -> Activations:
-        """A step of all blocks, computed from steps of two and of three blocks of each kind."""
+        """A step of all blocks, computed from steps of two blocks of each kind."""
         offload = self.config.activation_checkpoint.offload
         layers, recomputing = self.layers, self.recomputing
 
@@ -168,13 +178,13 @@ class ActivationModel:
 
         plain = 0
         if recomputing < layers:
-            peaks = not recomputing
-            two = measure(2, 0, backward=peaks)
-            three = measure(3, 0, backward=peaks and self.model_part.split)
-            plain = three.kept - two.kept
+            two = measure(2, 0, backward=not recomputing)
+            plain = two.block
         if not recomputing:
             found = _activations(two, (layers - 2) * plain)
-            each = three.between_parts - two.between_parts
+            if not self.model_part.split:
+                return found
+            each = measure(3, 0).between_parts - two.between_parts
             return replace(found, between_parts=two.between_parts + (layers - 2) * each)
         step = measure(2, 2, 1) if offload else None
         offloaded = offloaded_blocks(offload, recomputing)
@@ -183,7 +193,7 @@ class ActivationModel:
             offloaded = min(offloaded, limit // sum(step.host))
         base = step if offloaded else None
         whole = measure(2, 2, backward=base is None)  # only one step has to measure peaks
-        block = measure(3, 3, backward=False).kept - whole.kept
+        block = whole.block
         stays = recomputing - 2 - max(offloaded - 1, 0)
         more = stays * block + (layers - recomputing) * plain
         return _activations(base or whole, more, base.host if base else (), offloaded, block)

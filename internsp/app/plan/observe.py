@@ -84,6 +84,7 @@ class Observed:
     Attributes:
         batch: token ids, labels and positions.
         kept: from forward to backward, a chunk's output included.
+        block: of ``kept``, what the last of the blocks adds.
         forward: at the peak of forward.
         peak: at the peak of forward and backward.
         phases: at the peaks of three phases: forward with the loss's backward, the last norm's
@@ -96,6 +97,7 @@ class Observed:
 
     batch: int
     kept: int
+    block: int
     forward: int
     peak: int
     phases: tuple[int, ...]
@@ -147,9 +149,13 @@ def observe(
         activation_offload = ActivationOffload(link, offload, again)
         _wrap(model, config, model_part, tiles, again, activation_offload)
         blocks = config.weight_parallel.blocks if model_part.is_whole_model else model.block_names()
-        _register_phase_hooks(
-            model, read_structure(to_parallelize(model), "qkv", blocks).blocks[-1].module, live
-        )
+        found = [
+            block.module for block in read_structure(to_parallelize(model), "qkv", blocks).blocks
+        ]
+        _register_phase_hooks(model, found[-1], live)
+        after: list[int] = []
+        for block in found[-2:]:
+            block.register_forward_hook(lambda *_: after.append(live.now))
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
         inputs = layout.input_ids
@@ -164,13 +170,16 @@ def observe(
             if model_part.is_whole_model:  # the loss, and a count
                 output = output[0]
             kept, forward, host = live.now, live.peak, tuple(link.pieces)
+            block_kept = after[1] - after[0]
             begun = live.kinds.copy()
             between_parts = _backward(model, inputs, output, model_part, live) if backward else 0
     phases = [*live.phases, (live.peak, live.at_peak)]
     peaks = tuple(peak for peak, _ in phases)
     in_blocks = phases[-1][1]
     exchanges = {kind: max(in_blocks[kind] - begun[kind], 0) for kind in (HEADS, RING)}
-    return Observed(batch, kept, forward, max(peaks), peaks, between_parts, host, exchanges)
+    return Observed(
+        batch, kept, block_kept, forward, max(peaks), peaks, between_parts, host, exchanges
+    )
 
 
 def _backward(

@@ -112,6 +112,8 @@ class PipelinePlan:
     ranks: tuple[RankPlan, ...]
     message_bytes: int
     """Bytes of one micro-batch's hidden states on one rank."""
+    parameters: int
+    """Elements of the whole model."""
     tied: tuple[TiedOutline, ...] = ()
 
     def picture(self) -> str:
@@ -151,7 +153,7 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
     rank_of = partial(kind.rank_of, ranks=shape.pipeline, chunks=chunks)
     timed = check_order(order, rank_of, shape.pipeline * chunks)
     ranks = []
-    outlines, ties = _outlines(config, shape, kind, shape.pipeline * chunks)
+    parameters, outlines, ties = _outlines(config, shape, kind, shape.pipeline * chunks)
     for rank in range(shape.pipeline):
         stages = kind.stages_of(rank, shape.pipeline, chunks)
         own = tuple(outlines[stage] for stage in stages)
@@ -165,7 +167,7 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
         ranks.append(RankPlan(own, tuple(passed), launches, schedule, messages))
     nbytes = message_bytes(config, shape)
     tied = tuple(_tied(name, tie, outlines, shape, rank_of) for name, tie in ties.items())
-    return PipelinePlan(kind, shape, number, tuple(timed), tuple(ranks), nbytes, tied)
+    return PipelinePlan(kind, shape, number, tuple(timed), tuple(ranks), nbytes, parameters, tied)
 
 
 def _tied(
@@ -200,8 +202,9 @@ def message_bytes(config: Config, shape: MeshShape) -> int:
 
 def _outlines(
     config: Config, shape: MeshShape, kind: ScheduleKind, stages: int
-) -> tuple[list[ChunkOutline], dict[str, CopyNames]]:
+) -> tuple[int, list[ChunkOutline], dict[str, CopyNames]]:
     model: Any = build_model(config)  # from the model zoo: other models have no pipeline
+    parameters = sum(p.numel() for p in model.parameters())
     take_experts(model, config.weight_parallel, shape.expert, 0)
     require_patterns_match(model, config.weight_parallel, shape)
     found = []
@@ -229,7 +232,7 @@ def _outlines(
         cut = {id(a.parameter) for a in shardings if a.unit is not None}
         splits = can_split_backward(chunk, cut, bool(again) or weights.compile)
         found.append(ChunkOutline(stage, blocks, plan, tuple(shardings), splits, len(again)))
-    return found, find_tied(model, chunks)
+    return parameters, found, find_tied(model, chunks)
 
 
 def tables(config: Config, plan: PipelinePlan) -> list[Table]:

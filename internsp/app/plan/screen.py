@@ -35,7 +35,6 @@ from internsp.app.process import terminal
 from internsp.base.accelerator import HOST, device_count
 from internsp.base.sizes import human
 from internsp.errors import ConfigError
-from internsp.mesh import MeshShape
 from internsp.schedule.chunk import ChunkLayout, Schedule
 from internsp.structure.rules import Rules, match_rules
 
@@ -94,7 +93,7 @@ def print_plan(
         _write("--picture", picture, plan.picture())
     if schedule is not None:
         _write("--schedule", schedule, listing(config, plan))
-    console.print(_title(config, plan.shape), markup=False)
+    console.print(_title(config, plan), markup=False)
     found = [budget.at(config.data.sequence_length, rank) for rank in range(len(budget.ranks))]
     limit = _memory_here(config) if device is None else int(device.memory)
     _print_verdict(config, found, limit, device, console)
@@ -145,9 +144,9 @@ def _predict(
     return replayed(config, plan.shape, device, plan.chunk if isinstance(plan, Plan) else None)
 
 
-def _title(config: Config, shape: MeshShape) -> str:
+def _title(config: Config, plan: Plan | PipelinePlan) -> str:
     """Parameters, ranks and their degrees, in a line."""
-    count = sum(p.numel() for p in build_model(config).parameters())
+    shape = plan.shape
     degrees = {
         "pipeline": shape.pipeline, "data": shape.data, "sequence": shape.sequence,
         "weight": shape.weight, "zero": shape.zero_size,
@@ -159,7 +158,7 @@ def _title(config: Config, shape: MeshShape) -> str:
     axes = f" (sequence of {shape.sequence_axes})" if shape.ring > 1 else ""
     on = f"{shape.world_size} ranks: " + (", ".join(told) or "each alone")
     on = "1 rank" if shape.world_size == 1 else on + axes
-    return f"{count:,} parameters in {config.model.layers} blocks, on {on}"
+    return f"{plan.parameters:,} parameters in {config.model.layers} blocks, on {on}"
 
 
 def _rules(plan: Plan | PipelinePlan, config: Config) -> Rules:

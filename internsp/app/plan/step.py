@@ -38,9 +38,14 @@ _LONGEST_STEP = 20_000  # micro-batches x blocks that are simulated within a min
 
 @dataclass(frozen=True)
 class Plan:
-    """A step as it will run, and the memory and traffic of each rank."""
+    """A step as it will run, and the memory and traffic of each rank.
+
+    Attributes:
+        parameters: elements of the whole model.
+    """
 
     shape: MeshShape
+    parameters: int
     chunk: ChunkLayout
     schedule: Schedule
     memory: tuple[tuple[str, int], ...]
@@ -62,6 +67,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     weights = config.weight_parallel
     shape = MeshShape(world_size, **config.degrees())
     model = build_model(config)
+    parameters = sum(p.numel() for p in model.parameters())
     take_experts(model, weights, shape.expert, 0)
     structure = read_structure(
         model, weights.gather_before, weights.blocks, weights.gather_before_modules, weights.rules
@@ -75,6 +81,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     schedule = simulate(chunk, config.train.micro_batches, weights.overlap)
     return Plan(
         shape,
+        parameters,
         chunk,
         schedule,
         tuple(_memory(config, shape, chunk, shardings, schedule)),
