@@ -614,10 +614,6 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
         "torch.autograd.grad for inputs without create_graph is right":
             REFUSED + "test_a_gradient_penalty_is_refused_before_any_node_of_it_runs",
     },
-    "some units were told not to reduce": {
-        "say the same of all, by the root's model.set_requires_gradient_sync(":
-            "tests/ranks/test_fsdp.py::test_three_steps_are_those_of_fsdp2",
-    },
     "was used under torch.vmap": {
         "call the module on the batch itself": right,
         "use the transform within a block's forward": partial(right, partial(Tiny, reads.Reading)),
