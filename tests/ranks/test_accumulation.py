@@ -111,6 +111,7 @@ def by_replicas(rank: int, world_size: int, weight: int) -> list[tuple[int, int]
     return [*found, (cut, 0)]
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("weight", some([2, 1], 1))
 def test_replicas_exchange_once_for_several_micro_batches(weight: int) -> None:
     for apart, together, (cut, _) in run_ranks(by_replicas, 4, weight):

@@ -45,6 +45,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("name", some(CASES, 4))
 @ranks(2)
 def test_loss_every_gradient_and_a_step_equal_one_process(name: str) -> None:
@@ -54,6 +55,7 @@ def test_loss_every_gradient_and_a_step_equal_one_process(name: str) -> None:
     assert gradient <= TOLERANCE
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 @ranks(2)
 def test_pipelines_with_several_forwards_in_flight_are_exact(schedule: str) -> None:
@@ -73,6 +75,7 @@ def hasty(rank: int, world: int) -> float:
     return max(run_case(CASES["full"]))
 
 
+@pytest.mark.thorough(1)
 def test_memory_that_is_used_again_before_its_copy_ended_would_be_seen() -> None:
     assert all(not found <= TOLERANCE for found in run_ranks(hasty, 2))
 
@@ -144,6 +147,7 @@ def test_groups_leave_as_they_are_made_and_come_back_one_block_ahead() -> None:
     assert made.pool.nbytes == link.allocated["activations"] == 3 * one, "the same memory again"
 
 
+@pytest.mark.thorough(1)
 def test_what_has_left_is_freed_here() -> None:
     for held in (False, True):
         steps, _, link = blocks("all")

@@ -143,6 +143,7 @@ def test_values_that_may_differ_between_ranks_are_not_compared(rank: int) -> Non
             parallelize(model, mesh, config)
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_frozen_sets_are_agreed_upon_when_they_change(rank: int) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=4)
@@ -167,6 +168,7 @@ def test_frozen_sets_are_agreed_upon_when_they_change(rank: int) -> None:
         raises(CollectiveError, lambda: twin.ours(*mine), "head.weight", "ranks [1]", "4 s")
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_a_weight_read_whole_on_one_rank_only_is_an_error_there_and_aborts_nothing(
     rank: int,
@@ -303,6 +305,7 @@ def test_images_on_one_rank_only_are_refused_by_name_before_gloo_gets_a_wrong_si
     raises(CollectiveError, lambda: twin.ours(*twin.batch()[1]), *words[: 1 + rank])
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("config", [SOME, ROLLING], ids=["some", "rolling"])
 @ranks(2)
 def test_a_block_that_a_rank_has_no_data_for_runs_with_other_data(
@@ -423,6 +426,7 @@ def test_a_sequence_degree_needs_an_attention_that_knows_of_it(rank: int) -> Non
             assert len(exchanged) == 6
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("key", ["gather_before_modules", "expert_parameters", "blocks"])
 @ranks(1)
 def test_every_single_pattern_must_match_something(rank: int, key: str) -> None:

@@ -92,6 +92,7 @@ def counted(rank: int, world_size: int) -> list[tuple[str, int, dict[int, int]]]
     return found
 
 
+@pytest.mark.thorough(7)
 @pytest.mark.unmeasured
 def test_after_the_second_step_no_slot_packed_input_or_received_piece_is_allocated() -> None:
     for ranks in run_ranks(counted, 2):

@@ -75,6 +75,7 @@ def by_turns(twin: Twin) -> None:
         twin.zero_grad()
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_a_block_follows_autocast_and_frozen_weights_without_a_trace() -> None:
     """Full precision and autocast in turn, some weights frozen, unfrozen in the last step."""
@@ -136,6 +137,7 @@ LONG_NAMES = (  # on gloo; each name has more than the 15 characters that lie in
 )  # fmt: skip
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("direct", [True, False], ids=["pairs", "a ring"])
 @ranks(2)
 def test_small_weights_are_gathered_in_one_launch_without_gloos_coalesced_form(

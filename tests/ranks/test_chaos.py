@@ -115,6 +115,7 @@ def test_a_save_that_is_not_durable_in_order_or_not_verified_is_found(
     assert bool(total.unusable or total.lost or total.different) == bool(mistake), total.wrong
 
 
+@pytest.mark.thorough(1)
 def test_a_run_killed_as_its_last_checkpoint_becomes_valid_has_its_last_row(
     tmp_path: Path,
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_run_killed_as_its_last_checkpoint_becomes_valid_has_its_last_row(
     assert found.wrong == []
 
 
+@pytest.mark.thorough(2)
 def test_a_rank_that_is_killed_is_named_at_once_with_its_place_its_log_and_how_to_go_on(
     tmp_path: Path,
 ) -> None:

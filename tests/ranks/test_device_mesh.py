@@ -124,6 +124,7 @@ def stepped(rank: int, world_size: int) -> list[list[int]]:
     return [dist.get_process_group_ranks(group) for group in groups]
 
 
+@pytest.mark.thorough(1)
 def test_a_model_trained_on_a_users_mesh_is_one_processs_after_steps() -> None:
     found = run_ranks(stepped, 4)
     assert found[3] == [[2, 3], [1, 3]]
@@ -141,6 +142,7 @@ def piped(rank: int, world_size: int, inner: bool) -> tuple[pipelines.Found, int
     return pipelines.compare(case, pipeline, plain, losses), mesh.pipeline_rank
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(("world", "inner"), [(2, False), (4, False), (4, True)])
 def test_a_pipelines_axis_is_the_outermost_or_not(world: int, inner: bool) -> None:
     for rank, (found, stage) in enumerate(run_ranks(piped, world, inner)):

@@ -173,6 +173,7 @@ def fail(twin: Twin, where: str) -> None:
 AGAIN = ("optimizer", "model", "model, to zero", "foreach optimizer, to zero", "by hand")
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("zero", some([True, False], 1), ids=["zero", "plain loop"])
 @ranks(2)
 def test_what_a_failed_micro_batch_takes_with_it_is_missed(zero: bool) -> None:

@@ -61,6 +61,7 @@ def drawn() -> list[Case]:
     return given
 
 
+@pytest.mark.thorough(7)
 @few("given", drawn(), 7)
 def test_loss_and_every_gradient_equal_one_process(given: list[Case]) -> None:
     for found in run_ranks(gaps, 4, given, timeout=240):
@@ -73,6 +74,7 @@ def parallel(**options: Any) -> Changes:
     return {"parallel": {"sequence": 4, "weight": 2}, "sequence": {"ring": 4, **options}}
 
 
+@pytest.mark.thorough(2)
 def test_a_run_of_the_trainer_equals_one_process(tmp_path: Path) -> None:
     alone = run_all(tmp_path / "alone", 1, {"": []})[""]
     (double,) = run_all(tmp_path / "four", 4, {"double": [parallel(**DOUBLE)]}).values()

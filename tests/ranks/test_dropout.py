@@ -63,6 +63,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     return run_all(tmp_path_factory.mktemp("alone"), 1, runs)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.unmeasured
 def test_dropout_takes_part_and_the_held_out_loss_has_none(alone: dict[str, Ran]) -> None:
     plain, none = alone["plain"].rows, alone["none"].rows

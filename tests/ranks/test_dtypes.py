@@ -109,6 +109,7 @@ def accumulate(model: nn.Module, rank: int, world: int, autocast: bool = False) 
         loss_of(model, everyones[rank], autocast).backward()
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("weight", "how", "config"),
     [
@@ -176,6 +177,7 @@ ADAPTED: list[tuple[int, bool, dict[str, Any], Any, bool]] = [
 ]
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(("weight", "autocast", "config", "checkpoint", "zero"), ADAPTED)
 @ranks(2)
 def test_fp32_adapters_train_over_a_frozen_bf16_base_as_on_one_process(

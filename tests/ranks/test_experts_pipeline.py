@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from internsp.base.trace import Trace
 from tests.support.compare import TOLERANCE
 from tests.support.pipeline import Case, Found, batches, compare, make
@@ -33,6 +35,7 @@ def run(rank: int, world_size: int) -> list[tuple[Found, list[str], list[str]]]:
     return found
 
 
+@pytest.mark.thorough(3)
 def test_gradients_and_messages_in_a_pipeline_are_as_they_should_be() -> None:
     for ranks in run_ranks(run, 4, timeout=90):
         for case, (found, done, planned) in zip(CASES, ranks, strict=True):

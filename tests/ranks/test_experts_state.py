@@ -136,6 +136,7 @@ def first_values(rank: int, world: int) -> list[str]:
     return differ(*found)
 
 
+@pytest.mark.thorough(1)
 def test_first_values_do_not_depend_on_who_owns_the_experts() -> None:
     assert run_ranks(first_values, 4) == [[]] * 4
 
@@ -156,6 +157,7 @@ def means(rank: int, world: int) -> tuple[str, float]:
     return str(caught.value), mean.furthest_gradient()
 
 
+@pytest.mark.thorough(1)
 def test_torchs_own_clip_takes_one_mesh_only_and_a_mean_is_over_all_ranks() -> None:
     for complaint, apart in run_ranks(means, 4):
         assert "must have the same mesh" in complaint
@@ -239,6 +241,7 @@ def small_ones(rank: int, world: int) -> list[bool]:
     return found
 
 
+@pytest.mark.thorough(1)
 def test_even_small_parameters_of_owned_experts_are_cut_and_never_summed_over_owners() -> None:
     assert run_ranks(small_ones, 4) == [[False, True, True, True, True, True]] * 4
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,6 +35,7 @@ def whole(program: dict[str, Any]) -> dict[str, Tensor]:
     return {name: p.full_tensor().detach() for name, p in program["model"].named_parameters()}
 
 
+@pytest.mark.thorough(4)
 @ranks(2)
 def test_both_programs_have_the_same_losses_and_parameters() -> None:
     theirs, ours = run(MODEL, THEIRS), run(MODEL, OURS)
@@ -156,6 +158,7 @@ def trained(rank: int, world_size: int, chosen: list[dict[str, Any]]) -> list[st
     return found
 
 
+@pytest.mark.thorough(4)
 def test_a_step_runs_under_every_setting_of_weight_parallel() -> None:
     # What the example's model lacks: attention, feed-forward layers; what a weight group of two
     # cannot have (test_near_slices), and what needs narrower parameters (test_dtypes).

@@ -133,6 +133,7 @@ def test_mixed_precision_casts_what_fsdp2_casts(name: str, rank: int) -> None:
     require_same(results[1], results[0], tolerance=3e-6)
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_a_model_on_meta_is_filled_after_fully_shard(rank: int) -> None:
     results = []
@@ -149,6 +150,7 @@ def test_a_model_on_meta_is_filled_after_fully_shard(rank: int) -> None:
     require_same(results[1], results[0])
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_values_are_each_ranks_own_as_in_fsdp2(rank: int) -> None:
     """FSDP2 never broadcasts: ranks that were seeded otherwise keep the shards that they cut."""
@@ -161,6 +163,7 @@ def test_values_are_each_ranks_own_as_in_fsdp2(rank: int) -> None:
     require_same(results[1], results[0])
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_writes_between_fully_shard_and_the_first_forward_are_kept(rank: int) -> None:
     results = []
@@ -197,6 +200,7 @@ def test_blocks_may_run_twice_in_any_order_or_not_at_all(rank: int) -> None:
     require_same(results[1], results[0])
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_two_models_and_one_module_alone_share_a_mesh(rank: int) -> None:
     results = []

@@ -62,6 +62,7 @@ def require_bits(found: Any, wanted: Any, where: str = "") -> None:
         assert found == wanted, where
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("sizes", [(2,), (2, 1)], ids=["sharded", "replicas"])
 @ranks(2)
 def test_state_dicts_are_the_bits_of_fsdp2(sizes: tuple[int, ...], rank: int) -> None:

@@ -95,6 +95,7 @@ def twins(twin: Twin) -> tuple[Any, Any]:
     return twin.plain, twin.ours
 
 
+@pytest.mark.thorough(10)
 @pytest.mark.parametrize("config", [{}, ALL, ROLLING, SMALL], ids=str)
 @pytest.mark.parametrize("checkpoint", [None, FULL, REENTRANT], ids=["kept", "full", "reentrant"])
 @ranks(2)
@@ -106,6 +107,7 @@ def test_full_tensor_in_a_forward_sums_its_gradient_over_ranks(
         train(Twin(make, mesh_of(weight), checkpoint, **config))
 
 
+@pytest.mark.thorough(5)
 @ranks(4)
 def test_full_tensor_in_a_forward_sums_over_shards_and_replicas_once() -> None:
     for config in ({}, SMALL):
@@ -136,6 +138,7 @@ class Sometimes(Past):
         return super().forward(x + self.past(x) * 0.3 if self.runs else x)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("weight", [1, 2])
 @ranks(2)
 def test_full_tensor_is_right_where_only_some_ranks_run_the_weights_module(weight: int) -> None:
@@ -237,6 +240,7 @@ class Checkpointed(Apart):
         return term if isinstance(weight, DTensor) else term * 2  # type: ignore[no-any-return]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("make", [Explicit, Checkpointed])
 @ranks(2)
 def test_full_tensor_is_right_in_the_other_ways_that_a_forward_may_call_it(
@@ -248,6 +252,7 @@ def test_full_tensor_is_right_in_the_other_ways_that_a_forward_may_call_it(
         twin.check_gradients(f"{make.__name__}, {config}")
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("config", [{}, ALL], ids=str)
 @ranks(2)
 def test_full_tensor_is_right_in_blocks_that_a_program_calls_itself(config: dict[str, Any]) -> None:

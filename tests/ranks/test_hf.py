@@ -52,6 +52,7 @@ def test_heads_that_the_ranks_do_not_divide_and_ranks_without_any() -> None:
         HuggingTwin(family, mesh).compare(hf.packed_batch, f"{family} over four ranks")
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_a_loss_of_the_users_own_from_this_ranks_logits_is_right_to_the_last_bits() -> None:
     mesh = mesh_of(1, 2)
@@ -102,6 +103,7 @@ def test_evaluation_and_generation_give_what_one_process_gives() -> None:
         twin.compare(hf.packed_batch, f"{family} trained on after generating")
 
 
+@pytest.mark.thorough(3)
 @ranks(2)
 def test_recomputed_blocks_find_the_batch_of_their_own_forward() -> None:
     mesh = mesh_of(1, 2)
@@ -215,6 +217,7 @@ def test_a_frozen_base_with_adapters_of_peft_is_found_inside() -> None:
     assert torch.equal(*texts)
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize(
     "config", [{}, {"coalesce_bytes": 65536}, {"gather_before": "rolling"}], ids=str
 )

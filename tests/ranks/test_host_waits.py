@@ -73,6 +73,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("form", FORMS)
 @ranks(2)
 def test_a_step_reads_no_value_but_the_norm(form: str) -> None:

@@ -239,6 +239,7 @@ class _Sizes(TorchDispatchMode):
         return result
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize(
     ("parallel", "pack"),
     [({"sequence": 4}, True), ({"sequence": 4, "ring": 2, "balance": "level"}, False)],

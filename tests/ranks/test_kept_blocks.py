@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 
 from internsp.config import ActivationCheckpointConfig
@@ -15,6 +16,7 @@ from tests.support.ranks import ranks
 FULL = ActivationCheckpointConfig(mode="full")
 
 
+@pytest.mark.thorough(4)
 @ranks(2)
 def test_kept_blocks_are_gathered_once_a_step_and_never_stale() -> None:
     """Kept blocks are gathered once a step, and again after any write to a weight."""

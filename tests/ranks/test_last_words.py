@@ -55,6 +55,7 @@ def alone(rank: int, world_size: int, where: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.unmeasured
 @pytest.mark.parametrize("where", ["backward", "recompute"])
 def test_a_rank_that_waits_is_told_that_anothers_backward_failed(where: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from internsp import model_zoo
@@ -46,6 +47,7 @@ def table_events() -> list[str]:
     return [e for _, events in rows for e in events.split() if e != "-"]
 
 
+@pytest.mark.thorough(1)
 def test_the_life_of_a_weight_table_is_what_a_step_records() -> None:
     table = table_events()
     for lives in run_ranks(recorded, 2):

@@ -169,6 +169,7 @@ def linger(key: str) -> None:
     time.sleep(LATE)
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.unmeasured
 @ranks(2)
 def test_ranks_that_fail_alike_much_later_than_others_go_on_together(
@@ -195,6 +196,7 @@ def test_ranks_that_fail_alike_much_later_than_others_go_on_together(
             loop.twin.check_parameters(f"after a failure that all met: {where}")
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.unmeasured
 @ranks(2)
 def test_a_rank_that_comes_back_soon_is_waited_for(rank: int, world_size: int) -> None:

@@ -29,6 +29,7 @@ def groups_of_this_rank(rank: int, world_size: int) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.thorough(1)
 def test_each_rank_finds_itself_in_the_declared_groups() -> None:
     found = run_ranks(groups_of_this_rank, 4)
     assert found[3]["weight"] == [2, 3]

@@ -61,6 +61,7 @@ def test_a_closed_mesh_ends_its_threads_and_connections() -> None:
         assert threads() == before
 
 
+@pytest.mark.thorough(4)
 @ranks(2, fresh=True)
 def test_dropped_meshes_end_their_threads_as_garbage() -> None:
     before = threads()
@@ -74,6 +75,7 @@ def test_dropped_meshes_end_their_threads_as_garbage() -> None:
     assert max(groups) < groups[0] + MANY_GROUPS, groups
 
 
+@pytest.mark.thorough(1)
 @ranks(2, fresh=True)
 def test_a_group_that_a_program_has_kept_outlives_the_mesh(rank: int) -> None:
     group = create().weight_group
@@ -124,6 +126,7 @@ def test_what_needs_a_closed_mesh_is_refused_by_name_and_parameters_keep_their_s
         getattr(create(), "wieght_group")  # noqa: B009 - misspelled on purpose
 
 
+@pytest.mark.thorough(1)
 @ranks(2, fresh=True)
 def test_each_rank_closes_when_it_has_done_and_what_is_in_flight_arrives(rank: int) -> None:
     mesh, other = create(), create()
@@ -159,6 +162,7 @@ def test_a_pass_that_runs_or_has_failed_is_not_cut_off(rank: int) -> None:
     assert mesh.is_closed
 
 
+@pytest.mark.thorough(1)
 @ranks(2, fresh=True)
 def test_an_exception_leaves_a_mesh_open_by_which_other_ranks_learn_of_it() -> None:
     mesh = create()
@@ -189,6 +193,7 @@ def test_a_mesh_that_is_dropped_with_the_default_group_leaves_nothing_behind() -
     assert len(gc.callbacks) == callbacks
 
 
+@pytest.mark.thorough(1)
 @ranks(4, fresh=True)
 def test_groups_that_the_program_made_stay(rank: int) -> None:
     given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

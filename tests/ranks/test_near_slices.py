@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 
 from internsp.config import ActivationCheckpointConfig
@@ -100,6 +101,7 @@ def test_slices_hold_for_micro_batches_where_nothing_is_written_and_no_longer() 
     raises(StaleWeightError, loss.backward, "layers.0.q.weight")
 
 
+@pytest.mark.thorough(2)
 @ranks(4)
 def test_slices_keep_what_was_gathered_in_low_precision_and_rounded() -> None:
     """The same bits as without slices, for fp32 shards gathered in bf16, and for rounded ones."""

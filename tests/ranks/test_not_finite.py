@@ -77,6 +77,7 @@ def skipping(rank: int, world: int) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.thorough(6)
 @pytest.mark.unmeasured
 def test_a_step_with_a_gradient_that_is_not_finite_on_one_rank_never_happened() -> None:
     for rank, found in enumerate(run_ranks(skipping, 2)):
@@ -128,6 +129,7 @@ def inside(rank: int, world: int) -> list[Any]:
     return [*found, s.optimizer.skipped, taken.optimizer.skipped, norm, spoiled]
 
 
+@pytest.mark.thorough(2)
 def test_parameters_and_ranks_are_named_exactly() -> None:
     for why, skipped, taken, norm, spoiled in run_ranks(inside, 4):
         assert {n.rpartition(".")[0].removeprefix("layers.0.") for n in why.parameters} == {

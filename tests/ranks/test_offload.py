@@ -114,6 +114,7 @@ def small_pieces() -> None:
     host.PIECE_BYTES = streamed.PIECE_BYTES = 64
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.unmeasured
 @few("cases", ZERO, 2)
 @ranks(2)
@@ -165,6 +166,7 @@ def hasty(rank: int, world: int) -> bool:
     return same(trained(rank, world, case, EVERYTHING), wanted)
 
 
+@pytest.mark.thorough(1)
 def test_memory_that_is_given_back_before_its_copy_ended_would_be_seen() -> None:
     assert run_ranks(hasty, 2) == [False, False]
 

@@ -109,6 +109,7 @@ def close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], to: f
     assert max(worst.values()) < to, max(worst.items(), key=lambda pair: pair[1])
 
 
+@pytest.mark.thorough(2)
 def test_any_elementwise_class_with_groups_by_pattern_steps_as_torch_does() -> None:
     name, options = "torch.optim:NAdam", ["momentum_decay = 0.01", "decoupled_weight_decay = true"]
     made = {"name": name, "options": options, "groups": GROUPS}
@@ -328,6 +329,7 @@ def decays(rank: int, world_size: int, chosen: list[Config]) -> list[dict[str, f
     return found
 
 
+@pytest.mark.thorough(1)
 def test_weight_decay_is_of_matrices_whether_they_are_sharded_or_not() -> None:
     """No value of a run may depend on how weights are communicated."""
     chosen = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -88,6 +89,7 @@ class Outside(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
+@pytest.mark.thorough(5)
 @ranks(2)
 def test_outputs_of_layers_blocks_and_models_may_be_written_into() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)

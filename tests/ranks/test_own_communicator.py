@@ -121,6 +121,7 @@ def test_the_communicator_of_the_document_trains_as_one_process(
         assert all(calls[method] > 0 for method in METHODS), calls
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize(
     "options",
     [{"tied": True}, {"frozen": True}, {"coalesce_bytes": 65536}],
@@ -130,6 +131,7 @@ def test_tied_frozen_and_small_weights_are_right_with_it(options: dict[str, Any]
     run_ranks(train, 2, 2, True, None, options)
 
 
+@pytest.mark.thorough(3)
 def test_replicas_are_summed_with_it() -> None:
     run_ranks(train, 4, 2, True, None, {})
 

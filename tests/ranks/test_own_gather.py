@@ -123,6 +123,7 @@ def test_every_gradient_and_step_is_that_of_what_the_functions_make_of_the_weigh
         assert all(n % 16 == 0 for n in sizes.values())
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_gradients_of_a_plain_loop_and_functions_of_one_tensor() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
@@ -242,6 +243,7 @@ def test_what_does_not_fill_the_weight_is_refused_before_anything_runs(
     raises(StructureError, planned, words, "a rule gives layers.0.w1.weight")
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_a_weight_that_is_returned_is_copied_into_its_slot() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)

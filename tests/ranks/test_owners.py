@@ -16,6 +16,7 @@ from tests.support.owners import MIXTURES, OwnersTwin, mesh_of
 from tests.support.ranks import ranks
 
 
+@pytest.mark.thorough(10)
 @pytest.mark.parametrize("world_size", [2, 4])
 @ranks()
 def test_every_family_computes_what_one_process_does(world_size: int) -> None:
@@ -72,6 +73,7 @@ def test_an_owner_of_all_tokens_and_owners_of_none_agree_with_one_process() -> N
         twin.check(f"all tokens at one owner, {again}")
 
 
+@pytest.mark.thorough(4)
 @ranks(4)
 def test_norms_and_clipping_count_each_expert_once() -> None:
     for degrees in ({"expert": 4}, {"expert": 2, "expert_weight": 2, "weight": 2}):

@@ -54,6 +54,7 @@ def test_stages_whose_experts_have_owners_compute_what_one_process_does(schedule
                                         mesh=mesh), *words)  # fmt: skip
 
 
+@pytest.mark.thorough(2)
 @ranks(4)
 def test_rings_and_heads_beside_owners_give_the_same() -> None:
     for degrees in ({"sequence": 2, "ring": 2, "expert": 4}, {"sequence": 2, "expert": 2}):

@@ -41,6 +41,7 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(get_model_state_dict(model, options=options))
 
 
+@pytest.mark.thorough(8)
 @ranks(4)
 def test_checkpoints_of_four_owners_load_with_any_number_and_come_back(tmp_path: Path) -> None:
     four = Twin("mixtral", mesh_of(expert=4))
@@ -69,6 +70,7 @@ def test_checkpoints_of_four_owners_load_with_any_number_and_come_back(tmp_path:
     check(one, saved, "on one process", 0.0)
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_folders_of_transformers_are_written_and_read(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -265,6 +267,7 @@ def test_an_owner_that_fails_is_one_error_on_all_ranks_with_block_and_phase(rank
             assert "rank 1 failed first: ZeroDivisionError" in text or phase == "backward", text
 
 
+@pytest.mark.thorough(2)
 @ranks(2)
 def test_frozen_shared_and_copied_experts_train_as_on_one_process() -> None:
     def freeze(model: Any) -> None:

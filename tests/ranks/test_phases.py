@@ -13,6 +13,7 @@ from tests.support.models import ALL, Tiny, Twin
 from tests.support.ranks import ranks
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @ranks(2)
 def test_every_recomputed_block_has_a_recompute_and_then_a_backward(reentrant: bool) -> None:

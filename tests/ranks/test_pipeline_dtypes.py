@@ -79,6 +79,7 @@ def logits(rank: int, world_size: int) -> list[tuple[torch.dtype, tuple[int, ...
     return watch.seen
 
 
+@pytest.mark.thorough(1)
 def test_logits_leave_the_last_stage_in_fp32() -> None:
     first, last = run_ranks(logits, 2)
     assert first == []

@@ -63,6 +63,7 @@ def run(rank: int, world_size: int, case: Case, where: str, culprit: int) -> dic
     return found
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize(
     ("where", "cause", "culprit"),
     [

@@ -65,6 +65,7 @@ def first_stages_frozen(
     return bad(found), len(found)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize(
     ("schedule", "frozen"), [("InterleavedZeroBubble", 1), ("ZBVZeroBubble", 2)]
@@ -111,6 +112,7 @@ def stepped(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     )
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("ZBVZeroBubble", 2)])
 def test_a_chunk_that_is_frozen_as_a_whole_has_an_optimizer_too(schedule: str, chunks: int) -> None:
     for norm, values in run_ranks(stepped, 2, Case(schedule, chunks=chunks)):
@@ -136,6 +138,7 @@ def idle(rank: int, world_size: int, case: Case) -> list[str]:
     return bad(gaps(case, _add_idle))
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("together", [0, 65536], ids=["weight by weight", "at the block's entry"])
 def test_a_weight_that_no_micro_batch_uses_has_no_gradient_under_a_split_backward(
     together: int,
@@ -203,6 +206,7 @@ def test_weights_that_a_weight_part_would_get_wrong_are_refused(two: bool, why: 
         assert "1F1B" in error
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_such_weights_are_right_where_one_backward_computes_both_gradients() -> None:
     """What the refusal proposes: another schedule, or blocks that recompute."""

@@ -64,6 +64,7 @@ def recorded(rank: int, world_size: int, case: Case) -> list[tuple[str, int, int
     return record.calls
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 @pytest.mark.parametrize("static", [True, False])
 def test_hooks_fire_once_for_every_chunk_and_micro_batch(
@@ -114,6 +115,7 @@ def rests(rank: int, world_size: int, case: Case) -> tuple[set[int], list[int]]:
     return set(rest.flying), rest.held
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_nothing_is_in_flight_after_a_micro_batch_nor_held_after_the_last(
     schedule: str, chunks: int
@@ -187,6 +189,7 @@ def reentrant(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     return found.loss, found.gradient
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("ZBVZeroBubble", 2)])
 def test_shape_inference_gets_along_with_reentrant_checkpoints(schedule: str, chunks: int) -> None:
     checkpoint = {"mode": "full", "reentrant": True}

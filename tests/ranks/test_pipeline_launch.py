@@ -105,6 +105,7 @@ def settings(seed: int) -> Config:
     )  # fmt: skip
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(
     ("seed", "cause"),
     [

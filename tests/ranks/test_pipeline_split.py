@@ -68,6 +68,7 @@ def judged(plain: nn.Module, chunks: list[nn.Module], averaged: int) -> tuple[in
     return absent, wrong, right
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.unmeasured
 @pytest.mark.parametrize("schedule", some(SPLIT, 1))
 def test_ours_are_right_on_the_case_where_fsdp2_loses_gradients(schedule: str) -> None:
@@ -109,6 +110,7 @@ def ours(
     return found.loss, found.gradient, watch.seen, cut
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("schedule", some(SPLIT, 1))
 def test_weights_get_gradients_in_the_weight_part_and_are_not_used_there(schedule: str) -> None:
     case = Case(schedule, chunks=2, weight=2, layers=9)
@@ -126,6 +128,7 @@ def test_weights_get_gradients_in_the_weight_part_and_are_not_used_there(schedul
     assert parts > 0, "no backward was split: the test would say nothing"
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_a_chunk_that_recomputes_computes_both_gradients_at_once(schedule: str) -> None:
     case = Case(schedule, chunks=2, layers=9, checkpoint={"mode": "full"})
@@ -135,6 +138,7 @@ def test_a_chunk_that_recomputes_computes_both_gradients_at_once(schedule: str) 
         assert {action.part for action, *_ in seen} == {"full"}
 
 
+@pytest.mark.thorough(6)
 @pytest.mark.parametrize("schedule", SPLIT)
 @pytest.mark.parametrize("together", [0, 65536])
 def test_a_weight_part_is_right_when_its_weights_memory_is_gone(

@@ -79,6 +79,7 @@ def trains(case: Case, steps: int = 3, alter: Any = lambda model: None) -> list[
     return [str(weight) for weight in pipeline.tied.weights]
 
 
+@pytest.mark.thorough(7)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @ranks(2)
 def test_gradients_norm_and_steps_are_one_processs_under_every_schedule(schedule: str) -> None:
@@ -226,6 +227,7 @@ def test_whatever_several_stages_share_is_one_weight(name: str) -> None:
     assert not set(wanted) - set(found), found
 
 
+@pytest.mark.thorough(2)
 @ranks(3)
 def test_the_stages_between_have_nothing_to_do_with_it() -> None:
     assert trains(tied(pipeline=3)) == ["embed.weight of stage 0 and head.weight of stage 2"]
@@ -263,6 +265,7 @@ def test_copies_that_were_written_or_stepped_apart_are_refused_and_made_equal(ra
     assert "some are frozen and others trained" in told(lambda: pipeline.step(given))
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_a_frozen_one_has_no_gradient_until_it_is_thawed() -> None:
     case = tied("ZBVZeroBubble")

@@ -137,6 +137,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
         assert [r.loss for r in found] == pytest.approx([w.loss for w in wanted], rel=1e-6)
 
 
+@pytest.mark.thorough(2)
 def test_a_checkpoint_has_the_parameter_names_of_the_whole_model(tmp_path: Path) -> None:
     keep: Changes = {"checkpoint": {"save": True}, "train": {"steps": 1}}
     run_ranks(run, 1, [(config(**keep), str(tmp_path / "one"))], timeout=120)
@@ -177,6 +178,7 @@ def counted(rank: int, world_size: int, settings: Config, folder: str) -> list[s
     return hook.calls
 
 
+@pytest.mark.thorough(2)
 def test_hooks_fire_in_the_trainer_with_a_pipeline_and_without(tmp_path: Path) -> None:
     short: Changes = {"train": {"steps": 2, "eval_batches": 0, "sample_tokens": 0}}
     (whole,) = run_ranks(counted, 1, config(**short), str(tmp_path / "1"), timeout=120)
@@ -203,6 +205,7 @@ def stopped(rank: int, world_size: int, settings: Config, folder: str) -> int:
     return len(read_metrics(Path(folder) / "metrics.jsonl")) if rank == 0 else -1
 
 
+@pytest.mark.thorough(1)
 def test_a_stop_asked_of_one_stage_ends_all_after_the_step(tmp_path: Path) -> None:
     settings = config(**pipelined("GPipe"), train={"sample_tokens": 0, "eval_batches": 0})
     assert run_ranks(stopped, 2, settings, str(tmp_path / "run")) == [1, -1]
@@ -233,6 +236,7 @@ def test_a_first_step_that_is_not_the_planned_one_is_refused(tmp_path: Path) -> 
         assert "the first difference is number" in told
 
 
+@pytest.mark.thorough(1)
 def test_metrics_are_json_on_every_step(tmp_path: Path) -> None:
     (rows,) = rows_of(tmp_path, 2, [pipelined("1F1B")])
     lines = (tmp_path / "2-0" / "metrics.jsonl").read_text().splitlines()

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -101,6 +102,7 @@ def one(case: Other) -> tuple[float, list[str], list[str], list[bool]]:
     return worst, done, planned, [stage.splits_backward for stage in pipeline.stages]
 
 
+@pytest.mark.thorough(4)
 def test_frozen_and_idle_weights_and_those_that_their_own_gradient_needs() -> None:
     ranks = run_ranks(run, 4)
     whole = [stage for found in ranks for stage in found["needs its weight"][3]]

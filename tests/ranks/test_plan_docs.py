@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from rich.console import Console
 
@@ -49,6 +50,7 @@ def example(
     return cut, [unit.has_trigger for unit in communicator.blocks], wide
 
 
+@pytest.mark.thorough(1)
 def test_the_python_of_the_page_runs_and_its_rules_hold() -> None:
     (source,) = blocks("python")
     for cut, triggers, wide in run_ranks(example, 2, source):

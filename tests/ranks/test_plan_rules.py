@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -87,6 +88,7 @@ def test_blocks_gather_ahead_what_rules_name_and_the_plan_is_what_runs() -> None
             twin.check_step(optimizers, f"{options} step {step}")
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_ignored_parameters_stay_what_they_were_and_belong_to_the_user() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
@@ -112,6 +114,7 @@ def test_ignored_parameters_stay_what_they_were_and_belong_to_the_user() -> None
         check(parameters(twin.ours), parameters(twin.plain), f"after step {step}")
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_weights_quantized_by_rule_in_two_ways_are_rounded_and_no_others() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
@@ -182,6 +185,7 @@ def piped(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     return found.loss, found.gradient
 
 
+@pytest.mark.thorough(1)
 def test_rules_of_a_pipeline_hold_for_the_blocks_of_each_stage() -> None:
     rules = (
         {"match": ["layers.1", "layers.3"], "keep_unsharded": True},

@@ -6,6 +6,7 @@ import gc
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,6 +33,7 @@ def gathered(twin: Twin) -> list[str]:
     return [line.rpartition(" ")[2] for line in twin.lines("AG")]
 
 
+@pytest.mark.thorough(3)
 @ranks(2)
 def test_what_is_prefetched_is_not_gathered_again_and_every_step_is_right() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
@@ -57,6 +59,7 @@ def test_what_is_prefetched_is_not_gathered_again_and_every_step_is_right() -> N
         twin.check_parameters(str(options))
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_resharded_weights_are_gathered_again_wherever_they_are_used_next() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)

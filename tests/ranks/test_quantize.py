@@ -79,6 +79,7 @@ CASES: tuple[tuple[str, dict[str, Any], ActivationCheckpointConfig | None], ...]
 ROLLING = ("int8", {"prefetch_depth": 2, "gather_before": "rolling"}, HALF)
 
 
+@pytest.mark.thorough(5)
 @pytest.mark.unmeasured
 @few("cases", (*CASES, ROLLING), 2)
 @ranks(2)
@@ -113,6 +114,7 @@ def test_loss_and_every_gradient_are_those_of_rounded_weights(cases: list[Any]) 
             assert torch.equal(a, b), f"{kind} {config}: other bits without overlap"
 
 
+@pytest.mark.thorough(6)
 @pytest.mark.unmeasured
 @ranks(2)
 def test_gathers_and_buffers_are_those_of_the_plan() -> None:

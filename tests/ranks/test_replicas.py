@@ -97,6 +97,7 @@ def during(rank: int, world: int, zero: bool) -> None:
             loop.step(f"{config} {step}")
 
 
+@pytest.mark.thorough(5)
 @pytest.mark.parametrize("zero", PLAIN_FIRST)
 def test_a_blocks_exchange_starts_while_the_blocks_below_compute(zero: bool) -> None:
     run_ranks(during, 4, zero)
@@ -165,6 +166,7 @@ def parity(rank: int, world: int, zero: bool) -> None:
             loop.step(f"{settings}, {make}, {step}")
 
 
+@pytest.mark.thorough(5)
 @pytest.mark.unmeasured
 @pytest.mark.parametrize("zero", ZERO_FIRST)
 def test_gradients_equal_one_process_s(zero: bool) -> None:
@@ -206,6 +208,7 @@ def micro_batches(rank: int, world: int, zero: bool) -> None:
         loop.step("in slices")
 
 
+@pytest.mark.thorough(6)
 @pytest.mark.unmeasured
 @pytest.mark.parametrize("zero", PLAIN_FIRST)
 def test_sums_of_micro_batches_are_exchanged_once_they_are_complete(zero: bool) -> None:
@@ -255,6 +258,7 @@ def more_gradients(rank: int, world: int, zero: bool) -> None:
         loop.step(f"an older graph, {step}")
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("zero", ZERO_FIRST)
 def test_a_weight_with_more_gradients_to_come_is_waited_for_or_exchanged_again(zero: bool) -> None:
     run_ranks(more_gradients, 4, zero)
@@ -273,6 +277,7 @@ def frozen(rank: int, world: int, zero: bool) -> None:
         loop.step(f"without {names}")
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("zero", PLAIN_FIRST)
 def test_frozen_weights_hold_no_exchange_up(zero: bool) -> None:
     run_ranks(frozen, 4, zero)
@@ -302,6 +307,7 @@ def bits(rank: int, world: int, zero: bool) -> None:
             assert all(value.isfinite().all() for value in other)
 
 
+@pytest.mark.thorough(6)
 @pytest.mark.unmeasured
 @pytest.mark.parametrize("zero", ZERO_FIRST)
 def test_bits_are_the_same_early_late_and_without_overlap(zero: bool) -> None:

@@ -104,6 +104,7 @@ UNUSUAL: list[tuple[Any, dict[str, Any], Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough(5)
 @pytest.mark.unmeasured
 @few("cases", UNUSUAL, 5)
 @ranks(2)
@@ -118,6 +119,7 @@ def test_weights_used_twice_uneven_blocks_and_outputs_without_a_weights_part(
         steps(twin, f"{block.__name__} {config}")
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_a_place_is_handed_on_after_the_last_use_once_uses_have_been_counted() -> None:
     """When the byte range of a weight is released, in the first forward and later."""
@@ -161,6 +163,7 @@ class Sometimes(Block):
         return x + self.q(x) if self.twice else x
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_a_second_use_that_comes_unexpectedly_names_both_holders_and_is_known_afterwards() -> None:
     mesh = mesh_of(2)

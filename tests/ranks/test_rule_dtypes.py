@@ -72,6 +72,7 @@ def trained(names: Sequence[str], rules: list[dict[str, Any]], output: torch.dty
         twin.check_step(optimizers, f"step {step}")
 
 
+@pytest.mark.thorough(4)
 @ranks(2)
 def test_blocks_of_another_dtype_compute_in_it_and_those_after_them_in_their_own() -> None:
     rules = [{"match": "layers.{1-2}", "compute_dtype": "float32"}]

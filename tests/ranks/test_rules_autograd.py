@@ -105,6 +105,7 @@ class InsideReentrant(Inside):
     reentrant = True
 
 
+@pytest.mark.thorough(9)
 @pytest.mark.unmeasured
 @ranks(2)
 def test_checkpointing_written_by_the_user_around_and_inside_blocks_is_right() -> None:
@@ -149,6 +150,7 @@ class Severed(Tiny):
         return super().blocks(x).detach()
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_a_head_is_trained_where_no_gradient_comes_to_the_blocks() -> None:
     mesh = mesh_of(2)
@@ -168,6 +170,7 @@ def test_a_head_is_trained_where_no_gradient_comes_to_the_blocks() -> None:
                 twin.zero_grad()
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_backward_ends_with_complete_gradients_where_no_output_could_be_hooked() -> None:
     mesh = mesh_of(2)

@@ -162,6 +162,7 @@ def alone(rank: int, world_size: int, where: str, other: str, block: int) -> lis
     return found
 
 
+@pytest.mark.thorough(2)
 def test_a_failure_of_one_rank_ends_in_clear_errors_on_all_and_no_one_hangs() -> None:
     for where in ("middle", "backward", "skipped"):
         failed, waiting = run_ranks(alone, 2, where, "", 1)
@@ -177,6 +178,7 @@ def test_a_failure_of_one_rank_ends_in_clear_errors_on_all_and_no_one_hangs() ->
         assert waiting[2] == waiting[1] == waiting[0], "the first cause, again"
 
 
+@pytest.mark.thorough(1)
 def test_ranks_that_failed_in_different_places_do_not_go_on_together() -> None:
     results = run_ranks(alone, 2, "entry", "middle", 1)
     for rank, found in enumerate(results):

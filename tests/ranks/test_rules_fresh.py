@@ -216,6 +216,7 @@ def test_a_weight_changed_between_forward_and_backward_is_an_error() -> None:
                 twin.zero_grad()
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_weights_that_are_still_in_a_slot_are_not_gathered_again() -> None:
     """A first step gathers 3L - 2 blocks, less those that are still in their slots."""
@@ -249,6 +250,7 @@ def test_weights_that_are_still_in_a_slot_are_not_gathered_again() -> None:
             assert gathers() == {2: 0, 3: 2, 5: 5}[layers], "an evaluation"
 
 
+@pytest.mark.thorough(2)
 @ranks(2)
 def test_blocks_called_without_their_model_are_fresh(world_size: int) -> None:
     """Blocks called one by one, as an early exit or a probe does."""

@@ -209,6 +209,7 @@ def _keep(kept: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> N
     kept.append(output)
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_ranks_need_not_take_their_loss_from_the_same_place_of_the_model(
     rank: int, world_size: int
@@ -274,6 +275,7 @@ def asked(rank: int, world_size: int) -> list[int]:
     return found
 
 
+@pytest.mark.thorough(1)
 def test_the_host_reads_other_ranks_flags_only_where_they_decide_between_none_and_a_sum() -> None:
     all_used, idle_on_one = run_ranks(asked, 2)
     assert all_used == [0, 0, 1, 0, 0, 0]
@@ -324,6 +326,7 @@ class Upwards(Tiny):
         return total
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("config", [{"overlap": False}, {"overlap": False} | MODULE, {}])
 @ranks(2)
 def test_ranks_that_use_other_weights_ask_for_the_next_block_without_a_standstill(
@@ -353,6 +356,7 @@ class Beside(Tiny):
         return self.blocks(x).square().sum()
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_blocks_by_themselves_between_a_forward_and_its_backward_leave_the_rest_in_place(
     rank: int,

@@ -106,6 +106,7 @@ class Experts(Block):
         return y + self.groups(torch.stack([flat, flat * 2, flat.square()])).sum(0).view_as(y)
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_autocast_casts_shards_and_never_a_slot() -> None:
     mesh = mesh_of_two()
@@ -213,6 +214,7 @@ class Borrowing(Tiny):
         return super().blocks(x)
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_reductions_in_flight_are_bounded_and_slots_have_one_holder() -> None:
     mesh = mesh_of_two()

@@ -153,6 +153,7 @@ def test_a_mean_loss_is_averaged_and_unequal_counts_are_refused_everywhere(rank:
 
 
 
+@pytest.mark.thorough(3)
 @ranks(2)
 def test_frozen_weights_and_blocks_keep_no_gradient_and_may_be_thawed() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from internsp.mesh import ParallelMesh
@@ -12,6 +13,7 @@ from tests.support.models import Tiny, Twin
 from tests.support.ranks import ranks
 
 
+@pytest.mark.thorough(2)
 @ranks(2)
 def test_a_gather_that_nobody_used_arrives_before_its_shard_is_written() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +39,7 @@ class HalfFrozen(Tiny):
         return x
 
 
+@pytest.mark.thorough(2)
 @ranks(2)
 def test_few_blocks_no_cut_weights_and_blocks_without_a_graph() -> None:
     mesh = mesh_of(2)
@@ -124,6 +126,7 @@ def test_outputs_that_pass_inputs_on_and_keyword_arguments_are_right() -> None:
     steps(Twin(frozen, mesh, REENTRANT), "reentrant, whose first input needs no gradient")
 
 
+@pytest.mark.thorough(2)
 @ranks(2)
 def test_inference_mode_first_and_hooks_of_the_user() -> None:
     mesh = mesh_of(2)

@@ -179,6 +179,7 @@ def test_weights_written_between_a_forward_and_its_backward_are_an_error() -> No
     raises(LayoutError, lambda: setattr(weight, "data", weight.data[:2]), "head.weight", "shape")
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("mode", ["none", "full"])
 @ranks(2)
 def test_one_weight_alone_written_between_them_is_named(mode: Any) -> None:
@@ -224,6 +225,7 @@ def test_contents_are_used_again_over_passes_only_where_nothing_writes_as_promis
             twin.zero_grad()
 
 
+@pytest.mark.thorough(2)
 @ranks(2)
 def test_writes_after_a_zero_step_are_seen_too() -> None:
     """A ``ZeroOptimizer`` moves shards to other memory and gathers parameters late."""

@@ -78,6 +78,7 @@ def test_another_batch_on_one_rank_is_refused_on_all_and_the_next_one_is_right(
     torch.testing.assert_close(total, wanted, rtol=1e-10, atol=0.0)
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("ring", [1, 2])
 @ranks(2)
 def test_a_later_batch_that_differs_fails_its_own_backward_and_is_in_no_step(

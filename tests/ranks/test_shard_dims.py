@@ -47,6 +47,7 @@ CASES: list[tuple[int, int, dict[str, int], dict[str, Any], bool]] = [
 ]
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize(("world_size", "weight", "rules", "config", "zero"), some(CASES, 2))
 @ranks()
 def test_weights_cut_on_any_dimension_train_as_on_one_process(

@@ -196,6 +196,7 @@ def test_blocks_run_by_themselves_read_what_a_step_has_made_of_a_shared_weight()
         torch.testing.assert_close(found[0], found[1], atol=1e-12, rtol=0.0)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @ranks(2)
 def test_parts_beside_the_blocks_run_by_themselves_read_what_a_step_has_made(tied: bool) -> None:

@@ -42,6 +42,7 @@ def count_collectives(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(("world_size", "size"), [(2, 2), (4, 2)])
 @ranks()
 def test_a_ring_keeps_the_numbers_and_selective_repeats_no_message(
@@ -210,6 +211,7 @@ def test_a_block_that_recomputes_something_else_is_told() -> None:
         y.sum().backward()
 
 
+@pytest.mark.thorough(2)
 @ranks(2)
 def test_a_compiled_block_leaves_its_graph_for_attention_and_compiles_once(
     rank: int, world_size: int

@@ -38,6 +38,7 @@ def whole_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @ranks()
 def test_every_output_mode_equals_one_process(rank: int, world_size: int) -> None:

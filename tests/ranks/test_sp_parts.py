@@ -71,6 +71,7 @@ FOUR = {
 }
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", some(CASES, 5))
 @ranks(2)
 def test_loss_every_gradient_and_a_step_equal_one_process(name: str) -> None:
@@ -79,6 +80,7 @@ def test_loss_every_gradient_and_a_step_equal_one_process(name: str) -> None:
     assert gradient <= TOLERANCE
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", some(FOUR, 2))
 @ranks(4)
 def test_so_they_do_with_as_many_ranks_as_heads_and_more(name: str) -> None:
@@ -329,6 +331,7 @@ def test_changed_models_compute_as_with_the_exchange_as_a_whole(name: str) -> No
     close(gradients(model), gradients(wanted))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.unmeasured
 @pytest.mark.parametrize("mode", some(["selective", "none", "full"], 1))
 @ranks(2)
@@ -410,6 +413,7 @@ def test_projections_may_have_another_dtype_than_their_input() -> None:
     torch.testing.assert_close(found, run_own(own, x.double()), atol=1e-12, rtol=1e-10)
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.unmeasured
 @ranks(2)
 def test_blocks_that_are_left_out_leave_no_more_receives_posted_than_stages_of_a_kind() -> None:
@@ -433,6 +437,7 @@ def test_blocks_that_are_left_out_leave_no_more_receives_posted_than_stages_of_a
     assert 0 < most <= 4
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_two_models_on_one_mesh_and_a_graph_that_is_run_twice() -> None:
     mesh = meshed(1)
@@ -452,6 +457,7 @@ def test_two_models_on_one_mesh_and_a_graph_that_is_run_twice() -> None:
     close(gradients(one), {n: 2 * g for n, g in gradients(wanted).items() if g is not None})
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_after_an_error_that_all_ranks_met_the_next_step_is_right(
     monkeypatch: pytest.MonkeyPatch,
@@ -575,6 +581,7 @@ def test_a_fault_that_is_put_in_is_seen(
         seen(meshed(1), 12, fault, patched)
 
 
+@pytest.mark.thorough(1)
 @ranks(4)
 def test_a_key_head_of_several_ranks_has_the_sum_of_their_gradients(
     monkeypatch: pytest.MonkeyPatch,

@@ -102,6 +102,7 @@ def with_buffer() -> Tiny:
     return model
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("weight", [1, 2])
 @ranks(2)
 def test_a_full_state_dict_that_is_kept_is_a_copy(weight: int) -> None:
@@ -131,6 +132,7 @@ def test_a_full_state_dict_that_is_kept_is_a_copy(weight: int) -> None:
     assert kept[0]["seen"].data_ptr() == twin.ours.get_buffer("seen").data_ptr()
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("optimizer", ["torch", "zero"])
 @ranks(2)
 def test_assigned_parameters_have_no_gradient_as_in_torch(optimizer: str) -> None:
@@ -168,6 +170,7 @@ def test_a_parameter_that_is_assigned_itself_keeps_its_gradient() -> None:
     twin.check_gradients("assigned itself")
 
 
+@pytest.mark.thorough(2)
 @ranks(2)
 def test_state_is_that_of_one_process_and_goes_there_and_back(rank: int) -> None:
     case = Case(weight=2, steps=3, max_grad_norm=None)
@@ -308,6 +311,7 @@ def test_state_of_parameters_without_dimensions_goes_on(name: str, how: str) -> 
         other.check_parameters(f"{name} {how} zero {zero}", 1e-9)
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_the_master_of_a_16_bit_parameter_without_dimensions_is_loaded() -> None:
     twin = Twin(Scaled, mesh_of(2), dtype=torch.bfloat16)

@@ -202,6 +202,7 @@ def check_saved_and_loaded(
     check(parameters(ours), parameters(plain), "loaded again")
 
 
+@pytest.mark.thorough(1)
 @ranks(4)
 def test_tied_weights_frozen_blocks_and_logits_that_are_a_dtensor(rank: int) -> None:
     """Tied weights, whose placement is the same; a frozen block; logits that are a DTensor."""

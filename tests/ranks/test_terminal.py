@@ -71,6 +71,7 @@ def live(folder: Path) -> str:
     return on_terminal(folder, LIVE, *TRAIN)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.unmeasured
 def test_a_live_run_shows_a_bar_and_leaves_its_last_figures(folder: Path, live: str) -> None:
     assert "seen 3/3 ━" in ESCAPES.sub("", live)

@@ -56,6 +56,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", some(CASES, 4))
 @ranks(2)
 def test_loss_every_gradient_and_a_step_equal_one_process(name: str) -> None:
@@ -144,6 +145,7 @@ def counted(inner: Any, count: list[int]) -> Any:
     return call
 
 
+@pytest.mark.thorough(1)
 def test_hooks_that_fire_once_a_tile_would_be_seen() -> None:
     ours, naive = run_ranks(once_a_tile, 2)[0]
     weights = 4 * 7  # of four blocks: q, k, v, o, gate, up, down
@@ -297,6 +299,7 @@ def test_a_module_that_cannot_be_tiled_says_so() -> None:
     torch.testing.assert_close(x.grad, weight.sum(0).expand_as(x))  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_a_pipeline_that_splits_backward_and_a_model_of_transformers_take_tiles() -> None:
     case = PipelineCase(

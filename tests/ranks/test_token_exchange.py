@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -121,6 +122,7 @@ def _gathered(lines: list[str], phase: str = "") -> list[int]:
     return found
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_experts_tokens_are_counted_once_where_activations_are_recomputed() -> None:
     for config in ({}, ALL):

@@ -106,6 +106,7 @@ def train(
         close(twin.ours(ids), twin.plain(ids), f"{name}: logits of an evaluation")
 
 
+@pytest.mark.thorough(7)
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("options", [{}, ALL], ids=["alone", "coalesced"])
 def test_modules_that_read_others_weights_train_as_on_one_process(name: str, options: Any) -> None:
@@ -147,6 +148,7 @@ def stacked(rank: int, world: int) -> None:
             close(twin.ours.eval()(ids), twin.plain.eval()(ids), f"{checkpoint}: an evaluation")
 
 
+@pytest.mark.thorough(1)
 def test_a_stack_of_encoder_layers_with_padding_is_right_in_training_and_evaluation() -> None:
     run_ranks(stacked, 2)
 

@@ -116,6 +116,7 @@ def test_every_step_equals_one_process_on_every_mesh(
             assert rows[-1].eval_loss == pytest.approx(wanted[o][-1].eval_loss, rel=1e-5)
 
 
+@pytest.mark.thorough(7)
 @pytest.mark.unmeasured
 def test_full_accumulation_gives_the_same_steps_and_sends_less(tmp_path: Path) -> None:
     base: Changes = {
@@ -267,6 +268,7 @@ def without_tokens(layout_of: Callable[..., SequenceLayout], *given: Any) -> Seq
     )
 
 
+@pytest.mark.thorough(1)
 def test_a_fresh_run_sets_an_older_one_aside(tmp_path: Path) -> None:
     short: Changes = {"train": {"steps": 1}}
     rows_of_runs(tmp_path, 1, [short])

@@ -177,6 +177,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_from(tmp_path
         assert "step-000006 is not resumed from; give the path of an earlier checkpoint" in second
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.unmeasured
 def test_a_pipeline_skips_on_all_stages_and_names_those_of_all(tmp_path: Path) -> None:
     made = settings(

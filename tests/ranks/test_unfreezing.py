@@ -178,6 +178,7 @@ def test_it_may_come_after_a_prefetch_within_unchanged_and_after_a_failed_forwar
     twin.check_parameters("afterwards", 1e-9)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["tied", "offloaded"])
 @ranks(2)
 def test_tied_and_offloaded_parameters_are_unfrozen_as_on_one_process(how: str) -> None:
@@ -208,6 +209,7 @@ def test_frozen_parameters_in_groups_take_no_memory_until_they_train() -> None:
     assert dict(ours.memory())["optimizer state"] > dict(without.memory())["optimizer state"]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("added", [True, False])
 @ranks(2)
 def test_with_a_loss_scaler_a_skipped_step_makes_no_state(added: bool) -> None:

@@ -131,6 +131,7 @@ APART: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.unmeasured
 @few("cases", APART, 3)
 @ranks(2)
@@ -196,6 +197,7 @@ def test_several_modules_are_one_unit() -> None:
         trained(twin)
 
 
+@pytest.mark.thorough(4)
 @ranks(2)
 def test_a_users_checkpoint_around_several_units_is_right() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
@@ -205,6 +207,7 @@ def test_a_users_checkpoint_around_several_units_is_right() -> None:
             trained(twin)
 
 
+@pytest.mark.thorough(5)
 @ranks(4)
 def test_replicas_exchange_what_units_and_rests_have_summed() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
@@ -255,6 +258,7 @@ def test_shared_frozen_and_unused_weights_of_units_are_right(rank: int) -> None:
         trained(twin, steps=2)
 
 
+@pytest.mark.thorough(4)
 @ranks(2)
 def test_ranks_whose_data_skip_a_layer_take_its_place(rank: int) -> None:
     """Also in a recompute: what the recompute of other ranks gathers is gathered here."""
@@ -274,6 +278,7 @@ def test_ranks_whose_data_skip_a_layer_take_its_place(rank: int) -> None:
                 twin.zero_grad()
 
 
+@pytest.mark.thorough(4)
 @ranks(2)
 def test_losses_of_two_forwards_micro_batches_and_failures_leave_units_right() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
@@ -368,6 +373,7 @@ def test_two_lists_of_blocks_have_one_order() -> None:
     raises(OrderError, partial(twin.ours, *twin.batch()[1]), "vision.blocks.0", "decoder.layers.0")
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_whole_parameters_and_state_of_units_are_those_of_one_process() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)

@@ -177,6 +177,7 @@ def test_equal_writes_reach_every_shard_and_different_ones_none(rank: int) -> No
         step(twin, f"weight {weight}, after refused writes")
 
 
+@pytest.mark.thorough(4)
 @ranks(4)
 def test_with_rank0_what_the_first_rank_wrote_is_written_everywhere(rank: int) -> None:
     """F3: rank 0's values win; it is the first rank of the stage, here and in the document."""
@@ -280,6 +281,7 @@ def test_gradients_of_an_optimizer_and_of_a_wide_dtype_are_those_that_are_steppe
                 torch.testing.assert_close(p.detach(), before, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.thorough(5)
 @ranks(4)
 def test_sixteen_bit_weights_are_shown_and_written_in_full_precision(rank: int) -> None:
     """F6: the fp32 masters of a ZeroOptimizer; the next step does not undo what was written."""
@@ -500,6 +502,7 @@ def test_states_are_loaded_inside_and_other_objects_are_taken_by_value() -> None
     step(rnn, "an LSTM")
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("world_size", [4])
 @ranks()
 def test_experts_of_all_ranks_stand_one_after_another(world_size: int, rank: int) -> None:

@@ -34,6 +34,7 @@ def kept(rank: int, world: int) -> list[str]:
     ]
 
 
+@pytest.mark.thorough(1)
 def test_shards_are_not_kept_a_second_time_beside_the_buckets() -> None:
     assert run_ranks(kept, 2) == [[], []]
 
@@ -52,6 +53,7 @@ def memory(rank: int, world: int) -> tuple[int, int, int, int]:
     return sum(e.numel() for e in entries), cut, small, told
 
 
+@pytest.mark.thorough(1)
 def test_optimizer_state_exists_for_each_ranks_slice_alone() -> None:
     found = run_ranks(memory, 4)
     cut, small = found[0][1], found[0][2]
@@ -207,6 +209,7 @@ def test_only_values_that_replicas_send_each_other_are_waited_for(weight: int, w
     assert [member.ready for member in members] == [None] * len(members)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("kind", ["zero", "together", "plain"])
 @ranks(2)
 def test_a_step_makes_stale_what_it_has_stepped_and_nothing_else(kind: str) -> None:
@@ -240,6 +243,7 @@ def test_a_step_makes_stale_what_it_has_stepped_and_nothing_else(kind: str) -> N
     raises(StaleWeightError, graph.backward, "changed on rank")
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("weight", [1, 2])
 def test_a_late_publication_is_waited_for_by_whoever_reads_block_by_block(weight: int) -> None:
     world = 2 * weight

@@ -62,6 +62,7 @@ def overflow(rank: int, world: int, weight: int) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("weight", [1, 2])
 def test_an_overflow_on_one_rank_skips_the_step_on_all_clipping_or_not(weight: int) -> None:
     for found in run_ranks(overflow, 2, weight):
@@ -90,6 +91,7 @@ def scaled(rank: int, world: int) -> tuple[bool, bool, bool]:
     return same[0], same[1], clipped_differs
 
 
+@pytest.mark.thorough(1)
 def test_a_scaled_loss_gives_the_same_bits_as_an_unscaled_one_clipping_or_not() -> None:
     assert all(all(found) for found in run_ranks(scaled, 2))
 
@@ -470,6 +472,7 @@ def test_a_state_dict_of_one_rank_alone_is_refused_on_both_before_it_gathers(ran
     assert s.optimizer.state_dict()["state"].keys() == set(range(len(list(s.model.parameters()))))
 
 
+@pytest.mark.thorough(1)
 @ranks(2)
 def test_state_that_a_later_setting_adds_is_in_what_is_saved() -> None:
     s = setup(Case(weight=2))

@@ -13,7 +13,7 @@ import pytest
 from tools.mutants.__main__ import Options, drawn, report
 from tools.mutants.campaign import Campaign, chunks
 from tools.mutants.operators import Mutant, marked, mutants
-from tools.mutants.record import Record, copied
+from tools.mutants.record import Record, add, copied
 from tools.mutants.worker import Worker
 
 
@@ -178,6 +178,18 @@ def test_a_fault_is_caught_by_a_failure_that_it_makes(
     assert Scripted(faulty, clean).judge(one, {"a": 1.0, "b": 1.0}, 60) == ending
     unreached = {"end": "unreached", "ran": 0, "reach": 0}
     assert Scripted([]).judge(one, {}, 60) == unreached
+
+
+def test_a_test_is_covered_if_enough_others_that_stay_reach_its_blocks(tmp_path: Path) -> None:
+    record = Record(tmp_path)
+    reach = {"a::dear": (5, [1, 2]), "b::cases[1]": (1, [1]), "b::cases[2]": (1, [2]),
+             "c::other": (1, [1, 2]), "d::alone": (9, [1, 3]), "e::fails": (9, [1])}  # fmt: skip
+    for test, (seconds, hits) in reach.items():
+        add(record.path, {"test": test, "failed": test == "e::fails" and "x", "seconds": seconds,
+                          "hits": hits})  # fmt: skip
+    assert record.covered(1) == [(5, "a::dear"), (2, "b::cases")]
+    assert record.covered(2) == [(5, "a::dear")]
+    assert record.covered(3) == []
 
 
 def test_a_worker_runs_tests_in_a_copy_whose_package_each_run_imports_anew(tmp_path: Path) -> None:

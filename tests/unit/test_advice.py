@@ -185,6 +185,7 @@ EVENTS = st.lists(
 )
 
 
+@pytest.mark.thorough(1)
 @given(EVENTS, EVENTS, st.booleans(), st.integers(1, 4), st.integers(1, 4))
 def test_whatever_was_traced_there_is_a_sentence_or_nothing_to_say(
     one: list[Event], two: list[Event], overlap: bool, weight: int, sequence: int

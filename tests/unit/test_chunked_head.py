@@ -91,6 +91,7 @@ def _same(logits: Tensor) -> Tensor:
     return logits
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", CHUNKED)
 def test_loss_and_gradients_are_those_of_whole_logits(family: str, tied: bool) -> None:

@@ -118,6 +118,7 @@ def test_help_shows_every_section_with_defaults_and_does_not_load_torch():
     assert "--resume PATH" in done.stdout
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_a_shell_completes_commands_and_options(tmp_path):
     path = tmp_path / "internsp"
@@ -175,6 +176,7 @@ def test_version_is_one_line(capsys):
     assert capsys.readouterr().out.startswith("internsp ")
 
 
+@pytest.mark.thorough(1)
 def test_train_starts_local_processes_with_options_over_the_file(started):
     Path("point").mkdir()
     words = ["train", "good.toml", "--launch.processes", "2", "--parallel.weight", "2"]
@@ -279,6 +281,7 @@ def _until_asked(config: Config, output: Path) -> None:
     (output / f"saved{rank}").touch()
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.ranks
 def test_local_processes_know_their_rank_and_get_their_threads(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")

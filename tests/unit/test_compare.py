@@ -104,6 +104,7 @@ def test_parameters_after_a_step_differ_where_a_gradient_does() -> None:
     assert [line.split()[0] for line in differences(parameters(ours), parameters(plain))] == [NAME]
 
 
+@pytest.mark.thorough(1)
 @ranks(3)
 def test_each_rank_compares_its_own_part_and_together_they_compare_all(rank: int) -> None:
     mesh = ParallelMesh.create(3, device_type="cpu", timeout_seconds=30).param_mesh

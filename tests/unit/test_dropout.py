@@ -47,6 +47,7 @@ def test_a_mask_is_the_same_for_ever() -> None:
     assert digest[:16] == "12687ad4bc1b9010"
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.9])
 def test_a_share_of_the_elements_is_dropped_and_the_mean_stays(share: float) -> None:
     module = Dropout(share)

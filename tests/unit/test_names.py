@@ -38,6 +38,7 @@ def test_a_pattern_matches_whole_names_part_by_part(
     assert [name for name in no if matches(name, pattern)] == []
 
 
+@pytest.mark.thorough(1)
 @given(NAMES)
 def test_every_name_matches_itself_and_nothing_longer(parts: list[str]) -> None:
     name = ".".join(parts)

@@ -42,6 +42,7 @@ def test_unequal_blocks_are_balanced_by_cost() -> None:
     assert partition_costs([5.0, 1.0, 1.0, 1.0, 1.0, 1.0], 2) == [range(1), range(1, 6)]
 
 
+@pytest.mark.thorough(1)
 @given(
     costs=st.lists(st.floats(0.1, 10), min_size=1, max_size=9),
     parts=st.integers(1, 5),

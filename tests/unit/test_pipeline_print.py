@@ -40,6 +40,7 @@ def printed(settings: Config, picture: Path | None = None) -> str:
     return out.getvalue() + listing(settings, make_pipeline_plan(settings, 4))
 
 
+@pytest.mark.thorough(3)
 def test_the_plan_shows_every_rank_and_what_other_schedules_would_gather() -> None:
     text = printed(config())
     plan = make_pipeline_plan(config(), 4)
@@ -54,6 +55,7 @@ def columns(table: Table) -> list[list[str]]:
     return [list(column.cells) for column in table.columns]
 
 
+@pytest.mark.thorough(1)
 def test_the_table_of_ranks_says_what_each_holds_and_launches() -> None:
     plan = make_pipeline_plan(config(), 4)
     ranks, stages, blocks, slots, *launched = columns(tables(config(), plan)[0])
@@ -67,6 +69,7 @@ def test_the_table_of_ranks_says_what_each_holds_and_launches() -> None:
     assert messages == ["8", "8"], "four of hidden states and four of their gradients"
 
 
+@pytest.mark.thorough(1)
 def test_other_schedules_are_told_as_each_of_them_would_be_planned() -> None:
     """Gathers of the busiest rank, re-gathered and kept; time as the parts of one forward."""
     names, chunks, again, kept, time = columns(
@@ -99,6 +102,7 @@ def test_compiled_chunks_are_planned_with_both_gradients_at_once() -> None:
     assert parts(True) == {"", "full"}
 
 
+@pytest.mark.thorough(3)
 def test_every_pass_is_printed_with_what_it_launches() -> None:
     text = printed(config())
     for number, rank in enumerate(make_pipeline_plan(config(), 4).ranks):
@@ -138,6 +142,7 @@ def test_kept_blocks_are_told_for_each_pipeline_rank() -> None:
     assert "Pipeline rank 1: 2 blocks stay unsharded (layers.4, layers.6)" in text
 
 
+@pytest.mark.thorough(6)
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_the_picture_has_a_box_for_every_computation_with_its_collectives(
     tmp_path: Path, mode: str
@@ -162,6 +167,7 @@ def test_the_picture_has_a_box_for_every_computation_with_its_collectives(
     assert marks == wanted
 
 
+@pytest.mark.thorough(4)
 def test_the_command_draws_the_demos_schedule(tmp_path: Path) -> None:
     demo = Path(__file__).parents[2] / "configs" / "pipeline_demo.toml"
     path = tmp_path / "schedule.svg"

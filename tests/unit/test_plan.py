@@ -229,6 +229,7 @@ def test_it_says_how_each_blocks_attention_exchanges_heads(name: str) -> None:
     assert (ordered in text) == in_parts
 
 
+@pytest.mark.thorough(1)
 def test_no_exchange_is_told_of_where_every_rank_has_all_heads() -> None:
     assert "exchanges heads" not in everything(config(parallel={"sequence": 1}), 2)
 
@@ -278,6 +279,7 @@ def test_what_makes_a_step_smaller_are_keys_of_the_configuration() -> None:
     assert set(named) <= known
 
 
+@pytest.mark.thorough(1)
 def test_a_step_that_does_not_fit_says_so_and_what_takes_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -299,6 +301,7 @@ def test_a_step_of_so_many_tokens_is_planned_for_some_and_sums_over_several() ->
         assert (memory["unsharded gradient sums (full accumulation)"] > 0) == summed
 
 
+@pytest.mark.thorough(1)
 def test_kept_blocks_save_the_gathers_and_cost_the_memory_that_the_plan_prints() -> None:
     two = config(weight_parallel={"min_shard_elements": 64, "keep_unsharded": 2})
     plan, usual = make_plan(two, 2), make_plan(config(), 2)

@@ -106,6 +106,7 @@ def test_models_of_transformers_are_planned_by_their_own_code(
     assert planned.host == pytest.approx(sum(step.host), rel=0.01)
 
 
+@pytest.mark.thorough(3)
 def test_the_longest_sequence_fits_and_one_token_a_rank_more_does_not() -> None:
     budget = MemoryBudget(config({"mode": "full"}, parallel={"sequence": 2}), 2)
     memory = 64 * MIB
@@ -131,6 +132,7 @@ def test_host_memory_bounds_what_is_offloaded() -> None:
     assert bound.bound == bound.host[-1][0]
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("ring", some([1, 2], 1))
 def test_exchanges_and_a_ring_are_counted_as_they_run(ring: int) -> None:
     """All blocks at once, with each operator's allocations; and a row with the total."""
@@ -149,6 +151,7 @@ def test_exchanges_and_a_ring_are_counted_as_they_run(ring: int) -> None:
     assert ("keys and values around a ring" in names) == (ring == 2)
 
 
+@pytest.mark.thorough(1)
 def test_an_exchange_that_is_kept_longer_would_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deliberate mistake: send buffers are not freed after the message has arrived."""
     settings = config({"mode": "full"}, parallel={"sequence": 2})
@@ -202,6 +205,7 @@ def staged(schedule: str, chunks: int, again: dict[str, Any], **changes: dict[st
     )  # fmt: skip
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "again", some([{"mode": "none"}, {"mode": "full"}], 1), ids=["none", "full"]
 )
@@ -216,6 +220,7 @@ def test_as_many_micro_batches_are_in_flight_as_the_schedule_says(again: dict[st
     assert kept == {"1F1B": [2, 1], "GPipe": [4, 4]}
 
 
+@pytest.mark.thorough(2)
 def test_the_longest_of_a_pipeline_fits_every_rank_and_a_token_more_does_not_fit_one() -> None:
     budget = MemoryBudget(staged("1F1B", 1, {"mode": "full"}), 2)
     found = budget.longest(48 * MIB)
@@ -299,6 +304,7 @@ def test_a_process_takes_what_is_planned_and_dies_with_a_fifth_less() -> None:
     assert "allocate memory" in refused.stderr
 
 
+@pytest.mark.thorough(1)
 def test_dropout_keeps_a_byte_an_element_twice_a_block() -> None:
     plain, dropped = config(), config(model={"dropout": 0.1})
     steps = [observe(settings, 1, 512, 1, 2, 0, None) for settings in (plain, dropped)]
@@ -332,6 +338,7 @@ def test_where_blocks_take_over_from_the_loss_is_found_without_a_step_of_that_le
     assert planned.kept + planned.working == pytest.approx(step.peak, rel=0.01)
 
 
+@pytest.mark.thorough(2)
 def test_on_cuda_norms_keep_their_input_and_flash_attention_has_its_own_sums() -> None:
     host, device = (observe(on(kind), 1, 8192, 8, 2, 2, 1) for kind in ("cpu", "cuda"))
     unit = 8192 * 64 * 2

@@ -342,6 +342,7 @@ KEYS = st.fixed_dictionaries(
 ).filter(bool)
 
 
+@pytest.mark.thorough(1)
 @given(st.lists(KEYS, max_size=4))
 def test_rules_are_written_and_read_again_as_they_were_given(rules: list[dict[str, Any]]) -> None:
     made = [{"match": ("layers.{0-3}",), **rule} for rule in rules]

@@ -45,6 +45,7 @@ def config(**sections: dict[str, Any]) -> Config:
 SMALL = {"hidden_size": 1024, "layers": 6, "heads": 8, "intermediate_size": 2816}
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("ranks", [1, 6, 8])
 @pytest.mark.parametrize("memory", [4, 80])
 def test_pruning_finds_the_same_ten(ranks: int, memory: int) -> None:
@@ -105,6 +106,7 @@ def test_more_memory_and_faster_links_are_never_a_worse_best() -> None:
     assert better <= last
 
 
+@pytest.mark.thorough(1)
 def test_among_ties_the_fewest_axes_win() -> None:
     found = search(config(), 64, H100).best
     first = chosen(found)
@@ -113,6 +115,7 @@ def test_among_ties_the_fewest_axes_win() -> None:
     assert first.layout.axes == min(one.layout.axes for one in ties)
 
 
+@pytest.mark.thorough(1)
 def test_neighbors_are_one_step_away_and_cost_what_they_take() -> None:
     space = Space(config(), 64, H100)
     best = search(config(), 64, H100).best[0]
@@ -125,6 +128,7 @@ def test_neighbors_are_one_step_away_and_cost_what_they_take() -> None:
     assert near.seconds.total == step_seconds(space.load(near.layout), H100).total
 
 
+@pytest.mark.thorough(1)
 def test_the_closed_form_of_the_ten_is_within_a_hundredth_of_the_replay() -> None:
     given = config()
     for one in search(given, 64, H100).best:
@@ -134,6 +138,7 @@ def test_the_closed_form_of_the_ten_is_within_a_hundredth_of_the_replay() -> Non
         assert one.seconds.total == pytest.approx(played, rel=0.01), one.layout.label()
 
 
+@pytest.mark.thorough(2)
 def test_the_screen_has_reasons_and_writes_a_configuration_that_is_taken(tmp_path: Path) -> None:
     out, path = io.StringIO(), tmp_path / "best.toml"
     print_search(config(), 64, H100, Console(file=out, width=200), path)

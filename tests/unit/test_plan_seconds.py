@@ -91,6 +91,7 @@ def test_the_closed_form_is_near_the_replay(sections: dict[str, dict[str, Any]])
     assert closed.total == pytest.approx(played.total, rel=0.025)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("micro_batches", [1, 5])
 def test_a_few_blocks_and_micro_batches_stand_for_all(micro_batches: int) -> None:
     train = {"global_batch": 16 * micro_batches, "micro_batches": micro_batches}
@@ -244,6 +245,7 @@ def test_the_first_screen_answers_in_the_order_of_the_questions() -> None:
     assert any("Seconds of a step (predicted)" in line for line in lines)
 
 
+@pytest.mark.thorough(1)
 def test_the_change_that_is_said_to_help_is_taken_and_saves_as_much() -> None:
     given, device = config(), device_named("h100-sxm")
     line = screen_of(given, 16, device)[5]

@@ -243,6 +243,7 @@ def test_failures_of_files_and_memory_in_a_rank_are_one_line() -> None:
             raise other
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("words", "status", "expected"),
     [

@@ -74,6 +74,7 @@ def test_a_note_of_anything_hinders_nothing(tmp_path: Path, owner: bytes) -> Non
     first.release(tmp_path)
 
 
+@pytest.mark.thorough(1)
 def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"

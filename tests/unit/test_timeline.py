@@ -140,6 +140,7 @@ def test_forward_and_backward_marks_name_a_phase_where_no_weight_is_used():
 interval_lists = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
 
 
+@pytest.mark.thorough(1)
 @given(interval_lists, interval_lists)
 def test_interval_arithmetic_equals_sets_of_points(a, b):
     def cells(intervals):

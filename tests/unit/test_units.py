@@ -162,6 +162,7 @@ def test_every_weight_of_every_unit_is_gathered_for_each_pass_and_reduced_once()
     assert gathered == set(names)
 
 
+@pytest.mark.thorough(1)
 def test_the_printed_plan_shows_units_and_the_lowest_peak() -> None:
     sections: dict[str, Any] = {
         "model": {"hidden_size": 16, "layers": 4, "heads": 2, "intermediate_size": 48},

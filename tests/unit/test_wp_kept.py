@@ -40,6 +40,7 @@ def played(blocks: int, kept: tuple[int, ...], slowness: float, micro_batches: i
     return play(lines, seconds, 1e6 * BLOCK / slowness / MBIT).step
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.unmeasured
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_no_choice_of_blocks_saves_much_more_time_than_an_even_spread(micro_batches: int) -> None:
@@ -73,6 +74,7 @@ def test_the_choice_is_spread_over_all_but_the_last() -> None:
             assert len(set(evenly_spread(blocks, count))) == count
 
 
+@pytest.mark.thorough(1)
 @given(
     sizes=st.lists(st.integers(1, 50), min_size=1, max_size=9),
     depth=st.integers(0, 3),

@@ -225,6 +225,7 @@ def check_reductions(chunk: Chunk, reduced: Counter[Weight], graphs: int) -> Non
             assert reduced[weight] == (expected if weight.trained else 0), weight.name
 
 
+@pytest.mark.thorough(1)
 @settings(max_examples=150)
 @given(seed=SEEDS)
 def test_nothing_in_use_is_overwritten_and_each_weight_is_reduced_once(seed: int) -> None:

@@ -80,6 +80,7 @@ chunks = st.builds(
 )
 
 
+@pytest.mark.thorough(1)
 @given(plan=chunks, micro_batches=st.integers(1, 2), overlap=st.booleans())
 # Small blocks do not overwrite the end of a large one's weights, kept for the next micro-batch.
 @example(plan=chunk(3, uneven=1, trigger_at=0), micro_batches=2, overlap=False)
@@ -197,6 +198,7 @@ def test_weights_that_are_unsharded_at_rest_are_neither_gathered_nor_waited_for(
     assert {a.kind for a in schedule.actions} == {"USE", "FREE", "RS", "WAIT", "FINISH"}
 
 
+@pytest.mark.thorough(1)
 @given(plan=chunks, micro_batches=st.integers(1, 3))
 def test_a_kept_block_is_gathered_once_and_the_others_as_if_it_were_not_there(
     plan: ChunkLayout, micro_batches: int

@@ -16,6 +16,7 @@ from internsp.wp.reduce import input_without_copy
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
 
 
+@pytest.mark.thorough(1)
 @given(shape=shapes, size=st.integers(1, 7), data=st.data())
 def test_gathered_shards_are_the_whole_weight_for_any_shape_cut_and_size(
     shape: tuple[int, ...], size: int, data: st.DataObject

@@ -4,6 +4,7 @@
     python -m tools.mutants run        # faults, drawn by the seed
     python -m tools.mutants again --tests tests/unit/test_wp_works.py # survivors, against new tests
     python -m tools.mutants report --document docs/dev/mutants.md
+    python -m tools.mutants covered  # tests whose every block two others reach, the dearest first
 
 Works in copies of this checkout at nice 19; each command goes on where it was stopped. ``record``
 runs the tests in a copy whose blocks note that they ran, file by file. A fault then runs against
@@ -42,7 +43,7 @@ MARK = "python -m tools.mutants report --document docs/dev/mutants.md"
 class Options:
     """Put random faults into the library and see which of them its tests catch."""
 
-    do: tyro.conf.Positional[Literal["record", "run", "again", "report"]]
+    do: tyro.conf.Positional[Literal["record", "run", "again", "report", "covered"]]
     folder: Path = Path("/tmp/internsp-mutants")
     """Where the copies are, and the record of the unmutated tests."""
     results: Path = ROOT / "docs/dev/mutants.jsonl"
@@ -57,6 +58,8 @@ class Options:
     """Files of tests for `record` (default: all) and `again`."""
     slow: bool = False
     """Record the tests that are marked slow, not the others."""
+    by: int = 2
+    """How many other tests that stay must reach each block of a test that `covered` names."""
     seconds: float = 300
     """A fault that tests of so many seconds did not catch has survived."""
 
@@ -170,6 +173,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             put(options.document, MARK, text)
         else:
             print(text, end="")
+    elif options.do == "covered":
+        for seconds, test in Record(options.folder).covered(options.by):
+            print(f"{seconds:.1f} {test}")
     elif options.do == "record":
         found = (
             p for kind in ("unit", "ranks", "fuzz") for p in (ROOT / "tests" / kind).glob("test_*")

@@ -85,6 +85,22 @@ class Record:
             if file == mutant.file and mutant.block in (0, line)
         }  # fmt: skip
 
+    def covered(self, by: int) -> list[tuple[float, str]]:
+        """Seconds and names of tests, with all their cases, of which each block is reached by at
+        least ``by`` tests that are not listed. The dearest are asked first."""
+        cases: dict[str, list[dict[str, Any]]] = {}
+        for line in self._passed():
+            cases.setdefault(line["test"].split("[")[0], []).append(line)
+        reached = Counter(hit for line in self._passed() for hit in line["hits"])
+        seconds = {test: sum(line["seconds"] for line in own) for test, own in cases.items()}
+        found = []
+        for test in sorted(cases, key=lambda one: -seconds[one]):
+            own = Counter(hit for line in cases[test] for hit in line["hits"])
+            if own and all(reached[hit] - count >= by for hit, count in own.items()):
+                reached -= own
+                found.append((seconds[test], test))
+        return found
+
     def notes(self, mutant: Mutant) -> bool:
         """Whether a test that passed reaches the fault's block."""
         wanted = self._numbers(mutant)
