@@ -34,6 +34,6 @@ __all__ = [
 if __name__ == "model_zoo":  # imported by the second name, see the docstring
     for _part in (
         "", ".common", ".deepseek", ".families", ".generate", ".internlm2", ".llama", ".llama_form",
-        ".mixtral",
+        ".mixtral", ".mixture_form",
     ):  # fmt: skip
         sys.modules[__name__ + _part] = importlib.import_module("internsp.model_zoo" + _part)

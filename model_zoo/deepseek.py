@@ -22,6 +22,8 @@ from internsp.layers.rotary import RotaryTables, apply_rotary
 from internsp.model_zoo.common import CausalLM, Device, Sizes, dense, experts_of, split_heads
 from internsp.sp import DistributedAttention, SequenceLayout
 
+LATENT_EPS = 1e-6  # theirs, whatever the other norms' is
+
 
 class LatentAttention(nn.Module):
     """Causal attention whose keys and values come from one latent vector of each token.
@@ -47,7 +49,7 @@ class LatentAttention(nn.Module):
         self.wkv_down = ParallelLinearWithCommExt(
             hidden, latent + turned, config.qkv_bias, device, dtype
         )
-        self.latent_norm = RMSNorm(latent, config.norm_eps, config.norm, device, dtype)
+        self.latent_norm = RMSNorm(latent, LATENT_EPS, config.norm, device, dtype)
         self.wkv_up = ParallelLinearWithCommExt(
             latent, heads * sum(self.parts), config.bias, device, dtype
         )

@@ -116,7 +116,7 @@ def _rows_of(which: int, sizes: Sizes, tensor: Tensor) -> Tensor:
     )
 
 
-def llama_config(config: ModelConfig, dtype: str, positions: int) -> dict[str, Any]:
+def exported_config(config: ModelConfig, dtype: str, positions: int) -> dict[str, Any]:
     """``config.json`` of the exported model.
 
     Args:

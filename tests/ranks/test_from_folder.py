@@ -16,11 +16,12 @@ from internsp import model_zoo
 from internsp.app.checkpoint.export import export
 from internsp.app.checkpoint.saver import save
 from internsp.app.config import Config, read_config
-from internsp.app.models.factory import build_for_training, llama_config, llama_parts
+from internsp.app.models.factory import build_for_training
 from internsp.app.process.stop import StopRequest
 from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
 from internsp.errors import ConfigError
+from internsp.model_zoo.llama_form import exported_config, exported_tensors
 from internsp.values import load
 from tests.ranks.test_checkpoint_meshes import config
 from tests.ranks.test_export import CASES, IDS
@@ -185,9 +186,9 @@ def test_a_folder_that_is_not_the_model_is_refused_by_the_tensors_name(tmp_path:
     zoo = dict(model_zoo.build(settings).named_parameters())
     right = {
         p.name: p.convert(zoo[p.source].detach()) if p.source else torch.zeros(p.shape)
-        for p in llama_parts(settings, {n: tuple(v.shape) for n, v in zoo.items()})
+        for p in exported_tensors(settings, {n: tuple(v.shape) for n, v in zoo.items()})
     }
-    content = llama_config(settings, "float32", 9)
+    content = exported_config(settings, "float32", 9)
     place = tmp_path / "model.safetensors"
 
     def put(values: Values) -> None:

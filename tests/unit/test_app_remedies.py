@@ -49,7 +49,7 @@ SKIPPED = (
 )
 LATEST = "tests/unit/test_checkpoint_folder.py::"
 CHECKPOINT: Table = {
-    "is exported to no family of transformers yet": {
+    "transformers has no family that computes what": {
         "use the run itself (internsp generate)":
             "tests/ranks/test_generate.py::test_one_process_continues_what_any_mesh_has_saved",
         'or train a folder of transformers (model.family = "hf")':

@@ -117,6 +117,7 @@ def test_the_zoo_has_two_names_in_a_checkout_and_is_there_once() -> None:
     assert importlib.import_module("model_zoo") is importlib.import_module("internsp.model_zoo")
     parts = {
         "common", "deepseek", "families", "generate", "internlm2", "llama", "llama_form", "mixtral",
+        "mixture_form",
     }  # fmt: skip
     for part in sorted(parts):
         inside = importlib.import_module(f"internsp.model_zoo.{part}")

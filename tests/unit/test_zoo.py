@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from internsp.config.model import ModelConfig
 from internsp.errors import LayoutError
-from internsp.model_zoo import CausalLM, build
+from internsp.model_zoo import CausalLM, build, mixture_form
 from internsp.sp import SequenceLayout
 
 FP64 = torch.float64
@@ -41,8 +42,8 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(0, 31, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+def plain_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
 def plain_rotary(x: Tensor) -> Tensor:
@@ -193,7 +194,7 @@ def plain_mixture(config: ModelConfig, w: Mapping[str, Tensor], ids: Tensor) -> 
             keys, values = ((x @ w[f"{at}.{p}.weight"].T).split(dim, 1) for p in ("wk", "wv"))
         else:
             down = x @ w[f"{at}.wkv_down.weight"].T
-            inner = plain_norm(down[:, :latent], w[f"{at}.latent_norm.weight"])
+            inner = plain_norm(down[:, :latent], w[f"{at}.latent_norm.weight"], 1e-6)
             heads = (inner @ w[f"{at}.wkv_up.weight"].T).split(2 * dim - turned, 1)
             keys = [torch.cat((e[:, : dim - turned], down[:, latent:]), 1) for e in heads]
             values = [e[:, dim - turned :] for e in heads]
@@ -311,3 +312,22 @@ def test_heads_that_do_not_fit_are_an_error(options: dict[str, object], message:
     # model_copy does not validate, as a config made by a program might not.
     with pytest.raises(LayoutError, match=message):
         build(config_of().model_copy(update=options))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"family": "mixtral"}, "a bias chooses its experts (model.balance_rate)"),
+        ({"family": "mixtral", "balance_rate": 0.0}, ""),
+        ({"family": "deepseek"}, ""),
+        ({"family": "deepseek", "qkv_bias": True}, "its linear layers have biases"),
+        ({"family": "deepseek", "shared_size": 0}, "its shared experts (0 features) are no"),
+        ({"family": "deepseek", "expert_size": 24, "shared_size": 36}, "are no multiple of 24"),
+    ],
+)
+def test_what_no_family_of_transformers_computes_is_named(
+    changes: dict[str, Any], why: str
+) -> None:
+    told = mixture_form.why_not(ModelConfig.model_validate(changes))
+    assert why in told
+    assert bool(why) == bool(told)

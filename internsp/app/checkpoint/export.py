@@ -23,7 +23,7 @@ from internsp.app.checkpoint.manifest import Manifest
 from internsp.app.config import Config
 from internsp.app.config.resume import parse_saved
 from internsp.app.data.tokenizer import ByteTokenizer, byte_tokenizer_files, tokenizer_files
-from internsp.app.models.factory import llama_config, llama_parts
+from internsp.app.models.factory import form_of
 from internsp.app.session.own import CustomData
 from internsp.errors import ConfigError
 
@@ -69,11 +69,11 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
             f"transformers' Llama takes no {config.model.heads} heads with hidden_size = "
             f"{config.model.hidden_size}, which they do not divide"
         )
-    if config.model.mixtures:
+    if config.model.mixtures and (why := form_of(config.model).why_not(config.model)):
         raise ConfigError(
-            f"a {config.model.family} of the zoo is exported to no family of transformers yet: "
-            "use the run itself (internsp generate), or train a folder of transformers "
-            '(model.family = "hf"), which is exported'
+            f"transformers has no family that computes what this {config.model.family} of the zoo "
+            f"does: {why}; use the run itself (internsp generate), or train a folder of "
+            'transformers (model.family = "hf"), which is exported'
         )
     parts = list(_of_transformers(content) if hf else _of_zoo(config, content))
     aside = to.with_name(to.name + PARTIAL)
@@ -125,8 +125,12 @@ def _weights(content: Manifest) -> dict[str, tuple[int, ...]]:
 
 
 def _of_zoo(config: Config, content: Manifest) -> Iterator[_ExportTensor]:
-    for name, source, shape, convert in llama_parts(config.model, _weights(content)):
-        yield _ExportTensor(name, shape, config.train.dtype, source and f"model.{source}", convert)
+    form = form_of(config.model)
+    for name, source, shape, convert in form.exported_tensors(config.model, _weights(content)):
+        dtype = config.train.dtype
+        if source is not None and source.endswith("router.bias"):
+            dtype = "float32"  # as in transformers: its steps are small
+        yield _ExportTensor(name, shape, dtype, source and f"model.{source}", convert)
 
 
 def _of_transformers(content: Manifest) -> Iterator[_ExportTensor]:
@@ -164,18 +168,22 @@ def _write_weights(
 
 def _write_file(path: Path, folder: Path, content: Manifest, parts: list[_ExportTensor]) -> None:
     reader = Reader(folder, content)
+    held: dict[str, Tensor] = {}  # the last source: each expert is a part of one
     with path.open("wb") as file:
         file.write(header_of((part.name, part.dtype, part.shape) for part in parts)[0])
         for part in parts:
             value = torch.zeros(part.shape, dtype=getattr(torch, part.dtype))
             if part.source is not None:
-                value = part.convert(reader.whole(part.source)).to(value.dtype)
+                if part.source not in held:
+                    held = {part.source: reader.whole(part.source)}
+                value = part.convert(held[part.source]).to(value.dtype)
             assert value.shape == part.shape, "planned so"
             file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _write_config(to: Path, config: Config) -> None:
-    made = llama_config(config.model, config.train.dtype, config.data.sequence_length)
+    form, length = form_of(config.model), config.data.sequence_length
+    made = form.exported_config(config.model, config.train.dtype, length)
     (to / "config.json").write_text(json.dumps(made, indent=2) + "\n")
 
 

@@ -14,11 +14,11 @@ from internsp.app.config import Config
 from internsp.app.models.causal_lm import HFCausalLM, skip_packing_detection
 from internsp.base import accelerator
 from internsp.config import hf_folder
+from internsp.config.model import ModelConfig
 from internsp.errors import ConfigError
-from internsp.model_zoo import llama_form
+from internsp.model_zoo import llama_form, mixture_form
 from internsp.model_zoo.common import CausalLM
 from internsp.model_zoo.llama_form import exported_tensors as llama_parts
-from internsp.model_zoo.llama_form import llama_config
 from internsp.parallel.parallelize import initialize
 from internsp.structure.dtypes import DTYPES
 from internsp.values.load import load_weights, stored_shapes, stored_values
@@ -26,7 +26,7 @@ from internsp.wp.communicator import ISPCommunicator
 
 __all__ = [
     "Model", "build_first_layers", "build_for_load", "build_for_training", "build_model",
-    "check_stored", "device_type", "fill_parameters", "generate", "llama_config", "llama_parts",
+    "check_stored", "device_type", "fill_parameters", "form_of", "generate",
     "move_buffers", "skip_packing_detection", "to_parallelize",
 ]  # fmt: skip
 
@@ -198,6 +198,11 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
     """Move buffers to ``device``, to which ``parallelize`` has moved the parameters."""
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
+
+
+def form_of(model: ModelConfig) -> Any:
+    """The module that says how a model of the zoo is written for transformers."""
+    return mixture_form if model.mixtures else llama_form
 
 
 def _zoo(config: Config) -> CausalLM:
