@@ -15,35 +15,14 @@ import torch
 from torch import Tensor
 
 import internsp.fsdp
+from tests.support.accelerated import PLUGIN, on_processors
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 
 pytestmark = [pytest.mark.ranks, pytest.mark.clients, pytest.mark.unmeasured]
-PLUGIN = {
-    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_CPU": "true",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-}  # fmt: skip
 Log = list[dict[str, float]]
-
-
-def on_processors() -> None:
-    """Let accelerate take its FSDP plugin where there is no accelerator."""
-    from accelerate import state
-    from accelerate.utils import DistributedType
-
-    init = state.AcceleratorState.__init__
-
-    def made(self: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
-        init(self, *args, fsdp_plugin=fsdp_plugin, **options)
-        if fsdp_plugin is not None:
-            self.fsdp_plugin = fsdp_plugin
-        if "fsdp_plugin" in vars(self):
-            self.distributed_type = DistributedType.FSDP
-
-    state.AcceleratorState.__init__ = made
 
 
 def train(
@@ -94,8 +73,8 @@ def train(
 def test_the_trainers_steps_and_checkpoints_are_those_under_fsdp2(
     kind: str, tmp_path: Path
 ) -> None:
-    theirs = run_ranks(train, 2, tmp_path / "theirs", kind, False, timeout=240)[0]
-    mine = run_ranks(train, 2, tmp_path / "ours", kind, True, timeout=240)[0]
+    theirs = run_ranks(train, 2, tmp_path / "theirs", kind, False, timeout=240, fresh=True)[0]
+    mine = run_ranks(train, 2, tmp_path / "ours", kind, True, timeout=240, fresh=True)[0]
     assert len(mine[0][0]) > 3
     for (log, weights), (wanted, other) in zip(mine, theirs, strict=True):
         assert log == wanted

@@ -39,9 +39,7 @@ class Run(NamedTuple):
 class Host:
     """What torchtitan asks of a device, for the processor."""
 
-    set_device = synchronize = reset_peak_memory_stats = empty_cache = staticmethod(
-        lambda *_: None
-    )
+    set_device = synchronize = reset_peak_memory_stats = empty_cache = staticmethod(lambda *_: None)
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: 0)
     get_device_name = staticmethod(lambda _: "processor")

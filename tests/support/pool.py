@@ -45,7 +45,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 OURS = ("internsp", "model_zoo", "tools", "tests.support")
 THEIRS = (  # of them no constants, since torch counts groups and others
     "torch", "torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.functional",
-    "torch.utils.checkpoint", "torch.distributed.checkpoint", "os", "time", "random", "threading",
+    "torch.utils.checkpoint", "torch.distributed.checkpoint", "torch.distributed.fsdp", "os",
+    "time", "random", "threading",
 )  # fmt: skip
 
 
