@@ -27,6 +27,8 @@ MODELS = {
     "internlm2_20b": (19861, "a100-80"),
     "llama3_8b": (8030, "h100-sxm"),
     "llama3_70b": (70554, "h100-sxm"),
+    "qwen3_30b_a3b": (30532, "h100-sxm"),
+    "deepseek_16b": (15404, "h100-sxm"),
 }
 
 
@@ -48,7 +50,7 @@ def test_a_real_model_fits_and_its_seconds_and_bound_are_said(name: str) -> None
     assert any("is bound by products" in line for line in lines)
 
 
-@pytest.mark.parametrize("name", ["internlm2_7b", "llama3_70b"])
+@pytest.mark.parametrize("name", ["internlm2_7b", "llama3_70b", "deepseek_16b"])
 def test_a_real_models_layout_is_the_one_that_the_search_writes(name: str, tmp_path: Path) -> None:
     config, device = load_config(CONFIGS / f"{name}.toml"), device_named(MODELS[name][1])
     path = tmp_path / "best.toml"
@@ -75,6 +77,15 @@ def small(name: str) -> Config:
         "checkpoint": {"save": False},
         "launch": {"processes": 2},
     }  # fmt: skip
+    if config.model.mixtures:
+        latent = config.model.family == "deepseek"
+        changes["model"] |= {
+            "experts": 4,
+            "top_k": 2,
+            "head_dim": 8,
+            "kv_heads": None if latent else 2,
+        }
+        changes["parallel"]["expert"] = min(2, config.parallel.expert)
     values = config.model_dump()
     for section, given in changes.items():
         values[section] |= given

@@ -17,12 +17,13 @@ from internsp.app.plan.answer import FREE, changed
 from internsp.app.plan.bytes import step_bytes
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import device_named, on_device
+from internsp.app.plan.links import Group
 from internsp.app.plan.longest import MemoryBudget
-from internsp.app.plan.replayed import replayed
+from internsp.app.plan.replayed import messages, replayed
 from internsp.app.plan.search import Space, chosen, neighbors, search
 from internsp.app.plan.searched import print_search
 from internsp.app.plan.seconds import step_seconds
-from internsp.app.plan.step import make_plan
+from internsp.app.plan.step import Plan, make_plan
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
 
@@ -74,6 +75,57 @@ def test_a_layouts_workload_is_that_of_its_configuration() -> None:
             if other is not None and not other.check(8):
                 load = workload_of(other, MeshShape(8, **other.degrees()))
                 assert load == space.load(one), one
+
+
+MIXED = [
+    {"family": "mixtral", "hidden_size": 512, "layers": 4, "intermediate_size": 256, "top_k": 2},
+    {"family": "deepseek", "hidden_size": 512, "layers": 4, "intermediate_size": 768, "top_k": 2},
+]
+
+
+@pytest.mark.parametrize("model", MIXED, ids=lambda model: str(model["family"]))
+def test_experts_are_divided_and_sharded_in_every_way_that_a_run_takes(
+    model: dict[str, Any],
+) -> None:
+    given = config(model={**model, "heads": 8, "experts": 8}, train={"global_batch": 16})
+    space = Space(given, 8, H100)
+    layouts = list(space.layouts())
+    ways = {(one.expert, one.expert_weight) for one in layouts}
+    assert ways == {(e, w) for e in (1, 2, 4, 8) for w in (1, 2, 4, 8) if e * w <= 8}
+    for layout in random.Random(0).sample(layouts, 120):
+        for one in space.variants(layout):
+            other = changed(given, one.settings())
+            assert other is not None, one
+            assert other.check(8) == [], one
+            assert workload_of(other, MeshShape(8, **other.degrees())) == space.load(one), one
+            seconds = step_seconds(space.load(one), H100).total
+            assert space.bound(layout) <= seconds * (1 + 1e-9), one
+    told = [label for label, _ in neighbors(space, search(given, 8, H100).best[0].layout)]
+    assert any(label.startswith("expert ") for label in told)
+
+
+@pytest.mark.parametrize("degrees", [
+    {"weight": 8, "expert": 8, "expert_weight": 1}, {"weight": 8, "expert": 1, "expert_weight": 2},
+    {"weight": 1, "expert": 4, "expert_weight": 1},
+], ids=str)  # fmt: skip
+def test_experts_bytes_and_seconds_are_near_those_of_the_plan(degrees: dict[str, int]) -> None:
+    model = {**MIXED[0], "hidden_size": 2048, "experts": 16, "top_k": 4, "heads": 16}
+    given = config(model={**model, "intermediate_size": 1024, "kv_heads": 4}, parallel=degrees)
+    budget = MemoryBudget(given, 8)
+    load = workload_of(given, budget.plan.shape)
+    planned = dict(budget.at(4096)[0])
+    ours = step_bytes(load)
+    assert ours.weights == pytest.approx(planned["weight shards"], rel=0.01)
+    assert ours.optimizer == pytest.approx(planned["optimizer state"], rel=0.01)
+    assert ours.activations == pytest.approx(planned["activations that are kept"], rel=0.13)
+    played = replayed(given, budget.plan.shape, H100).total
+    assert step_seconds(load, H100).total == pytest.approx(played, rel=0.02)
+    assert isinstance(budget.plan, Plan)
+    sent = messages(load, H100, budget.plan.chunk)["AG"]
+    for weight in (one for unit in budget.plan.chunk.units for one in unit.weights):
+        among = degrees["expert_weight" if weight.expert else "weight"]
+        alone = Group(among, 1, H100).gather(weight.unsharded_bytes)
+        assert sent[weight.name] == alone, weight.name
 
 
 @pytest.mark.parametrize("ranks", [4, 12])

@@ -106,8 +106,8 @@ def test_init_writes_any_bundled_configuration_and_overwrites_none(tmp_path, cap
     assert "demo.toml is there already" in capsys.readouterr().err
     assert cli.main(["init", str(tmp_path), "--config", "dmeo"]) == 2
     said = capsys.readouterr().err
-    assert "there are demo, documented, internlm2_1_8b, " in said
-    assert "long_demo, moe_demo, pipeline_demo, single" in said
+    assert "there are deepseek_16b, demo, documented, " in said
+    assert "long_demo, moe_demo, pipeline_demo, qwen3_30b_a3b, single" in said
     (tmp_path / "file").write_text("")
     assert cli.main(["init", str(tmp_path / "file" / "b")]) == 3
     assert "Not a directory" in capsys.readouterr().err

@@ -142,6 +142,7 @@ def _experts(load: Workload, device: Device, again: int) -> tuple[float, float]:
     degrees, model = load.degrees, load.model
     if not model.experts or degrees.expert == 1:
         return 0.0, 0.0
-    group = Group(degrees.expert, degrees.tensor * degrees.context, device)
+    stride = degrees.expert_shards or degrees.tensor * degrees.context
+    group = Group(degrees.expert, stride, device)
     one = group.exchange(load.tokens / degrees.tensor * model.topk * model.hidden * 2)
     return 2 * one, (2 + 2 * again) * one

@@ -46,17 +46,17 @@ def step_bytes(load: Workload) -> StepBytes:
     owners = over if degrees.kind in ("zero3", "zero2") else 1
     if degrees.kind == "zero1":
         owners = degrees.optimizer or copies
-    few = max(1, owners // degrees.expert)
+    few = degrees.expert_shards or max(1, owners // degrees.expert)
     own = dense / owners + experts / few
-    held = dense / over + experts / max(1, over // degrees.expert)
+    held = dense / over + experts / (degrees.expert_shards or max(1, over // degrees.expert))
     whole = degrees.kind in ("zero3", "zero2")
     # A sharded step keeps weights, sums and moments in 32 bits; a program with unsharded weights
     # keeps the weights in the dtype of its products, and masters with the optimizer's state.
     weights = held * (habits.shard_bytes or (4 if whole else size))
     sums = 4 if whole or habits.reduce_bytes == 4 else size
     gradients = held * (habits.sum_bytes or sums)
-    if habits.shard_bytes and degrees.optimizer and whole:  # copies divide the state further
-        own /= degrees.optimizer
+    if habits.shard_bytes and degrees.optimizer:  # copies divide the state further
+        own = dense / over / degrees.optimizer + experts / few / degrees.expert_optimizer
     optimizer = own * (habits.state_bytes or (8 if whole else 12))
     if "optimizer" in load.offload:
         optimizer = 0.0
@@ -91,13 +91,15 @@ def _unsharded(load: Workload, size: int) -> float:
     model, degrees, habits = load.model, load.degrees, load.habits
     if degrees.sharded == 1 and "weights" not in load.offload:
         return 0.0
-    one = model.block_parameters / degrees.tensor
+    own = 0.0 if degrees.expert_shards == 1 else model.experts * model.expert_parameters
+    one = (model.dense_parameters + own / (degrees.expert if degrees.expert_shards else 1))
+    one /= degrees.tensor
     if not habits.shard_bytes:
         blocks = 2 if degrees.kind == "zero3" else -(-model.layers // degrees.pipeline)
         return blocks * one * size + one * habits.reduce_bytes
     # Two blocks' slots and those of the ends; the two largest units' gradients, and what they sum.
     ends = [model.embedding] * (1 if model.tied or degrees.pipeline > 1 else 2)
-    largest = sorted([*ends, model.block_parameters, model.block_parameters])[-2:]
+    largest = sorted([*ends, one, one])[-2:]
     return (2 * one + sum(ends)) * size + 2 * sum(largest) * habits.reduce_bytes
 
 
@@ -107,9 +109,10 @@ def _activations(load: Workload, size: int) -> tuple[float, float, float]:
     The first two are means of all blocks: those that recompute keep their input only.
     """
     model, tensor, again = load.model, load.degrees.tensor, load.recompute
+    habits = load.habits
     tokens = load.tokens
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    width = model.topk * model.expert_ffn if model.experts else model.ffn
+    width = model.topk * model.expert_ffn + model.shared_ffn if model.experts else model.ffn
     among = tensor if load.habits.tensor_sequence else 1
     gates = 1 + model.gated
     streams = 4 * model.hidden / among  # inputs of both norms and their results
@@ -121,6 +124,8 @@ def _activations(load: Workload, size: int) -> tuple[float, float, float]:
     if load.habits.keeps_rotated:
         heads += (q + kv) / tensor
         fed += model.gated * width / tensor
+    if habits.shard_bytes:  # tokens in the experts' order, and what the experts return
+        fed += 2 * model.topk * model.hidden
     whole = tokens * size * (streams + heads + fed)
     if load.habits.kernel == "unfused" and not again.attention:
         scores = load.rows * model.heads / tensor * load.sequence * load.sequence

@@ -128,8 +128,8 @@ def shapes(load: Workload) -> list[tuple[tuple[float, float, float], float]]:
         each = rows * model.topk / own  # balanced: as many tokens go out as come in
         width = model.expert_ffn / tensor
         found += [((each, (1 + model.gated) * width, hidden), own), ((each, hidden, width), own)]
-    else:
-        width = model.ffn / tensor
+    width = (model.shared_ffn if model.experts else model.ffn) / tensor
+    if width:
         found += [
             ((rows, (1 + model.gated) * width, hidden), 1.0),
             ((rows, hidden, width), 1.0),
@@ -152,7 +152,8 @@ def passes(load: Workload, device: Device) -> tuple[float, float]:
         if habits.fused == "eager":
             act, act_back = 4, 6
     rotated = (model.heads + model.kv_heads) * model.head_dim / tensor
-    width = (model.topk * model.expert_ffn if model.experts else model.ffn) / tensor
+    whole = model.topk * model.expert_ffn + model.shared_ffn if model.experts else model.ffn
+    width = whole / tensor
     among = tensor if habits.tensor_sequence else 1
     forward = norms * model.hidden / among + act * width + turn * rotated
     back = norms_back * model.hidden / among + act_back * width + turn_back * rotated

@@ -24,8 +24,11 @@ def shape_of(config: Config) -> ModelShape:
     """The model's shape, from its section; experts from the config.json of its folder."""
     model = config.model
     experts, topk, expert_ffn = _experts(model.path) if model.family == "hf" else (0, 0, 0)
+    shared = 0
     if model.mixtures:
         experts, topk, expert_ffn = model.experts, model.top_k, model.expert_width
+    if model.family == "deepseek":
+        shared = expert_ffn if model.shared_size is None else model.shared_size
     wide = model.intermediate_size or -(-model.hidden_size * 8 // 3 // _ROUND) * _ROUND
     return ModelShape(
         layers=model.layers,
@@ -40,6 +43,7 @@ def shape_of(config: Config) -> ModelShape:
         experts=experts,
         topk=topk,
         expert_ffn=expert_ffn,
+        shared_ffn=shared,
     )
 
 
@@ -58,8 +62,12 @@ def _experts(folder: str | None) -> tuple[int, int, int]:
     return number, int(found.get("num_experts_per_tok") or 1), int(width)
 
 
-def degrees_of(config: Config, shape: MeshShape) -> Degrees:
-    """The mesh: sequences of data ranks, weights over ``weight`` ranks, whatever is beside them."""
+def degrees_of(config: Config, shape: MeshShape, mixed: bool) -> Degrees:
+    """The mesh: sequences of data ranks, weights over ``weight`` ranks, whatever is beside them.
+
+    Args:
+        mixed: whether the model has experts.
+    """
     return Degrees(
         devices=shape.world_size,
         weight=shape.data,
@@ -70,6 +78,8 @@ def degrees_of(config: Config, shape: MeshShape) -> Degrees:
         context=shape.sequence,
         ring=shape.ring,
         expert=shape.expert,
+        expert_shards=shape.experts.size if mixed else 0,
+        expert_optimizer=shape.experts.zero if mixed else 1,
         shards=shape.weight,
         ring_near=config.sequence.fast_links == RING,
     )
@@ -78,6 +88,7 @@ def degrees_of(config: Config, shape: MeshShape) -> Degrees:
 def workload_of(config: Config, shape: MeshShape) -> Workload:
     """One step of ``config`` on the ranks of ``shape``."""
     model, train, weights = config.model, config.train, config.weight_parallel
+    model_shape = shape_of(config)
     dtype = _NAMES[weights.compute_dtype or train.dtype]
     size = _SIZES[dtype]
     stored = _SIZES[_NAMES[train.dtype]]
@@ -108,8 +119,8 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         ) if there
     }  # fmt: skip
     return Workload(
-        model=shape_of(config),
-        degrees=degrees_of(config, shape),
+        model=model_shape,
+        degrees=degrees_of(config, shape, bool(model_shape.experts)),
         sequence=config.data.sequence_length,
         rows=max(1, train.global_batch // (train.micro_batches * shape.data)),
         micro_batches=train.micro_batches,

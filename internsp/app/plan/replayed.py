@@ -153,14 +153,16 @@ def messages(
     """Seconds of each message, by kind and by the name of its weight or parcel."""
     degrees = load.degrees
     group = Group(degrees.sharded, degrees.tensor, device)
+    few = Group(degrees.expert_shards, 1, device)
     others = Group(degrees.copies, degrees.tensor * degrees.sharded, device)
     found: dict[str, dict[str, float]] = {GATHER: {}, REDUCE: {}, EXCHANGE: {}}
     for unit in chunk.units:
         for weight in unit.weights:
             quantized = load.habits.gather_bytes < 2 and weight.encoding is not None
             size = weight.unsharded_bytes * (0.5 if quantized else 1.0)
-            found[GATHER][weight.name] = group.gather(size)
-            found[REDUCE][weight.name] = group.gather(weight.gradient_bytes)
+            among = few if weight.expert and degrees.expert_shards else group
+            found[GATHER][weight.name] = among.gather(size)
+            found[REDUCE][weight.name] = among.gather(weight.gradient_bytes)
     for parcel in chunk.parcels if chunk.exchanged else ():
         found[EXCHANGE][parcel.name] = others.all_reduce(parcel.nbytes)
     return found

@@ -8,6 +8,7 @@ fit into memory are left out before; those that are printed are planned, and che
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -40,6 +41,7 @@ class Layout:
 
     Attributes:
         optimizer_ranks: 0: all replicas.
+        expert, expert_weight: of a model with experts; 0: there are none.
         offload: whether the optimizer's state and inputs of blocks are in host memory.
     """
 
@@ -52,6 +54,8 @@ class Layout:
     micro_batches: int
     checkpoint: str
     offload: bool
+    expert: int = 0
+    expert_weight: int = 0
 
     def settings(self) -> dict[str, Any]:
         """The keys of a configuration, as ``section.key``, and their values."""
@@ -71,6 +75,8 @@ class Layout:
             "train.micro_batches": self.micro_batches,
             "weight_parallel.offload": ("optimizer",) if self.offload else (),
         }
+        if self.expert:
+            found |= {"parallel.expert": self.expert, "parallel.expert_weight": self.expert_weight}
         return found | {f"activation_checkpoint.{key}": value for key, value in again.items()}
 
     @property
@@ -78,7 +84,9 @@ class Layout:
         """How many things are not as on one device: ties go to the fewest."""
         degrees = (self.pipeline, self.sequence, self.ring, self.weight, self.micro_batches)
         away = 2 * self.offload
-        return sum(degree > 1 for degree in degrees) + (self.checkpoint != "none") + away
+        experts = (self.expert > 1) + (self.expert > 0 and self.expert_weight != self.weight)
+        again = self.checkpoint != "none"
+        return sum(degree > 1 for degree in degrees) + experts + again + away
 
     def label(self) -> str:
         """One line of a table."""
@@ -88,6 +96,8 @@ class Layout:
             told.append(f"sequence {self.sequence}{around}")
         if self.pipeline > 1:
             told.append(f"pipeline {self.pipeline} {self.schedule[0]}")
+        if self.expert:
+            told.append(f"experts {self.expert} x {self.expert_weight}")
         if self.optimizer_ranks:
             told.append(f"optimizer ranks {self.optimizer_ranks}")
         told.append(f"{self.micro_batches} micro-batches")
@@ -131,7 +141,9 @@ class Space:
 
     def __init__(self, config: Config, ranks: int, device: Device) -> None:
         self.config, self.ranks, self.device = config, ranks, device
-        base = changed(config, Layout(1, _SCHEDULES[0], 1, 1, 1, 0, 1, "none", False).settings())
+        own = (1, 1) if config.model.mixtures else (0, 0)
+        alone = Layout(1, _SCHEDULES[0], 1, 1, 1, 0, 1, "none", False, *own)
+        base = changed(config, alone.settings())
         if base is None:
             raise ConfigError("--search: the configuration is refused with all degrees 1")
         self.base = workload_of(base, MeshShape(1))
@@ -179,9 +191,20 @@ class Space:
         stage = self.ranks // pipeline
         for weight in divisors(stage):
             for checkpoint in _CHECKPOINTS:
-                yield Layout(
-                    pipeline, schedule, sequence, ring, weight, 0, number, checkpoint, False
-                )
+                for experts in self._experts(stage):
+                    yield Layout(
+                        pipeline, schedule, sequence, ring, weight, 0, number, checkpoint, False,
+                        *experts,
+                    )  # fmt: skip
+
+    def _experts(self, stage: int) -> Iterator[tuple[int, int]]:
+        """Over how many ranks experts are divided, and each of them is sharded."""
+        if not self.config.model.mixtures:
+            yield 0, 0
+            return
+        for expert in divisors(math.gcd(stage, self.config.model.experts)):
+            for size in divisors(stage // expert):
+                yield expert, size
 
     def variants(self, layout: Layout) -> Iterator[Layout]:
         """The layout, and it with less traffic of the optimizer, or with more in host memory."""
@@ -221,6 +244,14 @@ class Space:
             ring=layout.ring,
             shards=layout.weight,
         )
+        if self.base.model.experts:
+            own = stage // (layout.expert or 1)
+            size = layout.expert_weight or layout.weight
+            copies = own // size
+            degrees = replace(
+                degrees, expert=layout.expert or 1, expert_shards=size,
+                expert_optimizer=math.gcd(layout.optimizer_ranks, copies),
+            )  # fmt: skip
         away = {"optimizer"} if layout.offload else set()
         if layout.offload and layout.checkpoint in ("full", "half"):
             away.add("activations")
@@ -234,20 +265,32 @@ class Space:
         )
 
     def _least(
-        self, pipeline: int, sequence: int, ring: int, number: int, checkpoint: str
+        self,
+        pipeline: int,
+        sequence: int,
+        ring: int,
+        number: int,
+        checkpoint: str,
+        experts: tuple[int, int],
     ) -> float:
-        layout = Layout(pipeline, _SCHEDULES[0], sequence, ring, 1, 0, number, checkpoint, False)
+        layout = Layout(
+            pipeline, _SCHEDULES[0], sequence, ring, 1, 0, number, checkpoint, False, *experts
+        )  # fmt: skip
         return least_seconds(self.load(layout), self.device)
 
     def bound(self, layout: Layout) -> float:
         """A lower bound of the layout's seconds."""
         return self.least(
-            layout.pipeline, layout.sequence, layout.ring, layout.micro_batches, layout.checkpoint
-        )
+            layout.pipeline, layout.sequence, layout.ring, layout.micro_batches, layout.checkpoint,
+            (layout.expert, layout.expert_weight),
+        )  # fmt: skip
 
 
 def search(
-    config: Config, ranks: int, device: Device, prune: bool = True,
+    config: Config,
+    ranks: int,
+    device: Device,
+    prune: bool = True,
     without: Collection[Layout] = (),
 ) -> Searched:
     """The ten layouts that fit and take least seconds.
@@ -299,7 +342,7 @@ def chosen(best: Sequence[Found]) -> Found:
 def neighbors(space: Space, layout: Layout) -> Iterator[tuple[str, Found | None]]:
     """What one more or less of each degree would cost; ``None``: impossible, or too large."""
     allowed = set(space.layouts())
-    for name in ("weight", "sequence", "pipeline", "micro_batches"):
+    for name in ("weight", "sequence", "pipeline", "micro_batches", "expert", "expert_weight"):
         now = getattr(layout, name)
         for other in (2 * now, now // 2):
             if not other or other == now:

@@ -130,19 +130,26 @@ def _sharded(
     """Exposed gathers, exposed reductions and all messages of sharded weights, a micro-batch."""
     degrees, habits, model = load.degrees, load.habits, load.model
     over = degrees.sharded
-    if over == 1:
+    if over == 1 and degrees.expert_shards < 2:
         return 0.0, 0.0, 0.0
     group = Group(over, degrees.tensor, device)
     slowdown = device.fitted.slowdown
     held = model.dense_parameters / degrees.tensor
-    held += model.experts * model.expert_parameters / degrees.expert
-    gather = group.gather(held * habits.gather_bytes)
-    reduce = group.gather(held * habits.reduce_bytes)
+    own = model.experts * model.expert_parameters / degrees.expert
+    if not degrees.expert_shards:
+        held, own = held + own, 0.0
+    few = Group(degrees.expert_shards, 1, device)
+    gather = group.gather(held * habits.gather_bytes) + few.gather(own * habits.gather_bytes)
+    reduce = group.gather(held * habits.reduce_bytes) + few.gather(own * habits.reduce_bytes)
     gather += (habits.collectives - 1) * group.latency
     reduce += (habits.collectives - 1) * group.latency
     if degrees.copies > 1:
         copies = Group(degrees.copies, degrees.tensor * over, device)
         reduce += copies.all_reduce(held * habits.reduce_bytes / over) / load.micro_batches
+    if own:
+        alike = Group(degrees.expert_copies, degrees.expert * degrees.expert_shards, device)
+        sent = own * habits.reduce_bytes / degrees.expert_shards
+        reduce += alike.all_reduce(sent) / load.micro_batches
     often = 1 / load.micro_batches if habits.keeps_gathers and degrees.pipeline > 1 else 1.0
     twice = 0.0 if degrees.kind == "zero2" or (habits.keeps_gathers and degrees.pipeline > 1) else 1
     rest = model.embedding / degrees.tensor / degrees.pipeline
@@ -168,7 +175,8 @@ def _replicas(
 ) -> tuple[float, float]:
     """Exposed seconds a step of gradients and weights of unsharded replicas, and all of them."""
     degrees, habits, model = load.degrees, load.habits, load.model
-    if degrees.sharded > 1 or degrees.data * degrees.context == 1:
+    alone = degrees.data * degrees.context == 1
+    if degrees.sharded > 1 or degrees.expert_shards > 1 or alone:
         return 0.0, 0.0
     stride = degrees.tensor
     copies = degrees.data * degrees.context
@@ -246,6 +254,9 @@ def _shard(load: Workload) -> float:
     elif degrees.kind == "zero1":
         among = degrees.optimizer or copies
     experts = model.layers * model.experts * model.expert_parameters / degrees.pipeline
+    if degrees.expert_shards:
+        few = degrees.expert_optimizer * degrees.expert_shards
+        return own / among + experts / degrees.expert / few
     return own / among + experts / degrees.expert / max(1, among // degrees.expert)
 
 

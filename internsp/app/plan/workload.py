@@ -12,7 +12,8 @@ class ModelShape:
     Attributes:
         gated: the feed-forward has three matrices instead of two.
         tied: the head is the embedding.
-        experts: 0: dense. ``topk`` of them, each ``expert_ffn`` wide, take a token.
+        experts: 0: dense. ``topk`` of them, each ``expert_ffn`` wide, take a token, beside a
+            feed-forward of ``shared_ffn`` that all tokens pass.
     """
 
     layers: int
@@ -27,6 +28,7 @@ class ModelShape:
     experts: int = 0
     topk: int = 0
     expert_ffn: int = 0
+    shared_ffn: int = 0
 
     @property
     def attention_parameters(self) -> int:
@@ -42,7 +44,8 @@ class ModelShape:
     @property
     def dense_parameters(self) -> int:
         """Of one block, without experts."""
-        ffn = 0 if self.experts else (2 + self.gated) * self.hidden * self.ffn
+        width = self.shared_ffn if self.experts else self.ffn
+        ffn = (2 + self.gated) * self.hidden * width
         return self.attention_parameters + ffn + 2 * self.hidden
 
     @property
@@ -74,6 +77,9 @@ class Degrees:
         pipeline, interleave: stages, and chunks of each.
         context: each sequence is cut over as many; ``ring`` of them by a ring, the rest by heads.
         expert: experts are divided among as many.
+        expert_shards: neighbors over which each expert is sharded; 0: as other weights, over their
+            ranks / ``expert``.
+        expert_optimizer: ranks that share the state of a shard of an expert.
         replicas: copies of the sharded weights.
         shards: ranks over which a weight is sharded, where that is not ``weight`` x ``context``.
         ring_near: the ring has the neighboring ranks, and heads are exchanged between others.
@@ -89,6 +95,8 @@ class Degrees:
     context: int = 1
     ring: int = 1
     expert: int = 1
+    expert_shards: int = 0
+    expert_optimizer: int = 1
     replicas: int = 1
     shards: int = 0
     ring_near: bool = False
@@ -97,6 +105,12 @@ class Degrees:
     def copies(self) -> int:
         """Ranks that hold the same shard of the same weight."""
         return max(1, self.devices // (self.tensor * self.pipeline * self.sharded))
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks that hold the same shard of the same expert, where ``expert_shards`` is given."""
+        stage = self.devices // (self.tensor * self.pipeline)
+        return max(1, stage // (self.expert * self.expert_shards))
 
     @property
     def data(self) -> int:
