@@ -124,7 +124,6 @@ def stepped(rank: int, world_size: int) -> list[list[int]]:
     return [dist.get_process_group_ranks(group) for group in groups]
 
 
-@pytest.mark.thorough(1)
 def test_a_model_trained_on_a_users_mesh_is_one_processs_after_steps() -> None:
     found = run_ranks(stepped, 4)
     assert found[3] == [[2, 3], [1, 3]]

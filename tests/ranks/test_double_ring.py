@@ -61,7 +61,6 @@ def drawn() -> list[Case]:
     return given
 
 
-@pytest.mark.thorough(7)
 @few("given", drawn(), 7)
 def test_loss_and_every_gradient_equal_one_process(given: list[Case]) -> None:
     for found in run_ranks(gaps, 4, given, timeout=240):

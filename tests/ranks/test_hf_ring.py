@@ -79,7 +79,6 @@ def test_losses_gradients_and_steps_are_those_of_one_process(
         assert ("RING" in seen) != eager, f"{family}: plain attention goes round, no other"
 
 
-@pytest.mark.thorough(1)
 @ranks(4)
 def test_rings_of_rings_are_those_of_one_process() -> None:
     twin = HuggingTwin("llama", mesh_of(2, 4, ring=4), ring_form="double", inner_ring=2)

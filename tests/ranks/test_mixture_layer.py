@@ -8,7 +8,6 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -144,7 +143,6 @@ ZOO_CASES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
 ]
 
 
-@pytest.mark.thorough(4)
 @ranks(2)
 def test_families_of_the_zoo_equal_one_process() -> None:
     for family, options, experts in ZOO_CASES:

@@ -60,7 +60,6 @@ def gaps(rank: int, world_size: int, given: list[Case]) -> list[tuple[float, flo
     return [run_case(case) for case in given]
 
 
-@pytest.mark.thorough(7)
 @pytest.mark.unmeasured
 @few("given", cases(), 6, 20)
 def test_loss_and_every_gradient_equal_one_process(given: list[Case]) -> None:

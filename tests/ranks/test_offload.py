@@ -166,7 +166,6 @@ def hasty(rank: int, world: int) -> bool:
     return same(trained(rank, world, case, EVERYTHING), wanted)
 
 
-@pytest.mark.thorough(1)
 def test_memory_that_is_given_back_before_its_copy_ended_would_be_seen() -> None:
     assert run_ranks(hasty, 2) == [False, False]
 

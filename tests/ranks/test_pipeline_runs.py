@@ -51,7 +51,6 @@ def several(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Found, 
     return found
 
 
-@pytest.mark.thorough(4)
 @pytest.mark.parametrize("world", some([2, 4], 1))
 def test_several_runs_of_a_schedule_equal_one_process(world: int) -> None:
     cases = [replace(case, weight=world // 2) for case in (CASES if world == 2 else CASES[1:3])]

@@ -128,7 +128,6 @@ def test_weights_get_gradients_in_the_weight_part_and_are_not_used_there(schedul
     assert parts > 0, "no backward was split: the test would say nothing"
 
 
-@pytest.mark.thorough(2)
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_a_chunk_that_recomputes_computes_both_gradients_at_once(schedule: str) -> None:
     case = Case(schedule, chunks=2, layers=9, checkpoint={"mode": "full"})
@@ -138,7 +137,6 @@ def test_a_chunk_that_recomputes_computes_both_gradients_at_once(schedule: str) 
         assert {action.part for action, *_ in seen} == {"full"}
 
 
-@pytest.mark.thorough(6)
 @pytest.mark.parametrize("schedule", SPLIT)
 @pytest.mark.parametrize("together", [0, 65536])
 def test_a_weight_part_is_right_when_its_weights_memory_is_gone(

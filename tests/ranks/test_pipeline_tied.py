@@ -79,7 +79,6 @@ def trains(case: Case, steps: int = 3, alter: Any = lambda model: None) -> list[
     return [str(weight) for weight in pipeline.tied.weights]
 
 
-@pytest.mark.thorough(7)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @ranks(2)
 def test_gradients_norm_and_steps_are_one_processs_under_every_schedule(schedule: str) -> None:

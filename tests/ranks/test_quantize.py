@@ -79,7 +79,6 @@ CASES: tuple[tuple[str, dict[str, Any], ActivationCheckpointConfig | None], ...]
 ROLLING = ("int8", {"prefetch_depth": 2, "gather_before": "rolling"}, HALF)
 
 
-@pytest.mark.thorough(5)
 @pytest.mark.unmeasured
 @few("cases", (*CASES, ROLLING), 2)
 @ranks(2)

@@ -166,7 +166,6 @@ def parity(rank: int, world: int, zero: bool) -> None:
             loop.step(f"{settings}, {make}, {step}")
 
 
-@pytest.mark.thorough(5)
 @pytest.mark.unmeasured
 @pytest.mark.parametrize("zero", ZERO_FIRST)
 def test_gradients_equal_one_process_s(zero: bool) -> None:

@@ -56,7 +56,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", some(CASES, 4))
 @ranks(2)
 def test_loss_every_gradient_and_a_step_equal_one_process(name: str) -> None:

@@ -373,7 +373,6 @@ def test_two_lists_of_blocks_have_one_order() -> None:
     raises(OrderError, partial(twin.ours, *twin.batch()[1]), "vision.blocks.0", "decoder.layers.0")
 
 
-@pytest.mark.thorough(1)
 @ranks(2)
 def test_whole_parameters_and_state_of_units_are_those_of_one_process() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
