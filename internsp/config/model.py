@@ -62,9 +62,9 @@ class ModelConfig(Section):
     expert_size: Annotated[Size | None, ProgramOnly] = None
     """Width of an expert, in features; none: intermediate_size, of deepseek over top_k + 1."""
     auxiliary: Annotated[float, Field(ge=0, le=100), ProgramOnly] = 0.0
-    """Factor of the loss that balances the experts; 0 for none. Not in a pipeline."""
+    """Factor of the loss that balances the experts; 0 for none."""
     z_loss: Annotated[float, Field(ge=0, le=100), ProgramOnly] = 0.0
-    """Factor of the loss of large router logits; 0 for none. Not in a pipeline."""
+    """Factor of the loss of large router logits; 0 for none."""
     capacity_factor: Annotated[float, Field(ge=0, le=1000), ProgramOnly] = 0.0
     """Times an equal share that an expert takes of a rank's tokens; others drop. 0: none drop."""
     balance_rate: Annotated[float, Field(ge=0, le=1), ProgramOnly] = 0.001

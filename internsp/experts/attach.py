@@ -51,10 +51,13 @@ def attach_experts(
 
 def _require_no_losses(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if hasattr(module, "router_ranks") and (module.auxiliary or module.z_loss):
+        if not hasattr(module, "router_ranks") or module.loss_scale is not None:
+            continue
+        if module.auxiliary or module.z_loss:
             raise StructureError(
                 f"{name} has an auxiliary loss or a z_loss, which no stage of a pipeline but the "
-                "last could add to the loss: balance its experts by balance_rate, which needs none"
+                "last could add to the loss: give Pipeline.create a router_scale, by which its "
+                "criterion multiplies a sum of token losses, or balance by balance_rate"
             )
 
 

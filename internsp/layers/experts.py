@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -162,15 +163,15 @@ class MixtureOfExperts(nn.Module):
         """``[..., width]`` -> ``[..., width]``."""
         tokens = x.flatten(0, -2)
         routes = self.router(tokens)
-        made, shared = self.experts(
+        made, (attach, shared) = self.experts(
             tokens, routes.index, routes.weights, lambda: self._meanwhile(routes, tokens)
         )
+        made = attach(made)
         return (made if shared is None else made + shared).view_as(x)
 
-    def _meanwhile(self, routes: Routes, tokens: Tensor) -> Tensor | None:
-        """What needs no experts."""
-        self.router.settle(routes)
-        if self.shared_experts is None:
-            return None
-        made: Tensor = self.shared_experts(tokens)
-        return made
+    def _meanwhile(
+        self, routes: Routes, tokens: Tensor
+    ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+        """What needs no experts: the router's losses, the shared experts."""
+        attach = self.router.settle(routes)
+        return attach, None if self.shared_experts is None else self.shared_experts(tokens)

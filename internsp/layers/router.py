@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -70,6 +69,8 @@ class Router(nn.Module):
         loss: computes the losses of the last forward in training, and waits for the other ranks'
             counts; ``None`` before and without any.
         router_ranks: those that share the router, set by ``parallelize``.
+        loss_scale: in a pipeline, whose stages have no loss to add to: returns by what the losses
+            are multiplied. They then train without :func:`router_loss`.
     """
 
     bias: Tensor | None
@@ -108,6 +109,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(experts) if balance_rate else None)
         self.loss: Callable[[], Tensor] | None = None
         self.router_ranks: RouterRanks | None = None
+        self.loss_scale: Callable[[], Tensor | float] | None = None
         if self.weight.device.type != "meta":
             nn.init.normal_(self.weight, std=width**-0.5)
 
@@ -169,18 +171,29 @@ class Router(nn.Module):
         capacity = math.ceil(self.capacity_factor * len(chosen) / self.experts)
         return (place >= capacity).view(index.shape[::-1]).t()
 
-    def settle(self, routes: Routes) -> None:
+    def settle(self, routes: Routes) -> Callable[[Tensor], Tensor]:
         """Begin the losses of ``routes``: nothing waits here for the other ranks' counts.
 
         The losses are kept in a few numbers, since the shares of all tokens would be held for them.
+
+        Returns:
+            Takes the experts' results and returns them; with a ``loss_scale`` their backward is
+            that of the losses, too.
         """
         if not self.training or not (self.auxiliary or self.z_loss):
-            return
+            return _as_it_is
         shares, squares = routes.shares.sum(0), routes.logits.new_zeros(())
         if self.z_loss:
             squares = routes.logits.logsumexp(-1).square().sum()
-        if in_backward():  # a recompute
-            return
+        again = in_backward()  # a recompute
+        total = None
+        if self.auxiliary and not again:
+            total = Total(routes.counts, self.router_ranks)
+        parts = _LossParts(self, shares, squares, total)
+        if self.loss_scale is not None:
+            return parts.attach
+        if again:
+            return _as_it_is
         if self.loss is not None and torch.is_grad_enabled():
             warnings.warn(
                 "the losses of a router's last forward were never added to a loss, so that "
@@ -188,16 +201,58 @@ class Router(nn.Module):
                 "of token losses",
                 stacklevel=2,
             )
-        total = Total(routes.counts, self.router_ranks) if self.auxiliary else None
-        self.loss = partial(self._loss, shares, squares, total)
+        self.loss = parts.loss
+        return _as_it_is
 
-    def _loss(self, shares: Tensor, squares: Tensor, total: Total | None) -> Tensor:
-        loss = self.z_loss * squares
-        if total is not None:
-            counts = total.wait()
-            load = (counts / counts.sum().clamp(min=1)).to(shares.dtype)
-            loss = loss + self.auxiliary * self.experts * (shares @ load)
-        return loss
+
+def _as_it_is(made: Tensor) -> Tensor:
+    return made
+
+
+@dataclass(frozen=True)
+class _LossParts:
+    """A router's losses, which are linear in two sums over this rank's tokens.
+
+    Attributes:
+        shares: ``[experts]``, of the tokens' scores.
+        squares: of the squared log-sum-exp of their logits.
+        total: the counts of all ranks, in flight.
+    """
+
+    router: Router
+    shares: Tensor
+    squares: Tensor
+    total: Total | None
+
+    def attach(self, made: Tensor) -> Tensor:
+        attached: Tensor = _Attached.apply(made, self, self.shares, self.squares)
+        return attached
+
+    def factors(self) -> tuple[Tensor, float]:
+        """What the two sums are multiplied with; blocks until the counts have arrived."""
+        load = torch.zeros_like(self.shares)
+        if self.total is not None:
+            counts = self.total.wait()
+            load = (counts / counts.sum().clamp(min=1)).to(load.dtype)
+        return self.router.auxiliary * self.router.experts * load, self.router.z_loss
+
+    def loss(self) -> Tensor:
+        """The sum of both losses."""
+        of_shares, of_squares = self.factors()
+        return self.shares @ of_shares + of_squares * self.squares
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, parts: _LossParts, *sums: Tensor) -> Tensor:
+        ctx.parts = parts
+        return made.view_as(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        of_shares, of_squares = ctx.parts.factors()
+        scale = ctx.parts.router.loss_scale()
+        return grads[0], None, of_shares * scale, of_shares.new_tensor(of_squares) * scale
 
 
 def _require_fits(

@@ -152,6 +152,7 @@ class Pipeline:
         activation_checkpoint: ActivationCheckpointConfig | None = None,
         shape: tuple[int, int, int] | None = None,
         criterion: Criterion | None = None,
+        router_scale: Callable[[], Tensor | float] | None = None,
         hooks: Iterable[SchedulerHook] = (),
         trace: Trace | None = None,
     ) -> Pipeline:
@@ -164,6 +165,8 @@ class Pipeline:
                 micro-batch; ``None``: torch's shape inference finds it before the first step.
             criterion: computes the loss from the last chunk's output and the micro-batch; ``None``:
                 that output is the loss.
+            router_scale: returns by what the criterion multiplies a sum of token losses: the
+                losses of routers are multiplied by it, too, on every stage.
 
         Raises:
             ConfigError: the numbers do not fit the schedule.
@@ -188,6 +191,10 @@ class Pipeline:
 
             take_experts(model, checked, mesh.expert, mesh.expert_rank)
         require_patterns_match(model, checked, mesh.shape)
+        if router_scale is not None and isinstance(model, nn.Module):
+            for module in model.modules():
+                if hasattr(module, "router_ranks"):
+                    module.loss_scale = router_scale  # type: ignore[assignment]
         trace = trace or Trace()
         own = kind.stages_of(mesh.pipeline_rank, mesh.pipeline, chunks)
         all_hooks = list(hooks)

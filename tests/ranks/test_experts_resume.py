@@ -1,4 +1,4 @@
-"""Runs of experts that are balanced by a bias: the same bits twice, and after a stop."""
+"""Runs of models with experts: the same bits twice and after a stop; the same in a pipeline."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.support.ranks import ranks
 TEXT = Path(__file__).parents[1] / "data" / "text"
 
 
-def config(family: str, **checkpoint: Any) -> Config:
-    return Config.model_validate({
+def config(family: str, changes: dict[str, Any] | None = None, **checkpoint: Any) -> Config:
+    sections: dict[str, dict[str, Any]] = {
         "model": {
             "family": family, "hidden_size": 32, "layers": 2, "heads": 4, "experts": 4,
             "expert_size": 16, "balance_rate": 0.01,
@@ -33,7 +33,10 @@ def config(family: str, **checkpoint: Any) -> Config:
         },
         "activation_checkpoint": {"mode": "full"},
         "checkpoint": {"save": True, "every": 2} | checkpoint,
-    })  # fmt: skip
+    }  # fmt: skip
+    for name, values in (changes or {}).items():
+        sections[name] |= values
+    return Config.model_validate(sections)
 
 
 def files(run: Path) -> dict[str, str]:
@@ -62,3 +65,21 @@ def test_a_run_gives_the_same_bits_again_and_after_a_stop(family: str, tmp_path:
     assert once == again
     assert once[2:] == resumed[-2:]
     assert files(tmp_path / "once") == files(tmp_path / "again") == files(tmp_path / "resumed")
+
+
+@ranks(2)
+def test_losses_of_routers_in_a_run_are_the_same_in_a_pipeline(tmp_path: Path) -> None:
+    found = []
+    for pipeline in (1, 2):
+        degrees = {"pipeline": 2, "expert": 1, "weight": 1} if pipeline == 2 else {}
+        for factor in (0.0, 3.0):
+            model = {"auxiliary": factor, "z_loss": factor / 10}
+            changes = {"model": model, "parallel": degrees}
+            run = tmp_path / f"{pipeline} {factor}"
+            train(config("mixtral", changes, save=False), run)
+            dist.barrier()
+            found.append(rows(run))
+    without, wanted, _, staged = found
+    for row, one in zip(staged, wanted, strict=True):
+        assert row == pytest.approx(one, rel=1e-4)
+    assert wanted[0][1] != pytest.approx(without[0][1], rel=0.01), "the control: without them"

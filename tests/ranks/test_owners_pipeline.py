@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from torch import nn
 from internsp.base.trace import Trace
 from internsp.config import SequenceConfig, WeightParallelConfig
 from internsp.errors import StructureError
-from internsp.layers import MixtureOfExperts
+from internsp.layers import MixtureOfExperts, router_loss
 from internsp.mesh import ParallelMesh
 from internsp.parallel.parallelize import parallelize
 from tests.support.compare import TOLERANCE, check, gradients
 from tests.support.models import raises
-from tests.support.pipeline import Case, batches, compare, make
+from tests.support.pipeline import Case, batches, compare, gradient_gaps, make, plain_loss
 from tests.support.ranks import ranks
 
 
@@ -47,11 +48,32 @@ def test_stages_whose_experts_have_owners_compute_what_one_process_does(schedule
     blocks = sum(len(chunk.layers) for chunk in pipeline.chunks)
     each = [sum(e.phase == phase for e in sent) for phase in ("forward", "backward")]
     assert each == [4 * blocks] * 2, "once a block and micro-batch, each way"
-    model = case.build()
-    with_mixtures(model, z_loss=0.1)
-    words = "no stage of a pipeline", "balance_rate"
-    raises(StructureError, lambda: make(case, alter=lambda m: with_mixtures(m, z_loss=0.1),
-                                        mesh=mesh), *words)  # fmt: skip
+    refused = "no stage of a pipeline", "a router_scale", "balance_rate"
+    alter = partial(with_mixtures, z_loss=0.1)
+    raises(StructureError, lambda: make(case, alter=alter, mesh=mesh), *refused)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@ranks(4)
+def test_losses_of_routers_train_on_every_stage(schedule: str) -> None:
+    mesh = mesh_of(pipeline=2, expert=2)
+    zbv = schedule == "ZBVZeroBubble"
+    case = Case(schedule, chunks=1 + zbv, checkpoint={} if zbv else {"mode": "full"})
+    tokens = case.tokens(mesh.data)
+    pipeline, plain = make(
+        case, alter=partial(with_mixtures, auxiliary=0.3, z_loss=0.05), mesh=mesh,
+        router_scale=lambda: 1 / tokens,
+    )  # fmt: skip
+    pipeline.step(batches(case, mesh))
+    for number in range(case.micro_batches):  # a load is that of a micro-batch
+        at = case.layouts(range(number, number + 1), slice(0, mesh.data))
+        loss = plain(at.input_ids, layout=at, labels=at.labels)[0] + router_loss(plain)
+        (loss / tokens).backward()
+    assert max(gradient_gaps(pipeline, plain).values()) < TOLERANCE
+    dense = copy.deepcopy(plain)
+    dense.zero_grad()
+    plain_loss(case, dense, mesh.data).backward()
+    assert max(gradient_gaps(pipeline, dense).values()) > 1e-3, "the control: without them"
 
 
 @pytest.mark.thorough(2)

@@ -92,12 +92,14 @@ def make(
     trace: Trace | None = None,
     alter: Callable[[nn.Module], None] = lambda model: None,
     mesh: ParallelMesh | None = None,
+    **options: Any,
 ) -> tuple[Pipeline, nn.Module]:
     """The pipeline of the calling rank, and the full model on one process.
 
     Args:
         alter: changes the model before it is split.
         mesh: with the degrees of ``case``; ``None``: create one.
+        options: of ``Pipeline.create``, besides.
     """
     mesh = mesh or mesh_of(
         case.weight,
@@ -124,6 +126,7 @@ def make(
         criterion=lambda loss, _: loss / tokens,
         hooks=hooks or [],
         trace=trace,
+        **options,
     )
     for communicator in pipeline.communicators:
         communicator.state.pool.poison = True

@@ -300,6 +300,7 @@ REFUSED = (
 )
 GATHERED = "tests/ranks/test_experts_state.py::"
 GATHERED += "test_owners_that_a_model_does_not_declare_are_refused_on_all_ranks"
+STAGED = "tests/ranks/test_owners_pipeline.py::test_losses_of_routers_train_on_every_stage"
 EXPERTS: Table = {
     "owners do not divide": {
         "make the mesh with expert = a divisor of it": REFUSED,
@@ -315,6 +316,9 @@ EXPERTS: Table = {
         "or make the mesh with expert = 1": GATHERED,
     },
     "choose experts_implementation": {"choose experts_implementation before parallelize()": OWNED},
+    "no stage of a pipeline but the last could add": {
+        "give Pipeline.create a router_scale": STAGED, "or balance by balance_rate": BALANCED,
+    },
     "dropped after an exception. Run the": {"Run the model's forward again": OWNED},
 }
 LLAMA = (

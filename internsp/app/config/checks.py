@@ -153,10 +153,6 @@ def _experts(config: Config) -> Iterator[Problem]:
     if owners != "auto" and model.experts % owners:
         text = f"{owners} owners do not divide {model.experts} experts"
         yield Problem(("parallel.expert", "model.experts"), text)
-    if config.parallel.pipeline > 1 and (model.auxiliary or model.z_loss):
-        key = "model.auxiliary" if model.auxiliary else "model.z_loss"
-        text = "only the last stage of a pipeline has a loss: balance by model.balance_rate"
-        yield Problem((key, "parallel.pipeline"), text)
     if config.activation_checkpoint.tiles != 1:
         text = f"experts of {model.family} take all tokens of a block at once: use 1"
         yield Problem(("activation_checkpoint.tiles", "model.family"), text)

@@ -115,6 +115,8 @@ class PipelinedStep:
         self.session = session
         self.pipeline = session.pipeline
         self.pipeline.criterion = self._criterion
+        for router in routers(session.modules):
+            router.loss_scale = self._scale
         self._divisor = torch.ones((), dtype=torch.float64, device=session.mesh.device)
         self._total = torch.zeros_like(self._divisor)
 
@@ -133,6 +135,11 @@ class PipelinedStep:
     def _criterion(self, output: Tensor, batch: MicroBatch) -> Tensor:
         self._total += output.detach()
         return self.session.optimizer.scale(_quotient(output, self._divisor))
+
+    def _scale(self) -> Tensor:
+        """By what :meth:`_criterion` multiplies a sum of token losses."""
+        one = torch.ones_like(self._divisor)
+        return self.session.optimizer.scale(_quotient(one, self._divisor))
 
     def _batches(self, layouts: Sequence[SequenceLayout]) -> list[MicroBatch]:
         chunk = self.session.config.train.loss_chunk
