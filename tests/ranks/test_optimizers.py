@@ -109,7 +109,6 @@ def close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], to: f
     assert max(worst.values()) < to, max(worst.items(), key=lambda pair: pair[1])
 
 
-@pytest.mark.thorough(2)
 def test_any_elementwise_class_with_groups_by_pattern_steps_as_torch_does() -> None:
     name, options = "torch.optim:NAdam", ["momentum_decay = 0.01", "decoupled_weight_decay = true"]
     made = {"name": name, "options": options, "groups": GROUPS}

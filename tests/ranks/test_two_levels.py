@@ -13,11 +13,14 @@ import internsp
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError
 from internsp.schedule.simulate import simulate
-from tests.support.compare import check
+from tests.ranks.test_pipeline_parity import run
+from tests.support import parity
+from tests.support.compare import TOLERANCE, check
 from tests.support.few import few
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, SOME, Tiny, Twin, raises
-from tests.support.ranks import ranks
+from tests.support.pipeline import Case
+from tests.support.ranks import ranks, run_ranks
 from tests.support.zero import Little
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
@@ -150,3 +153,31 @@ def test_near_groups_that_do_not_divide_the_weight_group_are_refused(near: int, 
     raises(ConfigError, make, word, f"reduce_near_ranks = {near}", "sharded over 4 ranks")
     make = lambda: Twin(Tiny, mesh_of(2), **LEVELS)  # noqa: E731
     raises(ConfigError, make, "has no effect", "2 ranks, all of them near", "leave it out")
+
+
+def cut(rank: int, world_size: int) -> list[tuple[float, float]]:
+    cases = [
+        parity.Case(weight=4, sequence=2, weights=LEVELS, micro_batches=2),
+        parity.Case(
+            weight=4, sequence=4, weights=LEVELS | {"accumulation": "full"}, micro_batches=2,
+            checkpoint={"mode": "selective"},
+        ),
+    ]  # fmt: skip
+    return [parity.run_case(case) for case in cases]
+
+
+@pytest.mark.thorough(8)
+def test_sequences_may_be_cut_beside_it() -> None:
+    for found in run_ranks(cut, 4):
+        assert all(gap < TOLERANCE for gaps in found for gap in gaps)
+
+
+@pytest.mark.thorough(15)
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble", "DualPipeV"])
+def test_stages_of_a_pipeline_sum_in_two_levels_as_planned(schedule: str) -> None:
+    weights = {"overlap": True, **LEVELS}
+    case = Case(schedule, chunks=1 if schedule == "1F1B" else 2, weight=4, weights=weights)
+    for ((found, ordered),) in run_ranks(run, 8, [case], timeout=200):
+        assert found.loss < TOLERANCE
+        assert found.gradient < TOLERANCE
+        assert ordered
