@@ -15,7 +15,11 @@ from torch.distributed import fsdp as torchs
 from torch.distributed.tensor import DTensor
 
 import internsp.fsdp as ours
+from internsp.config import WeightParallelConfig
 from internsp.dtensor.parameter import ShardParameter
+from internsp.fsdp.attach import attached_to
+from internsp.mesh import ParallelMesh
+from internsp.parallel.parallelize import parallelize
 from tests.support.covering import covering
 from tests.support.fsdp import Model, batch, loss_of, mesh_of, require_same, shard, steps
 from tests.support.ranks import ranks
@@ -92,6 +96,7 @@ def test_three_steps_are_those_of_fsdp2(row: dict[str, Any], rank: int) -> None:
     assert isinstance(mine, ours.FSDPModule)
 
 
+WIDE = ("qkv.weight", "out.weight", "up.weight", "down.weight")
 Policy = torchs.MixedPrecisionPolicy
 POLICIES = {
     "narrow": (Policy(torch.float32), Policy(torch.float32)),
@@ -176,6 +181,35 @@ def test_writes_between_fully_shard_and_the_first_forward_are_kept(rank: int) ->
         model.head.weight.data.mul_(0.5)
         results.append(steps(model, rank))
     require_same(results[1], results[0])
+
+
+@ranks(2)
+def test_blocks_have_the_schedule_of_the_library() -> None:
+    """Of all weights that parallelize() shards, too: it keeps small vectors whole."""
+    seen = []
+    for one_import in (True, False):
+        torch.manual_seed(3)
+        model = Model(blocks=4).double()
+        if one_import:
+            shard(ours.fully_shard, model, "blocks", mesh_of((2,)))
+            loss_of(model, batch(0, 0, 0)).backward()
+            communicator = attached_to(model).communicator
+        else:
+            config = WeightParallelConfig(
+                blocks=("blocks.*",), gather_before="qkv", min_shard_elements=1, reduction="mean"
+            )
+            mesh = ParallelMesh.create(weight=2, device_type="cpu")
+            communicator = parallelize(model, mesh, config)
+            loss_of(model, batch(0, 0, 0)).backward()
+        trace = communicator.state.trace
+        trace.enabled = True
+        loss_of(model, batch(1, 0, 0)).backward()
+        blocks = [e for e in trace.events if e.unit.startswith("blocks.")]
+        lines = [e.line() for e in blocks if e.kind != "WAIT"]  # of a message's first weight
+        seen.append([line for line in lines if line.rpartition(" ")[2].endswith(WIDE)])
+    gathers = sum(line.startswith("AG") for line in seen[0])
+    assert gathers == (4 + 2) * len(WIDE), "backward finds two blocks in their slots"
+    assert seen[0] == seen[1]
 
 
 @ranks(2)
