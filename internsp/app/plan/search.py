@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from internsp.app.config import Config
@@ -151,6 +152,16 @@ class Space:
 
     def layouts(self) -> Iterator[Layout]:
         """Every layout whose degrees, batch and blocks divide."""
+        for family in self.families():
+            yield from self.members(family)
+
+    def allows(self, layout: Layout) -> bool:
+        """Whether :meth:`layouts` has it."""
+        family = replace(layout, weight=1, expert_weight=min(1, layout.expert))
+        return family in set(self.families()) and layout in self.members(family)
+
+    def families(self) -> Iterator[Layout]:
+        """Layouts with weights, and experts, sharded over one rank: others compute as much."""
         for pipeline in self._pipelines():
             stage = self.ranks // pipeline
             for schedule in _SCHEDULES if pipeline > 1 else _SCHEDULES[:1]:
@@ -159,7 +170,11 @@ class Space:
                 for sequence, ring in self._sequences(stage):
                     data = stage // sequence
                     for number in self._micro_batches(data, pipeline, schedule[1]):
-                        yield from self._weights(pipeline, schedule, sequence, ring, number)
+                        for again, owners in product(_CHECKPOINTS, self._owners(stage)):
+                            yield Layout(
+                                pipeline, schedule, sequence, ring, 1, 0, number, again, False,
+                                owners, min(1, owners),
+                            )  # fmt: skip
 
     def _pipelines(self) -> list[int]:
         if self.config.model.family == "hf":
@@ -185,26 +200,20 @@ class Space:
             if pipeline == 1 or (number >= pipeline and (chunks == 1 or number % pipeline == 0)):
                 yield number
 
-    def _weights(
-        self, pipeline: int, schedule: tuple[str, int], sequence: int, ring: int, number: int
-    ) -> Iterator[Layout]:
-        stage = self.ranks // pipeline
-        for weight in divisors(stage):
-            for checkpoint in _CHECKPOINTS:
-                for experts in self._experts(stage):
-                    yield Layout(
-                        pipeline, schedule, sequence, ring, weight, 0, number, checkpoint, False,
-                        *experts,
-                    )  # fmt: skip
-
-    def _experts(self, stage: int) -> Iterator[tuple[int, int]]:
-        """Over how many ranks experts are divided, and each of them is sharded."""
+    def _owners(self, stage: int) -> tuple[int, ...]:
+        """Over how many ranks experts may be divided; 0: there are none."""
         if not self.config.model.mixtures:
-            yield 0, 0
-            return
-        for expert in divisors(math.gcd(stage, self.config.model.experts)):
-            for size in divisors(stage // expert):
-                yield expert, size
+            return (0,)
+        return divisors(math.gcd(stage, self.config.model.experts))
+
+    def members(self, family: Layout) -> list[Layout]:
+        """The layouts of a family: over how many ranks weights and each expert are sharded."""
+        stage = self.ranks // family.pipeline
+        sizes = divisors(stage // family.expert) if family.expert else (0,)
+        return [
+            replace(family, weight=weight, expert_weight=size)
+            for weight, size in product(divisors(stage), sizes)
+        ]
 
     def variants(self, layout: Layout) -> Iterator[Layout]:
         """The layout, and it with less traffic of the optimizer, or with more in host memory."""
@@ -217,7 +226,7 @@ class Space:
         """The fastest variant that fits and is not in ``without``; ``None``: there is none."""
         found = None
         for one in self.variants(layout):
-            if one in without:
+            if one in without or (found is not None and one.offload):  # copies never save time
                 continue
             load = self.load(one)
             nbytes = step_bytes(load).total
@@ -232,6 +241,9 @@ class Space:
         """The workload of a layout."""
         stage = self.ranks // layout.pipeline
         data = stage // layout.sequence
+        owners, mixed = max(1, layout.expert), self.base.model.experts > 0
+        size = layout.expert_weight or layout.weight
+        alike = math.gcd(layout.optimizer_ranks, stage // (owners * size))
         degrees = replace(
             self.base.degrees,
             devices=self.ranks,
@@ -243,15 +255,10 @@ class Space:
             context=layout.sequence,
             ring=layout.ring,
             shards=layout.weight,
+            expert=owners,
+            expert_shards=size if mixed else 0,
+            expert_optimizer=alike if mixed else 1,
         )
-        if self.base.model.experts:
-            own = stage // (layout.expert or 1)
-            size = layout.expert_weight or layout.weight
-            copies = own // size
-            degrees = replace(
-                degrees, expert=layout.expert or 1, expert_shards=size,
-                expert_optimizer=math.gcd(layout.optimizer_ranks, copies),
-            )  # fmt: skip
         away = {"optimizer"} if layout.offload else set()
         if layout.offload and layout.checkpoint in ("full", "half"):
             away.add("activations")
@@ -271,10 +278,11 @@ class Space:
         ring: int,
         number: int,
         checkpoint: str,
-        experts: tuple[int, int],
+        expert: int,
     ) -> float:
         layout = Layout(
-            pipeline, _SCHEDULES[0], sequence, ring, 1, 0, number, checkpoint, False, *experts
+            pipeline, _SCHEDULES[0], sequence, ring, 1, 0, number, checkpoint, False, expert,
+            min(1, expert),
         )  # fmt: skip
         return least_seconds(self.load(layout), self.device)
 
@@ -282,7 +290,7 @@ class Space:
         """A lower bound of the layout's seconds."""
         return self.least(
             layout.pipeline, layout.sequence, layout.ring, layout.micro_batches, layout.checkpoint,
-            (layout.expert, layout.expert_weight),
+            layout.expert,
         )  # fmt: skip
 
 
@@ -305,24 +313,25 @@ def search(
     space = Space(config, ranks, device)
     possible = fitting = evaluated = 0
     queue: list[tuple[float, int, Layout]] = []
-    for layout in space.layouts():
-        possible += 1
-        queue.append((space.bound(layout) if prune else 0.0, possible, layout))
+    for family in space.families():
+        queue.append((space.bound(family) if prune else 0.0, possible, family))
+        possible += len(space.members(family))
     queue.sort()
     best: list[tuple[float, int, Found]] = []  # a heap, the worst first
-    for bound, number, layout in queue:
+    for bound, before, family in queue:
         if prune and len(best) == ROWS and bound > -best[0][0]:
             break
-        evaluated += 1
-        found = space.best(layout, without)
-        if found is None:
-            continue
-        fitting += 1
-        entry = (-found.seconds.total, -number, found)
-        if len(best) < ROWS:
-            heapq.heappush(best, entry)
-        elif entry > best[0]:
-            heapq.heapreplace(best, entry)
+        for number, layout in enumerate(space.members(family), before):
+            evaluated += 1
+            found = space.best(layout, without)
+            if found is None:
+                continue
+            fitting += 1
+            entry = (-found.seconds.total, -number, found)
+            if len(best) < ROWS:
+                heapq.heappush(best, entry)
+            elif entry > best[0]:
+                heapq.heapreplace(best, entry)
     if not best:
         raise ConfigError(
             f"--search: no layout of this step fits on {ranks} x {device.name}; plan more devices, "
@@ -341,7 +350,6 @@ def chosen(best: Sequence[Found]) -> Found:
 
 def neighbors(space: Space, layout: Layout) -> Iterator[tuple[str, Found | None]]:
     """What one more or less of each degree would cost; ``None``: impossible, or too large."""
-    allowed = set(space.layouts())
     for name in ("weight", "sequence", "pipeline", "micro_batches", "expert", "expert_weight"):
         now = getattr(layout, name)
         for other in (2 * now, now // 2):
@@ -351,10 +359,8 @@ def neighbors(space: Space, layout: Layout) -> Iterator[tuple[str, Found | None]
             if name == "pipeline":
                 moved = replace(moved, schedule=_SCHEDULES[0])
             label = f"{name.replace('_', '-')} {other}"
-            if replace(moved, optimizer_ranks=0, offload=False) not in allowed:
-                yield label, None
-                continue
-            yield label, space.best(replace(moved, optimizer_ranks=0, offload=False))
+            plain = replace(moved, optimizer_ranks=0, offload=False)
+            yield label, space.best(plain) if space.allows(plain) else None
 
 
 @lru_cache
