@@ -96,6 +96,7 @@ class Exchanged:
         self.each, self.lowest = experts // group.size, lowest
         self._parameters = parameters
 
+    @torch.compiler.disable  # sizes of its messages differ between ranks (WP-2, WP-13)
     def __call__(
         self,
         compute: Compute,
