@@ -78,28 +78,25 @@ def shardings_of(
         StructureError: a parameter has a class of its own with all-gather functions.
     """
     places = names_by_module(root)
-    order = {module: number for number, module in enumerate(places)}
-    found: dict[Any, ParameterSharding] = {}
-    for unit in units:
-        for group in unit.groups:
-            for param in group.fsdp_params:
-                found[param] = _sharding(unit, param, places, config)
-
-    def registered(param: Any) -> tuple[int, int]:
-        info = param._module_info
-        return order[info.module], list(info.module._parameters).index(info.param_name)
-
-    return {param: found[param] for param in sorted(found, key=registered)}
+    registered = [(module, name) for module in places for name in module._parameters]
+    order = {held: number for number, held in enumerate(registered)}
+    found = {
+        param: _sharding(unit, param, places, order, config)
+        for unit in units
+        for group in unit.groups
+        for param in group.fsdp_params
+    }
+    return {p: found[p] for p in sorted(found, key=lambda param: order[holders(param)[0]])}
 
 
 def _sharding(
-    unit: ProgramUnit, param: Any, places: dict[nn.Module, list[str]], config: WeightParallelConfig
-) -> ParameterSharding:
+    unit: ProgramUnit, param: Any, places: dict[nn.Module, list[str]],
+    order: dict[tuple[nn.Module, str], int], config: WeightParallelConfig,
+) -> ParameterSharding:  # fmt: skip
     parameter = param.sharded_param
-    order = {module: number for number, module in enumerate(places)}
     owners = tuple(
         ParameterOwner(places[module][0], module, name, tuple(places[module][1:]))
-        for module, name in sorted(holders(param), key=lambda held: order[held[0]])
+        for module, name in sorted(holders(param), key=order.__getitem__)
     )
     if hasattr(parameter._local_tensor, "fsdp_pre_all_gather"):
         raise StructureError(
