@@ -181,6 +181,9 @@ def translated(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     train = found.get("train")
     if isinstance(train, dict) and isinstance(train.get("profile"), bool):
         del train["profile"]  # it has words for values now
+    weights = found.get("weight_parallel")
+    if isinstance(weights, dict) and weights.get("compare_ranks") is True:
+        del weights["compare_ranks"]  # a program's alone now, and the default
     lost = {}
     for old, gone in GONE.items():
         key = old.rpartition(".")[2]

@@ -242,7 +242,7 @@ class WeightParallelConfig(Section):
     unexpected_order: Literal["error", "gather", "learn"] = "error"
     """What to do when blocks run in another order than declared. "error" stops with the names,
     "gather" goes on without gathering ahead, "learn" takes the order of the first step."""
-    compare_ranks: bool = True
+    compare_ranks: Annotated[bool, ProgramOnly] = True
     """When a model is made parallel: compare the first values of the ranks by checksums."""
     compile: bool = False
     """Compile every block with torch.compile; needs gather_before = "qkv" or "rolling"."""

@@ -33,6 +33,7 @@ from internsp.config import (
     PlanRule,
     Section,
     WeightParallelConfig,
+    former,
 )
 from internsp.config.former import GONE, MOVED, answer
 from internsp.config.model import ModelConfig
@@ -739,3 +740,10 @@ def test_sizes_of_experts_that_a_program_gives_are_checked(
     with pytest.raises(ConfigError, match=text):
         Config(model={"family": "deepseek", **model})
     Config(model={"family": "deepseek"})
+
+
+def test_what_a_run_kept_of_a_key_that_is_a_programs_now_is_read_if_it_is_the_default() -> None:
+    kept = {"weight_parallel": {"compare_ranks": True, "overlap": True}}
+    assert former.translated(kept) == ({"weight_parallel": {"overlap": True}}, {})
+    told = former.translated({"weight_parallel": {"compare_ranks": False}})
+    assert told == ({"weight_parallel": {"compare_ranks": False}}, {}), "refused by its name"

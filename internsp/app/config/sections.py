@@ -14,7 +14,6 @@ from pydantic import (
 from internsp.app.config.optimizers import checked_optimizer, checked_option
 from internsp.base.names import FOLDER_NAME, below
 from internsp.config.former import INSTRUCTION
-from internsp.config.keys import ProgramOnly
 from internsp.config.sections import (
     MAX_TIMEOUT_SECONDS,
     Count,
@@ -120,7 +119,7 @@ class ParallelConfig(Section):
     expert: Degree | Literal["auto"] = 1
     """Ranks among which the experts are divided, each owning its own. With 1 every rank has a shard
     of every expert; "auto" gives each of expert_weight ranks its own if that sends fewer bytes."""
-    fast_links: Annotated[Literal["expert_weight", "expert"], ProgramOnly] = "expert_weight"
+    fast_links: Literal["expert_weight", "expert"] = "expert_weight"
     """Which of the two gets the neighboring ranks where both are above 1. Choose "expert" if those
     are on faster links: tokens are waited for, weights come a block ahead."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
