@@ -14,6 +14,7 @@ from functools import cache, partial, wraps
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
@@ -176,6 +177,12 @@ def fully_shard(
         raise StructureError(
             "dp_mesh_dims: internsp.fsdp takes the mesh of data ranks itself: write "
             "fully_shard(module, mesh=mesh['dp']), and leave dp_mesh_dims out"
+        )
+    some = mesh is not None and mesh.mesh.numel() < dist.get_world_size()
+    if some and type(reshard_after_forward) is int:  # torch's own groups for it would hang
+        raise StructureError(
+            f"reshard_after_forward={reshard_after_forward} needs a mesh of all ranks: leave it "
+            f"out, and write internsp.fsdp.options(model, near_ranks={reshard_after_forward})"
         )
     for part in module if isinstance(module, (list, tuple)) else [module]:
         for name, inner in part.named_modules() if isinstance(part, nn.Module) else ():

@@ -729,6 +729,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "gradient hook": (GradientError, "read .grad when", lambda: _hooked()(batch(0, 0, 0))),
     "theirs inside": (StructureError, "install", lambda: _mixed_up()(batch(0, 0, 0))),
     "late": (StructureError, "before the first forward", lambda: _late()),
+    "near ranks of some": (StructureError, "near_ranks=1", lambda: _near_of_some()),
     "torch's register": (
         StructureError, "import it from internsp.fsdp",
         lambda: torchs.register_fsdp_forward_method(_model(), "forward") or _registered(),
@@ -786,6 +787,11 @@ def _late() -> None:
     ours.fully_shard(model.blocks[0], mesh=mesh_of((2,)))
     model(batch(0, 0, 0))
     ours.fully_shard(model, mesh=mesh_of((2,)))
+
+
+def _near_of_some() -> None:
+    some = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+    ours.fully_shard(nn.Linear(2, 2), mesh=some, reshard_after_forward=1)
 
 
 def _registered() -> None:

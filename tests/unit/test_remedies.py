@@ -366,6 +366,13 @@ FSDP: Table = {
             "tests/ranks/test_rules_compile.py::"
             "test_compiled_blocks_equal_eager_with_the_same_messages",
     },
+    "needs a mesh of all ranks": {
+        "leave it out": "tests/ranks/test_fsdp_programs.py::"
+        "test_a_mesh_of_some_ranks_has_the_numbers_of_fsdp2",
+        "and write internsp.fsdp.options(model, near_ranks":
+            "tests/ranks/test_near.py::"
+            "test_loss_and_every_gradient_equal_one_process",
+    },
     "options: call it before": {"call it before the first forward": WRITTEN},
     "communicator=yours": {
         "write internsp.parallelize(..., communicator=yours)":
