@@ -326,7 +326,8 @@ class ParallelMesh:
         Args:
             device_mesh: a mesh of all ranks, with names of its axes; its device type is used.
             weight, replicas, sequence, pipeline, tensor: names of axes; ``()`` for none.
-            zero, timeout_seconds, expert_weight, ..., near_experts: see :meth:`create`.
+            zero, timeout_seconds, expert_weight, expert, ring, near, near_experts: see
+                :meth:`create`.
 
         Raises:
             MeshError: on every rank: an axis is named twice, does not exist or is not named, the

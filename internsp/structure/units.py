@@ -208,12 +208,11 @@ def _near_group(key: str, near: int, assignment: ParameterSharding, size: int) -
     """
     if near == 1 or near >= size or size % near:
         fitting = [n for n in range(2, size) if size % n == 0]
-        whole = " (keep_unsharded keeps blocks unsharded)" if key == "near_ranks" else ""
         raise ConfigError(
             f"weight_parallel.{key} = {near}: {assignment.name} is sharded over "
             f"{size} ranks, of which a smaller near group is "
-            f"{' or '.join(map(str, fitting)) if fitting else 'none'}; choose one of these, or 0"
-            f"{whole}"
+            f"{' or '.join(map(str, fitting)) if fitting else 'none'}; choose one of these, or 0 "
+            "(for near_ranks, keep_unsharded keeps blocks unsharded)"
         )
     return near
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from internsp.experts.dispatch import Exchanged
 from internsp.layers import Router, router_loss
 from internsp.optim import ZeroOptimizer, zero
+from internsp.wp.plain_loop import PlainLoop
 from tests.ranks.test_mixture_layer import SWITCH, Pair, tokens
 from tests.support import hf
 from tests.support.compare import check, close, gradients
@@ -138,8 +139,13 @@ def a_recompute_counts_again(patched: pytest.MonkeyPatch, pair: Pair) -> None:
 
 
 def experts_have_no_divisor(patched: pytest.MonkeyPatch, twin: OwnersTwin) -> None:
-    experts = [w for w in twin.communicator.replicated.sharded if w.axis is twin.mesh.experts]
-    twin.communicator.state.consumer.divisors.update(dict.fromkeys(experts, 1.0))
+    experts = {w for w in twin.communicator.replicated.sharded if w.axis is twin.mesh.experts}
+    real = PlainLoop.value_of
+
+    def undivided(self: PlainLoop, member: Any, total: Tensor) -> Tensor:
+        return total if member in experts else real(self, member, total)
+
+    patched.setattr(PlainLoop, "value_of", undivided)
 
 
 def the_norm_forgets_experts(patched: pytest.MonkeyPatch, twin: OwnersTwin) -> None:

@@ -302,6 +302,7 @@ STRUCTURE: Table = {
         "which replace it": plans(rules=[{"match": "layers.0", "gather_before_modules": ["w2"]}]),
     },
     "has no effect: what rules quantize or pack": {"leave it out": QUANTIZED_BY_RULE},
+    "ranks, all of them near, and gradients are summed": {"leave it out": right},
     "has no effect: the blocks stay unsharded, so": {
         "leave it out": plans(rules=[{"match": "layers", **KEEP}]),
     },
@@ -349,7 +350,7 @@ STRUCTURE: Table = {
     "has a unit that is not a block (unit in": {"leave the rule out": COMPILED},
     "of which a smaller near group is": {
         "choose one of these": SLICES,
-        "or 0 (keep_unsharded keeps blocks unsharded)":
+        "or 0 (for near_ranks, keep_unsharded keeps blocks unsharded)":
             plans(near_ranks=0, keep_unsharded="all"),
     },
     "gathers each weight as soon as there is room": {

@@ -7,6 +7,7 @@ takes as long as the one before.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from internsp.app.config import Config
@@ -73,7 +74,10 @@ def replayed(
     if shape.weight == 1:
         return closed
     layers, number = config.model.layers, config.train.micro_batches
-    if chunk is not None and layers * number <= FEW:
+    given = config.model.family == "hf"  # its folder says how many blocks there are
+    if given and chunk is None:
+        chunk = make_plan(config, shape.world_size).chunk
+    if chunk is not None and (given or layers * number <= FEW):
         clocks = _replay(load, device, chunk, number, config.weight_parallel.overlap)
     else:
         clocks = _multiplied(config, load, device)
@@ -163,6 +167,13 @@ def messages(
             among = few if weight.expert and degrees.expert_shards else group
             found[GATHER][weight.name] = among.gather(size)
             found[REDUCE][weight.name] = among.gather(weight.gradient_bytes)
+            if weight.far_bytes:  # half for each of its two messages
+                groups = round(among.size * (1 - weight.reduce_bytes / weight.gradient_bytes))
+                near = replace(among, size=among.size // groups)
+                far = replace(among, size=groups, stride=among.stride * near.size)
+                both = near.gather(weight.gradient_bytes)
+                both += far.gather(weight.far_bytes * groups / (groups - 1))
+                found[REDUCE][weight.name] = both / 2
     for parcel in chunk.parcels if chunk.exchanged else ():
         found[EXCHANGE][parcel.name] = others.all_reduce(parcel.nbytes)
     return found
