@@ -61,8 +61,6 @@ class WeightLayout:
     """Bytes of its padded, unsharded gradient in the dtype in which it is reduced."""
     unsharded_bytes: int = 0
     """Bytes of the padded, unsharded weight in the dtype in which it is gathered."""
-    sum_bytes: int = 0
-    """Bytes of its unsharded gradient summed over micro-batches, in fp32 or wider."""
 
     def coalescing_key(self) -> tuple[object, ...]:
         """What must be equal for weights to share collectives."""
@@ -85,6 +83,12 @@ class WeightLayout:
     def near_bytes(self) -> int:
         """Bytes that a gather within the near group receives."""
         return self.unsharded_bytes - self.slice_bytes
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of its unsharded gradient summed over micro-batches, in fp32 or wider."""
+        size = (self.dtypes.gather or torch.float32).itemsize
+        return self.unsharded_bytes // size * max(size, torch.float32.itemsize)
 
     @property
     def reduction_bytes(self) -> int:

@@ -271,5 +271,4 @@ def _weight_layout(
         offload=frozenset(options.offload),
         slices=_near_group("near_ranks", slices, assignment, size) if slices else 0,
         unsharded_bytes=layout.padded_numel * compute.itemsize,
-        sum_bytes=layout.padded_numel * max(compute.itemsize, torch.float32.itemsize),
     )

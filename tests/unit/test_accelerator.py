@@ -115,11 +115,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 def test_a_rank_computes_on_whatever_torch_finds_and_makes_it_current(stand_in: StandIn) -> None:
     for wanted in (None, KIND):
-        assert parallel_mesh._device(wanted) == torch.device(KIND, 1)
+        assert parallel_mesh.device_of(wanted) == torch.device(KIND, 1)
     assert stand_in.calls == [("set_device_index", 1)] * 2
-    assert parallel_mesh._device("cpu") == torch.device("cpu")
+    assert parallel_mesh.device_of("cpu") == torch.device("cpu")
     with pytest.raises(MachineError, match=r"'cuda': torch finds no CUDA device .* plugin"):
-        parallel_mesh._device("cuda")
+        parallel_mesh.device_of("cuda")
     assert len(stand_in.calls) == 2, "nothing was set for what is refused"
     assert device_type(Config()) == KIND
 
@@ -131,7 +131,7 @@ def test_the_memory_of_a_device_is_known_where_there_is_one(stand_in: StandIn) -
 
 def test_a_device_that_the_program_has_chosen_stays(stand_in: StandIn) -> None:
     stand_in.count, stand_in.current = 4, 3
-    assert parallel_mesh._device(None) == torch.device(KIND, 3)
+    assert parallel_mesh.device_of(None) == torch.device(KIND, 3)
 
 
 @pytest.mark.parametrize("name", LOCAL_RANKS)
@@ -140,16 +140,16 @@ def test_each_launchers_number_is_that_of_the_device(
 ) -> None:
     for each in LOCAL_RANKS:
         monkeypatch.delenv(each, raising=False)
-    assert parallel_mesh._device(None) == torch.device(KIND, 0)
+    assert parallel_mesh.device_of(None) == torch.device(KIND, 0)
     monkeypatch.setenv(name, "1")
-    assert parallel_mesh._device(None) == torch.device(KIND, 1)
+    assert parallel_mesh.device_of(None) == torch.device(KIND, 1)
     stand_in.count = 1  # a launcher shows each process a device of its own
-    assert parallel_mesh._device(None) == torch.device(KIND, 0)
+    assert parallel_mesh.device_of(None) == torch.device(KIND, 0)
     stand_in.count = 2
     for wrong in ("2", "-1", "first"):
         monkeypatch.setenv(name, wrong)
         with pytest.raises(MachineError, match=rf"{name} = '{wrong}', and this machine has 2 devi"):
-            parallel_mesh._device(None)
+            parallel_mesh.device_of(None)
 
 
 def test_a_run_that_asks_for_more_or_other_devices_is_refused(stand_in: StandIn) -> None:

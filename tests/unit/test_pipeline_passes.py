@@ -34,6 +34,7 @@ def test_sums_are_of_each_pass_and_losses_divided_by_all_tokens_and_scaled() -> 
     pipeline = _Pipeline()
     session: Any = SimpleNamespace(
         pipeline=pipeline,
+        modules=[],
         mesh=SimpleNamespace(device=torch.device("cpu")),
         optimizer=SimpleNamespace(scale=lambda loss: loss * 8),  # of fp16
         config=SimpleNamespace(train=SimpleNamespace(loss_chunk=77)),
