@@ -207,13 +207,16 @@ class Space:
         return divisors(math.gcd(stage, self.config.model.experts))
 
     def members(self, family: Layout) -> list[Layout]:
-        """The layouts of a family: over how many ranks weights and each expert are sharded."""
-        stage = self.ranks // family.pipeline
-        sizes = divisors(stage // family.expert) if family.expert else (0,)
+        """The layouts of a family."""
         return [
             replace(family, weight=weight, expert_weight=size)
-            for weight, size in product(divisors(stage), sizes)
+            for weight, size in product(*self.sizes(family))
         ]
+
+    def sizes(self, family: Layout) -> tuple[Sequence[int], Sequence[int]]:
+        """Over how many ranks weights, and each expert, may be sharded in a family."""
+        stage = self.ranks // family.pipeline
+        return divisors(stage), divisors(stage // family.expert) if family.expert else (0,)
 
     def variants(self, layout: Layout) -> Iterator[Layout]:
         """The layout, and it with less traffic of the optimizer, or with more in host memory."""
@@ -315,7 +318,7 @@ def search(
     queue: list[tuple[float, int, Layout]] = []
     for family in space.families():
         queue.append((space.bound(family) if prune else 0.0, possible, family))
-        possible += len(space.members(family))
+        possible += math.prod(map(len, space.sizes(family)))
     queue.sort()
     best: list[tuple[float, int, Found]] = []  # a heap, the worst first
     for bound, before, family in queue:
