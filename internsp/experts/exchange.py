@@ -173,12 +173,6 @@ def _counts_impl(table: Tensor, handle: int, name: str) -> Tensor:
     return torch.stack([table, received])
 
 
-OPERATORS: dict[str, Callable[..., Any]] = {
-    "internsp_experts::start": _start_impl,
-    "internsp_experts::finish": _finish_impl,
-    "internsp_experts::counts": _counts_impl,
-}
-"""Implementations of the operators, for a plan that counts the memory that they use."""
 _start = torch.library.custom_op("internsp_experts::start", _start_impl, mutates_args=())
 _finish = torch.library.custom_op("internsp_experts::finish", _finish_impl, mutates_args=())
 _counts = torch.library.custom_op("internsp_experts::counts", _counts_impl, mutates_args=())

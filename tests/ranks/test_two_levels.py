@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
 
-import internsp
+import internsp.fsdp
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError
+from internsp.fsdp.module import attached_to
 from internsp.schedule.simulate import simulate
 from tests.ranks.test_pipeline_parity import run
-from tests.support import parity
+from tests.support import fsdp, parity
 from tests.support.compare import TOLERANCE, check
 from tests.support.few import few
 from tests.support.meshes import mesh_of
@@ -181,3 +183,19 @@ def test_stages_of_a_pipeline_sum_in_two_levels_as_planned(schedule: str) -> Non
         assert found.loss < TOLERANCE
         assert found.gradient < TOLERANCE
         assert ordered
+
+
+@ranks(4)
+def test_a_program_of_fsdp2_chooses_it_by_an_option(rank: int) -> None:
+    found = []
+    for fully_shard in (internsp.fsdp.fully_shard, torch_fsdp.fully_shard):
+        torch.manual_seed(0)
+        model = fsdp.Model().double()
+        fsdp.shard(fully_shard, model, "blocks", fsdp.mesh_of((4,)))
+        if fully_shard is internsp.fsdp.fully_shard:
+            internsp.fsdp.options(model, **LEVELS)
+        found.append(fsdp.steps(model, rank))
+        if fully_shard is internsp.fsdp.fully_shard:
+            plan = attached_to(model).communicator.plan  # type: ignore[union-attr]
+            assert any(w.far_bytes for u in plan.units for w in u.weights)  # type: ignore[union-attr]
+    fsdp.require_same(*found, 1e-9)  # another order of sums, which AdamW sees in noise
