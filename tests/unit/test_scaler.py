@@ -102,6 +102,8 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused(
 )
 def test_elementwise_optimizers_are_taken(cls: Any, settings: dict[str, Any]) -> None:
     require_elementwise(cls, torch.device("cpu"), settings)
+    # Torch's own are known; a subclass is found so by experiment.
+    require_elementwise(type(cls.__name__, (cls,), {}), torch.device("cpu"), settings)
 
 
 def test_wrong_settings_are_the_optimizers_own_error() -> None:
