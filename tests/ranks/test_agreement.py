@@ -305,8 +305,11 @@ def test_images_on_one_rank_only_are_refused_by_name_before_gloo_gets_a_wrong_si
     raises(CollectiveError, lambda: twin.ours(*twin.batch()[1]), *words[: 1 + rank])
 
 
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("config", [SOME, ROLLING], ids=["some", "rolling"])
+@pytest.mark.parametrize(
+    "config",
+    [SOME, pytest.param(ROLLING, marks=pytest.mark.thorough(1))],
+    ids=["some", "rolling"],
+)
 @ranks(2)
 def test_a_block_that_a_rank_has_no_data_for_runs_with_other_data(
     rank: int, config: dict[str, Any]

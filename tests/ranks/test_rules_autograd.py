@@ -25,6 +25,24 @@ class FromFeatures(Tiny):
 
 
 @ranks(2)
+def test_weight_and_bias_of_a_plain_layer_are_views_of_one_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    linear, nodes = nn.functional.linear, []
+
+    def noted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is not None and x.requires_grad:
+            nodes.append((weight.grad_fn, bias.grad_fn))
+        return linear(x, weight, bias)
+
+    twin = Twin(partial(Tiny, layers=2), mesh_of(2), min_shard_elements=1)
+    monkeypatch.setattr(nn.functional, "linear", noted)
+    twin.ours(*twin.batch()[1])
+    assert len(nodes) == 6
+    assert all(one is other is not None for one, other in nodes)
+
+
+@ranks(2)
 def test_what_autograd_cannot_do_is_an_error_everywhere_and_the_next_step_is_right(
     rank: int, world_size: int
 ) -> None:

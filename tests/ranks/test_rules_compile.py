@@ -17,6 +17,7 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
 from internsp.modules import entry as compiled
+from tests.support.meshes import mesh_of
 from tests.support.models import Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
@@ -42,6 +43,29 @@ class Own(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.gated(x)
+
+
+@ranks(1)
+def test_each_blocks_forward_is_what_torch_compile_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[dict[str, Any]] = []
+    ran: list[Any] = []
+
+    def compiler(function: Any, **options: Any) -> Any:
+        given.append(options)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            ran.append(function)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(compiled.torch, "compile", compiler)
+    twin = Twin(Tiny, mesh_of(1), compile=True, gather_before="qkv")
+    twin.backward()
+    twin.check_gradients("compiled by nothing")
+    assert len(given) == len(ran) == len(twin.communicator.blocks) == len(set(map(id, ran)))
 
 
 @pytest.mark.slow(14)

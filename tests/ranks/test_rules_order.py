@@ -292,6 +292,25 @@ def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same
     assert len(units) == 6, "head, four blocks, embedding"
 
 
+@ranks(2)
+def test_a_step_of_two_summed_losses_is_the_printed_schedule() -> None:
+    twin = Twin(Tiny, mesh_of(2))
+    twin.ours(*twin.batch()[1]).backward()  # counts the uses of each weight
+    twin.zero_grad()
+    twin.trace.clear()
+    with twin.communicator.unchanged():
+        losses = []
+        for _ in range(2):
+            everybody, mine = twin.batch()
+            twin.plain(*everybody).backward()
+            losses.append(twin.ours(*mine))
+        (losses[0] + losses[1]).backward()
+    plan = twin.communicator.plan
+    assert plan is not None
+    assert_same(twin.lines(*COMMUNICATION), simulate(plan, 2, summed_losses=True).lines(), "two")
+    twin.check_gradients()
+
+
 class Partly(Block):
     """Autocast only for its last layer: one of two coalesced weights has another dtype."""
 

@@ -175,6 +175,15 @@ def test_the_next_blocks_gather_starts_before_the_weight_behind_the_prefetch_tri
     ] + [f"USE {BACKWARD} b2.w2"]
 
 
+def test_between_summed_losses_the_last_block_is_gathered_before_the_head_computes() -> None:
+    lines = simulate(chunk(3), 2, summed_losses=True).lines(["AG", "USE"])
+    gathered = [n for n, line in enumerate(lines) if line == f"AG {BACKWARD} b2.w2"]
+    heads = [n for n, line in enumerate(lines) if line == f"USE {BACKWARD} head.w"]
+    assert len(heads) == 2
+    assert len(gathered) == 1, "for the earlier loss; in the later one's graph it is in its slot"
+    assert heads[0] < gathered[0] < heads[1]
+
+
 def test_a_recomputed_block_is_gathered_once_in_the_order_of_its_recompute() -> None:
     lines = simulate(chunk(4, recomputed=frozenset(range(4)))).lines(["AG", "USE"])
     mine = [line for line in lines if "b0" in line and FORWARD not in line]
