@@ -24,7 +24,7 @@ _TABLES = (
     "pg_coalesce_state",
 )  # fmt: skip
 MANY_GROUPS = 50
-"""With more groups than this in the process, garbage is collected before a mesh makes others."""
+"""With more groups than this on a rank, garbage is collected before a mesh makes others."""
 
 
 class MeshUser(Protocol):
@@ -107,11 +107,19 @@ class OwnedGroups:
         _forget_meshes()
 
 
+def has_many_groups() -> bool:
+    """Whether dropped meshes may be among the groups of this process."""
+    return len(distributed_c10d._world.pg_map) > MANY_GROUPS
+
+
 def collect_garbage() -> None:
-    """Collect garbage if this process has many groups: dropped meshes may be among them."""
-    if len(distributed_c10d._world.pg_map) > MANY_GROUPS:
-        _forget_meshes()
-        gc.collect()
+    """End the groups of dropped meshes.
+
+    All ranks do it at one time: one that has forgotten an earlier mesh which the others remember
+    would find its parameters by other groups than they do, and wait for them (seen).
+    """
+    _forget_meshes()
+    gc.collect()
 
 
 def _forget_meshes() -> None:

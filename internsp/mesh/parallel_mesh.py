@@ -22,7 +22,7 @@ from internsp.config.sections import MAX_TIMEOUT_SECONDS
 from internsp.errors import MachineError, MeshError
 from internsp.mesh import fresh_store
 from internsp.mesh.axes import Axes, degrees_of
-from internsp.mesh.owned import MeshUsers, OwnedGroups, collect_garbage
+from internsp.mesh.owned import MeshUsers, OwnedGroups, collect_garbage, has_many_groups
 from internsp.mesh.shape import AxisShape, MeshShape
 
 _AXIS_GROUPS = ("weight", "gradient", "replica", "zero", "zero_replica")
@@ -368,8 +368,8 @@ class ParallelMesh:
         except MeshError as error:
             _require_same_request(str(error), rank)
             raise
-        _require_same_request(requested, rank)
-        collect_garbage()
+        if _require_same_request(requested, rank):
+            collect_garbage()
         groups = make_groups(shape, timedelta(seconds=timeout_seconds))
         mesh = cls(shape, rank, device, groups, timeout_seconds)
         mesh.own(groups.values())
@@ -630,17 +630,21 @@ def device_of(device_type: str | None) -> torch.device:
     return accelerator.local_device(device_type)
 
 
-def _require_same_request(requested: RequestedDegrees | str, rank: int) -> None:
+def _require_same_request(requested: RequestedDegrees | str, rank: int) -> bool:
     """Check that all ranks request the same mesh. Collective; blocks.
 
     Args:
         requested: degrees, or the error text for the arguments of this rank.
 
+    Returns:
+        Whether some rank has many groups.
+
     Raises:
         MeshError: requests differ; raised on every rank, so that none waits (WP-10).
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, requested)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (requested, has_many_groups()))
+    everyone = [request for request, _ in told]
     odd = [r for r, other in enumerate(everyone) if other != everyone[0]]
     if odd:
         first, other = everyone[0], everyone[odd[0]]
@@ -651,3 +655,4 @@ def _require_same_request(requested: RequestedDegrees | str, rank: int) -> None:
             f"{odd[0]} {texts[1]} (this is rank {rank}); start every rank with the same "
             "configuration"
         )
+    return any(many for _, many in told)

@@ -75,6 +75,24 @@ def test_dropped_meshes_end_their_threads_as_garbage() -> None:
     assert max(groups) < groups[0] + MANY_GROUPS, groups
 
 
+@ranks(2, fresh=True)
+def test_ranks_find_parameters_by_one_group_though_one_alone_has_many(rank: int) -> None:
+    """torch gives a parameter that is written in place the mesh of an earlier equal one."""
+    if rank:
+        own = [dist.new_group([1], use_local_synchronization=True) for _ in range(MANY_GROUPS)]
+        assert len(own) == MANY_GROUPS
+    for _ in range(2):
+        model = Tiny(layers=2)
+        internsp.parallelize(model, create())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2.0)
+    found = [each.group_name for p in model.parameters() for each in p.device_mesh.get_all_groups()]
+    told: list[Any] = [None, None]
+    dist.all_gather_object(told, [name for name in found if name.isdigit()])
+    assert told[0] == told[1] != []
+
+
 @pytest.mark.thorough(1)
 @ranks(2, fresh=True)
 def test_a_group_that_a_program_has_kept_outlives_the_mesh(rank: int) -> None:
