@@ -25,8 +25,8 @@ _NAMES = {
     "feed_forward.w2": "mlp.down_proj",
 }  # fmt: skip
 
-Rows = dict[str, list[tuple[str, int, int]]]
-"""For each concatenated tensor, its parts in order: ``(name of a tensor, first row, end)``."""
+Rows = list[tuple[str, int, int]]
+"""The parts of a concatenated tensor, in order: ``(name of a tensor, first row, end)``."""
 
 
 class ExportedTensor(NamedTuple):
@@ -45,17 +45,30 @@ class ExportedTensor(NamedTuple):
     convert: Callable[[Tensor], Tensor]
 
 
+def why_not(config: ModelConfig) -> str:
+    """Why this model is no Llama of transformers; empty if it is one."""
+    sizes = Sizes.of(config)
+    if sizes.hidden % sizes.heads:
+        return f"its {sizes.heads} heads do not divide its hidden_size = {sizes.hidden}"
+    return ""
+
+
 def exported_tensors(
-    config: ModelConfig, shapes: dict[str, tuple[int, ...]]
+    config: ModelConfig, shapes: dict[str, tuple[int, ...]], kind: str = "llama"
 ) -> Iterator[ExportedTensor]:
-    """Every tensor of the exported model.
+    """Every tensor of a folder with this model.
 
     Args:
         shapes: the shapes of the zoo's tensors, by name.
+        kind: ``model_type`` of the folder; an ``internlm2`` is not exported, but read.
     """
+    if kind == "internlm2":
+        for source, shape in shapes.items():
+            yield ExportedTensor(_internlm2_name(source), source, shape, _identity)
+        return
     sizes = Sizes.of(config)
     for source, shape in shapes.items():
-        module, _, kind = source.rpartition(".")
+        module, _, leaf = source.rpartition(".")
         if module == "head" and config.tie_embeddings:
             continue
         block = ""
@@ -66,10 +79,10 @@ def exported_tensors(
             for which, short in enumerate("qkv"):
                 heads = sizes.heads if short == "q" else sizes.kv_heads
                 cut = (heads * sizes.head_dim, *shape[1:])
-                name = f"{block}self_attn.{short}_proj.{kind}"
+                name = f"{block}self_attn.{short}_proj.{leaf}"
                 yield ExportedTensor(name, source, cut, partial(_rows_of, which, sizes))
         else:
-            yield ExportedTensor(f"{block}{_NAMES[module]}.{kind}", source, shape, _identity)
+            yield ExportedTensor(f"{block}{_NAMES[module]}.{leaf}", source, shape, _identity)
     if config.qkv_bias != config.bias:  # Llama has one switch for both
         for layer in range(config.layers):
             for linear in ("wo",) if config.qkv_bias else ("wq", "wk", "wv"):
@@ -79,15 +92,20 @@ def exported_tensors(
                 yield ExportedTensor(name, None, (rows,), _identity)
 
 
-def fused_projections(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Rows:
-    """The fused projections of the zoo's model, by name, from rows of Llama's three tensors."""
+def joined_tensors(
+    config: ModelConfig, shapes: dict[str, tuple[int, ...]], kind: str
+) -> dict[str, Rows]:
+    """The fused projections of the zoo's model, by name, from rows of Llama's three tensors.
+
+    Arguments as :func:`exported_tensors`; an ``internlm2`` has them as they are.
+    """
     sizes = Sizes.of(config)
     share, size = sizes.heads // sizes.kv_heads, sizes.head_dim
-    found: Rows = {}
-    for name in shapes:
-        block, fused, kind = name.partition("attention.wqkv.")
+    found: dict[str, Rows] = {}
+    for name in shapes if kind == "llama" else ():
+        block, fused, leaf = name.partition("attention.wqkv.")
         if fused:
-            stored = [f"model.{block}self_attn.{short}_proj.{kind}" for short in "qkv"]
+            stored = [f"model.{block}self_attn.{short}_proj.{leaf}" for short in "qkv"]
             found[name] = [
                 (one, group * rows, (group + 1) * rows)
                 for group in range(sizes.kv_heads)
@@ -96,7 +114,7 @@ def fused_projections(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -
     return found
 
 
-def internlm2_name(name: str) -> str:
+def _internlm2_name(name: str) -> str:
     """The name of a tensor of the zoo's InternLM2 in the folders of its authors."""
     module, _, kind = name.rpartition(".")
     own = {"embed": "model.tok_embeddings", "head": "output"}

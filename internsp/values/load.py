@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from internsp.values.part import Entry, ModelPart
 
 Rows = tuple[str, int, int]
 """Rows of a stored tensor: its name, the first row, and the row after the last."""
+Joined = Sequence[Rows] | Sequence[Sequence[Rows]]
+"""A tensor made of stored rows, or a stack of such matrices, each transposed."""
 
 
 @torch.no_grad()
@@ -26,7 +29,7 @@ def load_weights(
     *,
     strict: bool = True,
     rename: Callable[[str], str] | None = None,
-    joined: Mapping[str, Sequence[Rows]] | None = None,
+    joined: Mapping[str, Joined] | None = None,
 ) -> tuple[list[str], list[str]]:
     """Load parameters and persistent buffers of a model after ``parallelize``. Collective; blocks.
 
@@ -43,7 +46,8 @@ def load_weights(
             one of its names is enough.
         joined: for a folder, tensors to concatenate, by the name of the result in ``source``: rows
             ``(name, start, stop)`` of stored tensors, concatenated on dimension 0. All rows of a
-            stored tensor must be used.
+            stored tensor must be used. A list of such lists is a stack ``[n, in, out]`` of
+            matrices, each stored as ``[out, in]``: grouped experts of separately stored ones.
 
     Returns:
         Names in the model without values; names in ``source`` that were not used (for a mapping,
@@ -152,9 +156,15 @@ class _Files:
         file_of: the file of each tensor; for a joined tensor the file of its first rows.
     """
 
-    def __init__(self, path: Path, joined: Mapping[str, Sequence[Rows]] | None = None) -> None:
+    def __init__(self, path: Path, joined: Mapping[str, Joined] | None = None) -> None:
         self._open: dict[Path, Any] = {}
-        self._joined = joined or {}
+        self._joined: dict[str, Sequence[Sequence[Rows]]] = {}
+        self._stacks = set()
+        parts: Any
+        for name, parts in (joined or {}).items():
+            flat = isinstance(parts[0][0], str)
+            self._joined[name] = [parts] if flat else parts
+            self._stacks |= set() if flat else {name}
         self._stored: dict[str, Path] = {}
         if not path.exists():
             raise ConfigError(f"load_weights: there is no {path}")
@@ -180,7 +190,7 @@ class _Files:
                 raise ConfigError(f"load_weights: {file} {text}")
         used = self._check_joined()
         self.file_of = {name: file for name, file in self._stored.items() if name not in used}
-        self.file_of |= {n: self._stored[all_rows[0][0]] for n, all_rows in self._joined.items()}
+        self.file_of |= {n: self._stored[parts[0][0][0]] for n, parts in self._joined.items()}
 
     def _check_joined(self) -> set[str]:
         """Names of stored tensors that are joined.
@@ -189,17 +199,20 @@ class _Files:
         have the same shape except in dimension 0.
         """
         ranges: dict[str, list[tuple[int, int]]] = {}
-        for name, all_rows in self._joined.items():
-            for stored, start, stop in all_rows:
+        for name, parts in self._joined.items():
+            first = parts[0][0][0]
+            for stored, start, stop in chain.from_iterable(parts):
                 if stored not in self._stored:
                     raise ConfigError(f"load_weights: {name} is made of {stored}, which is missing")
                 ranges.setdefault(stored, []).append((start, stop))
-                first = all_rows[0][0]
                 if self._stored_shape(stored)[1:] != self._stored_shape(first)[1:]:
                     raise LayoutError(
                         f"{stored} has the shape {self._stored_shape(stored)}, {first}, with "
                         f"which it makes {name}, has {self._stored_shape(first)}"
                     )
+            if len(heights := {_height(rows) for rows in parts}) > 1:
+                sizes = " and ".join(map(str, sorted(heights)))
+                raise LayoutError(f"{name} is a stack of matrices of {sizes} rows: they must agree")
         for stored, found in ranges.items():
             rows = self._stored_shape(stored)[0]
             ends = [stop for _, stop in sorted(found)]
@@ -235,28 +248,37 @@ class _Files:
         """Shape of a tensor, read from the file's header."""
         if name not in self._joined:
             return self._stored_shape(name)
-        all_rows = self._joined[name]
-        rows = sum(stop - start for _, start, stop in all_rows)
-        return [rows, *self._stored_shape(all_rows[0][0])[1:]]
+        parts = self._joined[name]
+        rows, others = _height(parts[0]), self._stored_shape(parts[0][0][0])[1:]
+        return [len(parts), *others, rows] if name in self._stacks else [rows, *others]
 
     def read(self, name: str, rows: tuple[slice, ...]) -> Tensor:
         """Read the part ``rows`` of one tensor, all of it if empty."""
         if name in self._joined:
-            return self._read_joined(name, rows)
+            box = rows or tuple(slice(0, size) for size in self.shape(name))
+            if name not in self._stacks:
+                return self._read_rows(self._joined[name][0], box)
+            each, *turned = box
+            matrices = (self._read_rows(part, turned[::-1]) for part in self._joined[name][each])
+            return torch.stack([matrix.t() for matrix in matrices])
         values: Tensor = (
             self._slice(name)[rows] if rows else self._file(self._stored[name]).get_tensor(name)
         )
         return values
 
-    def _read_joined(self, name: str, rows: tuple[slice, ...]) -> Tensor:
-        wanted, *others = rows or (slice(0, self.shape(name)[0]),)
+    def _read_rows(self, parts: Sequence[Rows], box: Sequence[slice]) -> Tensor:
+        wanted, *others = box
         found, at = [], 0
-        for stored, start, stop in self._joined[name]:
+        for stored, start, stop in parts:
             first, last = max(wanted.start - at, 0), min(wanted.stop - at, stop - start)
             if first < last:
                 found.append(self._slice(stored)[(slice(start + first, start + last), *others)])
             at += stop - start
         return torch.cat(found)
+
+
+def _height(parts: Sequence[Rows]) -> int:
+    return sum(stop - start for _, start, stop in parts)
 
 
 def _read_index(index: Path) -> dict[str, Path]:

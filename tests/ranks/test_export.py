@@ -31,12 +31,14 @@ CASES: dict[str, dict[str, Any]] = {
     "internlm2": {"family": "internlm2", "heads": 10, "kv_heads": 5, "qkv_bias": True},
     "tied": {"tie_embeddings": True, "bias": True},
 }
-MIXTURES: dict[str, dict[str, Any]] = {  # which no folder becomes
+MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"family": "mixtral", "kv_heads": 1, "experts": 4, "balance_rate": 0.0},
+    "ernie": {"family": "mixtral", "kv_heads": 1, "head_dim": 8, "experts": 4},
     "deepseek": {
         "family": "deepseek", "experts": 4, "expert_size": 12, "shared_size": 24, "latent_size": 10,
         "rotary_size": 2,
     },
+    "deepseek without a bias": {"family": "deepseek", "balance_rate": 0.0, "dense_layers": 0},
 }
 
 

@@ -20,11 +20,11 @@ from internsp.app.models.factory import build_for_training
 from internsp.app.process.stop import StopRequest
 from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
-from internsp.errors import ConfigError
+from internsp.errors import ConfigError, LayoutError
 from internsp.model_zoo.llama_form import exported_config, exported_tensors
 from internsp.values import load
 from tests.ranks.test_checkpoint_meshes import config
-from tests.ranks.test_export import CASES, IDS
+from tests.ranks.test_export import CASES, IDS, MIXTURES
 from tests.support.ranks import run_ranks
 from tests.support.zero import whole
 
@@ -61,6 +61,9 @@ def saved(rank: int, world: int, folder: Path, settings: list[Config]) -> list[S
                 values = 0.3 * torch.randn(parameter.shape, generator=generator).double()
                 placed = distribute_tensor(values, parameter.device_mesh, parameter.placements)
                 parameter.copy_(placed)
+            for name, buffer in session.modules[0].named_buffers():
+                if name.endswith("router.bias"):
+                    buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
         session.communicators[0].invalidate()
         save(session, folder / str(number) / "checkpoints", 1, "run")
         found.append(first_step(session))
@@ -161,6 +164,62 @@ def test_a_folder_becomes_the_zoos_model_with_the_same_logits_and_first_step(
         read = [one[case][0][name if case else stored] for one in (halves, other)]
         assert read == [-(-rows[0] // 2) * rows[1], rows[0] // 2 * rows[1]], name
     assert set(halves[4][0]) & set(other[4][0]) == set(), "each stage has its own layers"
+
+
+def test_a_folder_with_experts_becomes_the_zoos_model_also_with_owners(tmp_path: Path) -> None:
+    settings = [config({"weight": 2}, model=model, train=DOUBLE) for model in MIXTURES.values()]
+    expected, _ = run_ranks(saved, 2, tmp_path, settings)
+    folders = [tmp_path / f"export{number}" for number in range(len(settings))]
+    for number, folder in enumerate(folders):
+        export(tmp_path / str(number), folder)
+
+    def back(mesh: dict[str, Any], case: int, **model: Any) -> Config:
+        given = config(mesh, train=DOUBLE).model_dump()
+        family = settings[case].model.family
+        given["model"] = {"family": family, "path": str(folders[case]), **model}
+        return Config.model_validate(given)
+
+    owners, cases = {"weight": 2, "expert": 2, "expert_weight": 1}, [0, 1, 2, 3, 1, 2]
+    theirs, logits_of_theirs = a_mixtral_of_transformers(tmp_path / "theirs")
+    read, _ = run_ranks(read_back, 2, [
+        *(back(owners, case) for case in (0, 1, 2)), back(owners, 3, balance_rate=0.0),
+        *(back({"weight": 2}, case) for case in (1, 2)), from_folder(owners, theirs, "mixtral"),
+    ])  # fmt: skip
+    torch.testing.assert_close(read.pop()[1][0], logits_of_theirs, rtol=1e-5, atol=1e-6)
+    for (sizes, found), case in zip(read, cases, strict=True):
+        logits, loss, norm, after = expected[case]
+        torch.testing.assert_close(found[0], logits, rtol=1e-12, atol=1e-14)
+        assert found[1] == pytest.approx(loss, rel=1e-12)
+        assert found[2] == pytest.approx(norm, rel=1e-10)
+        for name, value in found[3].items():
+            torch.testing.assert_close(value, after[name], rtol=1e-9, atol=1e-12)
+        for name in (name for name in after if "experts.down" in name):
+            assert sizes[name] == after[name].numel() // 2, "each rank reads its own"
+    with pytest.raises(ConfigError, match=r"correction_bias in .* is not zero, and model\.balance"):
+        build_for_training(back({}, 1, balance_rate=0.0))
+    one, two = (f"model.layers.0.mlp.experts.0.{name}_proj.weight" for name in ("gate", "up"))
+    with pytest.raises(LayoutError, match="experts is a stack of matrices of 27 and 54 rows"):
+        load._Files(folders[1], {"experts": [[(one, 0, 27), (two, 0, 27)], [(one, 0, 27)]]})
+    file = folders[1] / "model.safetensors"
+    lost = "model.layers.1.mlp.experts.2.up_proj.weight"
+    files.save_file(without(lost)(files.load_file(file)), file)
+    with pytest.raises(ConfigError, match=f"has no {lost}"):
+        build_for_training(back({}, 1))
+
+
+def a_mixtral_of_transformers(folder: Path) -> tuple[Path, torch.Tensor]:
+    """A folder that transformers has saved, and its logits."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(
+        vocab_size=260, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=4,
+    )).double()  # fmt: skip
+    model.save_pretrained(folder)
+    model.set_experts_implementation("eager")  # torch's grouped product takes no fp64
+    with torch.no_grad():
+        return folder, model(IDS).logits
 
 
 def without(name: str) -> Callable[[Values], Values]:

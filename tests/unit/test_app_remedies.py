@@ -105,10 +105,6 @@ APP_CONFIG: Table = {
     "take all tokens of a block at once": {
         "use 1": accepted(model={"family": "deepseek"}, activation_checkpoint={"tiles": 1}),
     },
-    "no folder is read for": {
-        "leave it out": accepted(model={"family": "mixtral"}),
-        'or set model.family = "hf"': IN_FOLDERS + "test_other_names_of_sizes_are_read",
-    },
     "every head of latent attention has its own key": {
         "leave it out": accepted(model={"family": "deepseek"}),
     },

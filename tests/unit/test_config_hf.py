@@ -110,6 +110,84 @@ def test_the_zoos_families_take_their_sizes_from_a_llamas_folder(tmp_path: Path)
     assert load_config(tmp_path / "again.toml") == config
 
 
+MIXTRAL = LLAMA | {
+    "model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 3,
+    "sliding_window": None,
+}  # fmt: skip
+ERNIE = LLAMA | {
+    "model_type": "ernie4_5_moe", "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48,
+    "moe_num_shared_experts": 0, "moe_layer_start_index": 0, "moe_layer_end_index": 2,
+}  # fmt: skip
+DEEPSEEK = LLAMA | {
+    "model_type": "deepseek_v3", "n_routed_experts": 6, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 2,
+    "kv_lora_rank": 10, "q_lora_rank": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 10, "head_dim": 4, "rope_interleave": False, "n_group": 1,
+    "routed_scaling_factor": 1.0, "num_key_value_heads": 4,
+}  # fmt: skip
+OF_MIXTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mixtral": (MIXTRAL, {"experts": 6, "top_k": 3, "expert_width": 64, "rope_theta": 1e6}),
+    "ernie": (ERNIE, {"experts": 6, "top_k": 3, "expert_width": 48, "rope_theta": 5e5}),
+    "deepseek": (DEEPSEEK, {
+        "experts": 6, "top_k": 3, "expert_size": 20, "shared_size": 40, "dense_layers": 2,
+        "latent_size": 10, "rotary_size": 4, "head_dim": 10,
+    }),
+}  # fmt: skip
+
+
+def zoos(folder: Path, content: dict[str, Any]) -> Path:
+    """A file that reads a folder with experts into the zoo."""
+    path = write(folder, content)
+    family = "deepseek" if content["model_type"] == "deepseek_v3" else "mixtral"
+    path.write_text(path.read_text().replace('"hf"', f'"{family}"'))
+    return path
+
+
+@pytest.mark.parametrize("name", OF_MIXTURES)
+def test_the_zoos_families_with_experts_take_their_sizes_from_a_folder(
+    name: str, tmp_path: Path
+) -> None:
+    content, expected = OF_MIXTURES[name]
+    config = load_config(zoos(tmp_path, content))
+    assert {key: getattr(config.model, key) for key in expected} == expected
+    (tmp_path / "again.toml").write_text(config.to_toml())
+    assert load_config(tmp_path / "again.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (MIXTRAL | {"sliding_window": 4096}, "a sliding window"),
+        (MIXTRAL | {"num_local_experts": "8"}, "does not say num_local_experts"),
+        (ERNIE | {"moe_num_shared_experts": 2}, "has shared experts"),
+        (ERNIE | {"moe_layer_start_index": 1}, "not each of its blocks has experts"),
+        (ERNIE | {"use_bias": True}, "use_bias"),
+        (DEEPSEEK | {"q_lora_rank": 8}, "its queries have a latent vector"),
+        (DEEPSEEK | {"v_head_dim": 6}, "not as wide as its keys"),
+        (DEEPSEEK | {"rope_interleave": True}, "interleaved"),
+        (DEEPSEEK | {"n_group": 2}, "in groups"),
+        (DEEPSEEK | {"n_shared_experts": None}, "its shared experts are none"),
+        (DEEPSEEK | {"routed_scaling_factor": 2.5}, "scales or does not normalize"),
+        (DEEPSEEK | {"attention_bias": True}, "its linear layers have biases"),
+    ],
+)
+def test_folders_with_experts_that_the_zoo_does_not_compute_are_named(
+    content: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    path = zoos(tmp_path, content)
+    with pytest.raises(ConfigError, match=says + r'.*; set model\.family = "hf"'):
+        load_config(path)
+    path.write_text(path.read_text().replace("deepseek", "hf").replace("mixtral", "hf"))
+    load_config(path)  # the remedy
+
+
+def test_a_key_of_programs_stays_refused_in_a_file_beside_a_folder(tmp_path: Path) -> None:
+    path = zoos(tmp_path, DEEPSEEK)
+    path.write_text(path.read_text() + "expert_size = 20")
+    with pytest.raises(ConfigError, match=r"expert_size: is for programs alone"):
+        load_config(path)
+
+
 def test_hf_belongs_to_a_path() -> None:
     with pytest.raises(ValueError, match=r"needs a folder with config\.json"):
         Config.model_validate({"model": {"family": "hf"}})

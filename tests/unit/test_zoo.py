@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from internsp.config.model import ModelConfig
 from internsp.errors import LayoutError
-from internsp.model_zoo import CausalLM, build, mixture_form
+from internsp.model_zoo import CausalLM, build, llama_form, mixture_form
 from internsp.sp import SequenceLayout
 
 FP64 = torch.float64
@@ -317,8 +317,9 @@ def test_heads_that_do_not_fit_are_an_error(options: dict[str, object], message:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"family": "mixtral"}, "a bias chooses its experts (model.balance_rate)"),
-        ({"family": "mixtral", "balance_rate": 0.0}, ""),
+        ({"family": "mixtral"}, ""),
+        ({"family": "llama", "hidden_size": 30, "head_dim": 8}, "its 4 heads do not divide"),
+        ({"family": "mixtral", "hidden_size": 30, "head_dim": 8}, "its 4 heads do not divide"),
         ({"family": "deepseek"}, ""),
         ({"family": "deepseek", "qkv_bias": True}, "its linear layers have biases"),
         ({"family": "deepseek", "shared_size": 0}, "its shared experts (0 features) are no"),
@@ -328,6 +329,7 @@ def test_heads_that_do_not_fit_are_an_error(options: dict[str, object], message:
 def test_what_no_family_of_transformers_computes_is_named(
     changes: dict[str, Any], why: str
 ) -> None:
-    told = mixture_form.why_not(ModelConfig.model_validate(changes))
+    config = ModelConfig.model_validate(changes)
+    told = (llama_form if config.family == "llama" else mixture_form).why_not(config)
     assert why in told
     assert bool(why) == bool(told)

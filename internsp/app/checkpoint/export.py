@@ -64,12 +64,7 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
     hf = config.model.family == "hf"
     if hf and not Path(str(config.model.path)).is_dir():
         raise ConfigError(f"{folder} was trained from {config.model.path}, which does not exist")
-    if not hf and config.model.hidden_size % config.model.heads:
-        raise ConfigError(
-            f"transformers' Llama takes no {config.model.heads} heads with hidden_size = "
-            f"{config.model.hidden_size}, which they do not divide"
-        )
-    if config.model.mixtures and (why := form_of(config.model).why_not(config.model)):
+    if not hf and (why := form_of(config.model).why_not(config.model)):
         raise ConfigError(
             f"transformers has no family that computes what this {config.model.family} of the zoo "
             f"does: {why}; use the run itself (internsp generate), or train a folder of "

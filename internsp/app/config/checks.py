@@ -156,9 +156,6 @@ def _experts(config: Config) -> Iterator[Problem]:
     if config.activation_checkpoint.tiles != 1:
         text = f"experts of {model.family} take all tokens of a block at once: use 1"
         yield Problem(("activation_checkpoint.tiles", "model.family"), text)
-    if model.path is not None:
-        text = f"no folder is read for {model.family}; leave it out, or set model.family = \"hf\""
-        yield Problem(("model.path", "model.family"), text)
     if not latent:
         return
     if model.kv_heads is not None and model.kv_heads != model.heads:

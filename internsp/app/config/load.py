@@ -36,6 +36,7 @@ from internsp.app.config.sections import (
     SequenceSection,
     TrainConfig,
 )
+from internsp.config.hf_folder import sizes
 from internsp.config.keys import FROM_FILE
 from internsp.config.model import ModelConfig
 from internsp.config.sections import (
@@ -103,8 +104,9 @@ class Config(Section):
         dumped = self.model_dump()
         for name, values in dumped.items():
             cls = sections()[name]
+            told = _told(self.model) if name == "model" else {}
             for key in cls.model_fields.keys() - keys_of(cls):  # a file may not have these
-                if values[key] == cls.model_fields[key].get_default():
+                if values[key] == told.get(key, cls.model_fields[key].get_default()):
                     del values[key]
             values.update({k: "none" for k, v in values.items() if v is None})
             for key, tables in values.items():  # [[optimizer.groups]]: unset keys are left out
@@ -113,6 +115,10 @@ class Config(Section):
                         {k: v for k, v in table.items() if v is not None} for table in tables
                     ]
         return tomli_w.dumps(dumped)
+
+
+def _told(model: ModelConfig) -> dict[str, Any]:
+    return sizes(model.path, model.family)[0] if model.path else {}
 
 
 @cache

@@ -17,8 +17,8 @@ from internsp.config import hf_folder
 from internsp.config.model import ModelConfig
 from internsp.errors import ConfigError
 from internsp.model_zoo import llama_form, mixture_form
-from internsp.model_zoo.common import CausalLM
-from internsp.model_zoo.llama_form import exported_tensors as llama_parts
+from internsp.model_zoo.common import CausalLM, canonical_name
+from internsp.model_zoo.llama_form import ExportedTensor
 from internsp.parallel.parallelize import initialize
 from internsp.structure.dtypes import DTYPES
 from internsp.values.load import load_weights, stored_shapes, stored_values
@@ -136,7 +136,16 @@ def _has_stored_weights(config: Config) -> bool:
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in model.named_parameters()}
+    """Of all values that a folder has: parameters, once each, and biases of routers."""
+    kept = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+    values = [*model.named_parameters(), *((name, model.get_buffer(name)) for name in kept)]
+    return {name: tuple(value.shape) for name, value in values}
+
+
+def _stored_parts(config: Config, model: CausalLM) -> list[ExportedTensor]:
+    """Every tensor that the folder of a model of the zoo should have."""
+    kind = hf_folder.kind(str(config.model.path))
+    return list(form_of(config.model).exported_tensors(config.model, _shapes(model), kind))
 
 
 def _check_folder(config: Config, model: CausalLM) -> None:
@@ -146,14 +155,9 @@ def _check_folder(config: Config, model: CausalLM) -> None:
         ConfigError: a tensor is missing, superfluous or has another shape; the message has its
             name in the folder.
     """
-    folder, shapes = Path(str(config.model.path)), _shapes(model)
-    zeros = []
-    if hf_folder.kind(str(folder)) == "internlm2":
-        wanted = {llama_form.internlm2_name(name): shape for name, shape in shapes.items()}
-    else:
-        parts = list(llama_parts(config.model, shapes))
-        wanted = {part.name: part.shape for part in parts}
-        zeros = [part.name for part in parts if part.source is None]
+    folder, parts = Path(str(config.model.path)), _stored_parts(config, model)
+    wanted = {part.name: part.shape for part in parts}
+    zeros = [part.name for part in parts if part.source is None]
     stored = stored_shapes(folder)
     for name, shape in wanted.items():
         if name not in stored:
@@ -167,7 +171,10 @@ def _check_folder(config: Config, model: CausalLM) -> None:
             raise ConfigError(f"model.path: {folder} has {name}, {text}")
     for name, value in stored_values(folder, zeros).items():
         if value.any():
-            text = "is not zero, and model.bias would give all linear layers a bias"
+            text = "and model.bias would give all linear layers a bias"
+            if "correction" in name:
+                text = "and model.balance_rate = 0 gives the choice of experts no bias"
+            text = f"is not zero, {text}"
             raise ConfigError(f"model.path: {name} in {folder} {text}; set model.family = \"hf\"")
 
 
@@ -177,21 +184,27 @@ def _is_derived(name: str) -> bool:
 
 
 def _load_folder(config: Config, modules: Sequence[nn.Module]) -> None:
-    """Load this rank's rows from a folder that was checked. Collective."""
-    shapes = _shapes(_zoo(config))
-    if hf_folder.kind(str(config.model.path)) == "internlm2":
-        joined, names = {}, {name: llama_form.internlm2_name(name) for name in shapes}
-    else:
-        joined = llama_form.fused_projections(config.model, shapes)
-        parts = llama_parts(config.model, shapes)
-        names = {part.source: part.name for part in parts if part.source is not None}
-        names |= {name: name for name in joined}
+    """Load this rank's rows, and all of the routers' biases, from a folder that was checked.
+
+    Collective.
+    """
+    folder, model = Path(str(config.model.path)), _zoo(config)
+    names = {p.source: p.name for p in _stored_parts(config, model) if p.source is not None}
+    weights = dict(model.named_parameters())
+    joined = form_of(config.model).joined_tensors(
+        config.model, _shapes(model), hf_folder.kind(str(folder))
+    )
+    found = {name: name if name in joined else names[name] for name in weights}
     for module in modules:
         missing, _ = load_weights(
-            module, str(config.model.path), strict=False, joined=joined,
-            rename=lambda name: names.get(name, ""),  # a tied head's second name
+            module, folder, strict=False, joined=joined,
+            rename=lambda name: found.get(name, ""),  # a tied head's second name
         )  # fmt: skip
-        assert not missing, f"the folder was checked, and has no values of {missing}"
+        lost = [name for name in missing if name in weights]
+        assert not lost, f"the folder was checked, and has no values of {lost}"
+        for name, buffer in module.named_buffers():
+            if stored := names.get(canonical_name(name)):  # a Mixtral has none: it begins at 0
+                buffer.copy_(stored_values(folder, [stored])[stored].view_as(buffer))
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
