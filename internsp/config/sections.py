@@ -243,7 +243,8 @@ class WeightParallelConfig(Section):
     """What to do when blocks run in another order than declared. "error" stops with the names,
     "gather" goes on without gathering ahead, "learn" takes the order of the first step."""
     compare_ranks: Annotated[bool, ProgramOnly] = True
-    """When a model is made parallel: compare the first values of the ranks by checksums."""
+    """When a model is made parallel: compare the first values of the ranks by checksums; and, with
+    reduction = "mean", the sizes of their first batches."""
     compile: bool = False
     """Compile every block with torch.compile; needs gather_before = "qkv" or "rolling"."""
     reduction: Literal["sum", "mean"] = "sum"

@@ -151,6 +151,7 @@ def _config(root: nn.Module, units: Sequence[ProgramUnit]) -> WeightParallelConf
     """The program's options (:func:`internsp.fsdp.options`), and what its calls imply."""
     given: dict[str, Any] = {
         "unexpected_order": "gather", "gather_before": "qkv", "compare_ranks": False,
+        "reduction": "mean",
     }  # fmt: skip
     groups = groups_of(units)
     buffers = max((group.reduce_scatter_max_input_buffers for group in groups), default=1)

@@ -25,7 +25,7 @@ from internsp.fsdp.module import (
 _CHOOSE = (
     "overlap", "memory_pool", "prefetch_depth", "gather_before", "near_ranks", "reduce_near_ranks",
     "keep_unsharded", "accumulation", "coalesce_bytes", "reductions_in_flight", "unexpected_order",
-    "compare_ranks", "compile", "quantize",
+    "compile", "quantize",
 )  # fmt: skip
 """Keys of ``weight_parallel`` that a call of ``fully_shard`` does not decide."""
 

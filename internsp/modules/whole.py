@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from internsp.base.autograd import no_second_derivatives
 from internsp.dtensor.placed import dtensor_like, grad_dtype
@@ -43,7 +43,7 @@ class _Whole(torch.autograd.Function):
             member.meet(f"full_tensor() or redistribute() of {member.name}")
         local, there = parameter._local_tensor, mesh.reading_mesh(member.axis)
         shard = DTensor.from_local(
-            local.to(there.device_type), there, parameter.placements[1:], run_check=False,
+            local.to(there.device_type), there, _placements(member)[1:], run_check=False,
             shape=parameter.shape, stride=parameter.stride(),
         )  # fmt: skip
         whole: Tensor = shard.full_tensor()
@@ -59,14 +59,22 @@ class _Whole(torch.autograd.Function):
             member.meet(f"the gradient of full_tensor() of {member.name}", everyone=True)
         own = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous()
         # Tensor ranks compute the same with a parameter of a layer that is not tensor parallel.
-        names = parameter.device_mesh.mesh_dim_names[1:]
-        each = [Replicate() if name == "tensor" else Partial() for name in names]
-        part = _placed(own, ctx.mesh.reading_mesh(member.axis), each, parameter.placements[1:])
+        there, placements = ctx.mesh.reading_mesh(member.axis), _placements(member)
+        names = member.axis.param_mesh.mesh_dim_names or ()
+        each = [Replicate() if name == "tensor" else Partial() for name in names[1:]]
+        part = _placed(own, there, each, placements[1:])
         replicas = ctx.mesh.reading_mesh(member.axis, replicas=True)
-        total = _placed(part, replicas, [Partial()], parameter.placements[:1])
+        total = _placed(part, replicas, [Partial()], placements[:1])
         like = parameter._local_tensor
         total = (total / ctx.factor).to(device=like.device, dtype=grad_dtype(parameter))
         return dtensor_like(parameter, total), None, None, None
+
+
+def _placements(member: ShardedParameter) -> list[Placement]:
+    """On the library's mesh; a program's own parameter may lie on another (``adopt``)."""
+    return member.axis.placements(
+        Shard(member.layout.dim), member.tensor.placement if member.tensor else None
+    )
 
 
 def _placed(

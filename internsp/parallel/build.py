@@ -152,7 +152,7 @@ def build(
         [members[each.name] for each in shardings if each.parameter.is_meta],
         consensus,
         _batch_check(mesh),
-        mean,
+        mean and config.compare_ranks,
     )
     mode = config.unexpected_order if own is None else "error"
     order = _make_order(mode, chunk, layout, replicated, contents, recovery, consensus)

@@ -29,14 +29,14 @@ class RootChecks:
     no value is missing                      no
     the same parameters are frozen           by the store, after a change
     parts of the same batch                  16 bytes; confirmed as backward ends
-    equal token counts                       once, with ``reduction = "mean"``
+    equal token counts                       once, with a mean and ``compare_ranks``
     =======================================  ======================================================
 
     Args:
         known: ``(module, name)`` of every parameter that the model has.
         unfilled: parameters that were on the meta device.
         batch: compares the batches of ranks that share one; ``None`` if none do.
-        mean: gradients are averaged over ranks.
+        mean: ranks must have equally many tokens.
     """
 
     def __init__(

@@ -422,6 +422,24 @@ def taken_back(names: Any, rank: int) -> dict[str, Tensor]:
     return found
 
 
+def read_elsewhere(names: Any, rank: int) -> dict[str, Tensor]:
+    """A forward reads whole weights of other units, with gradients: equal on all ranks."""
+
+    class Reads(Model):
+        def forward(self, ids: Tensor) -> Any:
+            one, other = self.blocks[0].up.weight, self.blocks[1].scale
+            extra = one.full_tensor().square().sum() + other.full_tensor().sum()
+            return super().forward(ids).square().mean() + extra
+
+    found = {}
+    for sizes in ((2,), (2, 1)):
+        model: Any = Reads().double()
+        shard(names.fully_shard, model, "blocks", mesh_of(sizes))
+        model(batch(0, 0, rank)).backward()
+        found |= gradients(model, f"{sizes} ")
+    return found
+
+
 def other_forwards(names: Any, rank: int) -> dict[str, Tensor]:
     class Vision(nn.Module):
         def __init__(self) -> None:
@@ -614,8 +632,8 @@ def evaluated_first(names: Any, rank: int) -> dict[str, Tensor]:
 @ranks(2)
 def test_methods_of_an_fsdp_module_do_what_torchs_do(rank: int) -> None:
     compare(
-        whole_weights, taken_back, other_forwards, divided, hooked, exchanged_once, prefetched,
-        failed, offloaded, assigned, cast, evaluated_first, rank=rank,
+        whole_weights, taken_back, read_elsewhere, other_forwards, divided, hooked, exchanged_once,
+        prefetched, failed, offloaded, assigned, cast, evaluated_first, rank=rank,
     )  # fmt: skip
 
 
