@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any, cast
@@ -39,6 +40,7 @@ ATTRIBUTE = "_internsp_fsdp"
 OPTIONS = "_internsp_options"
 
 
+@dataclass(eq=False)
 class Attached:
     """A root module and its communicator.
 
@@ -47,23 +49,22 @@ class Attached:
         loop: completes ``.grad`` at the end of backward.
         notes: what was taken from the program in another way than FSDP2 takes it, for
             :func:`internsp.fsdp.report`.
+        shown: modules that hold whole plain tensors.
     """
 
-    def __init__(
-        self, root: nn.Module, units: Sequence[ProgramUnit], communicator: ISPCommunicator,
-        loop: MeanLoop, notes: Sequence[str],
-    ) -> None:  # fmt: skip
-        self.root, self.units, self.communicator = root, units, communicator
-        self.loop, self.notes = loop, dict.fromkeys(notes)
-        self.shown: list[Any] = []  # modules that hold whole plain tensors
-        self._syncs = ExitStack()
-        self._followed = (True, True)
-        self.follow()
+    root: nn.Module
+    units: Sequence[ProgramUnit]
+    communicator: ISPCommunicator
+    loop: MeanLoop
+    notes: dict[str, None]
+    shown: list[Any] = field(default_factory=list)
+    _syncs: ExitStack = field(default_factory=ExitStack)
+    _followed: tuple[bool, bool] = (True, True)
 
-    def hide(self) -> None:
-        """Let all modules hold their shards: a forward begins."""
-        hide(self.shown)
-        self.shown.clear()
+    @property
+    def zero(self) -> bool:
+        """Whether an optimizer takes gradients, in the place of the loop."""
+        return self.communicator.state.consumer.is_optimizer
 
     def finish(self) -> None:
         """Complete ``.grad`` of what backwards have only summed."""
@@ -71,7 +72,11 @@ class Attached:
         self.communicator.events.end_backward_part()
 
     def follow(self) -> None:
-        """Follow the setters: which backwards only sum, what changes sums, what is zeros."""
+        """Follow the setters: which backwards only sum, what changes sums, what is zeros.
+
+        Raises:
+            StructureError: see :meth:`require_unchanged`.
+        """
         groups, replicas = groups_of(self.units), self.communicator.mesh.replicas > 1
         says = [(g.reduce_grads, g.all_reduce_grads or not replicas) for g in groups]
         now = says[0] if len({*says}) == 1 else (True, True)
@@ -82,17 +87,33 @@ class Attached:
                 self._syncs.enter_context(self.communicator.no_sync())
             elif not now[1]:
                 self._syncs.enter_context(self.communicator.no_replica_sync())
-        for noted in (self.loop.waiting, self.loop.divisors, self.loop.hooks):
+        loop = self.loop
+        for noted in (loop.waiting, loop.divisors, loop.hooks, loop.zeros):
             noted.clear()
         for group, said in zip(groups, says, strict=True):
             members = [member_of(self.communicator, param) for param in group.fsdp_params]
-            self.loop.waiting.update(members if all(now) and not all(said) else ())
+            loop.waiting.update(members if all(now) and not all(said) else ())
             if (factor := group.gradient_divide_factor) is not None:
-                self.loop.divisors.update(dict.fromkeys(members, factor))
+                loop.divisors.update(dict.fromkeys(members, factor))
             if (hook := _hook_of(group)) is not None:
-                self.loop.hooks.update(dict.fromkeys(members, hook))
-            self.loop.zeros.difference_update(members)
-            self.loop.zeros.update(members if group.reduce_scatter_unused_params else ())
+                loop.hooks.update(dict.fromkeys(members, hook))
+            loop.zeros.update(members if group.reduce_scatter_unused_params else ())
+        if self.zero:
+            self.require_unchanged()
+
+    def require_unchanged(self) -> None:
+        """Check that nothing is said of some weights' gradients, which an optimizer takes as sums.
+
+        Raises:
+            StructureError: it is.
+        """
+        loop = self.loop
+        if loop.waiting or loop.divisors or loop.hooks or loop.zeros:
+            raise StructureError(
+                "a divide factor, a hook, zeros of unused parameters and a setter of some units "
+                "need .grad, which a model of zero_optimizer has not: call setters of "
+                "synchronization on the whole model, and leave the others out"
+            )
 
 
 @torch.inference_mode(False)  # the first forward may be an evaluation
@@ -132,8 +153,10 @@ def attach(root: Any) -> None:
         for param in shardings:
             param._setattr_on_modules(param.sharded_param)
         raise
-    for param in shardings:
-        _take_over(communicator, param)
+    for param in shardings:  # the program's parameter is the library's; torch's copy is freed
+        adopt(member_of(communicator, param), param.sharded_param, holders(param))
+        param._post_load_hook_handle.remove()  # ours copies loaded values into the shard
+        param._sharded_param_data = param._sharded_param_data.new_empty(0)
     register_casts(_casts(units))
     if mesh.device.type != "cpu":  # FSDP2's root moves its inputs, as DDP does
         move = partial(_moved, mesh.device)
@@ -142,7 +165,8 @@ def attach(root: Any) -> None:
     assert isinstance(chunk.consumer, PlainLoop), "no optimizer can have come before"
     loop = MeanLoop(chunk.consumer, chunk, mesh, communicator.replicated)
     chunk.attach(loop)
-    attached = Attached(root, units, communicator, loop, notes)
+    attached = Attached(root, units, communicator, loop, dict.fromkeys(notes))
+    attached.follow()
     for module in modules:
         vars(module)[ATTRIBUTE] = attached
 
@@ -182,13 +206,6 @@ def member_of(communicator: ISPCommunicator, param: Any) -> ShardedParameter:
     member = communicator.parameters_of[info.module, info.param_name]
     assert isinstance(member, ShardedParameter), "fully_shard shards every parameter"
     return member
-
-
-def _take_over(communicator: ISPCommunicator, param: Any) -> None:
-    """Let the program's parameter be the library's; torch's copy of its values is freed."""
-    adopt(member_of(communicator, param), param.sharded_param, holders(param))
-    param._post_load_hook_handle.remove()  # ours copies loaded values into the shard
-    param._sharded_param_data = param._sharded_param_data.new_empty(0)
 
 
 def _mesh(units: Sequence[ProgramUnit]) -> ParallelMesh:
@@ -247,6 +264,20 @@ def _moved(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> A
 def attached_to(module: Any) -> Attached | None:
     """What :func:`attach` has made of a model that ``module`` is a unit of; ``None`` before."""
     found: Attached | None = vars(module).get(ATTRIBUTE)
+    return found
+
+
+def plan_of(module: nn.Module, asks: str) -> Attached:
+    """The same, of a module that must have it.
+
+    Raises:
+        ValueError: it is no module of ``fully_shard``, or has not run.
+    """
+    if (found := attached_to(module)) is None:
+        raise ValueError(
+            f"{asks}: this {type(module).__name__} has no plan: call internsp.fsdp.fully_shard on "
+            "it, and run a forward, at which gathers are planned"
+        )
     return found
 
 

@@ -17,6 +17,7 @@ from internsp.errors import ConfigError
 from internsp.fsdp.attach import OPTIONS, attached_to
 from internsp.fsdp.module import (
     fully_shard,
+    parts_of,
     register_fsdp_forward_method,
     torch_fully_shard,
     torch_register,
@@ -71,19 +72,15 @@ def install(**chosen: Any) -> None:
     @wraps(torch_fully_shard)
     def installed(module: Any, **given: Any) -> Any:
         made = fully_shard(module, **given)
-        for part in made if isinstance(made, (list, tuple)) else [made]:
+        for part in parts_of(made):
             part.__dict__.setdefault(OPTIONS, chosen)
         return made
 
     installed.state = torch_fully_shard.state  # type: ignore[attr-defined]
     installed.of_internsp = True  # type: ignore[attr-defined]
-    places = replace_everywhere(torch_fully_shard, installed, "internsp.")
-    replace_everywhere(torch_register, register_fsdp_forward_method, "internsp.")
-    from internsp.fsdp.pipelines import input_backward, stage_backward_input  # loads seconds
-
-    replace_everywhere(stage_backward_input, input_backward, "internsp.")
+    places = [replace_everywhere(old, new, "internsp.") for old, new in _replaced(installed)]
     if os.environ.get("RANK", "0") == "0":
-        where = ", ".join(places)
+        where = ", ".join(places[0])
         sys.stderr.write(f"internsp.fsdp: fully_shard of {where} is internsp's\n")
 
 
@@ -91,8 +88,16 @@ def uninstall() -> None:
     """Let torch's ``fully_shard`` be torch's again; does nothing if it is."""
     now: Any = torchs.fully_shard
     if getattr(now, "of_internsp", False):
-        replace_everywhere(now, torch_fully_shard, "internsp.")
-        replace_everywhere(register_fsdp_forward_method, torch_register, "internsp.")
-        from internsp.fsdp.pipelines import input_backward, stage_backward_input
+        for old, new in _replaced(now):
+            replace_everywhere(new, old, "internsp.")
 
-        replace_everywhere(input_backward, stage_backward_input, "internsp.")
+
+def _replaced(installed: Any) -> list[tuple[Any, Any]]:
+    """Torch's functions, and what takes their places."""
+    from internsp.fsdp.pipelines import input_backward, stage_backward_input  # loads seconds
+
+    return [
+        (torch_fully_shard, installed),
+        (torch_register, register_fsdp_forward_method),
+        (stage_backward_input, input_backward),
+    ]

@@ -8,7 +8,7 @@ the communicator of what is noted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial, wraps
 from typing import Any, cast
@@ -47,7 +47,8 @@ class FSDPModule(TorchFSDPModule):
             attach(self)
         found = own[ATTRIBUTE]
         if found is not None and found.shown:
-            found.hide()
+            hide(found.shown)
+            found.shown.clear()
         if own.get(RUNNING):  # within a method that is registered as a forward
             return self.forward(*args, **kwargs)  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -129,7 +130,7 @@ def _setter(name: str) -> Callable[..., None]:
 
     @wraps(torchs)
     def call(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-        if name in _REFUSED:
+        if name in _REFUSED and False not in (*args, *kwargs.values()):
             raise StructureError(
                 f"{name}() means something that internsp.fsdp does not do: {_REFUSED[name]}"
             )
@@ -184,7 +185,7 @@ def fully_shard(
             f"reshard_after_forward={reshard_after_forward} needs a mesh of all ranks: leave it "
             f"out, and write internsp.fsdp.options(model, near_ranks={reshard_after_forward})"
         )
-    for part in module if isinstance(module, (list, tuple)) else [module]:
+    for part in parts_of(module):
         for name, inner in part.named_modules() if isinstance(part, nn.Module) else ():
             if attached_to(inner) is not None:
                 raise StructureError(
@@ -197,12 +198,17 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn, mp_policy=mp_policy,
         offload_policy=offload_policy, ignored_params=ignored_params,
     )  # fmt: skip
-    for part in made if isinstance(made, (list, tuple)) else [made]:
-        _make_ours(cast("nn.Module", part))
+    for part in parts_of(made):
+        _make_ours(part)
     return made
 
 
 fully_shard.state = torch_fully_shard.state  # type: ignore[attr-defined]
+
+
+def parts_of(given: Any) -> Sequence[Any]:
+    """The modules of a call of ``fully_shard``, which takes one or several."""
+    return given if isinstance(given, (list, tuple)) else [given]
 
 
 def _make_ours(module: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from internsp.base.sizes import human
-from internsp.fsdp.attach import attached_to
+from internsp.fsdp.attach import Attached, plan_of
 from internsp.fsdp.units import ProgramUnit
 from internsp.schedule.described import described
 
@@ -16,12 +16,7 @@ def report(model: nn.Module) -> str:
     Raises:
         ValueError: ``model`` is no module of ``fully_shard``, or has not run.
     """
-    found = attached_to(model)
-    if found is None:
-        raise ValueError(
-            f"report: this {type(model).__name__} has no plan: call internsp.fsdp.fully_shard on "
-            "it, and run a forward, at which gathers are planned"
-        )
+    found = plan_of(model, "report")
     plan, remarks = found.communicator.plan, {unit.name: _while(unit) for unit in found.units}
     sizes = {u.name: sum(w.unsharded_bytes for w in u.weights) for u in plan.units}
     own = [(unit.kind, sizes.get(unit.name, 0)) for unit in found.units]
@@ -32,8 +27,22 @@ def report(model: nn.Module) -> str:
         *described(plan, remarks),
         f"FSDP2 would hold {human(peak)} of whole weights at its peak, and "
         f"{human(max(sizes.values()))} in the buffer of a gather",
+        *_state(found),
         *(f"taken from the program: {note}" for note in found.notes),
     ])  # fmt: skip
+
+
+def _state(found: Attached) -> list[str]:
+    mesh = found.communicator.mesh
+    if found.zero:
+        ranks = mesh.zero * mesh.weight
+        return [f"optimizer state is over {ranks} ranks; FSDP2 would have {mesh.zero} copies"]
+    if mesh.replicas == 1:
+        return []
+    return [
+        f"each of {mesh.replicas} replicas has all optimizer state, which "
+        "internsp.fsdp.zero_optimizer(model, optimizer) would shard"
+    ]
 
 
 def _while(unit: ProgramUnit) -> str:

@@ -25,6 +25,7 @@ DOCUMENTS = ["README.md", "CONTRIBUTING.md", "internsp/wp/README.md", *DOCS]
 BY_PATH = {
     "internsp.app.train.run.train", "internsp.clients.trainer", "internsp.clients.trainer.Trainer",
     "internsp.fsdp", "internsp.fsdp.install", "internsp.fsdp.options", "internsp.fsdp.report",
+    "internsp.fsdp.zero_optimizer",
 }  # fmt: skip
 # Layers and hooks use these; their methods have internal types of a chunk.
 MADE_BY_PARALLELIZE = {

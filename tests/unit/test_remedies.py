@@ -355,7 +355,15 @@ NAMES: Table = {
 PROGRAMS = "tests/ranks/test_fsdp_programs.py::"
 WRITTEN = f"{PROGRAMS}test_what_a_refusal_says_to_write_works"
 OWN = "tests/ranks/test_own_communicator.py::"
+ZERO = "tests/ranks/test_fsdp_zero.py::test_steps_are_those_of_fsdp2_with_half_of_the_state"
 FSDP: Table = {
+    "which a model of zero_optimizer has not": {
+        "call setters of synchronization on the whole model": ZERO,
+        "and leave the others out": ZERO,
+    },
+    "the mesh has no replicas": {
+        "leave it out": WRITTEN, "or give fully_shard a mesh of two dimensions": ZERO,
+    },
     "is sharded over ranks": {"give every fully_shard of one model the same mesh": WRITTEN},
     "was sharded by torch's": {
         "call internsp.fsdp's": WRITTEN, "or internsp.fsdp.install() before": WRITTEN,

@@ -1,0 +1,137 @@
+"""``internsp.fsdp.zero_optimizer``: a program's optimizer with its state over the replicas, too.
+
+The same program runs with FSDP2 and its torch optimizer; all values are compared in fp64.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed import fsdp as torchs
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import internsp.fsdp as ours
+from internsp.errors import ConfigError, GradientError, StructureError
+from tests.support.fsdp import Model, batch, loss_of, mesh_of, require_same, shard, whole
+from tests.support.ranks import ranks
+
+CLIP = 0.1
+
+
+def build(names: Any, seed: int = 3, sizes: tuple[int, ...] = (2, 2)) -> tuple[Any, Any]:
+    """A model and a torch optimizer of two groups."""
+    torch.manual_seed(seed)
+    model = Model(blocks=2).double()
+    model.spare.requires_grad_(False)  # an optimizer has no state of it
+    shard(names.fully_shard, model, "blocks", mesh_of(sizes))
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups: Any = [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": others, "betas": (0.8, 0.9)},
+    ]
+    return model, torch.optim.AdamW(groups, lr=1e-2)
+
+
+def train(
+    model: Any, optimizer: Any, rank: int, steps: range, schedule: Any = None
+) -> dict[str, Tensor]:
+    """Losses and norms of clipped steps of two micro-batches."""
+    found: dict[str, Tensor] = {}
+    for step in steps:
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            loss = loss_of(model, batch(step, micro, rank)) / 2
+            loss.backward()
+            found[f"loss {step} {micro}"] = loss.detach()
+        if isinstance(optimizer, torch.optim.AdamW):
+            norm: Any = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            found[f"norm {step}"] = norm.full_tensor()
+        else:
+            optimizer.step()
+            found[f"norm {step}"] = torch.tensor(optimizer.grad_norm, dtype=torch.float64)
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+    return found
+
+
+def kept(optimizer: Any) -> int:
+    """Elements of the optimizer's state on this rank."""
+    values = [value for p in optimizer.state for value in optimizer.state[p].values()]
+    local = [getattr(value, "_local_tensor", value) for value in values if value is not None]
+    return sum(value.numel() for value in local if value.ndim)
+
+
+@pytest.mark.parametrize("begun", [0, 1], ids=["before a step", "after a step"])
+@ranks(4)
+def test_steps_are_those_of_fsdp2_with_half_of_the_state(begun: int, rank: int) -> None:
+    both, state = [], []
+    for names in (torchs, ours):
+        model, optimizer = build(names)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        found = train(model, optimizer, rank, range(begun), schedule)
+        if names is ours:
+            assert not begun or "each of 2 replicas has all" in ours.report(model)
+            optimizer = ours.zero_optimizer(model, optimizer, max_grad_norm=CLIP)
+        found |= train(model, optimizer, rank, range(begun, 3), schedule)
+        both.append(found | whole(dict(model.named_parameters())))
+        state.append(kept(optimizer))
+    require_same(both[1], both[0])
+    assert state[1] < 0.6 * state[0]
+    assert "optimizer state is over 4 ranks" in ours.report(model)
+
+
+@pytest.mark.parametrize("ours_writes", [False, True], ids=["from FSDP2", "to FSDP2"])
+@ranks(4)
+def test_a_checkpoint_of_one_continues_under_the_other(
+    ours_writes: bool, tmp_path: Path, rank: int
+) -> None:
+    found = []
+    for writes in (True, False):
+        model, optimizer = build(ours if writes == ours_writes else torchs, 3 if writes else 7)
+        if writes == ours_writes:
+            optimizer = ours.zero_optimizer(model, optimizer, max_grad_norm=CLIP)
+        if writes:
+            train(model, optimizer, rank, range(2))
+        weights, moments = get_state_dict(model, optimizer)
+        if writes:
+            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path)
+        else:
+            dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path)
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        found.append(train(model, optimizer, rank, range(2, 4)))
+    require_same(found[1], found[0])
+
+
+@ranks(4)
+def test_what_needs_a_gradient_is_refused(rank: int) -> None:
+    model, optimizer = build(ours)
+    with pytest.raises(ValueError, match="zero_optimizer: this Linear has no plan"):
+        ours.zero_optimizer(nn.Linear(2, 2), optimizer)
+    model.set_gradient_divide_factor(3.0)
+    with pytest.raises(StructureError, match="leave the others out"):
+        ours.zero_optimizer(model, optimizer)
+    model.set_gradient_divide_factor(None)
+    optimizer = ours.zero_optimizer(model, optimizer)
+    for call in (
+        lambda: model.blocks[0].set_requires_gradient_sync(False),
+        lambda: model.set_all_reduce_hook(print),
+    ):
+        with pytest.raises(StructureError, match="leave the others out"):
+            call()
+    model, optimizer = build(ours)
+    optimizer = ours.zero_optimizer(model, optimizer)
+    loss_of(model, batch(0, 0, rank)).backward()
+    with pytest.raises(GradientError, match="max_grad_norm"):
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    model, optimizer = build(ours, sizes=(4,))
+    with pytest.raises(ConfigError, match="leave it out"):
+        ours.zero_optimizer(model, optimizer)
