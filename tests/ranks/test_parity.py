@@ -1,6 +1,7 @@
 """Loss and every gradient equal one process within 1e-10, over covering sets of combinations.
 
-In each set every possible pair of values of the options below occurs together at least once.
+In each set every possible pair of values of the options below occurs together at least once. Four
+ranks meet all pairs of the smaller worlds, which run every value, and all pairs where thorough.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.compare import TOLERANCE
+from tests.support.few import parted
 from tests.support.pairs import Combination, all_pairs, covering, pairs_of
 from tests.support.parity import Case, run_case
 from tests.support.ranks import run_ranks
@@ -88,10 +90,19 @@ def gaps(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, flo
     return [run_case(case) for case in cases]
 
 
+SETS = [pytest.param(4, chosen(4), id="4")]
+for world in (1, 2):
+    values, others = parted(chosen(world))
+    SETS.append(pytest.param(world, values, id=f"{world}"))
+    SETS.append(pytest.param(world, others, id=f"{world}, others", marks=pytest.mark.thorough(8)))
+
+
 @pytest.mark.slow(15)
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_loss_and_every_gradient_equal_one_process(world: int) -> None:
-    cases = [case_of(c) for c in chosen(world)]
+@pytest.mark.parametrize(("world", "combinations"), SETS)
+def test_loss_and_every_gradient_equal_one_process(
+    world: int, combinations: list[Combination]
+) -> None:
+    cases = [case_of(c) for c in combinations]
     for found in run_ranks(gaps, world, cases, timeout=240):
         for case, (loss, gradient) in zip(cases, found, strict=True):
             assert loss < TOLERANCE, case

@@ -1,6 +1,7 @@
 """With every schedule the loss and every gradient equal one process within 1e-10.
 
-In each set every possible pair of values of the options below occurs together at least once. In the
+In each set every possible pair of values of the options below occurs together at least once; two
+ranks, whose pairs four ranks meet as well, run every value, and the rest where thorough. In the
 thorough set of four ranks any three of: schedule, mesh, number of micro-batches, activation
 checkpointing or none, weights re-gathered or kept, occur in all combinations, too. Every case also
 compares its gathers and reductions, in order, with the plan.
@@ -19,6 +20,7 @@ import torch
 from internsp.base.trace import Trace
 from internsp.optim import clip_grad_norm_
 from tests.support.compare import TOLERANCE, after_a_step
+from tests.support.few import parted
 from tests.support.pairs import Combination, all_pairs, covering, pairs_of
 from tests.support.pipeline import Case, Found, batches, compare, gradient_gaps, make, plain_loss
 from tests.support.ranks import run_ranks
@@ -173,14 +175,20 @@ def check(world: int, cases: list[Case]) -> None:
             assert ordered, case
 
 
+SETS = [
+    pytest.param(4, [c for c in chosen(4) if c["mesh"] == mesh], id=f"4-{mesh}")
+    for mesh in DEGREES[4]["mesh"]
+]
+for part, marks in zip(parted(chosen(2)), ((), pytest.mark.thorough(8)), strict=True):
+    SETS.append(pytest.param(2, part, id=f"2{', others' if marks else ''}", marks=marks))
+
+
 @pytest.mark.slow(8)
-@pytest.mark.parametrize(
-    ("world", "mesh"), [(world, mesh) for world in DEGREES for mesh in DEGREES[world]["mesh"]]
-)
+@pytest.mark.parametrize(("world", "combinations"), SETS)
 def test_loss_every_gradient_and_every_message_are_as_they_should_be(
-    world: int, mesh: tuple[int, int, int]
+    world: int, combinations: list[Combination]
 ) -> None:
-    check(world, [case_of(c) for c in chosen(world) if c["mesh"] == mesh])
+    check(world, [case_of(c) for c in combinations])
 
 
 @pytest.mark.thorough(12)

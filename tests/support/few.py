@@ -7,7 +7,7 @@ by drawn programs, and by ``make thorough``, which runs the rest.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -25,6 +25,15 @@ def each_value(rows: Sequence[Sequence[Hashable]]) -> set[int]:
         left -= set(enumerate(rows[best]))
         found.add(best)
     return found
+
+
+def parted(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
+    """A few of a covering set's rows in which every value of every axis occurs, and the others."""
+    kept = each_value([tuple(row.values()) for row in rows])
+    chosen, others = (
+        [row for n, row in enumerate(rows) if (n in kept) is some] for some in (True, False)
+    )
+    return chosen, others
 
 
 def products(items: Sequence[pytest.Item]) -> list[pytest.Item]:

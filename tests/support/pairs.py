@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -32,14 +33,14 @@ def covering(
     options: Mapping[str, Sequence[Any]],
     possible: Callable[[Combination], bool] = lambda _: True,
     seed: int = 0,
-    tries: int = 60,
+    tries: int = 5,
     cost: Callable[[Combination], float] = lambda _: 1.0,
     given: Iterable[Combination] = (),
 ) -> list[Combination]:
     """A small list of combinations that covers every possible pair; deterministic.
 
-    Greedy: of ``tries`` random combinations that contain an uncovered pair, the one that covers
-    most pairs for its cost is taken.
+    Greedy: a combination grows from an uncovered pair, option by option in a random order, by the
+    value that covers most; of ``tries`` such, the one that covers most for its cost is taken.
 
     Args:
         possible: whether a combination, perhaps of some options only, may occur.
@@ -51,13 +52,25 @@ def covering(
     left = all_pairs(options, possible)
     chosen: list[Combination] = []
 
+    def grown(fixed: Combination) -> Combination | None:
+        made = dict(fixed)
+        for name in generator.sample(list(options), len(options)):
+            values = generator.sample(list(options[name]), len(options[name]))
+            able = [value for value in values if possible({**made, name: value})]
+            if name not in made:
+                if not able:
+                    return None
+                made[name] = max(able, key=partial(covered, made, name))
+        return {name: made[name] for name in options}
+
+    def covered(made: Combination, name: str, value: Any) -> int:
+        return sum(
+            (other, known, name, value) in left or (name, value, other, known) in left
+            for other, known in made.items()
+        )
+
     def choose(fixed: Combination, tries: int) -> None:
-        candidates = []
-        for _ in range(tries):
-            made = {name: generator.choice(list(values)) for name, values in options.items()}
-            made |= fixed
-            if possible(made):
-                candidates.append(made)
+        candidates = [made for _ in range(tries) if (made := grown(fixed)) is not None]
         if not candidates:
             raise ValueError(f"no possible combination holds {fixed}")
         best = max(candidates, key=lambda c: len(pairs_of(c) & left) / cost(c))
