@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -35,8 +33,11 @@ def torchrun(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
     """Start an agent; what remains of it is killed at the end."""
     started: list[Agent] = []
 
-    def agent(output: Path, *words: str, slow: float = 0.0, wait: int = 0) -> Agent:
-        around = environment(INTERNSP_SLOW=str(slow), INTERNSP_WAIT=str(wait))
+    def agent(
+        output: Path, *words: str, slow: float = 0.0, wait: int = 0, die: str = ""
+    ) -> Agent:
+        faults = {"INTERNSP_SLOW": str(slow), "INTERNSP_WAIT": str(wait), "INTERNSP_DIE": die}
+        around = environment(**faults)
         with output.with_suffix(f".{len(started)}.txt").open("wb") as log:
             where = log.fileno()
             told = command(output, *words)
@@ -90,18 +91,13 @@ def said(output: Path) -> str:
 
 @pytest.mark.slow(20)
 def test_a_run_goes_on_by_itself_after_a_rank_died_and_ends_with_the_same_bytes(
-    tmp_path: Path,
+    tmp_path: Path, torchrun: Callable[..., Agent]
 ) -> None:
     alone, output = tmp_path / "alone", tmp_path / "run"
     start(train, settings(2), alone)
-    words = command(output, "--nproc-per-node", "2", "--standalone", "--max-restarts", "1")
     # The remaining rank ends so soon after the other one that torchrun may name either of them.
-    with output.with_suffix(".0.txt").open("wb") as log:
-        done = subprocess.run(
-            [sys.executable, *words], cwd=ROOT, env=environment(INTERNSP_DIE="0 1 6"),
-            stdout=log, stderr=subprocess.STDOUT, timeout=600, check=False,
-        )  # fmt: skip
-    assert done.returncode == 0, said(output)
+    words = ("--nproc-per-node", "2", "--standalone", "--max-restarts", "1")
+    assert status(torchrun(output, *words, die="0 1 6")) == 0, said(output)
     assert "local_rank: " in said(output)
     assert "  rank 1 was at step 6, last collective: " in said(output), "told by the one left"
     assert "  to go on after step " in said(output)

@@ -19,6 +19,7 @@ from internsp.app.train.run import train
 from internsp.errors import OrderError
 from internsp.pipeline import ComputeAction, Pipeline, SchedulerHook
 from internsp.schedule.chunk import Schedule
+from tests.support.few import few
 from tests.support.ranks import run_ranks
 from tests.support.sections import mesh_sections
 
@@ -34,8 +35,8 @@ def config(**changes: dict[str, Any]) -> Config:
         "weight_parallel": {"min_shard_elements": 128},
         "optimizer": {"lr": 3e-3, "warmup_steps": 3},
         "train": {
-            "steps": 6, "global_batch": 8, "micro_batches": 4, "eval_batches": 2,
-            "sample_tokens": 12, "loss_chunk": 20, "eval_every": 3, "log_every": 50,
+            "steps": 4, "global_batch": 8, "micro_batches": 4, "eval_batches": 2,
+            "sample_tokens": 12, "loss_chunk": 20, "eval_every": 2, "log_every": 50,
         },
         "checkpoint": {"save": False},
     }  # fmt: skip
@@ -69,25 +70,29 @@ RUNS: dict[int, list[Changes]] = {
     ],
     4: [
         pipelined("DualPipeV", 2, weight=2),
-        pipelined("1F1B", weight=2, sequence=2, ring=2),
+        {"parallel": {"pipeline": 4}, "pipeline": {"schedule": "1F1B"}},
         {
             **pipelined("InterleavedZeroBubble", 2, sequence=2, weight=2),
             "weight_parallel": {"accumulation": "full"},
         },
-        {"parallel": {"pipeline": 4}, "pipeline": {"schedule": "1F1B"}},
         {
             **pipelined("1F1B", expert_weight=2),
             "weight_parallel": {"expert_parameters": ["feed_forward"]},
         },
+        pipelined("1F1B", weight=2, sequence=2, ring=2),
     ],
 }
 
 
 @pytest.mark.slow(15)
-def test_steps_and_evaluations_equal_one_process(tmp_path: Path) -> None:
+@few("runs", [(world, changes) for world, each in RUNS.items() for changes in each], 5, 10)
+def test_steps_and_evaluations_equal_one_process(
+    tmp_path: Path, runs: list[tuple[int, Changes]]
+) -> None:
     (wanted,) = rows_of(tmp_path, 1, [{"train": {"micro_batches": 1}}])
     sample = (tmp_path / "1-0" / "report.html").read_text()
-    for world, changes in RUNS.items():
+    for world in RUNS:
+        changes = [given for size, given in runs if size == world]
         for i, rows in enumerate(rows_of(tmp_path, world, changes)):
             assert [r.tokens for r in rows] == [w.tokens for w in wanted]
             for row, want in zip(rows, wanted, strict=True):
@@ -95,7 +100,7 @@ def test_steps_and_evaluations_equal_one_process(tmp_path: Path) -> None:
                 assert row.grad_norm == pytest.approx(want.grad_norm, rel=1e-5), changes[i]
                 if want.eval_loss is not None:
                     assert row.eval_loss == pytest.approx(want.eval_loss, rel=1e-5), changes[i]
-            assert [r.step for r in rows if r.eval_loss is not None] == [3, 6]
+            assert [r.step for r in rows if r.eval_loss is not None] == [2, 4]
             report = (tmp_path / f"{world}-{i}" / "report.html").read_text()
             assert _sample(report) == _sample(sample), changes[i]
             parallel = changes[i]["parallel"]
@@ -116,12 +121,12 @@ def _sample(report: str) -> str:
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     base = pipelined("ZBVZeroBubble", 2)
     whole = str(tmp_path / "whole")
-    first = {**base, "checkpoint": {"save": True, "every": 3}}
-    step = str(Path(whole) / "checkpoints" / "step-000003")
+    first = {**base, "checkpoint": {"save": True, "every": 2}}
+    step = str(Path(whole) / "checkpoints" / "step-000002")
     again = {**base, "checkpoint": {"save": False, "resume": step}}
     run_ranks(run, 2, [(config(**first), whole)], timeout=240)
     run_ranks(run, 2, [(config(**again), str(tmp_path / "again"))], timeout=240)
-    wanted = read_metrics(Path(whole) / "metrics.jsonl")[3:]
+    wanted = read_metrics(Path(whole) / "metrics.jsonl")[2:]
     rows = read_metrics(tmp_path / "again" / "metrics.jsonl")
     assert [(r.step, r.loss, r.grad_norm) for r in rows] == [
         (w.step, w.loss, w.grad_norm) for w in wanted

@@ -22,6 +22,7 @@ import threading
 import time
 import types
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -132,7 +133,8 @@ class Start:
         self._level = logging.getLogger().level, list(logging.getLogger().handlers)
         self._broken: list[str] = []
         self._note_broken_groups()
-        self._known: dict[str, dict[str, Any]] = {}
+        self._known: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {}
+        self._sizes: dict[str, int] = {}
         self._changed_names()
 
     def set(self, number: int) -> None:
@@ -218,21 +220,26 @@ class Start:
         """A function, class or constant that a body has replaced, in a module or a class."""
         for name, module in list(sys.modules.items()):
             if name in THEIRS or name.startswith(OURS):
-                if found := self._changed(name, vars(module)):
-                    return found
-                for key, value in list(vars(module).items()):
-                    if issubclass(type(value), type) and value.__module__.startswith(OURS):
-                        if found := self._changed(f"{value.__module__}.{key}", vars(value)):
-                            return found
+                names = vars(module)
+                if self._sizes.get(name) != len(names):  # else nothing is new in it
+                    self._sizes[name] = len(names)
+                    self._note(name, names)
+                    for key, value in list(names.items()):
+                        if issubclass(type(value), type) and value.__module__.startswith(OURS):
+                            self._note(f"{value.__module__}.{key}", vars(value))
+                if self._known[name][0] is not names:
+                    return f"{name}, loaded again"
+        for where, (names, before) in self._known.items():
+            for key, value in before.items():
+                found = names.get(key, self)
+                # torch wraps ``step`` when the first optimizer of a class is made.
+                if found is not value and getattr(found, "__wrapped__", self) is not value:
+                    return f"{where}.{key}"
         return ""
 
-    def _changed(self, where: str, now: Any) -> str:
+    def _note(self, where: str, names: Mapping[str, Any]) -> None:
+        """What the names of a module or a class stand for when they are first seen."""
         kinds = types.ModuleType if where.startswith(OURS) else (types.ModuleType, int, float, str)
-        values = {k: v for k, v in now.items() if not issubclass(type(v), kinds)}
-        before = self._known.setdefault(where, values)
-        for key, value in before.items():
-            found = values.get(key, self)
-            # torch wraps ``step`` when the first optimizer of a class is made.
-            if found is not value and getattr(found, "__wrapped__", self) is not value:
-                return f"{where}.{key}"
-        return ""
+        if where not in self._known:
+            held = {k: v for k, v in names.items() if not issubclass(type(v), kinds)}
+            self._known[where] = names, held
