@@ -54,7 +54,7 @@ PRELOAD = [
     __name__,
     "tests.support.frozen",  # must be last
 ]
-GROUP_TIMEOUT_SECONDS = 90.0  # waits of two tests have passed 30 s on one busy machine
+GROUP_TIMEOUT_SECONDS = 30.0
 STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 is used by training runs
 
 
@@ -66,7 +66,7 @@ KEPT = Kept()
 
 
 def ranks(
-    number: int | None = None, timeout: float = 180.0, fresh: bool = False
+    number: int | None = None, timeout: float = 120.0, fresh: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated test's body on each of ``number`` ranks, as :func:`run_ranks` does.
 
@@ -108,13 +108,13 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 180.0,
+    timeout: float = 120.0,
     fresh: bool = False,
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` on each rank and return its values by rank.
 
     ``fn`` must live at module level; what it takes and returns must pickle. Each process has an
-    initialized gloo group (90 s timeout), one torch thread, seed 0 and deterministic algorithms
+    initialized gloo group (30 s timeout), one torch thread, seed 0 and deterministic algorithms
     (which also fill ``torch.empty`` with NaN).
 
     Args:
