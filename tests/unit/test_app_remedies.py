@@ -499,7 +499,7 @@ CLI: Table = {
             "test_runs_side_by_side_have_a_table_curves_and_the_settings_that_differ",
     },
     "is there already: name": {
-        "name another folder":
+        "name another folder or file":
             "tests/unit/test_wheel.py::"
             "test_init_writes_any_bundled_configuration_and_overwrites_none",
     },

@@ -104,6 +104,10 @@ def test_init_writes_any_bundled_configuration_and_overwrites_none(tmp_path, cap
     capsys.readouterr()
     assert cli.main(["init", str(tmp_path / "a")]) == 2
     assert "demo.toml is there already" in capsys.readouterr().err
+    named = tmp_path / "b" / "own.toml"
+    assert cli.main(["init", str(named)]) == 0
+    assert named.read_text() == (tmp_path / "a" / "demo.toml").read_text()
+    assert cli.main(["init", str(named)]) == 2
     assert cli.main(["init", str(tmp_path), "--config", "dmeo"]) == 2
     said = capsys.readouterr().err
     assert "there are deepseek_16b, demo, documented, " in said

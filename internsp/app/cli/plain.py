@@ -27,8 +27,8 @@ RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 class Init:
     """Write a commented configuration to begin with."""
 
-    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """The folder to write it into; it may exist."""
+    to: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """The folder to write it into, which may exist, or a new file NAME.toml."""
     config: Annotated[str, tyro.conf.arg(metavar="NAME")] = "demo"
     """demo (two processes), single (one), pipeline_demo (four), moe_demo (experts over two),
     long_demo (long sequences over two), or documented (every key)."""
@@ -43,13 +43,13 @@ class Init:
         known = {one.name.removesuffix(".toml"): one for one in _bundled()}
         if self.config not in known:
             raise ConfigError(f"--config: no {self.config}; there are {', '.join(sorted(known))}")
-        path = self.folder / f"{self.config}.toml"
+        path = self.to if self.to.suffix == ".toml" else self.to / f"{self.config}.toml"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("x", encoding="utf-8") as file:
                 file.write(known[self.config].read_text(encoding="utf-8"))
         except FileExistsError:
-            raise ConfigError(f"{path} is there already: name another folder") from None
+            raise ConfigError(f"{path} is there already: name another folder or file") from None
         except OSError as error:
             raise MachineError(f"{path}: {error.strerror}") from error
         return [f"wrote {path}", f"next: internsp train {path}"]
