@@ -14,16 +14,18 @@ from rich.console import Console
 
 from internsp.app.config import Config
 from internsp.app.plan.answer import changed
+from internsp.app.plan.block_seconds import block_seconds
 from internsp.app.plan.bytes import step_bytes
 from internsp.app.plan.compute import STREAMED
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device, device_named, devices, on_device
 from internsp.app.plan.links import Group, beside
 from internsp.app.plan.replay import GRADIENT, UnitSeconds, computing_actions, replay
-from internsp.app.plan.replayed import replayed
+from internsp.app.plan.replayed import messages, replayed
 from internsp.app.plan.screen import print_plan
 from internsp.app.plan.seconds import (
     BUBBLE,
+    EXPERTS,
     GATHERS,
     REDUCTIONS,
     StepSeconds,
@@ -33,6 +35,7 @@ from internsp.app.plan.seconds import (
 from internsp.app.plan.step import Plan, make_plan
 from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, Workload
 from internsp.errors import ConfigError
+from internsp.experts.rule import expected_owners
 from internsp.mesh import MeshShape
 
 LLAMA = {
@@ -49,6 +52,28 @@ def config(**sections: dict[str, Any]) -> Config:
     for name, given in sections.items():
         values[name] = {**values.get(name, {}), **given}
     return on_device(Config.model_validate(values), device_named("h100-sxm"))
+
+
+MIXED = {"family": "mixtral", "experts": 16, "top_k": 4, "intermediate_size": 1024, "heads": 16}
+
+
+def test_seconds_of_experts_are_those_of_near_or_far_links_as_ranks_are_placed() -> None:
+    device, found = device_named("h100-sxm"), []  # eight near ranks
+    for near in ("expert_weight", "expert"):
+        given = config(model=MIXED, parallel={
+            "weight": 16, "expert": 8, "expert_weight": 2, "fast_links": near,
+        })  # fmt: skip
+        plan = make_plan(given, 16)
+        load = workload_of(given, plan.shape)
+        sent = messages(load, device, plan.chunk)["AG"]["layers.0.feed_forward.experts.down"]
+        found.append((step_seconds(load, device).parts[EXPERTS], sent))
+    (far_tokens, near_weight), (near_tokens, far_weight) = found
+    assert near_tokens < far_tokens / 2, "owners of one machine"
+    assert near_weight < far_weight / 2, "shards of one machine"
+    own = expected_owners(16, 4, 8)
+    sends_each = replace(load, habits=replace(load.habits, once_an_owner=False))
+    each = block_seconds(sends_each, device).experts[0] / block_seconds(load, device).experts[0]
+    assert each == pytest.approx(4 / own, rel=0.01), "a token travels once to an owner"
 
 
 def seconds_of(given: Config, ranks: int = 16) -> tuple[StepSeconds, StepSeconds, Plan]:

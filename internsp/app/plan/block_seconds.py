@@ -15,6 +15,7 @@ from internsp.app.plan.compute import (
 from internsp.app.plan.devices import Device
 from internsp.app.plan.links import Group, beside
 from internsp.app.plan.workload import Workload
+from internsp.experts.rule import expected_owners
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,9 @@ def _experts(load: Workload, device: Device, again: int) -> tuple[float, float]:
     degrees, model = load.degrees, load.model
     if not model.experts or degrees.expert == 1:
         return 0.0, 0.0
-    stride = degrees.expert_shards or degrees.tensor * degrees.context
-    group = Group(degrees.expert, stride, device)
-    one = group.exchange(load.tokens / degrees.tensor * model.topk * model.hidden * 2)
-    return 2 * one, (2 + 2 * again) * one
+    group = Group(degrees.expert, degrees.owners_stride, device)
+    copies, repeated = float(model.topk), 2
+    if load.habits.once_an_owner:
+        copies, repeated = expected_owners(model.experts, model.topk, degrees.expert), 1
+    one = group.exchange(load.tokens / degrees.tensor * copies * model.hidden * 2)
+    return 2 * one, (2 + repeated * again) * one

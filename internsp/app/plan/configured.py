@@ -54,12 +54,12 @@ def _experts(folder: str | None) -> tuple[int, int, int]:
         found = json.loads(text)
     except (OSError, ValueError):
         return 0, 0, 0
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     number = next((int(found[name]) for name in names if found.get(name)), 0)
     if not number:
         return 0, 0, 0
     width = found.get("moe_intermediate_size") or found.get("intermediate_size") or 0
-    return number, int(found.get("num_experts_per_tok") or 1), int(width)
+    return number, int(found.get("num_experts_per_tok") or found.get("moe_k") or 1), int(width)
 
 
 def degrees_of(config: Config, shape: MeshShape, mixed: bool) -> Degrees:
@@ -79,6 +79,7 @@ def degrees_of(config: Config, shape: MeshShape, mixed: bool) -> Degrees:
         ring=shape.ring,
         expert=shape.expert,
         expert_shards=shape.experts.size if mixed else 0,
+        owners_near=config.parallel.fast_links == "expert",
         expert_optimizer=shape.experts.zero if mixed else 1,
         shards=shape.weight,
         ring_near=config.sequence.fast_links == RING,
@@ -104,6 +105,7 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         keeps_gathers=weights.keep_unsharded == "all",
         overlaps=weights.overlap,
         launches=_LAUNCHES / (2 if weights.compile else 1),
+        once_an_owner=True,
         sends_ahead=True,
         collectives=5 if model.family == "internlm2" else 7,
         keeps_rotated=not weights.compile,

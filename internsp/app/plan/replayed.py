@@ -157,7 +157,7 @@ def messages(
     """Seconds of each message, by kind and by the name of its weight or parcel."""
     degrees = load.degrees
     group = Group(degrees.sharded, degrees.tensor, device)
-    few = Group(degrees.expert_shards, 1, device)
+    few = Group(degrees.expert_shards, degrees.expert_stride, device)
     others = Group(degrees.copies, degrees.tensor * degrees.sharded, device)
     found: dict[str, dict[str, float]] = {GATHER: {}, REDUCE: {}, EXCHANGE: {}}
     for unit in chunk.units:

@@ -138,7 +138,7 @@ def _sharded(
     own = model.experts * model.expert_parameters / degrees.expert
     if not degrees.expert_shards:
         held, own = held + own, 0.0
-    few = Group(degrees.expert_shards, 1, device)
+    few = Group(degrees.expert_shards, degrees.expert_stride, device)
     gather = group.gather(held * habits.gather_bytes) + few.gather(own * habits.gather_bytes)
     reduce = group.gather(held * habits.reduce_bytes) + few.gather(own * habits.reduce_bytes)
     gather += (habits.collectives - 1) * group.latency

@@ -77,8 +77,9 @@ class Degrees:
         pipeline, interleave: stages, and chunks of each.
         context: each sequence is cut over as many; ``ring`` of them by a ring, the rest by heads.
         expert: experts are divided among as many.
-        expert_shards: neighbors over which each expert is sharded; 0: as other weights, over their
-            ranks / ``expert``.
+        expert_shards: ranks over which each expert is sharded, neighbors; 0: as other weights, over
+            their ranks / ``expert``.
+        owners_near: the owners of different experts are neighbors instead.
         expert_optimizer: ranks that share the state of a shard of an expert.
         replicas: copies of the sharded weights.
         shards: ranks over which a weight is sharded, where that is not ``weight`` x ``context``.
@@ -96,6 +97,7 @@ class Degrees:
     ring: int = 1
     expert: int = 1
     expert_shards: int = 0
+    owners_near: bool = False
     expert_optimizer: int = 1
     replicas: int = 1
     shards: int = 0
@@ -111,6 +113,18 @@ class Degrees:
         """Ranks that hold the same shard of the same expert, where ``expert_shards`` is given."""
         stage = self.devices // (self.tensor * self.pipeline)
         return max(1, stage // (self.expert * self.expert_shards))
+
+    @property
+    def owners_stride(self) -> int:
+        """Distance of the owners of different experts, in ranks."""
+        if not self.expert_shards:
+            return self.tensor * self.context
+        return 1 if self.owners_near else self.expert_shards
+
+    @property
+    def expert_stride(self) -> int:
+        """Distance of the ranks of ``expert_shards``."""
+        return self.expert if self.owners_near else 1
 
     @property
     def data(self) -> int:
@@ -144,6 +158,8 @@ class Habits:
         context_overlap: messages of a ring run beside attention.
         context_balanced: each part of a sequence has as much of causal attention as others.
         causal_halves: the kernel skips what is masked.
+        once_an_owner: a token travels once to each owner of its experts, not once to each expert,
+            and a recompute sends no results.
         sends_ahead: messages between stages run beside computation.
         collectives: in which a block's weights travel.
         loss: bytes that the loss moves for a logit, forward and backward; zeros: as ``fused`` has
@@ -168,6 +184,7 @@ class Habits:
     context_overlap: bool = True
     context_balanced: bool = True
     causal_halves: bool = True
+    once_an_owner: bool = False
     sends_ahead: bool = False
     collectives: int = 1
     loss: tuple[int, int] = (0, 0)
