@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from internsp.app.train.experts import ExpertLoads
 from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.layers import MixtureOfExperts, balance_experts, router_loss
+from internsp.modules import entry
 from internsp.parallel.parallelize import parallelize
 from tests.support.compare import TOLERANCE, check, close, gradients, parameters
 from tests.support.owners import mesh_of
@@ -65,12 +67,17 @@ def tokens(rank: int, step: int) -> Tensor:
 
 
 class Pair:
-    def __init__(self, options: dict[str, Any], again: str | None, **degrees: int) -> None:
+    def __init__(
+        self, options: dict[str, Any], again: str | None, compiled: bool = False, **degrees: int
+    ) -> None:
         torch.manual_seed(4)
         self.plain = Model(**options).double()
         self.ours = copy.deepcopy(self.plain)
         self.mesh, self.trace = mesh_of(**degrees), Trace(enabled=True)
-        weights = WeightParallelConfig(min_shard_elements=16, coalesce_bytes=0)
+        options_of_blocks: dict[str, Any] = {"compile": True, "gather_before": "qkv"}
+        weights = WeightParallelConfig(
+            min_shard_elements=16, coalesce_bytes=0, **(options_of_blocks if compiled else {})
+        )
         checkpoint = ActivationCheckpointConfig(mode=again) if again else None  # type: ignore[arg-type]
         self.communicator = parallelize(
             self.ours, self.mesh, weights, activation_checkpoint=checkpoint, trace=self.trace
@@ -129,6 +136,24 @@ def test_gradients_losses_and_balance_are_those_of_one_process() -> None:
         if options is DEEPSEEK:
             bias = pair.ours.layers[0].moe.router.bias
             assert 0 < float(bias.abs().max()) < 0.05, "two steps of 0.02 each"
+
+
+@ranks(2)
+def test_compiled_blocks_give_the_same_with_owners_and_gathered() -> None:
+    compiler, graphs = entry.torch.compile, []
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    entry.torch.compile = partial(compiler, backend=counted)  # type: ignore[assignment]
+    try:
+        for options, degrees in ((SWITCH, {"expert": 2}), (DEEPSEEK, {"weight": 2})):
+            graphs.clear()
+            Pair(options, None, compiled=True, **degrees).step(0, str(degrees))
+            assert graphs, "the control: something was compiled"
+    finally:
+        entry.torch.compile = compiler  # type: ignore[assignment]
 
 
 ZOO: dict[str, dict[str, Any]] = {
