@@ -130,7 +130,7 @@ def _setter(name: str) -> Callable[..., None]:
 
     @wraps(torchs)
     def call(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-        if name in _REFUSED and False not in (*args, *kwargs.values()):
+        if name in _REFUSED and not any(x is False for x in (*args, *kwargs.values())):
             raise StructureError(
                 f"{name}() means something that internsp.fsdp does not do: {_REFUSED[name]}"
             )
@@ -185,14 +185,6 @@ def fully_shard(
             f"reshard_after_forward={reshard_after_forward} needs a mesh of all ranks: leave it "
             f"out, and write internsp.fsdp.options(model, near_ranks={reshard_after_forward})"
         )
-    for part in parts_of(module):
-        for name, inner in part.named_modules() if isinstance(part, nn.Module) else ():
-            if attached_to(inner) is not None:
-                raise StructureError(
-                    f"fully_shard: {name or 'the module'} has run a forward already, at which its "
-                    "communicator was made: call fully_shard on all modules before the first "
-                    "forward"
-                )
     made = torch_fully_shard(
         module, mesh=mesh, reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn, mp_policy=mp_policy,

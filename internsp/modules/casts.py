@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.distributed.utils import _apply_to_tensors  # through dataclasses, too
 from torch.utils.hooks import RemovableHandle
 
 from internsp.config import WeightParallelConfig
@@ -113,11 +113,11 @@ def register_casts(found: Sequence[ModuleCasts]) -> list[RemovableHandle]:
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return tree_map_only(Tensor, partial(_cast, dtype), (args, kwargs))
+    return _apply_to_tensors(partial(_cast, dtype), (args, kwargs))
 
 
 def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
-    return tree_map_only(Tensor, partial(_cast, dtype), output)
+    return _apply_to_tensors(partial(_cast, dtype), output)
 
 
 def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:

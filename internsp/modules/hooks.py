@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _apply_to_tensors  # through dataclasses, too
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_map_only
 
 from internsp.base.autograd import (
     NO_TASK,
@@ -238,7 +238,7 @@ class Hooks:
         self._events.root_pre_forward(args, kwargs)
         if self._compute_dtype is None:
             return None
-        return tree_map_only(Tensor, self._cast, (args, kwargs))
+        return _apply_to_tensors(self._cast, (args, kwargs))
 
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self._compute_dtype) if value.is_floating_point() else value

@@ -384,7 +384,8 @@ class ShardedParameter(ModelParameter):
         if self.ready is not None:
             self.wait_until_ready()
         local = self.parameter._local_tensor  # type: ignore[attr-defined]
-        if local.data_ptr() != self.storage.data_ptr():
+        # Without rows on this rank it has no address, and a copy would raise the version.
+        if local.numel() and local.data_ptr() != self.storage.data_ptr():
             # A program gave the parameter's local tensor other storage (`.data =`, `to_empty`).
             if local.dtype != self.dtype:
                 raise StructureError(

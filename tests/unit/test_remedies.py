@@ -391,7 +391,6 @@ FSDP: Table = {
         "write fully_shard(module, mesh=mesh['dp'])":
             f"{PROGRAMS}test_a_mesh_of_tensor_ranks_has_the_numbers_of_fsdp2",
     },
-    "has run a forward already": {"call fully_shard on all modules before": WRITTEN},
     "has no plan": {
         "call internsp.fsdp.fully_shard on it": WRITTEN, "and run a forward": WRITTEN,
     },
