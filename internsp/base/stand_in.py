@@ -15,6 +15,11 @@ OptimizerClass = Any
 State = dict[str, Any]
 
 
+def is_torchs_own(cls: OptimizerClass) -> bool:
+    """Whether it is a class of ``torch.optim`` itself, of which we know what a step would show."""
+    return str(getattr(cls, "__module__", "")).startswith("torch.optim.")
+
+
 def settings_of(group: Mapping[str, Any]) -> State:
     """What a group holds besides its parameters."""
     return {name: v for name, v in group.items() if name not in ("params", "param_names")}

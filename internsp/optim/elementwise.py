@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from internsp.base.stand_in import OptimizerClass, copied, make_stand_in, start_training
+from internsp.base.stand_in import (
+    OptimizerClass,
+    copied,
+    is_torchs_own,
+    make_stand_in,
+    start_training,
+)
 from internsp.optim.group_state import kept_in_group, stepped, switched
 
 _LOG = logging.getLogger("internsp.optim")
@@ -89,7 +95,7 @@ def require_whole_matrix(
         f"{name_of(cls)} is declared to need whole matrices (whole_matrix), but a parameter split "
         "in two is stepped as an unsplit one"
     )
-    if getattr(cls, "__module__", "").startswith("torch.optim"):
+    if is_torchs_own(cls):
         raise TypeError(f"{text}: it is elementwise, leave whole_matrix out")
     _LOG.warning(
         "%s in %d steps: if it is elementwise, leave whole_matrix out, and no matrix is sent",
@@ -120,11 +126,13 @@ def _require_independent(
     cls: OptimizerClass, device: torch.device, defaults: dict[str, Any]
 ) -> None:
     """Check by experiment that parameters are stepped each by itself, as by optimizers of their
-    own: each bucket has one, and each whole matrix.
+    own: each bucket has one, and each whole matrix. Those that torch has are.
 
     Raises:
         TypeError: what one parameter becomes depends on others.
     """
+    if is_torchs_own(cls):
+        return
     start = torch.linspace(-3.0, 2.0, 24, device=device)
     matrices = [start.view(6, 4), 0.5 * start.roll(7).view(6, 4)]
     try:

@@ -16,13 +16,22 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from internsp.base.stand_in import OptimizerClass, State, copied, settings_of, start_training
+from internsp.base.stand_in import (
+    OptimizerClass,
+    State,
+    copied,
+    is_torchs_own,
+    settings_of,
+    start_training,
+)
 
 _STEPS = 12  # as in the experiment of :mod:`internsp.optim.elementwise`
 
 
 def kept_in_group(cls: OptimizerClass, settings: Mapping[str, Any], like: Tensor) -> State:
     """What ``cls`` changes in its group, with the values before the first step; found by steps.
+
+    A class of torch's own changes nothing, and is not stepped.
 
     Args:
         like: a tensor that it can step.
@@ -32,6 +41,8 @@ def kept_in_group(cls: OptimizerClass, settings: Mapping[str, Any], like: Tensor
     """
     tensor = like.clone()
     made = cls([{**copied(settings), "params": [tensor]}])
+    if is_torchs_own(cls):
+        return {}  # it keeps all by parameter
     first = copied(settings_of(made.param_groups[0]))
     start_training(made)
     changed: dict[str, Any] = {}

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from internsp.optim import LossScaler
-from internsp.optim.elementwise import require_elementwise
+from internsp.optim.elementwise import require_elementwise, require_whole_matrix
+from internsp.optim.group_state import kept_in_group
 from internsp.optim.norm import clip_factor
 
 
@@ -103,7 +104,17 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused(
 def test_elementwise_optimizers_are_taken(cls: Any, settings: dict[str, Any]) -> None:
     require_elementwise(cls, torch.device("cpu"), settings)
     # Torch's own are known; a subclass is found so by experiment.
-    require_elementwise(type(cls.__name__, (cls,), {}), torch.device("cpu"), settings)
+    subclass = type(cls.__name__, (cls,), {})
+    require_elementwise(subclass, torch.device("cpu"), settings)
+    assert kept_in_group(subclass, settings, torch.ones(1)) == {}
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Muon, torch.optim.Adafactor])
+def test_steps_of_whole_matrices_depend_on_no_other_matrix(cls: Any) -> None:
+    subclass = type(cls.__name__, (cls,), {})
+    for one in (cls, subclass):
+        require_whole_matrix(one, torch.device("cpu"), {})
+        assert kept_in_group(one, {}, torch.ones(2, 2)) == {}
 
 
 def test_wrong_settings_are_the_optimizers_own_error() -> None:
