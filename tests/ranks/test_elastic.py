@@ -33,9 +33,7 @@ def torchrun(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
     """Start an agent; what remains of it is killed at the end."""
     started: list[Agent] = []
 
-    def agent(
-        output: Path, *words: str, slow: float = 0.0, wait: int = 0, die: str = ""
-    ) -> Agent:
+    def agent(output: Path, *words: str, slow: float = 0.0, wait: int = 0, die: str = "") -> Agent:
         faults = {"INTERNSP_SLOW": str(slow), "INTERNSP_WAIT": str(wait), "INTERNSP_DIE": die}
         around = environment(**faults)
         with output.with_suffix(f".{len(started)}.txt").open("wb") as log:

@@ -17,7 +17,7 @@ from tests.support.matrix import AXES, legal, world_of
 from tests.support.ranks import run_ranks
 
 EVERY = rows_of(AXES, legal)
-ROWS = covering(AXES, legal, cost=lambda row: world_of(row) ** 0.7)
+ROWS = covering(AXES, legal, cost=lambda row: world_of(row) ** 1.3, seed=1)
 
 
 def test_every_pair_that_can_be_is_a_row() -> None:

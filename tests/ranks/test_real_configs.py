@@ -16,6 +16,7 @@ from internsp.app.plan.screen import print_plan
 from internsp.app.plan.searched import print_search
 from internsp.app.report.metrics import read_metrics
 from internsp.app.train.run import train
+from tests.support.few import some
 from tests.support.ranks import run_ranks
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -50,7 +51,7 @@ def test_a_real_model_fits_and_its_seconds_and_bound_are_said(name: str) -> None
     assert any("is bound by products" in line for line in lines)
 
 
-@pytest.mark.parametrize("name", ["internlm2_7b", "llama3_70b", "deepseek_16b"])
+@pytest.mark.parametrize("name", some(["internlm2_7b", "llama3_70b", "deepseek_16b"], 2))
 def test_a_real_models_layout_is_the_one_that_the_search_writes(name: str, tmp_path: Path) -> None:
     config, device = load_config(CONFIGS / f"{name}.toml"), device_named(MODELS[name][1])
     path = tmp_path / "best.toml"
@@ -71,7 +72,7 @@ def small(name: str) -> Config:
         "parallel": {"weight": min(2, config.parallel.weight), "device": "cpu"},
         "optimizer": {"warmup_steps": 1, "lr": 3e-3},
         "train": {
-            "steps": 6, "global_batch": 8, "micro_batches": min(2, config.train.micro_batches),
+            "steps": 4, "global_batch": 8, "micro_batches": min(2, config.train.micro_batches),
             "eval_batches": 0, "sample_tokens": 0, "log_every": 50,
         },
         "checkpoint": {"save": False},
@@ -101,6 +102,6 @@ def test_each_real_model_trains_made_small(tmp_path: Path) -> None:
     run_ranks(run, 2, str(tmp_path), timeout=200)
     for name in MODELS:
         rows = read_metrics(tmp_path / name / "metrics.jsonl")
-        assert len(rows) == 6, name
+        assert len(rows) == 4, name
         assert all(math.isfinite(row.loss) for row in rows), name
         assert rows[-1].loss < rows[0].loss, name

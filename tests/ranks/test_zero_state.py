@@ -114,11 +114,11 @@ def advance(s: Setup, schedule: Any, case: Case, rank: int, world: int, steps: r
 
 
 def resume(rank: int, world: int, cases: list[Case], first: int, folder: str) -> list[bool]:
-    """7 steps at once compared with ``first`` steps, a checkpoint, and the rest by new objects."""
-    same = []
+    """All steps at once compared with ``first``, a checkpoint, and the rest by new objects."""
+    same, last = [], max(4, first + 2)
     for index, case in enumerate(cases):
         s, schedule = make(case)
-        expected = advance(s, schedule, case, rank, world, range(7))
+        expected = advance(s, schedule, case, rank, world, range(last))
         end = whole(s.model)
         s, schedule = make(case)
         advance(s, schedule, case, rank, world, range(first))
@@ -131,7 +131,7 @@ def resume(rank: int, world: int, cases: list[Case], first: int, folder: str) ->
                 parameter.mul_(0.5)
         dcp.load({"model": s.model, "optimizer": s.optimizer}, checkpoint_id=path)
         schedule.load_state_dict(rest)
-        got = advance(s, schedule, case, rank, world, range(first, 7))
+        got = advance(s, schedule, case, rank, world, range(first, last))
         same.append(expected[2 * first :] == got)
         now = whole(s.model)
         same.append(all(torch.equal(end[n], now[n]) for n in end))

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.optim import optimizer
 
-SIZES = (2, 4)  # of the groups whose ranks stay
+SIZES = (1, 2, 4)  # of the groups whose ranks stay
 BODIES = 40  # that a process runs, one after another: each leaves some memory and groups
 HOOKS = (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks)
 MODELS = 12  # of earlier bodies that may still be there
@@ -135,6 +135,7 @@ class Start:
         self._note_broken_groups()
         self._known: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {}
         self._sizes: dict[str, int] = {}
+        self._found: dict[str, list[int]] = {}  # what was compared last, by identity
         self._changed_names()
 
     def set(self, number: int) -> None:
@@ -230,11 +231,15 @@ class Start:
                 if self._known[name][0] is not names:
                     return f"{name}, loaded again"
         for where, (names, before) in self._known.items():
+            now = [*map(id, names.values())]
+            if now == self._found.get(where):
+                continue
             for key, value in before.items():
                 found = names.get(key, self)
                 # torch wraps ``step`` when the first optimizer of a class is made.
                 if found is not value and getattr(found, "__wrapped__", self) is not value:
                     return f"{where}.{key}"
+            self._found[where] = now
         return ""
 
     def _note(self, where: str, names: Mapping[str, Any]) -> None:
