@@ -15,6 +15,7 @@ from typing import Any
 
 # Errors that a rank gets because another rank ended or did not arrive: never the first cause.
 _CONSEQUENCES = (
+    # gloo and the store
     "connection closed by peer",
     "connection reset by peer",
     "broken pipe",
@@ -22,7 +23,13 @@ _CONSEQUENCES = (
     "timeout caused pair closure",
     "wait timeout",
     "barrier timeout",
+    # NCCL, and torch's watchdog for it
     "caught collective operation timeout",
+    "nccl communicator was aborted",
+    "connection closed by remote peer",
+    "ncclremoteerror",
+    "remote process exited or there was a network error",
+    "some nccl operations have failed or timed out",
 )
 
 

@@ -166,6 +166,18 @@ class StageRecovery(Recovery):
         """See :meth:`Recovery.first_cause`."""
         return self.guard.fatal_cause or super().first_cause()
 
+    def check_lost(self, what: str) -> None:
+        """Raise if this rank can never go on, though no wait for ``what`` has raised.
+
+        On NCCL a wait orders streams, and an aborted collective leaves any values.
+
+        Raises:
+            CollectiveError: names the first cause.
+        """
+        if self.guard.fatal_cause:
+            ended = RuntimeError("its process groups were aborted")
+            raise self._comm_context.record_failure(what, ended)
+
     def reset(self) -> None:
         """See :meth:`Recovery.reset`."""
         super().reset()

@@ -605,6 +605,8 @@ def _step_together(optimizers: Sequence[ZeroOptimizer], log: bool) -> None:
     mesh, scaler = first._communicator.mesh, first.loss_scaler
     buckets = [bucket for optimizer in optimizers for bucket in optimizer._buckets]
     norm = math.sqrt(squared_norm(buckets, mesh).item()) * first._gradient_factor()
+    for optimizer in optimizers:  # the host has waited for the device: this norm may be no number
+        optimizer._communicator.recovery.check_lost("the gradient norm")
     skipped = first.skip_not_finite and not math.isfinite(norm)
     why = None
     if skipped and (scaler is None or scaler.scale <= scaler.min_scale):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from internsp.failure.comm_context import CommContext
-from internsp.failure.guard import FailureGuard
+from internsp.failure.guard import MOST_READ, FailureGuard
 from internsp.failure.rank_report import RankReport, RankState, WaitedCollective, find_fatal_cause
 
 GATHER, REDUCE = "gathers", "reductions"
@@ -99,3 +100,81 @@ def test_a_report_that_is_published_late_ends_no_wait(met: bool) -> None:
             late._write_report(report)
             waiting.check()
     assert bool(waiting.fatal_cause) == (not met), "where they never met, each waits for the other"
+
+
+class CountingStore:
+    """A store that counts requests, and keys asked for."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.requests = self.keys = 0
+
+    def __getattr__(self, name: str) -> Any:
+        called = getattr(self._store, name)
+
+        def call(first: Any, *rest: Any) -> Any:
+            self.requests += 1
+            self.keys += len(first) if isinstance(first, list) else 1
+            return called(first, *rest)
+
+        return call
+
+
+def ranks_that_wait(count: int, group: str = "all") -> tuple[CountingStore, list[FailureGuard]]:
+    """``count`` ranks in one process, each of which waits for its fifth collective."""
+    store, guards = CountingStore(), []
+    for rank in range(count):
+        fake: Any = SimpleNamespace(rank=rank, stage_ranks=range(count), stage_groups=[])
+        comm: Any = CommContext()
+        guards.append(FailureGuard(fake, comm, store, "a", str))  # type: ignore[arg-type]
+        index = comm.register(group)
+        comm.counts[index] = 5
+        comm.recent_tags[index].append(7)
+        comm.waiting = WaitedCollective((group,), index, 5, 7), "unit", "weight", "forward"
+        guards[-1].sequence_numbers = lambda: {group: 5}  # type: ignore[method-assign]
+    return store, guards
+
+
+def test_a_check_costs_the_store_as_much_with_512_ranks_as_with_64() -> None:
+    cost = {}
+    for count in (64, 512):
+        store, guards = ranks_that_wait(count)
+        for _ in range(2 + count // MOST_READ):  # until each rank's report has been read once
+            for guard in guards[:4]:
+                guard.check()
+        store.requests = store.keys = 0
+        for guard in guards[:4]:
+            guard.check()
+        cost[count] = store.requests / 4, store.keys / 4
+        assert not any(guard.fatal_cause for guard in guards)
+    assert cost == {64: (3, 65), 512: (3, 66)}, "its own report, the signal, and 64 others at most"
+
+
+def test_the_first_failure_of_512_ranks_is_found_in_one_check_and_a_crossed_pair_in_turn() -> None:
+    _, guards = ranks_that_wait(512)
+    guards[300]._comm_context.counts[0] = 4
+    guards[300].report_failed("ValueError: a bad batch")
+    for guard in guards[::25]:
+        if guard is not guards[300]:
+            guard.check()
+            assert "rank 300 failed first" in guard.fatal_cause
+
+    _, guards = ranks_that_wait(512)
+    guards[9]._comm_context.recent_tags[0][-1] = 8  # it has launched another collective
+    checks = 0
+    while not guards[0].fatal_cause and checks < 12:
+        checks += 1
+        for guard in (guards[0], guards[9]):
+            guard.check()
+    assert "run different collectives" in guards[0].fatal_cause
+    assert checks <= 2 + 512 // MOST_READ
+
+
+def test_a_refusal_that_is_withdrawn_names_no_rank_any_more() -> None:
+    store, (first, second) = ranks_that_wait(2)
+    first.report_refused("ValueError: a step")
+    assert store.get(first._signal_key(0)) == b"0"
+    first.begin_pass()
+    first.close()
+    second.report_failed("ValueError: later")
+    assert store.get(first._signal_key(0)) == b"1"
