@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,12 +52,12 @@ class ScheduleKind:
 
     def stages_of(self, rank: int, ranks: int, chunks: int) -> list[int]:
         """Global indices of the stages that ``rank`` of ``ranks`` holds, ascending."""
-        style = "v" if self.v_shaped else "loop"
-        return list(generate_rank_to_stage_mapping(ranks, ranks * chunks, style)[rank])
+        return list(_stages(self.v_shaped, ranks, chunks)[rank])
 
     def rank_of(self, stage: int, ranks: int, chunks: int) -> int:
         """The pipeline rank that holds ``stage``."""
-        return next(r for r in range(ranks) if stage in self.stages_of(r, ranks, chunks))
+        mapping = _stages(self.v_shaped, ranks, chunks)
+        return next(rank for rank, stages in mapping.items() if stage in stages)
 
     def why_invalid(self, ranks: int, chunks: int, micro_batches: int) -> str:
         """Why these numbers do not fit the schedule, as text; empty if they do."""
@@ -71,6 +72,12 @@ class ScheduleKind:
         except (ValueError, AssertionError) as error:
             return f"{self.name}: {error}"
         return ""
+
+
+@cache
+def _stages(v_shaped: bool, ranks: int, chunks: int) -> dict[int, list[int]]:
+    """By rank, the stages that it holds: an order asks for them at every action."""
+    return generate_rank_to_stage_mapping(ranks, ranks * chunks, "v" if v_shaped else "loop")
 
 
 SCHEDULES = {

@@ -17,10 +17,11 @@ from internsp.app.plan.answer import FREE, changed
 from internsp.app.plan.bytes import step_bytes
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import device_named, on_device
+from internsp.app.plan.layout import Layout
 from internsp.app.plan.links import Group
 from internsp.app.plan.longest import MemoryBudget
 from internsp.app.plan.replayed import messages, replayed
-from internsp.app.plan.search import Space, chosen, neighbors, search
+from internsp.app.plan.search import Family, Space, chosen, neighbors, search
 from internsp.app.plan.searched import print_search
 from internsp.app.plan.seconds import step_seconds
 from internsp.app.plan.step import Plan, make_plan
@@ -63,7 +64,19 @@ def test_the_bound_is_never_above_the_seconds() -> None:
     for layout in layouts:
         for one in space.variants(layout):
             seconds = step_seconds(space.load(one), H100).total
-            assert space.bound(layout) <= seconds * (1 + 1e-9), one
+            for bound in _bounds(space, one):
+                assert bound <= seconds * (1 + 1e-9), one
+            assert Family(space).seconds(one).total == pytest.approx(seconds, rel=1e-12), one
+
+
+def _bounds(space: Space, layout: Layout) -> list[float]:
+    """Those of the nodes that a search opens before it comes to ``layout``."""
+    any_weight = replace(
+        layout, weight=1, expert_weight=min(1, layout.expert), optimizer_ranks=0, offload=False
+    )
+    any_checkpoint = replace(any_weight, checkpoint="none")
+    any_size = Family(space).least(replace(any_weight, weight=layout.weight))
+    return [space.bound(any_checkpoint), space.bound(any_weight), any_size]
 
 
 def test_a_layouts_workload_is_that_of_its_configuration() -> None:
@@ -99,8 +112,13 @@ def test_experts_are_divided_and_sharded_in_every_way_that_a_run_takes(
             assert other.check(8) == [], one
             assert workload_of(other, MeshShape(8, **other.degrees())) == space.load(one), one
             seconds = step_seconds(space.load(one), H100).total
-            assert space.bound(layout) <= seconds * (1 + 1e-9), one
-    told = [label for label, _ in neighbors(space, search(given, 8, H100).best[0].layout)]
+            assert Family(space).seconds(one).total == pytest.approx(seconds, rel=1e-12), one
+            for bound in _bounds(space, one):
+                assert bound <= seconds * (1 + 1e-9), one
+    found = search(given, 8, H100)
+    assert found.possible == len(layouts)
+    assert found.evaluated < 0.1 * found.possible
+    told = [label for label, _ in neighbors(space, found.best[0].layout)]
     assert any(label.startswith("expert ") for label in told)
 
 

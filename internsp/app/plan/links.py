@@ -43,6 +43,8 @@ class Group:
     @property
     def latency(self) -> float:
         """Seconds of an all-gather of nothing."""
+        if self.size <= 1:
+            return 0.0
         domains = -(-self.size // self.within)
         steps = self.size - 1
         far = domains - 1 if domains > 1 else 0

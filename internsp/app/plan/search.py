@@ -9,101 +9,35 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from internsp.app.config import Config
 from internsp.app.plan.answer import FREE, changed
+from internsp.app.plan.block_seconds import BlockSeconds, block_seconds
 from internsp.app.plan.bytes import step_bytes
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device
-from internsp.app.plan.seconds import StepSeconds, least_seconds, step_seconds
-from internsp.app.plan.workload import Recompute, Workload
+from internsp.app.plan.layout import CHECKPOINTS, SCHEDULES, Layout
+from internsp.app.plan.seconds import (
+    Computed,
+    Sent,
+    Stepped,
+    StepSeconds,
+    composed,
+    ends,
+    least_seconds,
+)
+from internsp.app.plan.weight_seconds import WeightMessages, dense_messages
+from internsp.app.plan.workload import Workload
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
 
 ROWS = 10
 TIE = 0.05  # seconds that differ by less are within the error of sharded weights' rows
-_CHECKPOINTS: dict[str, tuple[Mapping[str, Any], Recompute]] = {
-    "none": ({"mode": "none"}, Recompute()),
-    "selective": ({"mode": "selective"}, Recompute(1.0, 0.0, 1.0)),
-    "half": ({"mode": "full", "fraction": 0.5}, Recompute(0.5, 0.5, 0.5)),
-    "full": ({"mode": "full"}, Recompute(1.0, 1.0, 1.0)),
-}
-_SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2))
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A candidate: degrees, micro-batches and what is recomputed.
-
-    Attributes:
-        optimizer_ranks: 0: all replicas.
-        expert, expert_weight: of a model with experts; 0: there are none.
-        offload: whether the optimizer's state and inputs of blocks are in host memory.
-    """
-
-    pipeline: int
-    schedule: tuple[str, int]
-    sequence: int
-    ring: int
-    weight: int
-    optimizer_ranks: int
-    micro_batches: int
-    checkpoint: str
-    offload: bool
-    expert: int = 0
-    expert_weight: int = 0
-
-    def settings(self) -> dict[str, Any]:
-        """The keys of a configuration, as ``section.key``, and their values."""
-        again = {"mode": "none", "fraction": 1.0, "offload": None} | dict(
-            _CHECKPOINTS[self.checkpoint][0]
-        )
-        if self.offload and again["mode"] == "full":
-            again["offload"] = "all"
-        found: dict[str, Any] = {
-            "parallel.weight": self.weight,
-            "parallel.sequence": self.sequence,
-            "parallel.pipeline": self.pipeline,
-            "parallel.optimizer_ranks": self.optimizer_ranks or None,
-            "pipeline.schedule": self.schedule[0],
-            "pipeline.chunks": self.schedule[1],
-            "sequence.ring": self.ring if self.ring > 1 else None,
-            "train.micro_batches": self.micro_batches,
-            "weight_parallel.offload": ("optimizer",) if self.offload else (),
-        }
-        if self.expert:
-            found |= {"parallel.expert": self.expert, "parallel.expert_weight": self.expert_weight}
-        return found | {f"activation_checkpoint.{key}": value for key, value in again.items()}
-
-    @property
-    def axes(self) -> int:
-        """How many things are not as on one device: ties go to the fewest."""
-        degrees = (self.pipeline, self.sequence, self.ring, self.weight, self.micro_batches)
-        away = 2 * self.offload
-        experts = (self.expert > 1) + (self.expert > 0 and self.expert_weight != self.weight)
-        again = self.checkpoint != "none"
-        return sum(degree > 1 for degree in degrees) + experts + again + away
-
-    def label(self) -> str:
-        """One line of a table."""
-        told = [f"weight {self.weight}"]
-        if self.sequence > 1:
-            around = f" (ring {self.ring})" if self.ring > 1 else ""
-            told.append(f"sequence {self.sequence}{around}")
-        if self.pipeline > 1:
-            told.append(f"pipeline {self.pipeline} {self.schedule[0]}")
-        if self.expert:
-            told.append(f"experts {self.expert} x {self.expert_weight}")
-        if self.optimizer_ranks:
-            told.append(f"optimizer ranks {self.optimizer_ranks}")
-        told.append(f"{self.micro_batches} micro-batches")
-        told.append(f"checkpoint {self.checkpoint}" + (", offloaded" if self.offload else ""))
-        return ", ".join(told)
 
 
 @dataclass(frozen=True)
@@ -122,14 +56,12 @@ class Searched:
 
     Attributes:
         best: at most ten.
-        possible, evaluated, fitting: numbers of candidates: all, those that were looked at, and
-            those of them that fit.
+        possible, evaluated: numbers of candidates: all, and those that were looked at.
     """
 
     best: tuple[Found, ...]
     possible: int
     evaluated: int
-    fitting: int
 
 
 class Space:
@@ -143,12 +75,15 @@ class Space:
     def __init__(self, config: Config, ranks: int, device: Device) -> None:
         self.config, self.ranks, self.device = config, ranks, device
         own = (1, 1) if config.model.mixtures else (0, 0)
-        alone = Layout(1, _SCHEDULES[0], 1, 1, 1, 0, 1, "none", False, *own)
+        alone = Layout(1, SCHEDULES[0], 1, 1, 1, 0, 1, "none", False, *own)
         base = changed(config, alone.settings())
         if base is None:
             raise ConfigError("--search: the configuration is refused with all degrees 1")
         self.base = workload_of(base, MeshShape(1))
-        self.least = lru_cache(maxsize=None)(self._least)
+        self._blocks: dict[tuple[Any, ...], tuple[BlockSeconds, tuple[float, float]]] = {}
+        self.sent = lru_cache(maxsize=None)(self._sent)
+        self.dense = lru_cache(maxsize=None)(self._dense)
+        self.stepped = lru_cache(maxsize=None)(self._stepped)
 
     def layouts(self) -> Iterator[Layout]:
         """Every layout whose degrees, batch and blocks divide."""
@@ -157,20 +92,32 @@ class Space:
 
     def allows(self, layout: Layout) -> bool:
         """Whether :meth:`layouts` has it."""
-        family = replace(layout, weight=1, expert_weight=min(1, layout.expert))
-        return family in set(self.families()) and layout in self.members(family)
+        if self.ranks % layout.pipeline or layout.pipeline not in self._pipelines():
+            return False
+        stage = self.ranks // layout.pipeline
+        if (layout.sequence, layout.ring) not in set(self._sequences(stage)):
+            return False
+        weights, sizes = self.sizes(layout)
+        numbers = self._micro_batches(
+            stage // layout.sequence, layout.pipeline, layout.schedule[1]
+        )
+        return (
+            layout.schedule in self._schedules(layout.pipeline)
+            and layout.micro_batches in set(numbers)
+            and layout.expert in self._owners(stage)
+            and layout.weight in weights
+            and layout.expert_weight in sizes
+        )
 
     def families(self) -> Iterator[Layout]:
         """Layouts with weights, and experts, sharded over one rank: others compute as much."""
         for pipeline in self._pipelines():
             stage = self.ranks // pipeline
-            for schedule in _SCHEDULES if pipeline > 1 else _SCHEDULES[:1]:
-                if self.config.model.layers < pipeline * schedule[1]:
-                    continue
+            for schedule in self._schedules(pipeline):
                 for sequence, ring in self._sequences(stage):
                     data = stage // sequence
                     for number in self._micro_batches(data, pipeline, schedule[1]):
-                        for again, owners in product(_CHECKPOINTS, self._owners(stage)):
+                        for owners, again in product(self._owners(stage), CHECKPOINTS):
                             yield Layout(
                                 pipeline, schedule, sequence, ring, 1, 0, number, again, False,
                                 owners, min(1, owners),
@@ -180,6 +127,11 @@ class Space:
         if self.config.model.family == "hf":
             return [1]
         return [n for n in divisors(self.ranks) if n <= self.config.model.layers]
+
+    def _schedules(self, pipeline: int) -> list[tuple[str, int]]:
+        """Those whose chunks have a block at least."""
+        found = SCHEDULES if pipeline > 1 else SCHEDULES[:1]
+        return [one for one in found if self.config.model.layers >= pipeline * one[1]]
 
     def _sequences(self, stage: int) -> Iterator[tuple[int, int]]:
         model = self.config.model
@@ -221,24 +173,63 @@ class Space:
     def variants(self, layout: Layout) -> Iterator[Layout]:
         """The layout, and it with less traffic of the optimizer, or with more in host memory."""
         yield layout
-        if self.ranks // layout.pipeline > layout.weight:
+        # Where weights are sharded, no message depends on who steps them: all of their copies do.
+        if max(layout.weight, layout.expert_weight) == 1 < self.ranks // layout.pipeline:
             yield replace(layout, optimizer_ranks=1)
         yield replace(layout, offload=True)
 
-    def best(self, layout: Layout, without: Collection[Layout] = ()) -> Found | None:
-        """The fastest variant that fits and is not in ``without``; ``None``: there is none."""
-        found = None
+    def best(
+        self,
+        layout: Layout,
+        without: Collection[Layout] = (),
+        below: float = math.inf,
+        family: Family | None = None,
+    ) -> Found | None:
+        """The fastest variant that fits and is not in ``without``; ``None``: there is none.
+
+        Args:
+            below: a variant that takes as many seconds or more is not looked for.
+            family: the layout's, if it is there already.
+        """
+        found, family = None, family or Family(self)
+        late = False
         for one in self.variants(layout):
-            if one in without or (found is not None and one.offload):  # copies never save time
+            # Copies never save time.
+            if one in without or (one.offload and (late or found is not None)):
+                continue
+            seconds = family.seconds(one)
+            if seconds.total >= below:
+                late = True
                 continue
             load = self.load(one)
             nbytes = step_bytes(load).total
             if nbytes > FREE * self.device.memory:
                 continue
-            seconds = step_seconds(load, self.device)
             if found is None or seconds.total < 0.999 * found.seconds.total:
                 found = Found(one, load, seconds, nbytes)
         return found
+
+    def block(self, layout: Layout) -> tuple[BlockSeconds, tuple[float, float]]:
+        """A block's seconds, and those of the ends: of few values of a layout."""
+        data = self.ranks // layout.pipeline // layout.sequence
+        rows = self.config.train.global_batch // (data * layout.micro_batches)
+        key = (
+            rows, layout.sequence, layout.ring, layout.checkpoint, layout.expert,
+            layout.expert_weight,
+        )  # fmt: skip
+        if key not in self._blocks:
+            load = self.load(layout)
+            self._blocks[key] = block_seconds(load, self.device), ends(load, self.device)
+        return self._blocks[key]
+
+    def _sent(self, how: Sharding) -> Sent:
+        return Sent.of(self.load(how.layout()), self.device)
+
+    def _dense(self, how: Sharding) -> WeightMessages:
+        return dense_messages(self.load(how.layout()), self.device)
+
+    def _stepped(self, how: Sharding, offload: bool) -> Stepped:
+        return Stepped.of(self.load(how.layout(offload)), self.device)
 
     def load(self, layout: Layout) -> Workload:
         """The workload of a layout."""
@@ -270,31 +261,112 @@ class Space:
             degrees=degrees,
             rows=self.config.train.global_batch // (data * layout.micro_batches),
             micro_batches=layout.micro_batches,
-            recompute=_CHECKPOINTS[layout.checkpoint][1],
+            recompute=CHECKPOINTS[layout.checkpoint][1],
             offload=frozenset(away),
         )
 
-    def _least(
-        self,
-        pipeline: int,
-        sequence: int,
-        ring: int,
-        number: int,
-        checkpoint: str,
-        expert: int,
-    ) -> float:
-        layout = Layout(
-            pipeline, _SCHEDULES[0], sequence, ring, 1, 0, number, checkpoint, False, expert,
-            min(1, expert),
-        )  # fmt: skip
-        return least_seconds(self.load(layout), self.device)
+    def bound(self, family: Layout) -> float:
+        """A lower bound of the seconds of every layout of a family."""
+        load = self.load(family)
+        return least_seconds(load, self.device, Computed.of(load, *self.block(family)))
 
-    def bound(self, layout: Layout) -> float:
-        """A lower bound of the layout's seconds."""
-        return self.least(
-            layout.pipeline, layout.sequence, layout.ring, layout.micro_batches, layout.checkpoint,
-            layout.expert,
-        )  # fmt: skip
+    def parts(self, node: Node) -> Iterator[Node]:
+        """What a node has, with bounds of their own.
+
+        Recompute only adds, and experts' messages only add to those of other weights.
+        """
+        if node.level == ANY_CHECKPOINT:
+            for at, name in enumerate(CHECKPOINTS):
+                one = replace(node.any_of, checkpoint=name)
+                bound = node.bound if at == 0 else self.bound(one)
+                number = node.number + at * math.prod(map(len, self.sizes(one)))
+                yield Node(bound, number, ANY_WEIGHT, one)
+        else:
+            family = Family(self)
+            weights, sizes = self.sizes(node.any_of)
+            for at, weight in enumerate(weights):
+                one = replace(node.any_of, weight=weight)
+                bound = max(node.bound, family.least(one) if one.expert else 0.0)
+                yield Node(bound, node.number + at * len(sizes), ANY_SIZE, one, family)
+
+
+@dataclass(frozen=True, order=True)
+class Node:
+    """Layouts that agree in all but some values, and a lower bound of their seconds.
+
+    Attributes:
+        number: of the first of them, in the order of all.
+        level: in what they differ.
+        any_of: the first of them.
+        family: of those that differ in how experts are sharded only.
+    """
+
+    bound: float
+    number: int
+    level: int = field(compare=False)
+    any_of: Layout = field(compare=False)
+    family: Family | None = field(compare=False, default=None)
+
+
+ANY_CHECKPOINT, ANY_WEIGHT, ANY_SIZE = range(3)  # each differs in what the next does, too
+
+
+class Sharding(NamedTuple):
+    """What messages of weights, and the optimizer, depend on."""
+
+    pipeline: int
+    weight: int
+    optimizer_ranks: int
+    expert: int
+    expert_weight: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> Sharding:
+        """That of a layout."""
+        how = layout.pipeline, layout.weight, layout.optimizer_ranks
+        return cls(*how, layout.expert, layout.expert_weight)
+
+    def layout(self, offload: bool = False) -> Layout:
+        """A layout with it."""
+        first = self.pipeline, SCHEDULES[0], 1, 1, self.weight, self.optimizer_ranks, 1, "none"
+        return Layout(*first, offload, self.expert, self.expert_weight)
+
+
+class Family:
+    """Layouts that compute alike: they differ in how weights and the optimizer are sharded."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self._computed: dict[int, Computed] = {}
+        self._loads: dict[bool, Workload] = {}
+
+    def seconds(self, layout: Layout) -> StepSeconds:
+        """As :func:`step_seconds` of the layout's workload, of parts that layouts share."""
+        space, how = self.space, Sharding.of(layout)
+        load, stepped = self._load(layout), space.stepped(how, layout.offload)
+        return composed(load, space.device, self._of(layout), space.sent(how), stepped)
+
+    def least(self, layout: Layout) -> float:
+        """A lower bound for any number of ranks that share an expert."""
+        if layout.weight == 1:  # whole weights are sent in another way
+            return 0.0
+        space, how = self.space, Sharding.of(layout)
+        sent = Sent(space.dense(how), (0.0, 0.0))
+        stepped = space.stepped(how, layout.offload)
+        load = self._load(layout)
+        return composed(load, space.device, self._of(layout), sent, stepped).total
+
+    def _of(self, layout: Layout) -> Computed:
+        size = layout.expert_weight
+        if size not in self._computed:
+            load = self.space.load(layout)
+            self._computed[size] = Computed.of(load, *self.space.block(layout))
+        return self._computed[size]
+
+    def _load(self, layout: Layout) -> Workload:
+        if layout.offload not in self._loads:
+            self._loads[layout.offload] = self.space.load(layout)
+        return self._loads[layout.offload]
 
 
 def search(
@@ -314,22 +386,32 @@ def search(
         ConfigError: no layout fits.
     """  # fmt: skip
     space = Space(config, ranks, device)
-    possible = fitting = evaluated = 0
-    queue: list[tuple[float, int, Layout]] = []
+    possible = evaluated = 0
+    queue: list[Node] = []
     for family in space.families():
-        queue.append((space.bound(family) if prune else 0.0, possible, family))
+        if family.checkpoint == "none":
+            bound = space.bound(family) if prune else 0.0
+            queue.append(Node(bound, possible, ANY_CHECKPOINT, family))
         possible += math.prod(map(len, space.sizes(family)))
-    queue.sort()
+    heapq.heapify(queue)
     best: list[tuple[float, int, Found]] = []  # a heap, the worst first
-    for bound, before, family in queue:
-        if prune and len(best) == ROWS and bound > -best[0][0]:
+    while queue:
+        node = heapq.heappop(queue)
+        worst = -best[0][0] if prune and len(best) == ROWS else math.inf
+        if node.bound > worst:
             break
-        for number, layout in enumerate(space.members(family), before):
+        if node.level != ANY_SIZE:
+            for part in space.parts(node):
+                if part.bound <= worst:
+                    heapq.heappush(queue, part)
+            continue
+        for number, size in enumerate(space.sizes(node.any_of)[1], node.number):
+            layout = replace(node.any_of, expert_weight=size)
+            worst = -best[0][0] if prune and len(best) == ROWS else math.inf
             evaluated += 1
-            found = space.best(layout, without)
+            found = space.best(layout, without, worst, node.family)
             if found is None:
                 continue
-            fitting += 1
             entry = (-found.seconds.total, -number, found)
             if len(best) < ROWS:
                 heapq.heappush(best, entry)
@@ -341,7 +423,7 @@ def search(
             "a shorter sequence or a smaller model"
         )
     ordered = sorted(best, reverse=True)
-    return Searched(tuple(entry[2] for entry in ordered), possible, evaluated, fitting)
+    return Searched(tuple(entry[2] for entry in ordered), possible, evaluated)
 
 
 def chosen(best: Sequence[Found]) -> Found:
@@ -360,7 +442,7 @@ def neighbors(space: Space, layout: Layout) -> Iterator[tuple[str, Found | None]
                 continue
             moved = replace(layout, **{name: other})
             if name == "pipeline":
-                moved = replace(moved, schedule=_SCHEDULES[0])
+                moved = replace(moved, schedule=SCHEDULES[0])
             label = f"{name.replace('_', '-')} {other}"
             plain = replace(moved, optimizer_ranks=0, offload=False)
             yield label, space.best(plain) if space.allows(plain) else None

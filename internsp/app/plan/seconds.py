@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 from internsp.app.plan.block_seconds import BlockSeconds, block_seconds
 from internsp.app.plan.compute import STREAMED, head, model_flops
 from internsp.app.plan.devices import Device
-from internsp.app.plan.links import Group, beside
+from internsp.app.plan.links import Group
+from internsp.app.plan.weight_seconds import (
+    WeightMessages,
+    dense_messages,
+    divides,
+    expert_messages,
+    exposed,
+    exposed_replicas,
+    replicas,
+)
 from internsp.app.plan.workload import Workload
 
 PRODUCTS, ATTENTION, PASSES = "products", "attention", "element-wise passes"
@@ -24,6 +33,7 @@ Parts = defaultdict[str, float]
 _HOST_ADAM = 1.2e9  # elements a second that one process steps on its share of a host
 _HOST_BACKWARD = 1.6  # launches of a backward, in those of a forward
 _HOST_LINK = 20e9  # bytes a second and direction between a device and its host
+_COPIED = 2 + 2 + 4  # bytes of an element that a step in host memory brings and takes
 
 
 @dataclass(frozen=True)
@@ -57,43 +67,125 @@ class StepSeconds:
         return done / device.peak[load.dtype]
 
 
+@dataclass(frozen=True)
+class Computed:
+    """What a step computes, for any sharding of weights.
+
+    Attributes:
+        parts: seconds of a micro-batch on a stage with an average share of the blocks.
+        blocks: of a stage, on average.
+        forward, backward: a block's pace.
+        ends: embedding, head and loss.
+        messages: seconds of all messages of a micro-batch.
+    """
+
+    parts: Mapping[str, float]
+    blocks: float
+    forward: float
+    backward: float
+    ends: float
+    messages: float
+
+    @classmethod
+    def of(cls, load: Workload, block: BlockSeconds, both: tuple[float, float]) -> Computed:
+        """From a block's seconds, and those of the :func:`ends`."""
+        blocks = load.model.layers / load.degrees.pipeline
+        forward, backward = paces(load, block)
+        return cls(
+            _micro_batch(load, block, blocks), blocks, forward, backward, sum(both),
+            blocks * block.messages,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Messages of weights.
+
+    Attributes:
+        sharded: of a block, if any weight is sharded.
+        replicas: a step's gradients and weights of replicas, if none is.
+    """
+
+    sharded: WeightMessages
+    replicas: tuple[float, float]
+
+    @classmethod
+    def of(cls, load: Workload, device: Device) -> Sent:
+        """Of ``load``."""
+        if not divides(load):
+            return cls(WeightMessages(), replicas(load, device))
+        return cls(dense_messages(load, device) + expert_messages(load, device), (0.0, 0.0))
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """The optimizer's seconds, those of its copies, and of a micro-batch's sum of gradients."""
+
+    optimizer: float
+    copies: float
+    accumulated: float
+
+    @classmethod
+    def of(cls, load: Workload, device: Device) -> Stepped:
+        """Of ``load``."""
+        return cls(*_optimizer(load, device), _accumulated(load, device))
+
+
 def step_seconds(load: Workload, device: Device) -> StepSeconds:
     """Predict the seconds of one step of ``load`` on ``device``."""
-    degrees, number = load.degrees, load.micro_batches
-    block = block_seconds(load, device)
-    blocks = load.model.layers / degrees.pipeline  # on average
-    last = sum(ends(load, device))
-    parts = _micro_batch(load, block, blocks)
-    messages = blocks * block.messages
-    forward, backward = paces(load, block)
-    gathers, reductions, sent = _sharded(load, device, forward, backward, blocks)
+    computed = Computed.of(load, block_seconds(load, device), ends(load, device))
+    return composed(load, device, computed, Sent.of(load, device), Stepped.of(load, device))
+
+
+def composed(
+    load: Workload, device: Device, computed: Computed, sent: Sent, stepped: Stepped
+) -> StepSeconds:
+    """The step of these parts.
+
+    Args:
+        load: how its weights are sharded is not read.
+    """
+    number, slowdown = load.micro_batches, device.fitted.slowdown
+    forward, backward, blocks = computed.forward, computed.backward, computed.blocks
+    gathers, reductions, moved = exposed(
+        load, sent.sharded, forward, backward, blocks, slowdown
+    )
+    parts: Parts = defaultdict(float, computed.parts)
     parts[GATHERS], parts[REDUCTIONS] = gathers, reductions
     one = sum(parts.values())
     for name in parts:
         parts[name] *= number
-    messages = (messages + sent) * number
-    alone = last if degrees.pipeline == 1 else 0.0
+    messages = (computed.messages + moved) * number + sum(sent.replicas)
+    alone = computed.ends if load.degrees.pipeline == 1 else 0.0
     parts[HEAD] = number * alone
-    beside_it = blocks * backward + alone, blocks * forward
-    parts[REPLICAS], sent = _replicas(load, device, *beside_it)
-    messages += sent
-    if degrees.pipeline > 1:
-        _add_bubble(load, device, parts, one, last)
-    parts[PASSES] += number * _accumulated(load, device)
-    _add_optimizer(load, device, parts, blocks)
+    parts[REPLICAS] = exposed_replicas(
+        load, sent.replicas, blocks * forward, blocks * backward + alone, slowdown
+    )
+    if load.degrees.pipeline > 1:
+        _add_bubble(load, device, parts, one, computed.ends)
+    parts[PASSES] += number * stepped.accumulated
+    parts[OPTIMIZER], parts[COPIES] = stepped.optimizer, stepped.copies
+    if "activations" in load.offload:  # beside all of the step, there and back
+        copied = 2 * blocks * load.tokens * load.model.hidden * 2 * number / _HOST_LINK
+        parts[COPIES] += max(0.0, copied - sum(parts.values()))
     compute = sum(parts[name] for name in (PRODUCTS, ATTENTION, PASSES, RECOMPUTE, HEAD))
     return StepSeconds({k: v for k, v in parts.items() if v > 0}, messages, compute)
 
 
-def least_seconds(load: Workload, device: Device) -> float:
-    """A lower bound of :func:`step_seconds`: without messages of weights, optimizer and bubble.
+def least_seconds(load: Workload, device: Device, computed: Computed) -> float:
+    """A lower bound of :func:`step_seconds` for any sharding: no message of weights, no sums.
 
-    It is the same for any weight degree, number of replicas and optimizer's ranks.
+    The optimizer steps what one of all ranks would; a pipeline's idle time grows with a
+    micro-batch's seconds, of which these are the least.
     """
-    block = block_seconds(load, device)
-    last = sum(ends(load, device)) / load.degrees.pipeline
-    parts = _micro_batch(load, block, load.model.layers / load.degrees.pipeline)
-    return load.micro_batches * (sum(parts.values()) + last)
+    one, number = sum(computed.parts.values()), load.micro_batches
+    parts: Parts = defaultdict(float)
+    if load.degrees.pipeline > 1:
+        _add_bubble(load, device, parts, one, computed.ends)
+    else:
+        parts[HEAD] = number * computed.ends
+    least = load.model.parameters / load.degrees.devices * min(_by_element(load, device))
+    return number * one + sum(parts.values()) + least
 
 
 def _micro_batch(load: Workload, block: BlockSeconds, blocks: float) -> Parts:
@@ -124,89 +216,6 @@ def ends(load: Workload, device: Device) -> tuple[float, float]:
     return max(host, before.total), max(_HOST_BACKWARD * host, after.total)
 
 
-def _sharded(
-    load: Workload, device: Device, forward: float, backward: float, blocks: float
-) -> tuple[float, float, float]:
-    """Exposed gathers, exposed reductions and all messages of sharded weights, a micro-batch."""
-    degrees, habits, model = load.degrees, load.habits, load.model
-    over = degrees.sharded
-    if over == 1 and degrees.expert_shards < 2:
-        return 0.0, 0.0, 0.0
-    group = Group(over, degrees.tensor, device)
-    slowdown = device.fitted.slowdown
-    held = model.dense_parameters / degrees.tensor
-    own = model.experts * model.expert_parameters / degrees.expert
-    if not degrees.expert_shards:
-        held, own = held + own, 0.0
-    few = Group(degrees.expert_shards, degrees.expert_stride, device)
-    gather = group.gather(held * habits.gather_bytes) + few.gather(own * habits.gather_bytes)
-    reduce = group.gather(held * habits.reduce_bytes) + few.gather(own * habits.reduce_bytes)
-    gather += (habits.collectives - 1) * group.latency
-    reduce += (habits.collectives - 1) * group.latency
-    if degrees.copies > 1:
-        copies = Group(degrees.copies, degrees.tensor * over, device)
-        reduce += copies.all_reduce(held * habits.reduce_bytes / over) / load.micro_batches
-    if own:
-        alike = Group(degrees.expert_copies, degrees.expert * degrees.expert_shards, device)
-        sent = own * habits.reduce_bytes / degrees.expert_shards
-        reduce += alike.all_reduce(sent) / load.micro_batches
-    often = 1 / load.micro_batches if habits.keeps_gathers and degrees.pipeline > 1 else 1.0
-    twice = 0.0 if degrees.kind == "zero2" or (habits.keeps_gathers and degrees.pipeline > 1) else 1
-    rest = model.embedding / degrees.tensor / degrees.pipeline
-    outer = group.gather(rest * habits.gather_bytes), group.gather(rest * habits.reduce_bytes)
-    if not habits.overlaps:
-        gathers = blocks * gather * (often + twice) + outer[0]
-        reductions = blocks * reduce * often + outer[1]
-        return gathers, reductions, gathers + reductions
-    # One block's gather is in the open before the first, one's reduction after the last.
-    others = max(blocks - 1, 0)
-    ahead = others * (beside(forward, gather * often, slowdown) - forward)
-    both = gather * twice + reduce * often
-    behind = others * (beside(backward, both, slowdown) - backward)
-    share = gather * twice / both
-    exposed = ahead + behind * share + (gather + outer[0]) * often
-    late = behind * (1 - share) + (reduce + outer[1]) * often
-    sent = blocks * (gather * (often + twice) + reduce * often) + (outer[0] + outer[1]) * often
-    return exposed, late, sent
-
-
-def _replicas(
-    load: Workload, device: Device, backward: float, forward: float
-) -> tuple[float, float]:
-    """Exposed seconds a step of gradients and weights of unsharded replicas, and all of them."""
-    degrees, habits, model = load.degrees, load.habits, load.model
-    alone = degrees.data * degrees.context == 1
-    if degrees.sharded > 1 or degrees.expert_shards > 1 or alone:
-        return 0.0, 0.0
-    stride = degrees.tensor
-    copies = degrees.data * degrees.context
-    group = Group(copies, stride, device)
-    dense = model.layers * model.dense_parameters / degrees.pipeline
-    dense += model.embedding * (1 if degrees.pipeline > 1 or model.tied else 2)
-    reduced = group.gather(dense / degrees.tensor * habits.reduce_bytes)
-    returned = group.gather(dense / degrees.tensor * habits.gather_bytes)
-    if degrees.kind != "none" and 0 < degrees.optimizer < copies:
-        within = Group(degrees.optimizer, stride, device)
-        across = Group(copies // degrees.optimizer, stride * degrees.optimizer, device)
-        whole = dense / degrees.tensor * habits.reduce_bytes
-        reduced = within.gather(whole) + across.all_reduce(whole / degrees.optimizer)
-        returned = within.gather(dense / degrees.tensor * habits.gather_bytes)
-    if degrees.kind == "none":
-        returned = reduced
-    if model.experts:
-        own = model.layers * model.experts * model.expert_parameters / degrees.pipeline
-        among = max(1, copies // degrees.expert)
-        few = Group(among, stride * degrees.expert, device)
-        reduced += few.gather(own / degrees.expert * habits.reduce_bytes)
-        returned += few.gather(own / degrees.expert * habits.gather_bytes)
-    if not habits.overlaps:
-        return reduced + returned, reduced + returned
-    slowdown = device.fitted.slowdown
-    exposed = beside(backward, reduced, slowdown) - backward
-    exposed += beside(forward, returned, slowdown) - forward
-    return exposed, reduced + returned
-
-
 def _add_bubble(load: Workload, device: Device, parts: Parts, one: float, last: float) -> None:
     """Add what a pipeline waits for: its first and last micro-batches, uneven stages, messages."""
     degrees, number = load.degrees, load.micro_batches
@@ -226,20 +235,18 @@ def _add_bubble(load: Workload, device: Device, parts: Parts, one: float, last: 
     parts[BUBBLE] += 2 * one_way * often
 
 
-def _add_optimizer(
-    load: Workload, device: Device, parts: Parts, blocks: float
-) -> None:
-    """Add the optimizer's step, and copies of what is in host memory."""
+def _by_element(load: Workload, device: Device) -> tuple[float, float]:
+    """Seconds of the optimizer an element: on the device, and on the host with its copies."""
+    each = {"eager": 100, "kernels": 34, "compiled": 44}[load.habits.fused]
+    return each / (device.bandwidth * STREAMED), 1 / _HOST_ADAM + _COPIED / _HOST_LINK
+
+
+def _optimizer(load: Workload, device: Device) -> tuple[float, float]:
+    """Seconds of the optimizer's step, and of copies where its state is in host memory."""
     shard = _shard(load)
     if "optimizer" in load.offload:
-        parts[COPIES] += shard * (2 + 2 + 4) / _HOST_LINK
-        parts[OPTIMIZER] = shard / _HOST_ADAM
-    else:
-        each = {"eager": 100, "kernels": 34, "compiled": 44}[load.habits.fused]
-        parts[OPTIMIZER] = shard * each / (device.bandwidth * STREAMED)
-    if "activations" in load.offload:  # beside all of the step, there and back
-        moved = 2 * blocks * load.tokens * load.model.hidden * 2 * load.micro_batches
-        parts[COPIES] += max(0.0, moved / _HOST_LINK - sum(parts.values()))
+        return shard / _HOST_ADAM, shard * _COPIED / _HOST_LINK
+    return shard * _by_element(load, device)[0], 0.0
 
 
 def _shard(load: Workload) -> float:

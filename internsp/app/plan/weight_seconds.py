@@ -1,0 +1,164 @@
+"""Seconds of the messages of weights and of gradients, and how many of them are exposed. Pure.
+
+Messages of weights that all ranks use, and of experts', depend on few degrees each: a search
+computes them once for all layouts that have these degrees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from internsp.app.plan.devices import Device
+from internsp.app.plan.links import Group, beside
+from internsp.app.plan.workload import Workload
+
+
+@dataclass(frozen=True)
+class WeightMessages:
+    """Seconds of messages of sharded weights.
+
+    Attributes:
+        gather, again: of one block in a micro-batch, for its forward and for its backward.
+        reduce: of its gradients in a micro-batch.
+        copies: of its gradients in a step, among ranks that have the same shard.
+        gather_ends, reduce_ends: of the embedding, or of the head.
+    """
+
+    gather: float = 0.0
+    again: float = 0.0
+    reduce: float = 0.0
+    copies: float = 0.0
+    gather_ends: float = 0.0
+    reduce_ends: float = 0.0
+
+    def __add__(self, other: WeightMessages) -> WeightMessages:
+        return WeightMessages(
+            self.gather + other.gather, self.again + other.again, self.reduce + other.reduce,
+            self.copies + other.copies, self.gather_ends + other.gather_ends,
+            self.reduce_ends + other.reduce_ends,
+        )  # fmt: skip
+
+
+def divides(load: Workload) -> bool:
+    """Whether any weight is sharded."""
+    return load.degrees.sharded > 1 or load.degrees.expert_shards > 1
+
+
+def dense_messages(load: Workload, device: Device) -> WeightMessages:
+    """Of weights that every token uses; of experts', too, where their shards are those of others.
+    """
+    degrees, habits, model = load.degrees, load.habits, load.model
+    over = degrees.sharded
+    group = Group(over, degrees.tensor, device)
+    held = model.dense_parameters / degrees.tensor
+    if not degrees.expert_shards:
+        held += model.experts * model.expert_parameters / degrees.expert
+    later = (habits.collectives - 1) * group.latency
+    gather = group.gather(held * habits.gather_bytes) + later
+    reduce = group.gather(held * habits.reduce_bytes) + later
+    copies = Group(degrees.copies, degrees.tensor * over, device)
+    rest = model.embedding / degrees.tensor / degrees.pipeline
+    return WeightMessages(
+        gather,
+        0.0 if degrees.kind == "zero2" else gather,
+        reduce,
+        copies.all_reduce(held * habits.reduce_bytes / over),
+        group.gather(rest * habits.gather_bytes),
+        group.gather(rest * habits.reduce_bytes),
+    )
+
+
+def expert_messages(load: Workload, device: Device) -> WeightMessages:
+    """Of experts' weights, where their shards have degrees of their own."""
+    degrees, habits, model = load.degrees, load.habits, load.model
+    if not degrees.expert_shards or not model.experts:
+        return WeightMessages()
+    own = model.experts * model.expert_parameters / degrees.expert
+    few = Group(degrees.expert_shards, degrees.expert_stride, device)
+    gather = few.gather(own * habits.gather_bytes)
+    alike = Group(degrees.expert_copies, degrees.expert * degrees.expert_shards, device)
+    return WeightMessages(
+        gather,
+        0.0 if degrees.kind == "zero2" else gather,
+        few.gather(own * habits.reduce_bytes),
+        alike.all_reduce(own * habits.reduce_bytes / degrees.expert_shards),
+    )
+
+
+def exposed(
+    load: Workload,
+    found: WeightMessages,
+    forward: float,
+    backward: float,
+    blocks: float,
+    slowdown: float,
+) -> tuple[float, float, float]:
+    """Exposed gathers, exposed reductions and all messages of sharded weights, a micro-batch.
+
+    Args:
+        forward, backward: seconds of one block's computation.
+        blocks: of a stage, on average.
+    """
+    habits = load.habits
+    keeps = habits.keeps_gathers and load.degrees.pipeline > 1
+    often = 1 / load.micro_batches if keeps else 1.0
+    gather, again = found.gather, 0.0 if keeps else found.again
+    reduce = found.reduce + found.copies / load.micro_batches
+    if not habits.overlaps:
+        gathers = blocks * (gather * often + again) + found.gather_ends
+        reductions = blocks * reduce * often + found.reduce_ends
+        return gathers, reductions, gathers + reductions
+    # One block's gather is exposed before the first, one's reduction after the last.
+    others = max(blocks - 1, 0)
+    ahead = others * (beside(forward, gather * often, slowdown) - forward)
+    both = again + reduce * often
+    behind = others * (beside(backward, both, slowdown) - backward)
+    share = again / both if both else 0.0
+    ends = found.gather_ends + found.reduce_ends
+    early = ahead + behind * share + (gather + found.gather_ends) * often
+    late = behind * (1 - share) + (reduce + found.reduce_ends) * often
+    return early, late, blocks * (gather * often + again + reduce * often) + ends * often
+
+
+def replicas(load: Workload, device: Device) -> tuple[float, float]:
+    """Seconds a step of unsharded replicas' gradients, and of their weights."""
+    degrees, habits, model = load.degrees, load.habits, load.model
+    copies = degrees.data * degrees.context
+    if divides(load) or copies == 1:
+        return 0.0, 0.0
+    stride = degrees.tensor
+    group = Group(copies, stride, device)
+    dense = model.layers * model.dense_parameters / degrees.pipeline
+    dense += model.embedding * (1 if degrees.pipeline > 1 or model.tied else 2)
+    reduced = group.gather(dense / degrees.tensor * habits.reduce_bytes)
+    returned = group.gather(dense / degrees.tensor * habits.gather_bytes)
+    if degrees.kind != "none" and 0 < degrees.optimizer < copies:
+        within = Group(degrees.optimizer, stride, device)
+        across = Group(copies // degrees.optimizer, stride * degrees.optimizer, device)
+        whole = dense / degrees.tensor * habits.reduce_bytes
+        reduced = within.gather(whole) + across.all_reduce(whole / degrees.optimizer)
+        returned = within.gather(dense / degrees.tensor * habits.gather_bytes)
+    if degrees.kind == "none":
+        returned = reduced
+    if model.experts:
+        own = model.layers * model.experts * model.expert_parameters / degrees.pipeline
+        among = max(1, copies // degrees.expert)
+        few = Group(among, stride * degrees.expert, device)
+        reduced += few.gather(own / degrees.expert * habits.reduce_bytes)
+        returned += few.gather(own / degrees.expert * habits.gather_bytes)
+    return reduced, returned
+
+
+def exposed_replicas(
+    load: Workload,
+    sent: tuple[float, float],
+    forward: float,
+    backward: float,
+    slowdown: float,
+) -> float:
+    """Exposed seconds a step of :func:`replicas`, beside a micro-batch's computation."""
+    reduced, returned = sent
+    if not load.habits.overlaps:
+        return reduced + returned
+    found = beside(backward, reduced, slowdown) - backward
+    return found + beside(forward, returned, slowdown) - forward
