@@ -25,6 +25,7 @@ from tests.chaos.report import document, lines
 from tests.chaos.tally import Fault, Found
 
 ROOT = Path(__file__).parents[2]
+SOAK = "\n<!-- tools/soak.py: begin -->"  # of the page: what another command has written stays
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,9 @@ def main(options: Options) -> int:
     total, seconds, network = campaign(options)
     print(*lines(total), sep="\n")
     if options.document is not None:
-        options.document.write_text(document(total, options, seconds, network))
+        page = options.document
+        _, mark, soak = (page.read_text() if page.exists() else "").partition(SOAK)
+        page.write_text(document(total, options, seconds, network) + mark + soak)
     return 1 if total.wrong else 0
 
 
