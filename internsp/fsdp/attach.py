@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.utils import _to_kwargs
 
+from internsp.base.autograd import refuse_transformed
 from internsp.config import WeightParallelConfig
 from internsp.errors import MeshError, StructureError
 from internsp.fsdp.units import ProgramUnit, groups_of, holders, shardings_of, units_of
@@ -124,6 +125,7 @@ def attach(root: Any) -> None:
         RuntimeError, ValueError: what FSDP2's own initialization refuses, in its words.
         StructureError, MeshError: what the library does not do.
     """
+    refuse_transformed("the model", False)
     hide(module for module in root.modules() if isinstance(module, FSDPModule))
     state = root._get_fsdp_state()
     state._lazy_init()

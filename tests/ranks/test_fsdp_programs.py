@@ -367,7 +367,7 @@ def fewer_rows(names: Any, rank: int) -> dict[str, Tensor]:
 
 @dataclass
 class Given:
-    x: Tensor
+    inner: Any
 
 
 def dataclasses_are_cast(names: Any, rank: int) -> dict[str, Tensor]:
@@ -377,38 +377,126 @@ def dataclasses_are_cast(names: Any, rank: int) -> dict[str, Tensor]:
             self.linear = nn.Linear(6, 6)
 
         def forward(self, given: Given) -> Any:
-            assert given.x.dtype == torch.float32
-            return Given(self.linear(given.x))
+            x = given.inner.y
+            assert x.dtype == torch.float32
+            return Given(pair(self.linear(x), self.linear(2 * x)))
 
-    model = Layer().double()
+    pair = namedtuple("pair", "x y")
+    model = nn.Sequential(Layer(), Layer()).double()
     policy = Policy(torch.float32, output_dtype=torch.double)
-    names.fully_shard(model, mesh=mesh_of((2,)), mp_policy=policy)
-    out = model(Given(inputs(rank, 2, 6))).x
-    assert out.dtype == torch.double
-    out.sum().backward()
+    for part in (*model, model):
+        names.fully_shard(part, mesh=mesh_of((2,)), mp_policy=policy)
+    out = model(Given(pair(torch.ones(1), inputs(rank, 2, 6)))).inner
+    assert out.y.dtype == torch.double
+    (out.x + out.y).sum().backward()
     return gradients(model)
 
 
-def half_inside(names: Any, rank: int) -> dict[str, Tensor]:
-    """One submodule in fp16, its inputs cast, and one that casts none of its own."""
+class Recording(nn.Linear):
+    """Notes the sizes of what it is given and gives, by which dtypes are told apart."""
+
+    def __init__(self, seen: list[int], size: int = 5) -> None:
+        super().__init__(size, size)
+        self.seen = seen
+
+    def forward(self, x: Tensor, *others: Tensor) -> Any:
+        self.seen += [each.element_size() for each in (x, *others)]
+        out = super().forward(x.to(self.weight.dtype))
+        self.seen.append(out.element_size())
+        return out
+
+
+def casts_within(names: Any, rank: int) -> dict[str, Tensor]:
+    """Policies of submodules: with and without a cast of inputs, outputs, and beside the root's."""
 
     class Outer(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, again: bool) -> None:
             super().__init__()
-            self.one, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+            self.seen: list[int] = []
+            self.one, self.other = Recording(self.seen), Recording(self.seen)
+            self.again = again
 
         def forward(self, x: Tensor) -> Any:
-            x = self.one(x)
-            assert x.dtype == torch.float32
-            x = self.other(x)
-            assert x.dtype == torch.float16
-            return x.float()
+            self.seen.append(x.element_size())
+            x = checkpoint(self.one, x, use_reentrant=False) if self.again else self.one(x)
+            self.seen.append(x.element_size())
+            return self.other(x, torch.ones(2, 5)).float()
 
-    model = Outer()
-    names.fully_shard(model.other, mesh=mesh_of((2,)), mp_policy=Policy(torch.float16))
-    names.fully_shard(model, mesh=mesh_of((2,)))
-    model(inputs(rank, 2, 5).float()).sum().backward()
+    half = torch.float16
+    policies = [
+        (Policy(), Policy(half), Policy()),
+        (Policy(), Policy(half, cast_forward_inputs=False), Policy()),
+        (Policy(half, output_dtype=torch.float32), Policy(), Policy()),
+        (Policy(half), Policy(half), Policy(half)),
+        (Policy(half), Policy(half, cast_forward_inputs=False), Policy(half)),
+    ]
+    found = {}
+    for number, (one, other, whole_model) in enumerate(policies):
+        for again in (False, True):
+            model = Outer(again)
+            names.fully_shard(model.one, mesh=mesh_of((2,)), mp_policy=one)
+            names.fully_shard(model.other, mesh=mesh_of((2,)), mp_policy=other)
+            names.fully_shard(model, mesh=mesh_of((2,)), mp_policy=whole_model)
+            model(inputs(rank, 2, 5).float()).sum().backward()
+            found |= gradients(model, f"{number} {again} ")
+            found[f"{number} {again} sizes"] = torch.tensor(model.seen)
+    return found
+
+
+def norms_in_sixteen_bits(names: Any, rank: int) -> dict[str, Tensor]:
+    """Norms between layers; a batch norm in fp32, whose output is cast."""
+    found = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        policy = Policy(dtype)
+        for norm in (nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.BatchNorm1d(8)):
+            model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8))
+            own = Policy(output_dtype=dtype) if isinstance(norm, nn.BatchNorm1d) else policy
+            if own is not policy:
+                norm.register_forward_pre_hook(lambda module, args: args[0].float())
+            for part, its in zip((*model, model), (policy, own, policy, policy), strict=True):
+                names.fully_shard(part, mesh=mesh_of((2,)), mp_policy=its)
+            out = model(inputs(rank, 4, 8).float())
+            assert out.dtype == dtype
+            out.sum().backward()
+            found |= gradients(model, f"{dtype} {type(norm).__name__} ")
+    return found
+
+
+def widened(names: Any, rank: int) -> dict[str, Tensor]:
+    """A model that is cast after fully_shard: its policy stays."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
+    policy = Policy(torch.bfloat16, torch.bfloat16)
+    for part in (*model, model):
+        names.fully_shard(part, mesh=mesh_of((2,)), mp_policy=policy)
+    model.to(torch.float32)
+    out = model(inputs(rank, 4, 8).float())
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
     return gradients(model)
+
+
+def _local(gradient: Any) -> Tensor:
+    return gradient._local_tensor  # type: ignore[no-any-return]
+
+
+def scaled(names: Any, rank: int) -> dict[str, Tensor]:
+    """torch's GradScaler; in the second step one rank's gradient is infinite."""
+    model = Model().double()
+    shard(names.fully_shard, model, "blocks", mesh_of((2,)))
+    optimizer, found = torch.optim.Adam(model.parameters(), lr=1e-2), {}
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        scaler.scale(loss_of(model, batch(step, 0, rank))).backward()
+        if step == 1 and rank == 1:
+            _local(model.head.weight.grad)[0, 0] = torch.inf
+        scaler.unscale_(optimizer)
+        found |= gradients(model, f"{step} ") if step != 1 else {}
+        scaler.step(optimizer)
+        scaler.update()
+        found[f"{step} scale"] = torch.tensor(scaler.get_scale())
+        optimizer.zero_grad()
+    return found | whole(dict(model.named_parameters()))
 
 
 def nothing_to_shard(names: Any, rank: int) -> dict[str, Tensor]:
@@ -427,9 +515,15 @@ def test_modules_of_any_kind_have_the_same_gradients(rank: int) -> None:
         containers, unused_output, several_runs, deeply_nested, other_parameters, nothing_to_shard,
         fewer_rows, rank=rank,
     )  # fmt: skip
+    compare(eight_bits, rank=rank, tolerance=0.02)  # a gradient travels as bf16 here and there
+
+
+@ranks(2)
+def test_policies_cast_what_fsdp2_casts(rank: int) -> None:
+    compare(scaled, rank=rank)
     compare(dataclasses_are_cast, rank=rank, tolerance=1e-6)
     # A gradient travels in 16 bits, and is summed in those by FSDP2.
-    compare(eight_bits, half_inside, rank=rank, tolerance=0.02)
+    compare(casts_within, norms_in_sixteen_bits, widened, rank=rank, tolerance=0.02)
 
 
 # methods
@@ -728,7 +822,22 @@ _PLACES = {"1.0.weight": "(_StridedShard(dim=0, sf=2), Shard(dim=0))"}
 
 @ranks(4)
 def test_a_mesh_of_tensor_ranks_has_the_numbers_of_fsdp2(rank: int) -> None:
-    compare(_tensor_parallel, rank=rank)
+    compare(_tensor_parallel, _clipped_in_two_dimensions, rank=rank)
+
+
+def _clipped_in_two_dimensions(names: Any, rank: int) -> dict[str, Tensor]:
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), {}
+    for kind in (2.0, 1.0, torch.inf):
+        model: Any = nn.Sequential(
+            nn.Linear(5, 12, bias=False), nn.ReLU(), nn.Linear(12, 5, bias=False)
+        ).double()
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        for part in (model[0], model):
+            names.fully_shard(part, mesh=mesh["dp"])
+        model(inputs(rank // 2, 3, 5)).square().sum().backward()
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1, kind, foreach=True)
+        found |= {f"{kind} norm": norm.full_tensor(), **gradients(model, f"{kind} ")}
+    return found
 
 
 def _on_part(tensor: bool, hook: bool) -> Program:
@@ -796,6 +905,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "float8": (StructureError, "ignored_params", lambda: _eight()(torch.tensor(1))),
     "compiled": (StructureError, "compile=True", lambda: _compiled()(batch(0, 0, 0))),
+    "jvp": (StructureError, "transform of torch.func", lambda: _jvp()),
     "gradient hook": (GradientError, "read .grad when", lambda: _hooked()(batch(0, 0, 0))),
     "theirs inside": (StructureError, "install", lambda: _mixed_up()(batch(0, 0, 0))),
     "near ranks of some": (StructureError, "near_ranks=1", lambda: _near_of_some()),
@@ -816,6 +926,11 @@ def _compiled() -> Any:
     model.blocks[0].compile()
     shard(ours.fully_shard, model, "blocks", mesh_of((2,)))
     return model
+
+
+def _jvp() -> None:
+    model = ours.fully_shard(nn.Linear(4, 4), mesh=mesh_of((2,)))
+    torch.func.jvp(lambda x: model(torch.ones(4)), (torch.ones(4),), (torch.ones(4),))
 
 
 def _hooked() -> Any:
