@@ -28,7 +28,6 @@ from internsp.mesh import ParallelMesh
 from internsp.mesh.program import mesh_of_program
 from internsp.modules.adopted import adopt
 from internsp.modules.casts import ModuleCasts, register_casts
-from internsp.modules.supported import is_compiled
 from internsp.parallel.planned import parallelize_as
 from internsp.structure.named import modules_of, structure_of
 from internsp.wp.communicator import ISPCommunicator
@@ -68,7 +67,7 @@ class Attached:
         return self.communicator.state.consumer.is_optimizer
 
     def finish(self) -> None:
-        """Complete ``.grad`` of what backwards have only summed."""
+        """Complete ``.grad`` of what a pipeline's backwards have only summed."""
         self.communicator.events.begin_backward_part(weights=True)  # of no graph
         self.communicator.events.end_backward_part()
 
@@ -135,7 +134,8 @@ def attach(root: Any) -> None:
             "so run the root again before a module within it"
         )
     units = units_of(root, state._state_ctx.all_states)
-    _require_done(units)
+    for unit in units:
+        _require_ours(unit)
     modules = modules_of(units)
     if not any(unit.groups for unit in units):  # nothing to gather: torch accepts it, too
         for module in modules:
@@ -169,6 +169,7 @@ def attach(root: Any) -> None:
     chunk.attach(loop)
     attached = Attached(root, units, communicator, loop, dict.fromkeys(notes))
     attached.follow()
+    state._root_post_backward_final_callback = attached.finish  # torch's pipelines call it
     for module in modules:
         vars(module)[ATTRIBUTE] = attached
 
@@ -229,21 +230,13 @@ def _mesh(units: Sequence[ProgramUnit]) -> ParallelMesh:
     return mesh_of_program(data, [param._spmd_mesh for param in params])
 
 
-def _require_done(units: Sequence[ProgramUnit]) -> None:
-    """Refuse modules that are torch's or compiled, with the line to write."""
-    for unit in units:
-        for name, module in unit.modules:
-            if isinstance(getattr(unit.state, "_pre_forward", None), MethodType):
-                raise StructureError(
-                    f"{name or unit.name} was sharded by torch's fully_shard: call "
-                    "internsp.fsdp's, or internsp.fsdp.install() before, for all modules of a model"
-                )
-            if is_compiled(module):
-                raise StructureError(
-                    f"{unit.name} was compiled, and hooks of ours inside a compiled region are not "
-                    "possible: leave the compile() out, and write internsp.fsdp.options(model, "
-                    "compile=True) before the first forward"
-                )
+def _require_ours(unit: ProgramUnit) -> None:
+    """Refuse a unit that torch's ``fully_shard`` has made, with the line to write."""
+    if isinstance(getattr(unit.state, "_pre_forward", None), MethodType):
+        raise StructureError(
+            f"{unit.name} was sharded by torch's fully_shard: call internsp.fsdp's, or "
+            "internsp.fsdp.install() before, for all modules of a model"
+        )
 
 
 def _casts(units: Sequence[ProgramUnit]) -> list[ModuleCasts]:

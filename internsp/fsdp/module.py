@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from typing import Any, cast
 
 import torch
@@ -210,14 +210,7 @@ def _make_ours(module: Any) -> None:
     noted._pre_forward_hook_handle.remove()
     noted._post_forward_hook_handle.remove()
     noted._pre_forward = _refuse_torchs
-    noted._root_post_backward_final_callback = partial(_finish, module)
     module.__class__ = cast("Any", _class_of(cast("Any", type(module))))
-
-
-def _finish(module: Any) -> None:
-    """What a stage of ``torch.distributed.pipelining`` calls after its last micro-batch."""
-    if (found := attached_to(module)) is not None:
-        found.finish()
 
 
 def _refuse_torchs(*_: Any) -> Any:

@@ -35,14 +35,12 @@ def report(model: nn.Module) -> str:
 def _state(found: Attached) -> list[str]:
     mesh = found.communicator.mesh
     if found.zero:
-        ranks = mesh.zero * mesh.weight
-        return [f"optimizer state is over {ranks} ranks; FSDP2 would have {mesh.zero} copies"]
-    if mesh.replicas == 1:
-        return []
-    return [
+        return [f"optimizer state is over {mesh.zero * mesh.weight} ranks"]
+    told = (
         f"each of {mesh.replicas} replicas has all optimizer state, which "
         "internsp.fsdp.zero_optimizer(model, optimizer) would shard"
-    ]
+    )
+    return [told] if mesh.replicas > 1 else []
 
 
 def _while(unit: ProgramUnit) -> str:

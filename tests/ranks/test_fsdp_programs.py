@@ -904,7 +904,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         StructureError, "leave dp_mesh_dims out", lambda: ours.fully_shard(Model(), dp_mesh_dims=1)
     ),
     "float8": (StructureError, "ignored_params", lambda: _eight()(torch.tensor(1))),
-    "compiled": (StructureError, "compile=True", lambda: _compiled()(batch(0, 0, 0))),
+    "compiled": (StructureError, "compile = true", lambda: _compiled()(batch(0, 0, 0))),
     "jvp": (StructureError, "transform of torch.func", lambda: _jvp()),
     "gradient hook": (GradientError, "read .grad when", lambda: _hooked()(batch(0, 0, 0))),
     "theirs inside": (StructureError, "install", lambda: _mixed_up()(batch(0, 0, 0))),

@@ -368,12 +368,6 @@ FSDP: Table = {
     "was sharded by torch's": {
         "call internsp.fsdp's": WRITTEN, "or internsp.fsdp.install() before": WRITTEN,
     },
-    "inside a compiled region": {
-        "leave the compile() out": WRITTEN,
-        "and write internsp.fsdp.options(model, compile=True)":
-            "tests/ranks/test_rules_compile.py::"
-            "test_compiled_blocks_equal_eager_with_the_same_messages",
-    },
     "needs a mesh of all ranks": {
         "leave it out": "tests/ranks/test_fsdp_programs.py::"
         "test_a_mesh_of_some_ranks_has_the_numbers_of_fsdp2",
