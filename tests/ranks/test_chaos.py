@@ -34,7 +34,7 @@ NOTHING = ("hangs", "unusable", "lost", "repeated", "different", "left", "unname
 
 
 @pytest.mark.slow(25)
-@pytest.mark.parametrize("faults", [30, pytest.param(100, marks=pytest.mark.thorough(25))])
+@pytest.mark.parametrize("faults", [20, pytest.param(100, marks=pytest.mark.thorough(25))])
 def test_after_many_faults_nothing_is_lost_repeated_different_or_left_over(faults: int) -> None:
     tasks, total = Tasks(13, private=False, network=False), Found(runs=0)
     number = 0

@@ -61,7 +61,7 @@ def drawn() -> list[Case]:
     return given
 
 
-@few("given", drawn(), 7)
+@few("given", drawn(), 5)
 def test_loss_and_every_gradient_equal_one_process(given: list[Case]) -> None:
     for found in run_ranks(gaps, 4, given, timeout=240):
         for case, (loss, gradient) in zip(given, found, strict=True):

@@ -192,17 +192,16 @@ def test_a_graph_of_before_the_order_was_learned_is_refused() -> None:
 
 
 @pytest.mark.unmeasured
+@few("cases", [(REVERSED, True), (TWICE, True), (REVERSED, False), (SKIPPED, False)], 2)
 @ranks(4)
-def test_replicas_exchange_in_the_learned_order_while_backward_runs() -> None:
+def test_replicas_exchange_in_the_learned_order_while_backward_runs(cases: list[Any]) -> None:
     mesh = mesh_of(2)
-    for order, zero in ((REVERSED, True), (TWICE, True), (REVERSED, False), (SKIPPED, False)):
+    for order, zero in cases:
         what = f"{order} zero={zero}"
         twin = learner(order, mesh, HALF)
         plain, ours = sgd(twin)
         if zero:
-            ours = internsp.ZeroOptimizer(
-                twin.communicator, torch.optim.SGD, lr=0.01, momentum=0.9
-            )
+            ours = internsp.ZeroOptimizer(twin.communicator, torch.optim.SGD, lr=0.01, momentum=0.9)
         for step in range(3):
             twin.lines()
             with twin.communicator.unchanged():

@@ -57,7 +57,7 @@ RUNS: dict[int, list[Changes]] = {
 @pytest.mark.parametrize(
     ("world", "chosen"),
     [
-        (2, RUNS[2]), pytest.param(4, RUNS[4][1:2], marks=pytest.mark.slow(5)),
+        (2, RUNS[2]), pytest.param(4, RUNS[4][1:2], marks=pytest.mark.thorough(5)),
         pytest.param(4, [*RUNS[4][:1], *RUNS[4][2:]], marks=pytest.mark.thorough(15)),
     ],
     ids=["two", "four", "four, others"],

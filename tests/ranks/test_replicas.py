@@ -359,7 +359,7 @@ def failed(rank: int, world: int, zero: bool) -> None:
             raises(Boom, loop.twin.ours(*loop.twin.batch()[1]).backward)
             assert first(loop.launches(), "EX head") >= 0, "in flight"
             layer.where = ""
-            for step in range(3):
+            for step in range(2):
                 loop.twin.backward()
                 loop.step(f"after a failure, {step}")
     if zero:

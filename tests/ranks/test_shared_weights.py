@@ -146,7 +146,7 @@ MODELS: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
 
 
 @pytest.mark.unmeasured
-@few("numbers", range(len(MODELS)), 6)
+@few("numbers", range(len(MODELS)), 4)
 @ranks(2)
 def test_shared_weights_and_blocks_move_as_on_one_process_or_are_refused(
     numbers: list[int],

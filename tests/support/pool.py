@@ -38,7 +38,7 @@ from torch.distributed import distributed_c10d
 from torch.optim import optimizer
 
 SIZES = (1, 2, 4)  # of the groups whose ranks stay
-BODIES = 40  # that a process runs, one after another: each leaves some memory and groups
+BODIES = 80  # that a process runs, one after another: each leaves some memory and groups
 HOOKS = (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks)
 MODELS = 12  # of earlier bodies that may still be there
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -407,7 +407,7 @@ def test_a_file_several_times_larger_than_the_memory_that_is_left_is_tokenized_a
     kind: str, tmp_path: Path
 ) -> None:
     """Under a limit (``RLIMIT_DATA``) too small to hold the tokens, a complete pass is read."""
-    room, size = 72 << 20, 144 << 20
+    room, size = 48 << 20, 96 << 20
     path = tmp_path / "large.jsonl"
     line = "the same words again and again " * 64
     with path.open("w") as file:
