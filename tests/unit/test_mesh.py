@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from internsp.errors import MeshError
 from internsp.mesh import MeshShape
+from tools.bench_setup import DEGREES, of
 
 EXPERT_KINDS = (
     "expert", "expert_weight", "expert_gradient", "expert_replica", "expert_zero",
@@ -163,29 +161,13 @@ def test_impossible_degrees_are_refused_with_the_possible_ones() -> None:
         MeshShape(8, sequence=0)
 
 
-WORLD = """
-import sys, time
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from internsp import ParallelMesh
-
-size = int(sys.argv[1])
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-dist.all_gather_object = lambda everyone, own: everyone.__setitem__(slice(None), [own] * size)
-for degrees in ({"weight": 8}, {"weight": 64, "sequence": 8, "ring": 2, "pipeline": 4}):
-    before, start = len(distributed_c10d._world.pg_map), time.monotonic()
-    ParallelMesh.create(**degrees)
-    print(len(distributed_c10d._world.pg_map) - before, round(time.monotonic() - start, 2))
-"""
-
-
 @pytest.mark.thorough(10)
-def test_a_rank_of_ten_thousand_has_as_many_groups_as_one_of_a_thousand() -> None:
-    counts = []
-    for size in (1024, 10240):
-        words = [sys.executable, "-c", WORLD, str(size)]
-        shown = subprocess.run(words, check=True, text=True, capture_output=True).stdout
-        print(f"{size} ranks: groups of a rank and seconds to make them\n{shown}")
-        counts.append([int(line.split()[0]) for line in shown.splitlines()])
-    assert counts[0] == counts[1] == [5, 10]
+@pytest.mark.parametrize("degrees", DEGREES)
+def test_ten_times_the_ranks_have_the_same_groups_and_keys_and_no_more_than_ten_times_the_cost(
+    degrees: str,
+) -> None:
+    few, many = of(1024, degrees), of(10240, degrees)
+    assert (few["groups"], few["keys"]) == (many["groups"], many["keys"])
+    assert few["groups"] <= 10
+    assert many["seconds"] < 10 * few["seconds"] + 1
+    assert many["bytes"] < 10 * few["bytes"]
