@@ -96,7 +96,7 @@ after `parallel.timeout_seconds` ({TIMEOUT} s in these runs). A rank that dies m
   no more.
 - **A link cut**: {cut}.
 
-`tests/support/chaos.py` injects the faults. `tests/ranks/test_chaos.py` runs thirty of them in every
-test run and a hundred in `make thorough`, and shows that the campaign detects mistakes that are put into the
-library on purpose (`--mistakes`).
+`tests/support/chaos.py` injects the faults. `tests/ranks/test_chaos.py` runs thirty of them
+in every test run and a hundred in `make thorough`, and shows that the campaign detects mistakes
+that are put into the library on purpose (`--mistakes`).
 """
