@@ -126,14 +126,14 @@ def attach(root: Any) -> None:
     """
     refuse_transformed("the model", False)
     hide(module for module in root.modules() if isinstance(module, FSDPModule))
-    state = root._get_fsdp_state()
-    state._lazy_init()
-    if not state._is_root:
+    noted = root._get_fsdp_state()
+    noted._lazy_init()
+    if not noted._is_root:
         raise RuntimeError(
             "FSDP state has already been lazily initialized: the root's first forward has failed, "
             "so run the root again before a module within it"
         )
-    units = units_of(root, state._state_ctx.all_states)
+    units = units_of(root, noted._state_ctx.all_states)
     for unit in units:
         _require_ours(unit)
     modules = modules_of(units)
@@ -169,7 +169,7 @@ def attach(root: Any) -> None:
     chunk.attach(loop)
     attached = Attached(root, units, communicator, loop, dict.fromkeys(notes))
     attached.follow()
-    state._root_post_backward_final_callback = attached.finish  # torch's pipelines call it
+    noted._root_post_backward_final_callback = attached.finish  # torch's pipelines call it
     for module in modules:
         vars(module)[ATTRIBUTE] = attached
 
