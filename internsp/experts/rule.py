@@ -94,7 +94,9 @@ class ExpertTraffic:
 
     def verdict(self) -> str:
         """Which way, and by what margin."""
-        ratio = self.exchanged / self.gathered if self.gathered else float("inf")
+        if not self.gathered:
+            return "weights do not travel: each is too small to be cut (min_shard_elements)"
+        ratio = self.exchanged / self.gathered
         if self.exchanges:
             return f"tokens travel (expert = {self.ranks}): {1 / ratio:.1f} times fewer bytes"
         if self.tokens <= 2 * self.threshold:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from internsp.experts.dispatch import Dispatch, Local
 from internsp.experts.routes import Copies, collect, spread
@@ -37,7 +38,9 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
         product: Tensor = F.grouped_mm(rows.contiguous(), weight, offs=ends)
         return product
-    sizes = counts.tolist()
+    # A plan runs this on fake tensors, which have no values: each group has an equal share.
+    number = len(weight)
+    sizes = [len(rows) // number] * number if is_fake(counts) else counts.tolist()
     rest = len(rows) - sum(sizes)
     *pieces, _ = rows.split([*sizes, rest])
     made = [piece @ matrix for piece, matrix in zip(pieces, weight.unbind(0), strict=True)]

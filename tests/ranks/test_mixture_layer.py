@@ -37,11 +37,11 @@ class Block(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.norm, self.wo = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.moe = MixtureOfExperts(WIDTH, 5, 8, **options)
+        self.moe, self.behind = MixtureOfExperts(WIDTH, 5, 8, **options), nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + torch.tanh(self.wo(self.norm(x)))
-        return x + self.moe(x)
+        return x + self.behind(self.moe(x))
 
 
 class Model(nn.Module):
@@ -68,16 +68,14 @@ def tokens(rank: int, step: int) -> Tensor:
 
 class Pair:
     def __init__(
-        self, options: dict[str, Any], again: str | None, compiled: bool = False, **degrees: int
-    ) -> None:
+        self, options: dict[str, Any], again: str | None, config: dict[str, Any] | None = None,
+        **degrees: int,
+    ) -> None:  # fmt: skip
         torch.manual_seed(4)
         self.plain = Model(**options).double()
         self.ours = copy.deepcopy(self.plain)
         self.mesh, self.trace = mesh_of(**degrees), Trace(enabled=True)
-        options_of_blocks: dict[str, Any] = {"compile": True, "gather_before": "qkv"}
-        weights = WeightParallelConfig(
-            min_shard_elements=16, coalesce_bytes=0, **(options_of_blocks if compiled else {})
-        )
+        weights = WeightParallelConfig(min_shard_elements=16, coalesce_bytes=0, **(config or {}))
         checkpoint = ActivationCheckpointConfig(mode=again) if again else None  # type: ignore[arg-type]
         self.communicator = parallelize(
             self.ours, self.mesh, weights, activation_checkpoint=checkpoint, trace=self.trace
@@ -139,6 +137,20 @@ def test_gradients_losses_and_balance_are_those_of_one_process() -> None:
 
 
 @ranks(2)
+def test_the_next_blocks_gather_starts_before_tokens_leave_or_when_they_are_back() -> None:
+    for config, first in (({}, "AG"), ({"gather_before_modules": ["behind"]}, "A2A")):
+        pair = Pair(DEEPSEEK, None, config, weight=2, expert=2, expert_weight=1)
+        pair.step(0, str(config))
+        own = [
+            e.kind for e in pair.trace.events if e.phase == "forward"
+            and (e.kind, e.weight.split(".")[1]) in (("AG", "1"), ("A2A", "0"))
+        ]  # fmt: skip
+        other = {"AG": "A2A", "A2A": "AG"}[first]
+        before = own[: own.index(other)]
+        assert set(before) == {first}, "not beside each other"
+
+
+@ranks(2)
 def test_compiled_blocks_give_the_same_with_owners_and_gathered() -> None:
     compiler, graphs = entry.torch.compile, []
 
@@ -150,7 +162,8 @@ def test_compiled_blocks_give_the_same_with_owners_and_gathered() -> None:
     try:
         for options, degrees in ((SWITCH, {"expert": 2}), (DEEPSEEK, {"weight": 2})):
             graphs.clear()
-            Pair(options, None, compiled=True, **degrees).step(0, str(degrees))
+            whole = {"compile": True, "gather_before": "qkv"}
+            Pair(options, None, whole, **degrees).step(0, str(degrees))
             assert graphs, "the control: something was compiled"
     finally:
         entry.torch.compile = compiler  # type: ignore[assignment]

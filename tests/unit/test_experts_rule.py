@@ -13,6 +13,7 @@ from rich.console import Console
 
 from internsp.app.config import Config
 from internsp.app.plan.experts import chosen_experts, expert_lines, experts_traffic
+from internsp.app.plan.longest import MemoryBudget
 from internsp.app.plan.screen import print_plan
 from internsp.base.sizes import human
 from internsp.experts.rule import ExpertTraffic, expected_owners
@@ -95,6 +96,23 @@ def test_auto_takes_the_way_of_fewer_bytes_and_a_plan_says_so(tmp_path: Path) ->
         assert "8 experts over 2 ranks, 2 a token" in text
 
 
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [({"hidden_size": 32}, "float64"), ({"hidden_size": 20, "head_dim": 8}, "bfloat16")],
+)
+def test_memory_of_experts_is_planned_where_grouped_products_do_not_take_them(
+    sizes: dict[str, int], dtype: str
+) -> None:
+    """In fp64 and in odd sizes each expert has a product of its own, and a plan has no values."""
+    given = Config.model_validate({
+        "model": {"family": "deepseek", "layers": 2, "heads": 4, "expert_size": 15, **sizes},
+        "data": {"sequence_length": 32}, "parallel": {"weight": 2},
+        "train": {"global_batch": 4, "dtype": dtype},
+    })  # fmt: skip
+    kept = dict(MemoryBudget(given, 2).at(32)[0])["activations that are kept"]
+    assert kept > 2 * 32 * 32 * 2, "of two rows at least the residual stream"
+
+
 def test_auto_decides_in_a_pipeline_by_what_its_schedule_gathers() -> None:
     def stages(length: int) -> Config:
         return Config.model_validate({
@@ -136,6 +154,13 @@ def test_a_plan_says_which_bytes_and_which_way_leave_a_machine() -> None:
     far = [human(int(nbytes * 2 / 3)) for nbytes in (each.gathered, each.exchanged)]
     text = lines(2, expert=4, expert_weight=1)
     assert all(f"({nbytes} of it from other machines)" in text for nbytes in far)
+    assert "model.capacity_factor" not in text
+    limited = settings().model_copy(update={
+        "model": settings().model.model_copy(update={"capacity_factor": 1.25}),
+    })  # fmt: skip
+    told = "\n".join(expert_lines(limited, 4))
+    assert "at most 40 of a rank's tokens (model.capacity_factor)" in told, "5/4 x 2 x 128 / 8"
+    assert "weights do not travel: each is too small" in replace(traffic(64), gathered=0).verdict()
     both = {"expert": 2, "expert_weight": 2}
     assert "weights between near ranks, tokens between far" in lines(2, **both)
     assert "tokens between near ranks, weights between far" in lines(2, **both, fast_links="expert")

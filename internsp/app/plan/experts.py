@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 from typing import Any
 
 from torch import nn
@@ -113,6 +114,12 @@ def expert_lines(config: Config, world_size: int, near: int | None = None) -> It
             f"{human(each.tokens * each.ranks * row)})"
         )
         yield f"  {each.verdict()}"
+        if factor := config.model.capacity_factor:
+            most = ceil(factor * each.top_k * each.tokens / each.experts)
+            yield (
+                f"  an expert takes at most {most:,} of a rank's tokens (model.capacity_factor); "
+                "what it drops does not travel: the bytes above are those without drops"
+            )
 
 
 def _placed(shape: MeshShape) -> Iterator[str]:
