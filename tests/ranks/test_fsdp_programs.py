@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp as torchs
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -27,6 +28,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import internsp.fsdp as ours
@@ -499,6 +501,67 @@ def scaled(names: Any, rank: int) -> dict[str, Tensor]:
     return found | whole(dict(model.named_parameters()))
 
 
+def without_inputs(names: Any, rank: int) -> dict[str, Tensor]:
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.linear = nn.Parameter(torch.ones(5)), nn.Linear(5, 5)
+
+        def forward(self) -> Any:
+            return self.linear(self.start).sum() * self.start.sum()
+
+    model, found = Alone().double(), {}
+    for part in (model.linear, model):
+        names.fully_shard(part, mesh=mesh_of((2,)))
+    for step in range(2):
+        (model() * (rank + 1)).backward()
+        found |= gradients(model, f"{step} ")
+    return found
+
+
+def beside_ddp(names: Any, rank: int) -> dict[str, Tensor]:
+    """The second of three layers is sharded, DistributedDataParallel has the others."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).double()
+    names.fully_shard(model[1], mesh=mesh_of((2,)))
+    ignored = [name for name, _ in model.named_parameters() if name.startswith("1.")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    parallel, found = DistributedDataParallel(model), {}
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
+    for step in range(3):
+        parallel(inputs(rank, 3, 6)).sum().backward()
+        found |= gradients(model, f"{step} ")
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | whole(dict(model.named_parameters()))
+
+
+def frozen_of_another_dtype(names: Any, rank: int) -> dict[str, Tensor]:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.scale = nn.Parameter(torch.full((6,), 2.0).double(), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.linear(x) * self.scale.float()
+
+    model = Scaled()
+    names.fully_shard(model, mesh=mesh_of((2,)))
+    model(inputs(rank, 2, 6).float()).sum().backward()
+    return gradients(model)
+
+
+def filled_by_the_first_rank(names: Any, rank: int) -> dict[str, Tensor]:
+    full = Model().double().state_dict()
+    with torch.device("meta"):
+        model: Any = Model().double()
+    shard(names.fully_shard, model, "blocks", mesh_of((2,)))
+    model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full if rank == 0 else {}, options=options)
+    return steps(model, rank, number=1)
+
+
 def nothing_to_shard(names: Any, rank: int) -> dict[str, Tensor]:
     class Plus(nn.Module):
         def forward(self, x: Tensor) -> Any:
@@ -513,7 +576,8 @@ def nothing_to_shard(names: Any, rank: int) -> dict[str, Tensor]:
 def test_modules_of_any_kind_have_the_same_gradients(rank: int) -> None:
     compare(
         containers, unused_output, several_runs, deeply_nested, other_parameters, nothing_to_shard,
-        fewer_rows, rank=rank,
+        fewer_rows, without_inputs, beside_ddp, frozen_of_another_dtype, filled_by_the_first_rank,
+        rank=rank,
     )  # fmt: skip
     compare(eight_bits, rank=rank, tolerance=0.02)  # a gradient travels as bf16 here and there
 
@@ -822,7 +886,7 @@ _PLACES = {"1.0.weight": "(_StridedShard(dim=0, sf=2), Shard(dim=0))"}
 
 @ranks(4)
 def test_a_mesh_of_tensor_ranks_has_the_numbers_of_fsdp2(rank: int) -> None:
-    compare(_tensor_parallel, _clipped_in_two_dimensions, rank=rank)
+    compare(_tensor_parallel, _clipped_in_two_dimensions, _three_dimensions, rank=rank)
 
 
 def _clipped_in_two_dimensions(names: Any, rank: int) -> dict[str, Tensor]:
@@ -838,6 +902,23 @@ def _clipped_in_two_dimensions(names: Any, rank: int) -> dict[str, Tensor]:
         norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1, kind, foreach=True)
         found |= {f"{kind} norm": norm.full_tensor(), **gradients(model, f"{kind} ")}
     return found
+
+
+def _three_dimensions(names: Any, rank: int) -> dict[str, Tensor]:
+    """Replicas, and tensor ranks beside them."""
+    axes = ("replicas", "ranks", "tp")
+    mesh, found = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=axes), {}
+    model: Any = nn.Sequential(nn.Linear(5, 12), nn.ReLU(), nn.Linear(12, 5)).double()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for part in (model[0], model):
+        names.fully_shard(part, mesh=mesh["replicas", "ranks"])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
+    for step in range(3):
+        model(inputs(rank // 2, 3, 5)).square().sum().backward()
+        found |= gradients(model, f"{step} ")
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | whole(dict(model.named_parameters()))
 
 
 def _on_part(tensor: bool, hook: bool) -> Program:
