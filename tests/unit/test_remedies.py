@@ -353,7 +353,7 @@ NAMES: Table = {
     "write the smaller number first": {"write the smaller number first": NAMED},
 }
 PROGRAMS = "tests/ranks/test_fsdp_programs.py::"
-WRITTEN = f"{PROGRAMS}test_what_a_refusal_says_to_write_works"
+WRITTEN = "tests/ranks/test_fsdp_errors.py::test_what_a_refusal_says_to_write_works"
 OWN = "tests/ranks/test_own_communicator.py::"
 ZERO = "tests/ranks/test_fsdp_zero.py::test_steps_are_those_of_fsdp2_with_half_of_the_state"
 FSDP: Table = {
