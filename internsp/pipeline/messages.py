@@ -110,10 +110,10 @@ class Messages:
             if message.number > theirs.get(str(self._rank), 0):
                 close_connections(message.group, [message.group_peer])
 
-    def record_launch(self, kind: str, op: _TrackedOp, work: Any) -> _Message:
-        """Count a message that was launched, and wrap its work."""
+    def record_launch(self, kind: str, op: _TrackedOp, work: Any, tensor: Any) -> _Message:
+        """Count a message of ``tensor`` that was launched, and wrap its work."""
         self._counts[kind][op.peer] += 1
-        message = _Message(self, kind == "isend", self._counts[kind][op.peer], op, work)
+        message = _Message(self, kind == "isend", self._counts[kind][op.peer], op, work, tensor)
         self._outstanding.add(message)
         return message
 
@@ -123,7 +123,7 @@ class Messages:
         try:
             message.work.wait()
         finally:
-            self._waiting = None
+            self._waiting = message.keep = None
             self._outstanding.discard(message)
 
 
@@ -131,9 +131,10 @@ class _Message:
     """A work handle: the ``number``-th message to ``peer`` in this step, or from it."""
 
     def __init__(
-        self, messages: Messages, is_send: bool, number: int, op: _TrackedOp, work: Any
+        self, messages: Messages, is_send: bool, number: int, op: _TrackedOp, work: Any, keep: Any
     ) -> None:
         self._messages = messages
+        self.keep = keep  # until the wait: not every backend's work keeps its tensor
         self.is_send, self.number, self.work = is_send, number, work
         self.peer, self.group, self.group_peer = op.peer, op.group, op.group_peer
 
@@ -158,7 +159,7 @@ class _TrackedOp:
     def __call__(self, tensor: Any, **_: Any) -> _Message:
         peer = {"group_dst" if self.__name__ == "isend" else "group_src": self.group_peer}
         work = self._launch(tensor, group=self.group, tag=self._tag, **peer)
-        return self._messages.record_launch(self.__name__, self, work)
+        return self._messages.record_launch(self.__name__, self, work, tensor)
 
 
 def _check_loop(reference: weakref.ref[Messages], pause: threading.Event) -> None:

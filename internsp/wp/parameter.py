@@ -475,6 +475,7 @@ class ReplicatedParameter(ModelParameter):
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Add a gradient of this rank to the flat gradient. No message."""
+        self.sums.take_turn()
         total = self.sums.views()[self.index] if self.total is None else self.total
         total.add_(gradient)
         self.sums.given.add(self.index)

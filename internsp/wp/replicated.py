@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from internsp.base.accelerator import copy_to
+from internsp.base.accelerator import Turns, copy_to, current_stream
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import Collectives, all_reduce
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, trained, unflatten
@@ -60,6 +60,7 @@ class ReplicatedParameters:
         self._views: Sequence[Tensor] = ()  # of the flat gradient, one a parameter
         self.given: set[int] = set()
         self._mine: list[bool] = []  # this rank's flags in the last reduction
+        self._current, self._turns = current_stream(mesh.device), Turns()
 
     def bind(self, events: BackwardEvents) -> None:
         """Let the gradients that are ready be reported to ``events``."""
@@ -82,8 +83,17 @@ class ReplicatedParameters:
 
     # the flat sum
 
+    def take_turn(self) -> None:
+        """Make the current stream, which uses the flat gradient next, stand behind those before it.
+
+        Passes on several streams add to it. Without streams this does nothing.
+        """
+        if self._current is not None:
+            self._turns.take(self._current())
+
     def gradient(self) -> Tensor:
         """The flat gradient, fp32 or wider: values, then flags. Allocated when first needed."""
+        self.take_turn()
         if self.flat is None:
             dtype = torch.float32
             for member in self.members:
