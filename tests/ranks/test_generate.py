@@ -21,13 +21,18 @@ from tests.support.ranks import run_ranks
 
 PROMPT = "The first"
 TOKENS = 8
+Runs = tuple[Path, list[list[int]]]
+"""The folder of the runs, and the continuations of the untied and of the tied model."""
 
 
 def settings() -> list[Config]:
     train = {"dtype": "float64", "micro_batches": 2}
     model = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "init_std": 0.4}
-    meshes = [{"weight": 2, "sequence": 2}, {"pipeline": 2}]
-    return [config(train=train, model=model, parallel=mesh) for mesh in meshes]
+    meshes = [{"weight": 2, "sequence": 2}, {"pipeline": 2}] * 2
+    return [
+        config(train=train, model=model | {"tie_embeddings": number > 1}, parallel=mesh)
+        for number, mesh in enumerate(meshes)
+    ]
 
 
 def saved(rank: int, world: int, folder: str) -> list[list[int]]:
@@ -52,15 +57,15 @@ def saved(rank: int, world: int, folder: str) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
     first, _ = run_ranks(saved, 2, str(folder))
-    return folder, first[0]
+    return folder, first
 
 
-def test_one_process_continues_what_any_mesh_has_saved(runs: tuple[Path, list[int]]) -> None:
-    folder, wanted = runs
-    for number in range(2):  # the same initial values on both meshes
+def test_one_process_continues_what_any_mesh_has_saved(runs: Runs) -> None:
+    folder, (untied, tied) = runs
+    for number, wanted in enumerate((untied, untied, tied, tied)):  # the same values on both meshes
         pieces: list[str] = []
         text = continuation(
             folder / str(number), PROMPT, TOKENS, pieces.append, temperature=0, top_k=None,
@@ -72,7 +77,7 @@ def test_one_process_continues_what_any_mesh_has_saved(runs: tuple[Path, list[in
 
 
 def test_the_command_writes_the_text_and_the_same_seed_the_same(
-    runs: tuple[Path, list[int]], capsys: pytest.CaptureFixture[str]
+    runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = str(runs[0] / "0")
     texts = []
@@ -106,7 +111,7 @@ def test_characters_are_given_whole_as_soon_as_their_bytes_are_there() -> None:
 
 
 def test_a_checkpoint_of_a_programs_own_model_is_refused_by_name(
-    runs: tuple[Path, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Config.model_validate
 
@@ -120,7 +125,7 @@ def test_a_checkpoint_of_a_programs_own_model_is_refused_by_name(
 
 
 @pytest.mark.slow(4)
-def test_text_is_streamed_to_a_pipe_token_by_token(runs: tuple[Path, list[int]]) -> None:
+def test_text_is_streamed_to_a_pipe_token_by_token(runs: Runs) -> None:
     words = ["generate", str(runs[0] / "0"), "--prompt", PROMPT, "--tokens", "6"]
     reads, writes = os.pipe()
     process = begin(("-m", "internsp", *words), runs[0].parent, writes, 2)

@@ -35,15 +35,18 @@ def load_run(run: Path) -> tuple[Model, Config, list[str]]:
     saved = {name for name in content.tensors if name.startswith("model.")}
     reader = Reader(folder, content)
     weights = {n.removeprefix("model."): reader.whole(n) for n in sorted(saved)}
+    tied: dict[int, list[str]] = {}  # a checkpoint has a tied weight once
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(name)
+    for names in tied.values():
+        if held := [name for name in names if name in weights]:
+            weights |= dict.fromkeys(names, weights[held[0]])
     shapes = {n: v.shape for n, v in model.state_dict().items()}
     wrong = [n for n, v in weights.items() if n in shapes and v.shape != shapes[n]]
     missing = model.load_state_dict(
         {n: v for n, v in weights.items() if n not in wrong}, assign=True, strict=False
     )
-    shared = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {
-        n for n, _ in model.named_parameters()
-    }
-    if lost := [*wrong, *(set(missing.missing_keys) - shared), *missing.unexpected_keys]:
+    if lost := [*wrong, *missing.missing_keys, *missing.unexpected_keys]:
         raise ConfigError(
             f"{folder} has another model than its [model] describes ({min(lost)}): it was trained "
             "by a program with a model of its own, which only that program can build"
