@@ -66,24 +66,84 @@ def step_bytes(load: Workload) -> StepBytes:
         gradients = 0.0
     if "weights" in load.offload:
         weights = 0.0
+    gradients += _exchanged(load)
     unsharded = _unsharded(load, size)
     inputs, others, working = _activations(load, size)
     kept = others + (0.0 if "activations" in load.offload else inputs)
-    flying: float = min(degrees.pipeline, load.micro_batches)
-    chunks = degrees.interleave
-    if chunks > 1:
-        flying = min(flying + (degrees.pipeline - 1) / chunks, load.micro_batches)
-    entry = kept * blocks * flying
     logits = load.loss_chunk or load.tokens
-    loss = min(logits, load.tokens) * model.vocab / degrees.tensor * _LOGITS[habits.fused]
+    each = _LOGITS["eager" if habits.shard_bytes else habits.fused]
+    loss = min(logits, load.tokens) * model.vocab / degrees.tensor * each
+    # What the head gets, before and after its norm.
+    outer = 2 * load.tokens * model.hidden * size if habits.shard_bytes else 0.0
     if "activations" in load.offload or load.recompute.attention:
         loss = min(loss, 2**31)  # such runs compute the loss by parts
     if degrees.pipeline > 1:  # the head is on the last stage, which has one pass in flight
-        last = kept * blocks + loss
+        last = kept * blocks + outer + loss
+        flying = _in_flight(load, kept, blocks, size)
         return StepBytes(
-            weights, gradients, optimizer, unsharded, max(entry, last), working
+            weights, gradients, optimizer, unsharded, max(flying, last), working
         )
-    return StepBytes(weights, gradients, optimizer, unsharded, entry, max(working, loss))
+    kept = kept * blocks + outer
+    return StepBytes(weights, gradients, optimizer, unsharded, kept, max(working, loss))
+
+
+def _in_flight(load: Workload, kept: float, blocks: int, size: int) -> float:
+    """Bytes that the passes in flight keep on the fullest stage, and messages between stages.
+
+    torch has a receive buffer for each micro-batch and neighbor of a chunk; what schedules but 1F1B
+    sent stays until the step ends.
+    """
+    degrees, number, chunks = load.degrees, load.micro_batches, load.degrees.interleave
+    stages = degrees.pipeline
+    first: float = min(stages, number) * kept * blocks
+    if not load.habits.shard_bytes:  # another program's stages
+        if chunks > 1:
+            flying = min(min(stages, number) + (stages - 1) / chunks, number)
+            return kept * blocks * flying
+        return first
+    # A pass keeps its output, and its input where that is in no receive buffer.
+    one = load.tokens * load.model.hidden * size / degrees.tensor
+    message = number * one
+    if degrees.v_shaped:
+        # Between the two parts of a backward, a chunk keeps gradients, too.
+        between = kept + _returned(load, size) * (1 - load.recompute.products)
+        parted = min(2 * stages - 1, number) * between * blocks / 2
+        return max(first, parted) + (4 + 2) * message
+    if chunks > 1:
+        flying = min(min(stages, number) + (stages - 1) / chunks, number)
+        sent = min(chunks, number / (2 * stages))
+        entered = min(2 * stages - 1, number) * one
+        return kept * blocks * flying + (2 * chunks - 1 + sent) * message + entered
+    second = min(stages - 1, number) * kept * blocks + message * (2 if stages > 2 else 1)
+    return max(first + message + min(stages, number) * one, second)
+
+
+def _returned(load: Workload, size: int) -> float:
+    """Bytes of the gradients that a block's products receive and return."""
+    model, tensor = load.model, load.degrees.tensor
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    width = model.topk * model.expert_ffn + model.shared_ffn if model.experts else model.ffn
+    gates = 1 + model.gated
+    return load.tokens * size * (2 * model.hidden + (q + 2 * kv + (gates + 1) * width) / tensor)
+
+
+def _exchanged(load: Workload) -> float:
+    """Bytes of the buffers in which ranks with the same shard exchange sums of gradients.
+
+    One for each length; where the state is divided, two of a length are in flight, with two each.
+    """
+    model, degrees, habits = load.model, load.degrees, load.habits
+    if not habits.sum_bytes:
+        return 0.0
+    over, chunks = degrees.sharded, degrees.interleave
+    divided = degrees.optimizer > 1
+    found = model.dense_parameters / over * (4 if divided else 1) * chunks
+    ends = 1 if model.tied or degrees.pipeline > 1 else 2
+    found += model.embedding / over * (2 * ends if divided else 1)
+    if model.experts:
+        own = model.experts * model.expert_parameters / (degrees.expert * degrees.expert_shards)
+        found += own * (4 if degrees.expert_optimizer > 1 else 1) * chunks
+    return found * habits.sum_bytes
 
 
 def _unsharded(load: Workload, size: int) -> float:
@@ -97,10 +157,13 @@ def _unsharded(load: Workload, size: int) -> float:
     if not habits.shard_bytes:
         blocks = 2 if degrees.kind == "zero3" else -(-model.layers // degrees.pipeline)
         return blocks * one * size + one * habits.reduce_bytes
-    # Two blocks' slots and those of the ends; the two largest units' gradients, and what they sum.
+    # Each chunk has two blocks' slots, and those of the ends; the two largest units' gradients, and
+    # what they sum.
     ends = [model.embedding] * (1 if model.tied or degrees.pipeline > 1 else 2)
     largest = sorted([*ends, one, one])[-2:]
-    return (2 * one + sum(ends)) * size + 2 * sum(largest) * habits.reduce_bytes
+    chunks = degrees.interleave
+    slots = (2 * chunks * one + sum(ends)) * size
+    return slots + 2 * chunks * sum(largest) * habits.reduce_bytes
 
 
 def _activations(load: Workload, size: int) -> tuple[float, float, float]:
@@ -118,11 +181,15 @@ def _activations(load: Workload, size: int) -> tuple[float, float, float]:
     streams = 4 * model.hidden / among  # inputs of both norms and their results
     heads = (2 * q + 2 * kv + 4 * model.heads / size) / tensor
     fed = (gates + 1) * width / tensor
+    by_heads = habits.shard_bytes and load.degrees.context > load.degrees.ring
+    if by_heads:  # attention's result, as its ranks computed it and as it came back
+        heads += q
     if load.habits.fused == "eager":
         streams += 4 * model.hidden / among if model.gated else 0  # norms in 32 bits
         fed += model.gated * width / tensor
     if load.habits.keeps_rotated:
         heads += (q + kv) / tensor
+    if load.habits.keeps_activated:
         fed += model.gated * width / tensor
     if habits.shard_bytes:  # tokens in the experts' order, and what the experts return
         fed += 2 * model.topk * model.hidden
@@ -131,9 +198,16 @@ def _activations(load: Workload, size: int) -> tuple[float, float, float]:
         scores = load.rows * model.heads / tensor * load.sequence * load.sequence
         whole += scores * (2 * size + 1)
     working = tokens * size * (gates * width / tensor + width / tensor + 2 * model.hidden)
+    if habits.shard_bytes and not model.experts:  # beside what the block kept and has freed
+        working = max(0.0, tokens * size * 2 * (width - model.hidden))
     inputs = tokens * size * model.hidden / among
     if again.attention and again.attention == again.products:  # a share of the blocks, whole
         return again.products * inputs, (1 - again.products) * whole, whole + working
     parts = tokens * size * (streams + again.products * (heads + fed)) if again.passes else 0.0
-    out = tokens * size * q / tensor if again.products == 1 else 0.0  # attention's, kept by itself
-    return inputs, max(out, whole - parts - inputs), working + parts
+    out = 0.0
+    if again.products == 1:  # attention's result is kept by itself, and its sums are
+        out = tokens * size * (q + (4 * model.heads / size if habits.shard_bytes else 0)) / tensor
+        if by_heads:
+            out += tokens * size * (2 * q + 2 * kv)
+    again_now = parts - out if habits.shard_bytes else parts
+    return inputs, max(out, whole - parts - inputs), working + max(0.0, again_now)

@@ -13,6 +13,7 @@ from internsp.base.accelerator import HOST
 from internsp.base.host import GRADIENTS, OPTIMIZER, WEIGHTS
 from internsp.mesh import MeshShape
 from internsp.mesh.sequence import RING
+from internsp.pipeline.schedules import schedule_kind
 
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
@@ -83,6 +84,7 @@ def degrees_of(config: Config, shape: MeshShape, mixed: bool) -> Degrees:
         expert_optimizer=shape.experts.zero if mixed else 1,
         shards=shape.weight,
         ring_near=config.sequence.fast_links == RING,
+        v_shaped=shape.pipeline > 1 and schedule_kind(config.pipeline.schedule).v_shaped,
     )
 
 
@@ -108,7 +110,8 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         once_an_owner=True,
         sends_ahead=True,
         collectives=5 if model.family == "internlm2" else 7,
-        keeps_rotated=not weights.compile,
+        keeps_rotated=not weights.compile and model.family == "internlm2",
+        keeps_activated=not weights.compile,
         shard_bytes=stored,
         sum_bytes=max(stored, 4),
         state_bytes=max(stored, 4) * (moments(config) + (stored < 4)),

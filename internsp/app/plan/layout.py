@@ -14,7 +14,8 @@ CHECKPOINTS: dict[str, tuple[Mapping[str, Any], Recompute]] = {
     "half": ({"mode": "full", "fraction": 0.5}, Recompute(0.5, 0.5, 0.5)),
     "full": ({"mode": "full"}, Recompute(1.0, 1.0, 1.0)),
 }
-SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2))
+INTERLEAVED, V_SHAPED = "Interleaved1F1B", "ZBVZeroBubble"
+SCHEDULES = (("1F1B", 1), (INTERLEAVED, 2), (V_SHAPED, 2))
 
 
 @dataclass(frozen=True)

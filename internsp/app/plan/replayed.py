@@ -39,6 +39,7 @@ from internsp.app.plan.seconds import (
     REPLICAS,
     SEQUENCES,
     TENSOR,
+    Stepped,
     StepSeconds,
     ends,
     paces,
@@ -104,6 +105,7 @@ def _pipeline(
     waits = [closed.parts.get(name, 0.0) / number for name in (GATHERS, REDUCTIONS)]
     share = load.model.layers / (stages * chunks)
     ahead, behind = paces(load, block)
+    sums = Stepped.of(load, device).accumulated / chunks
 
     def cost(action: ScheduleAction) -> float:
         last = action.stage == stages * chunks - 1
@@ -112,7 +114,8 @@ def _pipeline(
             return own + (outer[0] if last else 0.0)
         own = share * behind + (waits[0] / 2 + waits[1]) / chunks
         own += outer[1] if last else 0.0
-        weights = (share * block.backward.products + last * multiplied) / 2
+        own += sums
+        weights = (share * block.backward.products + last * multiplied) / 2 + sums
         return {"B": own, "I": own - weights, "W": weights}[action.kind]
 
     rank_of = partial(kind.rank_of, ranks=stages, chunks=chunks)

@@ -21,7 +21,7 @@ from internsp.app.plan.block_seconds import BlockSeconds, block_seconds
 from internsp.app.plan.bytes import step_bytes
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device
-from internsp.app.plan.layout import CHECKPOINTS, SCHEDULES, Layout
+from internsp.app.plan.layout import CHECKPOINTS, INTERLEAVED, SCHEDULES, V_SHAPED, Layout
 from internsp.app.plan.seconds import (
     Computed,
     Sent,
@@ -99,7 +99,7 @@ class Space:
             return False
         weights, sizes = self.sizes(layout)
         numbers = self._micro_batches(
-            stage // layout.sequence, layout.pipeline, layout.schedule[1]
+            stage // layout.sequence, layout.pipeline, layout.schedule
         )
         return (
             layout.schedule in self._schedules(layout.pipeline)
@@ -116,7 +116,7 @@ class Space:
             for schedule in self._schedules(pipeline):
                 for sequence, ring in self._sequences(stage):
                     data = stage // sequence
-                    for number in self._micro_batches(data, pipeline, schedule[1]):
+                    for number in self._micro_batches(data, pipeline, schedule):
                         for owners, again in product(self._owners(stage), CHECKPOINTS):
                             yield Layout(
                                 pipeline, schedule, sequence, ring, 1, 0, number, again, False,
@@ -144,12 +144,15 @@ class Space:
                 if sequence // ring <= max(model.heads, 1):
                     yield sequence, ring
 
-    def _micro_batches(self, data: int, pipeline: int, chunks: int) -> Iterator[int]:
+    def _micro_batches(
+        self, data: int, pipeline: int, schedule: tuple[str, int]
+    ) -> Iterator[int]:
         batch = self.config.train.global_batch
         if batch % data:
             return
         for number in divisors(batch // data):
-            if pipeline == 1 or (number >= pipeline and (chunks == 1 or number % pipeline == 0)):
+            whole = schedule[0] != INTERLEAVED or number % pipeline == 0
+            if pipeline == 1 or (number >= pipeline and whole):
                 yield number
 
     def _owners(self, stage: int) -> tuple[int, ...]:
@@ -246,6 +249,7 @@ class Space:
             optimizer=layout.optimizer_ranks or stage // layout.weight,
             pipeline=layout.pipeline,
             interleave=layout.schedule[1],
+            v_shaped=layout.schedule[0] == V_SHAPED,
             context=layout.sequence,
             ring=layout.ring,
             shards=layout.weight,

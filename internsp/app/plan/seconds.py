@@ -77,6 +77,7 @@ class Computed:
         forward, backward: a block's pace.
         ends: embedding, head and loss.
         messages: seconds of all messages of a micro-batch.
+        weights: of the backward of a stage's blocks, gradients of weights.
     """
 
     parts: Mapping[str, float]
@@ -85,6 +86,7 @@ class Computed:
     backward: float
     ends: float
     messages: float
+    weights: float
 
     @classmethod
     def of(cls, load: Workload, block: BlockSeconds, both: tuple[float, float]) -> Computed:
@@ -93,7 +95,7 @@ class Computed:
         forward, backward = paces(load, block)
         return cls(
             _micro_batch(load, block, blocks), blocks, forward, backward, sum(both),
-            blocks * block.messages,
+            blocks * block.messages, blocks * block.backward.products / 2,
         )  # fmt: skip
 
 
@@ -162,7 +164,8 @@ def composed(
         load, sent.replicas, blocks * forward, blocks * backward + alone, slowdown
     )
     if load.degrees.pipeline > 1:
-        _add_bubble(load, device, parts, one, computed.ends)
+        waited = gathers / 2 + reductions
+        _add_bubble(load, device, parts, one, computed, waited)
     parts[PASSES] += number * stepped.accumulated
     parts[OPTIMIZER], parts[COPIES] = stepped.optimizer, stepped.copies
     if "activations" in load.offload:  # beside all of the step, there and back
@@ -181,7 +184,7 @@ def least_seconds(load: Workload, device: Device, computed: Computed) -> float:
     one, number = sum(computed.parts.values()), load.micro_batches
     parts: Parts = defaultdict(float)
     if load.degrees.pipeline > 1:
-        _add_bubble(load, device, parts, one, computed.ends)
+        _add_bubble(load, device, parts, one, computed, 0.0)
     else:
         parts[HEAD] = number * computed.ends
     least = load.model.parameters / load.degrees.devices * min(_by_element(load, device))
@@ -216,23 +219,49 @@ def ends(load: Workload, device: Device) -> tuple[float, float]:
     return max(host, before.total), max(_HOST_BACKWARD * host, after.total)
 
 
-def _add_bubble(load: Workload, device: Device, parts: Parts, one: float, last: float) -> None:
-    """Add what a pipeline waits for: its first and last micro-batches, uneven stages, messages."""
-    degrees, number = load.degrees, load.micro_batches
+def _add_bubble(
+    load: Workload, device: Device, parts: Parts, one: float, computed: Computed, waited: float
+) -> None:
+    """Add what a pipeline waits for: its first and last micro-batches, uneven stages, messages.
+
+    Args:
+        one: seconds of a micro-batch on a stage with an average share of the blocks.
+        waited: of them, those that its backward waits for messages.
+    """
+    degrees, number, last = load.degrees, load.micro_batches, computed.ends
     stages, chunks, layers = degrees.pipeline, degrees.interleave, load.model.layers
     # The fullest stage has a block more in each chunk, or the head besides as many as others.
     most = chunks * -(-layers // (stages * chunks))
     slowest = max(one * most * stages / layers, one if layers % (stages * chunks) else one + last)
     parts[HEAD] += number * last / stages
-    parts[BUBBLE] += number * (slowest - one - last / stages)
-    parts[BUBBLE] += (stages - 1) / chunks * one
+    uneven = number * (slowest - one - last / stages)
+    if degrees.v_shaped:
+        parts[BUBBLE] += _idle_in_a_v(load, computed, waited, uneven)
+    else:
+        parts[BUBBLE] += uneven + (stages - 1) / chunks * one
     group = Group(2, degrees.devices // stages, device)
     # Each tensor rank sends its part, also where all have the whole.
     one_way = group.pass_on(load.tokens * load.model.hidden * 2 / degrees.tensor)
     # The program that overlaps tensor messages overlaps these.
     hides = load.habits.tensor_overlap or load.habits.sends_ahead
-    often = stages - 1 + (0 if hides else number * chunks)
+    often = chunks * (stages - 1) + (0 if hides else number * chunks)
     parts[BUBBLE] += 2 * one_way * often
+
+
+def _idle_in_a_v(load: Workload, computed: Computed, waited: float, uneven: float) -> float:
+    """Idle seconds of torch's ZBVZeroBubble where a forward takes no longer than a backward.
+
+    From replays of its order: each stage waits for an input's gradient of a chunk, or, where those
+    of weights are too short to fill the time, for what two of the one take longer than two of the
+    other; and, with less than two micro-batches a stage, for those that are missing. A stage that
+    has more to do than others hides that.
+    """
+    stages, number = load.degrees.pipeline, load.micro_batches
+    weights = computed.weights / 2
+    inputs = (computed.blocks * computed.backward + waited) / 2 - weights
+    fewer = 2 * weights * min(number - stages, stages - 1)
+    idle = max((stages - 1) * inputs, 2 * (stages - 1) * inputs - fewer)
+    return max(idle, uneven + (stages - 2) * weights)
 
 
 def _by_element(load: Workload, device: Device) -> tuple[float, float]:

@@ -75,6 +75,8 @@ class Degrees:
         optimizer: ranks that share the optimizer's state; 0: all that have the same weights.
         tensor: each product is cut over as many.
         pipeline, interleave: stages, and chunks of each.
+        v_shaped: of two chunks, the second goes back through the stages, and backwards are split
+            into gradients of inputs and of weights (ZBVZeroBubble).
         context: each sequence is cut over as many; ``ring`` of them by a ring, the rest by heads.
         expert: experts are divided among as many.
         expert_shards: ranks over which each expert is sharded, neighbors; 0: as other weights, over
@@ -102,6 +104,7 @@ class Degrees:
     replicas: int = 1
     shards: int = 0
     ring_near: bool = False
+    v_shaped: bool = False
 
     @property
     def copies(self) -> int:
@@ -164,8 +167,9 @@ class Habits:
         collectives: in which a block's weights travel.
         loss: bytes that the loss moves for a logit, forward and backward; zeros: as ``fused`` has
             it.
-        keeps_rotated: rotated queries and keys, and the activated gate, are kept beside what they
-            are made from.
+        keeps_rotated: rotated queries and keys are kept beside what they are made from: a part of
+            a packed product keeps all of it.
+        keeps_activated: the activated gate is kept beside the gate.
         shard_bytes, sum_bytes, state_bytes: of one element of a weight's shard, of its gradient's
             sum, and of the optimizer's state with masters; 0: as the kind of sharding has it.
     """
@@ -189,6 +193,7 @@ class Habits:
     collectives: int = 1
     loss: tuple[int, int] = (0, 0)
     keeps_rotated: bool = False
+    keeps_activated: bool = False
     shard_bytes: int = 0
     sum_bytes: int = 0
     state_bytes: int = 0
