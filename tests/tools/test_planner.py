@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from internsp.app.plan.devices import Fitted, device_named
+from tools.planner import own
 from tools.planner.__main__ import main
 from tools.planner.accuracy import accuracy, kendall
 from tools.planner.controls import CONTROLS, shuffled
@@ -221,3 +224,20 @@ def test_tau_counts_pairs_in_order() -> None:
     assert kendall([(1, 3), (2, 2), (3, 1)]) == -1
     assert kendall([(1, 1), (2, 3), (3, 2)]) == pytest.approx(1 / 3)
     assert kendall([(1, 1), (1, 2)]) is None
+
+
+def test_own_steps_give_back_the_constants_that_made_them() -> None:
+    base = device_named("cpu")
+    true = replace(base, fitted=Fitted(0.9, 1.0, 0.8))
+    cases = [own.Case(name, own.CASES[name], link=[1500.0]) for name in ("even", "heavy", "four")]
+    for case in cases:
+        load, device = case.load(), own.device_of(case, true)
+        case.compute, case.traced = [own.alone(load, device)], [0.0]
+        case.ours = [own.predicted(load, device).total]
+    fitted = own.calibrated(cases[0]).fitted
+    assert fitted.products == pytest.approx(0.9, rel=0.01)
+    assert fitted.slowdown == pytest.approx(0.8, rel=0.01)
+    told = list(own.table(cases))
+    assert sum("| +0.0 % |" in line or "| -0.0 % |" in line for line in told) == len(cases)
+    cases[1].ours = [2 * cases[1].ours[0]]  # a step that the constants do not explain
+    assert any("| -50.0 % |" in line for line in own.table(cases))

@@ -5,6 +5,7 @@
     python -m tools.planner fit                    the constants of each device, fitted again
     python -m tools.planner score FILE.csv [...]   each row of tables with the same columns
     python -m tools.planner score FILE.csv --json
+    sudo python -m tools.planner own --rounds 5    our own steps over a slow link, from one preset's
 
 Nothing runs on a device. A row that cannot be predicted says why.
 """
@@ -36,7 +37,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     score = commands.add_parser("score", help="predict each row of tables")
     score.add_argument("files", nargs="+", type=Path)
     score.add_argument("--json", action="store_true", help="one object instead of lines")
+    own = commands.add_parser("own", help="our own steps over a slow link, predicted from one's")
+    own.add_argument("--presets", nargs="+", help="of tools.bench_overlap; the first is fitted on")
+    own.add_argument("--rounds", type=int, default=3, help="each runs every preset once")
+    own.add_argument("--network", default="namespaces", choices=("namespaces", "loopback"))
     options = parser.parse_args(arguments)
+    if options.command == "own":
+        from tools.planner.own import CASES, run
+
+        names = options.presets or [name for name in CASES if name != "tiny"]
+        if unknown := [name for name in names if name not in CASES]:
+            own.error(f"--presets: no {', '.join(unknown)}; there are {', '.join(CASES)}")
+        for line in run(names, options.rounds, options.network):
+            print(line)
+        return 0
     if options.command == "score":
         return _score(options.files, options.json)
     if options.command == "fit":
