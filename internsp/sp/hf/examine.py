@@ -7,6 +7,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -111,7 +112,8 @@ def _attention_reason(module: nn.Module) -> str | None:
             return f"the eager attention of {kind} cannot be found: choose another implementation"
         if getattr(module, "reorder_and_upcast_attn", False):
             return f"{kind} with reorder_and_upcast_attn computes past its kernel: set it to False"
-    if not forwards_mask(type(module)):
+    of: type = type(module)
+    if not forwards_mask(of):
         return f"{kind} gives its kernel a mask of its own, made of this rank's tokens"
     return None
 
@@ -152,18 +154,23 @@ def finds_documents(inner: Any) -> bool:
 
     Some families leave that to flash attention; only their source shows it.
     """
-    for kind in _classes(inner):
-        for node in ast.walk(ast.parse(textwrap.dedent(_source(kind)))):
-            names: set[Any] = set()
-            if isinstance(node, ast.Call):
-                names = {keyword.arg for keyword in node.keywords}
-            elif isinstance(node, ast.Dict):  # arguments shared by several such calls
-                names = {key.value for key in node.keys if isinstance(key, ast.Constant)}
-            if {"config", "attention_mask", "position_ids"} <= names:
-                return True
+    return any(map(_gives_positions, _classes(inner)))
+
+
+@lru_cache(maxsize=64)
+def _gives_positions(kind: type) -> bool:
+    for node in ast.walk(ast.parse(textwrap.dedent(_source(kind)))):
+        names: set[Any] = set()
+        if isinstance(node, ast.Call):
+            names = {keyword.arg for keyword in node.keywords}
+        elif isinstance(node, ast.Dict):  # arguments shared by several such calls
+            names = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+        if {"config", "attention_mask", "position_ids"} <= names:
+            return True
     return False
 
 
+@lru_cache(maxsize=64)
 def forwards_mask(kind: type) -> bool:
     """Whether an attention passes its ``attention_mask`` to its kernel unchanged.
 
