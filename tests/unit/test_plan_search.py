@@ -26,6 +26,7 @@ from internsp.app.plan.search import Family, Space, chosen, neighbors, search
 from internsp.app.plan.searched import print_search
 from internsp.app.plan.seconds import step_seconds
 from internsp.app.plan.step import Plan, make_plan
+from internsp.app.plan.weight_seconds import dense_messages
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
 
@@ -263,6 +264,23 @@ def test_bytes_and_seconds_of_a_schedules_closed_form_are_near_those_of_the_plan
         assert step_bytes(load).total == pytest.approx(needed, rel=0.08), (number, mode)
         played = replayed(given, budget.plan.shape, H100).total
         assert step_seconds(load, H100).total == pytest.approx(played, rel=0.015), (number, mode)
+
+
+def test_messages_of_sums_within_a_machine_first_take_what_they_take_in_the_replay() -> None:
+    found = []
+    for near in (0, 8):
+        given = config(
+            model={"layers": 8}, parallel={"weight": 32},
+            weight_parallel={"reduce_near_ranks": near},
+        )  # fmt: skip
+        chunk = make_plan(given, 32).chunk
+        load = workload_of(given, MeshShape(32, **given.degrees()))
+        own = [weight.name for weight in chunk.blocks[0].weights]
+        times = 2 if near else 1  # its two messages are alike there
+        played = times * sum(messages(load, H100, chunk)["RS"][name] for name in own)
+        found.append(dense_messages(load, H100).reduce)
+        assert found[-1] == pytest.approx(played, rel=0.03), near
+    assert found[0] != pytest.approx(found[1], rel=0.03)
 
 
 def test_what_cannot_fit_is_said(tmp_path: Path) -> None:

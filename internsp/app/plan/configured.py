@@ -112,6 +112,7 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         collectives=5 if model.family == "internlm2" else 7,
         keeps_rotated=not weights.compile and model.family == "internlm2",
         keeps_activated=not weights.compile,
+        reduce_near=weights.reduce_near_ranks,
         shard_bytes=stored,
         sum_bytes=max(stored, 4),
         state_bytes=max(stored, 4) * (moments(config) + (stored < 4)),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from internsp.app.plan.devices import Device
 from internsp.app.plan.links import Group, beside
-from internsp.app.plan.workload import Workload
+from internsp.app.plan.workload import Habits, Workload
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def dense_messages(load: Workload, device: Device) -> WeightMessages:
     held = model.dense_parameters / degrees.tensor
     if not degrees.expert_shards:
         held += model.experts * model.expert_parameters / degrees.expert
-    later = (habits.collectives - 1) * group.latency
-    gather = group.gather(held * habits.gather_bytes) + later
-    reduce = group.gather(held * habits.reduce_bytes) + later
+    more = habits.collectives - 1
+    gather = group.gather(held * habits.gather_bytes) + more * group.latency
+    reduce = _reduced(group, held, habits, more)
     copies = Group(degrees.copies, degrees.tensor * over, device)
     rest = model.embedding / degrees.tensor / degrees.pipeline
     return WeightMessages(
@@ -64,7 +64,7 @@ def dense_messages(load: Workload, device: Device) -> WeightMessages:
         reduce,
         copies.all_reduce(held * habits.reduce_bytes / over),
         group.gather(rest * habits.gather_bytes),
-        group.gather(rest * habits.reduce_bytes),
+        _reduced(group, rest, habits),
     )
 
 
@@ -80,9 +80,25 @@ def expert_messages(load: Workload, device: Device) -> WeightMessages:
     return WeightMessages(
         gather,
         0.0 if degrees.kind == "zero2" else gather,
-        few.gather(own * habits.reduce_bytes),
+        _reduced(few, own, habits),
         alike.all_reduce(own * habits.reduce_bytes / degrees.expert_shards),
     )
+
+
+def _reduced(group: Group, elements: float, habits: Habits, more: int = 0) -> float:
+    """Seconds of a reduce-scatter; in two levels, sums of neighbors travel as wide as they are.
+
+    Args:
+        more: further collectives in which ``elements`` are reduced.
+    """
+    near, nbytes = habits.reduce_near, elements * habits.reduce_bytes
+    if not 1 < near < group.size or group.size % near:
+        return group.gather(nbytes) + more * group.latency
+    among = Group(near, group.stride, group.device)
+    between = Group(group.size // near, group.stride * near, group.device)
+    wide = max(habits.sum_bytes, habits.reduce_bytes)
+    later = more * (among.latency + between.latency)
+    return among.gather(nbytes) + between.gather(elements / near * wide) + later
 
 
 def exposed(

@@ -170,6 +170,8 @@ class Habits:
         keeps_rotated: rotated queries and keys are kept beside what they are made from: a part of
             a packed product keeps all of it.
         keeps_activated: the activated gate is kept beside the gate.
+        reduce_near: gradients are summed among so many neighbors first, and their sums between
+            them; 0: among all at once.
         shard_bytes, sum_bytes, state_bytes: of one element of a weight's shard, of its gradient's
             sum, and of the optimizer's state with masters; 0: as the kind of sharding has it.
     """
@@ -194,6 +196,7 @@ class Habits:
     loss: tuple[int, int] = (0, 0)
     keeps_rotated: bool = False
     keeps_activated: bool = False
+    reduce_near: int = 0
     shard_bytes: int = 0
     sum_bytes: int = 0
     state_bytes: int = 0
