@@ -24,11 +24,13 @@ from internsp.app.plan.longest import MemoryBudget
 from internsp.app.plan.replayed import messages, replayed
 from internsp.app.plan.search import Family, Space, chosen, neighbors, search
 from internsp.app.plan.searched import print_search
-from internsp.app.plan.seconds import step_seconds
+from internsp.app.plan.seconds import Computed, idle_in_a_v, step_seconds
 from internsp.app.plan.step import Plan, make_plan
 from internsp.app.plan.weight_seconds import dense_messages
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
+from internsp.pipeline.schedules import schedule_kind, schedule_order
+from internsp.pipeline.simulate import check_order
 
 H100 = device_named("h100-sxm")
 
@@ -103,7 +105,8 @@ def test_experts_are_divided_and_sharded_in_every_way_that_a_run_takes(
     model: dict[str, Any],
 ) -> None:
     given = config(model={**model, "heads": 8, "experts": 8}, train={"global_batch": 16})
-    space = Space(given, 8, H100)
+    device = replace(H100, near_ranks=2)  # whose neighbors are near matters
+    space = Space(given, 8, device)
     layouts = list(space.layouts())
     ways = {(one.expert, one.expert_weight) for one in layouts}
     assert ways == {(e, w) for e in (1, 2, 4, 8) for w in (1, 2, 4, 8) if e * w <= 8}
@@ -113,11 +116,11 @@ def test_experts_are_divided_and_sharded_in_every_way_that_a_run_takes(
             assert other is not None, one
             assert other.check(8) == [], one
             assert workload_of(other, MeshShape(8, **other.degrees())) == space.load(one), one
-            seconds = step_seconds(space.load(one), H100).total
+            seconds = step_seconds(space.load(one), device).total
             assert Family(space).seconds(one).total == pytest.approx(seconds, rel=1e-12), one
             for bound in _bounds(space, one):
                 assert bound <= seconds * (1 + 1e-9), one
-    found = search(given, 8, H100)
+    found = search(given, 8, device)
     assert found.possible == len(layouts)
     assert found.evaluated < 0.1 * found.possible
     told = [label for label, _ in neighbors(space, found.best[0].layout)]
@@ -264,6 +267,25 @@ def test_bytes_and_seconds_of_a_schedules_closed_form_are_near_those_of_the_plan
         assert step_bytes(load).total == pytest.approx(needed, rel=0.08), (number, mode)
         played = replayed(given, budget.plan.shape, H100).total
         assert step_seconds(load, H100).total == pytest.approx(played, rel=0.015), (number, mode)
+
+
+@pytest.mark.parametrize(("stages", "number"), [(4, 4), (4, 5), (4, 16), (8, 10), (8, 16)])
+@pytest.mark.parametrize(("inputs", "weights"), [(1.0, 1.0), (1.2, 0.8), (2.0, 0.5), (3.0, 1.0)])
+def test_idle_time_of_a_v_is_that_of_torchs_order(
+    stages: int, number: int, inputs: float, weights: float
+) -> None:
+    kind = schedule_kind("ZBVZeroBubble")
+    seconds = {"F": 1.0, "B": inputs + weights, "I": inputs, "W": weights}
+    timed = check_order(
+        schedule_order(kind, stages, 2, number), partial(kind.rank_of, ranks=stages, chunks=2),
+        2 * stages, lambda action: seconds[action.kind],
+    )  # fmt: skip
+    idle = max(one.end for one in timed) - 2 * number * (1.0 + inputs + weights)
+    space = Space(config(model=SMALL, train={"global_batch": 64}), 8, H100)
+    degrees = replace(space.base.degrees, pipeline=stages, interleave=2, v_shaped=True)
+    load = replace(space.base, degrees=degrees, micro_batches=number)
+    one = Computed({}, 2.0, 1.0, inputs + weights, 0.0, 0.0, 2 * weights)
+    assert idle_in_a_v(load, one, 0.0, 0.0) == pytest.approx(idle)
 
 
 def test_messages_of_sums_within_a_machine_first_take_what_they_take_in_the_replay() -> None:

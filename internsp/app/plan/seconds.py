@@ -236,7 +236,7 @@ def _add_bubble(
     parts[HEAD] += number * last / stages
     uneven = number * (slowest - one - last / stages)
     if degrees.v_shaped:
-        parts[BUBBLE] += _idle_in_a_v(load, computed, waited, uneven)
+        parts[BUBBLE] += idle_in_a_v(load, computed, waited, uneven)
     else:
         parts[BUBBLE] += uneven + (stages - 1) / chunks * one
     group = Group(2, degrees.devices // stages, device)
@@ -248,7 +248,7 @@ def _add_bubble(
     parts[BUBBLE] += 2 * one_way * often
 
 
-def _idle_in_a_v(load: Workload, computed: Computed, waited: float, uneven: float) -> float:
+def idle_in_a_v(load: Workload, computed: Computed, waited: float, uneven: float) -> float:
     """Idle seconds of torch's ZBVZeroBubble where a forward takes no longer than a backward.
 
     From replays of its order: each stage waits for an input's gradient of a chunk, or, where those
