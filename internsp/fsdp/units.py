@@ -70,7 +70,8 @@ def groups_of(units: Sequence[ProgramUnit]) -> list[Any]:
 def shardings_of(
     root: nn.Module, units: Sequence[ProgramUnit], config: WeightParallelConfig
 ) -> dict[Any, ParameterSharding]:
-    """How each parameter is sharded, by torch's ``FSDPParam``, in the order of registration.
+    """How each parameter is sharded, by torch's ``FSDPParam``, in the order of registration, but
+    small ones first: FSDP2 shards norms, too, and those of a block share a launch if neighbors.
 
     The modules hold the parameters of :func:`stand_in` after this call.
 
@@ -86,7 +87,14 @@ def shardings_of(
         for group in unit.groups
         for param in group.fsdp_params
     }
-    return {p: found[p] for p in sorted(found, key=lambda param: order[holders(param)[0]])}
+
+    def place(param: Any) -> tuple[bool, bool, int]:
+        own = found[param]
+        nbytes = own.parameter.numel() * own.dtypes.compute.itemsize
+        large = nbytes > config.coalesce_bytes
+        return large, not large and own.autocasts, order[holders(param)[0]]
+
+    return {param: found[param] for param in sorted(found, key=place)}
 
 
 def _sharding(

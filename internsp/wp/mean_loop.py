@@ -46,10 +46,11 @@ class MeanLoop(PlainLoop):
 
     def value_of(self, member: Member, total: Tensor) -> Tensor:
         """See :class:`PlainLoop`."""
-        if member not in self.divisors:
+        divisor = self.divisors.get(member)
+        if divisor is None:
             value = super().value_of(member, total)
         else:
-            value = total.div_(self.divisors[member])
+            value = total if divisor == 1 else total.div_(divisor)
         if member in self.hooks:
             self.hooks[member](value)
         return value

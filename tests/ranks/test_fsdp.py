@@ -213,6 +213,26 @@ def test_blocks_have_the_schedule_of_the_library() -> None:
 
 
 @ranks(2)
+def test_small_weights_of_a_block_share_a_launch_wherever_they_are() -> None:
+    blocks = [
+        nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 8))
+        for _ in range(2)
+    ]
+    model = nn.Sequential(*blocks)
+    for part in (*blocks, model):
+        ours.fully_shard(part, mesh=mesh_of((2,)))
+    ours.options(model, coalesce_bytes=64)
+    model(torch.randn(3, 8)).sum().backward()
+    plan = attached_to(model).communicator.plan  # type: ignore[union-attr]
+    assert plan is not None
+    for block in plan.blocks:
+        shared = [[w.name.partition(".")[2] for w in group.weights] for group in block.groups]
+        small = [["0.weight", "2.weight"], ["1.bias", "3.bias"]]  # autocast takes the biases alone
+        assert shared == [*small, ["1.weight"], ["3.weight"]]
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@ranks(2)
 def test_blocks_may_run_twice_in_any_order_or_not_at_all(rank: int) -> None:
     class Wandering(Model):
         turn = 0
