@@ -29,8 +29,8 @@ def zero_optimizer(
             norm is ``optimizer.grad_norm`` after a step.
 
     Raises:
-        ValueError: ``model`` is no module of ``fully_shard``, a parameter is not sharded, or one
-            that is trained is in no group.
+        ValueError: ``model`` is no module of ``fully_shard`` or has such an optimizer already, a
+            parameter is not sharded, or one that is trained is in no group.
         ConfigError: the mesh has no replicas: the state is over all ranks without this.
         StructureError: a setter was called that needs ``.grad``.
     """
@@ -39,6 +39,8 @@ def zero_optimizer(
     if isinstance(model, FSDPModule) and ATTRIBUTE not in vars(model):
         attach(model)
     found = plan_of(model, "zero_optimizer")
+    if found.zero:
+        raise ValueError("zero_optimizer: the gradients of this model have a ZeroOptimizer already")
     if found.communicator.mesh.replicas == 1:
         raise ConfigError(
             "internsp.fsdp.zero_optimizer: the mesh has no replicas, so that the state of any "
@@ -54,5 +56,6 @@ def zero_optimizer(
     )  # fmt: skip
     if optimizer.state:
         made.load_state_dict(optimizer.state_dict())
-    optimizer.param_groups = made.param_groups  # for a schedule that was made of it
+    optimizer.param_groups = made.param_groups  # for a schedule that was made of it,
+    vars(optimizer)["_opt_called"] = True  # which would warn that nothing has stepped
     return made

@@ -5,6 +5,7 @@ The same program runs with FSDP2 and its torch optimizer; all values are compare
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,9 @@ def train(
             found[f"norm {step}"] = torch.tensor(optimizer.grad_norm, dtype=torch.float64)
         optimizer.zero_grad()
         if schedule is not None:
-            schedule.step()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # that no step came before, which a scheduler says
+                schedule.step()
     return found
 
 
@@ -120,6 +123,8 @@ def test_what_needs_a_gradient_is_refused(rank: int) -> None:
         ours.zero_optimizer(model, optimizer)
     model.set_gradient_divide_factor(None)
     optimizer = ours.zero_optimizer(model, optimizer)
+    with pytest.raises(ValueError, match="have a ZeroOptimizer already"):
+        ours.zero_optimizer(model, optimizer)
     for call in (
         lambda: model.blocks[0].set_requires_gradient_sync(False),
         lambda: model.set_all_reduce_hook(print),
