@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from internsp.config.keys import Told
+from internsp.config.keys import FolderNumber
 
 FILE = "config.json"
 
@@ -103,18 +103,18 @@ def _of_zoo(content: dict[str, Any]) -> dict[str, Any]:
         found["tie_embeddings"] = given("tie_word_embeddings") is not False
     if kind == "deepseek_v3":
         parts = (given(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
-        found["head_dim"] = Told(sum(part for part in parts if isinstance(part, int)))
+        found["head_dim"] = FolderNumber(sum(part for part in parts if isinstance(part, int)))
         shared = given("n_shared_experts")
         if isinstance(shared, int) and "expert_size" in found:
-            found["shared_size"] = Told(shared * found["expert_size"])
+            found["shared_size"] = FolderNumber(shared * found["expert_size"])
     return found
 
 
-def _of_experts(content: dict[str, Any]) -> dict[str, Told]:
+def _of_experts(content: dict[str, Any]) -> dict[str, FolderNumber]:
     names = _OF_EXPERTS.get(str(content.get("model_type")), {})
     given = {key: content.get(name) for key, name in names.items()}
     return {
-        key: Told(value) for key, value in given.items()
+        key: FolderNumber(value) for key, value in given.items()
         if type(value) is int and 0 <= value < 1 << 24
     }  # fmt: skip
 

@@ -13,12 +13,12 @@ FROM_FILE = "file"
 """Context of pydantic's validation for values of a file or a command line."""
 
 
-class Told(int):
-    """A number that the folder of a model tells: such a key is not written in a file."""
+class FolderNumber(int):
+    """A number from the folder of a model, for a key that no file of a user may have."""
 
 
 def _refused_in_a_file(value: Any, info: ValidationInfo) -> Any:
-    if info.context == FROM_FILE and not isinstance(value, Told):
+    if info.context == FROM_FILE and not isinstance(value, FolderNumber):
         raise ValueError("is for programs alone, as an argument of its class")
     return value
 

@@ -85,13 +85,8 @@ class Space:
         self.dense = lru_cache(maxsize=None)(self._dense)
         self.stepped = lru_cache(maxsize=None)(self._stepped)
 
-    def layouts(self) -> Iterator[Layout]:
-        """Every layout whose degrees, batch and blocks divide."""
-        for family in self.families():
-            yield from self.members(family)
-
     def allows(self, layout: Layout) -> bool:
-        """Whether :meth:`layouts` has it."""
+        """Whether its degrees, batch and blocks divide."""
         if self.ranks % layout.pipeline or layout.pipeline not in self._pipelines():
             return False
         stage = self.ranks // layout.pipeline
@@ -160,13 +155,6 @@ class Space:
         if not self.config.model.mixtures:
             return (0,)
         return divisors(math.gcd(stage, self.config.model.experts))
-
-    def members(self, family: Layout) -> list[Layout]:
-        """The layouts of a family."""
-        return [
-            replace(family, weight=weight, expert_weight=size)
-            for weight, size in product(*self.sizes(family))
-        ]
 
     def sizes(self, family: Layout) -> tuple[Sequence[int], Sequence[int]]:
         """Over how many ranks weights, and each expert, may be sharded in a family."""
