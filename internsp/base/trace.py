@@ -199,6 +199,8 @@ class WatchedWork:
         except Exception as error:  # noqa: BLE001 - raised by wait(); the thread goes on
             self._error = error
         finally:
+            # Before the waiter goes on: the thread lingers, and would keep a model and its groups.
+            del self._work, self._on_end
             self._done.set()
 
     def wait(self) -> None:

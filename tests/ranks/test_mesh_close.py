@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,9 +26,20 @@ from tests.support.models import Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 
-def threads() -> int:
+def threads() -> set[str]:
     """The threads of this process, those of C++ libraries among them."""
-    return len(os.listdir("/proc/self/task"))
+    return set(os.listdir("/proc/self/task"))
+
+
+def left(before: set[str], seconds: float = 10.0) -> set[str]:
+    """The threads that have come since and do not end.
+
+    Linux lists a thread for a moment after another one has joined it: until it is off its core.
+    """
+    end = time.monotonic() + seconds
+    while (found := threads() - before) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
 
 
 def create(**degrees: Any) -> ParallelMesh:
@@ -54,11 +66,11 @@ def test_a_closed_mesh_ends_its_threads_and_connections() -> None:
     for _ in range(3):
         with create() as mesh:
             trained(mesh)
-            assert threads() > before
+            assert threads() - before
         assert mesh.is_closed
         mesh.close()  # once more
         gc.collect()
-        assert threads() == before
+        assert not left(before)
 
 
 @pytest.mark.thorough(4)
@@ -67,7 +79,7 @@ def test_dropped_meshes_end_their_threads_as_garbage() -> None:
     before = threads()
     for _ in range(4):
         trained(create())
-    assert threads() > before
+    assert threads() - before
     groups = []
     for _ in range(16):  # many groups are a reason to collect garbage
         trained(create())
@@ -233,10 +245,10 @@ def test_meshes_of_pipelines_sequences_and_experts_close() -> None:
         gc.collect()
         before = threads()
         mesh = create(**degrees)
-        assert threads() > before
+        assert threads() - before
         mesh.close()
         gc.collect()
-        assert threads() == before, degrees
+        assert not left(before), degrees
 
 
 @ranks(2, fresh=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from internsp.base import trace
 from internsp.base.trace import CompletionThread
 from internsp.wp.collectives import Transport, WorkHandles
 
@@ -62,6 +64,21 @@ def test_ends_are_told_in_turn_without_anybody_waiting_and_the_thread_ends() -> 
     third = watcher.watch(gates[0], lambda end: told.append((2, end)))
     third.wait()
     assert told[-1][0] == 2, "a watcher that has ended begins anew"
+    assert none_left()
+
+
+def test_once_a_work_is_waited_for_the_thread_that_lingers_keeps_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trace, "LINGER", 1.0)
+    gate, kept = Gate(), Gate()
+    work, end = weakref.ref(gate), weakref.ref(kept)
+    watched = CompletionThread().watch(gate, lambda _, kept=kept: None)  # type: ignore[misc]
+    gate.opened.set()
+    watched.wait()
+    del gate, kept
+    assert watchers(), "it waits for more"
+    assert work() is end() is None
     assert none_left()
 
 
