@@ -38,7 +38,7 @@ def test_what_is_drawn_is_refused_in_clear_words_or_planned_and_damages_nothing(
     # Ensures that the cases are neither all invalid nor all valid.
     assert counts["refused"] > each // 4
     assert counts["checked"] + counts["planned"] > each // 10
-    assert counts["planned"] > each // 500
+    assert counts["planned"]
 
 
 SMALL = """
