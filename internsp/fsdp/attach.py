@@ -7,7 +7,7 @@ the objects that they are, on the program's mesh; only their local tensors move 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from internsp.mesh.program import mesh_of_program
 from internsp.modules.adopted import adopt
 from internsp.modules.casts import ModuleCasts, register_casts
 from internsp.parallel.planned import parallelize_as
+from internsp.schedule.terms import Unit
 from internsp.structure.named import modules_of, structure_of
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.mean_loop import MeanLoop
@@ -276,13 +277,20 @@ def plan_of(module: nn.Module, asks: str) -> Attached:
     return found
 
 
-def at_rest(module: Any) -> Iterator[tuple[ISPCommunicator, nn.Module]]:
-    """The modules that hold a unit's parameters, and their communicator, if no pass runs."""
+def at_rest(module: Any) -> tuple[ISPCommunicator, Sequence[Unit[ShardedParameter]]] | None:
+    """The communicator and the units of a module's own parameters, if no pass runs.
+
+    The root's unit, which has norms and biases of others, is the root's alone.
+    """
     found = attached_to(module)
-    if found is not None and not found.communicator.events.busy:
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            for holder in {param._module_info.module for param in group.fsdp_params}:
-                yield found.communicator, holder
+    if found is None or found.communicator.events.busy:
+        return None
+    groups = module._get_fsdp_state()._fsdp_param_groups
+    members = (member_of(found.communicator, p) for group in groups for p in group.fsdp_params)
+    own = dict.fromkeys(member.unit for member in members)
+    if module is not found.root:
+        own = {unit: None for unit in own if unit.name != found.units[0].name}
+    return found.communicator, [*own]
 
 
 def show(module: Any) -> None:

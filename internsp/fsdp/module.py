@@ -61,16 +61,18 @@ class FSDPModule(TorchFSDPModule):
         if not async_op:
             show(self)
             return None
-        with suppress(OrderError):  # no room in the slots: gathered when it is used
-            for communicator, module in at_rest(self):
-                communicator.unshard(module)
+        if found := at_rest(self):
+            communicator, units = found
+            with suppress(OrderError):  # no room in the slots: gathered when it is used
+                communicator.unshard_units(units)
         return _Unsharding(self)
 
     def reshard(self) -> None:
         """Let the module hold its shards, and drop what is unsharded between two passes."""
         hide([self])
-        for communicator, module in at_rest(self):
-            communicator.reshard(module)
+        if found := at_rest(self):
+            communicator, units = found
+            communicator.reshard_units(units)
 
     def reset_iter_state(self) -> None:
         """Drop the gradients of an iteration that failed; the next forward recovers by itself."""

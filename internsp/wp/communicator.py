@@ -323,7 +323,11 @@ class ISPCommunicator(ChunkWeights):
         """
         if not isinstance(weight, nn.Module):
             return super().unshard(weight)
-        units = self._units_of(weight, "unshard")
+        self.unshard_units(self._units_of(weight, "unshard"))
+        return None
+
+    def unshard_units(self, units: Sequence[schedule.Unit[ShardedParameter]]) -> None:
+        """Start the all-gathers of ``units``: see :meth:`unshard` of a module."""
         fits = self.queue.prefetchable()
         for unit in units:
             if unit not in fits:
@@ -333,7 +337,6 @@ class ISPCommunicator(ChunkWeights):
                     "weight_parallel.prefetch_depth, or set keep_unsharded for it"
                 )
         self._prefetch(units)
-        return None
 
     def may_unshard_in_backward(self, weight: ShardedParameter) -> bool:
         """Those of the block whose backward runs, which all ranks come to."""
@@ -432,7 +435,12 @@ class ISPCommunicator(ChunkWeights):
             OrderError: a pass runs.
             StructureError: ``module`` has no sharded weight.
         """
-        for unit in self._units_of(module, "reshard"):
+        self.reshard_units(self._units_of(module, "reshard"))
+
+    def reshard_units(self, units: Sequence[schedule.Unit[ShardedParameter]]) -> None:
+        """Drop what is unsharded of ``units``: see :meth:`reshard`."""
+        self._require_rest("reshard")
+        for unit in units:
             self.state.perform(self.queue.reshard(unit))
             self.state.pool.slots[unit.slot].free(unit)
 

@@ -212,8 +212,8 @@ def test_blocks_have_the_schedule_of_the_library() -> None:
     assert seen[0] == seen[1]
 
 
-@ranks(2)
-def test_small_weights_of_a_block_share_a_launch_wherever_they_are() -> None:
+def launches(coalesce_bytes: int) -> dict[str, list[list[str]]]:
+    """The weights of each launch, by unit."""
     blocks = [
         nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 8))
         for _ in range(2)
@@ -221,15 +221,27 @@ def test_small_weights_of_a_block_share_a_launch_wherever_they_are() -> None:
     model = nn.Sequential(*blocks)
     for part in (*blocks, model):
         ours.fully_shard(part, mesh=mesh_of((2,)))
-    ours.options(model, coalesce_bytes=64)
+    ours.options(model, coalesce_bytes=coalesce_bytes)
     model(torch.randn(3, 8)).sum().backward()
-    plan = attached_to(model).communicator.plan  # type: ignore[union-attr]
-    assert plan is not None
-    for block in plan.blocks:
-        shared = [[w.name.partition(".")[2] for w in group.weights] for group in block.groups]
-        small = [["0.weight", "2.weight"], ["1.bias", "3.bias"]]  # autocast takes the biases alone
-        assert shared == [*small, ["1.weight"], ["3.weight"]]
     assert all(parameter.grad is not None for parameter in model.parameters())
+    plan = attached_to(model).communicator.plan  # type: ignore[union-attr]
+    return {u.name: [[w.name for w in group.weights] for group in u.groups] for u in plan.units}
+
+
+@ranks(2)
+def test_norms_and_biases_of_all_blocks_travel_with_the_root() -> None:
+    assert launches(64) == {
+        "the root": [  # autocast takes the biases alone
+            ["0.0.weight", "0.2.weight", "1.0.weight", "1.2.weight"],
+            ["0.1.bias", "0.3.bias", "1.1.bias", "1.3.bias"],
+        ],
+        "0": [["0.1.weight"], ["0.3.weight"]],
+        "1": [["1.1.weight"], ["1.3.weight"]],
+    }
+    own = [f"{number}.{kind}" for number in range(4) for kind in ("weight", "bias")]
+    for block, found in launches(0).items():  # what is not small stays with its block
+        wanted = [f"{block}.{name}" for name in own if name not in ("0.bias", "2.bias")]
+        assert sorted(name for names in found for name in names) == sorted(wanted)
 
 
 @ranks(2)
