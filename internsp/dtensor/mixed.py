@@ -110,6 +110,14 @@ class ParameterTensor(DTensor):
             of = "a value made of " if isinstance(self, ParameterValue) else ""
             self._member.reads.refuse(self._member, f"{what} of {of}{self.parameter_name}")
 
+    def data_ptr(self) -> int:
+        """0: only the local tensor has memory.
+
+        torch says the offset within the local tensor's storage, as if it were an address, and
+        ``dcp.async_save`` copies from there (seen with torch 2.13).
+        """
+        return 0
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A copy belongs to no communicator: an ordinary ``DTensor`` (parameter)."""
         copied = self._as_dtensor(self._local_tensor.detach().clone())

@@ -98,6 +98,11 @@ class ModelParameter:
         self._counter = whole  # shares the parameter's version counter, and is faster to read
         self.parameter = make_shard_parameter(nn.Parameter(whole, requires_grad=trained), self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: torch's asynchronous checkpoints copy a state dict with all that its tensors
+        refer to, and this is not a part of their values."""
+        return self
+
     def assign(self, communicator: WPCommunicator[Self]) -> None:
         """Let ``communicator`` unshard it and reduce its gradient."""
         # Layers hand it weights of either class, each to its own communicator.

@@ -96,6 +96,31 @@ def test_every_combination_of_options_brings_a_run_back_to_the_bit(
             assert all(torch.equal(end[name], now[name]) for name in end), f"{case}, {given}"
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["whole parts", "slices"])
+@ranks(2)
+def test_an_asynchronous_checkpoint_has_the_bytes_of_a_plain_one(
+    own: bool, tmp_path: Path, rank: int
+) -> None:
+    """dcp.async_save copies the state with what its tensors refer to; a step goes on meanwhile."""
+    case = Case(weight=2)
+    s = setup(case)
+    train(s, case, rank, 1)
+    state = {
+        "model": s.model.state_dict(),
+        "optimizer": s.optimizer.local_state_dict()
+        if own
+        else get_optimizer_state_dict(s.model, s.optimizer),
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "plain")
+    group = dist.new_group(backend="gloo")
+    saving: Any = dcp.async_save(state, checkpoint_id=tmp_path / "later", process_group=group)
+    train(s, case, rank, 1, start=1)
+    saving.result()
+    dist.destroy_process_group(group)
+    for one in (tmp_path / "plain").glob("*.distcp"):
+        assert one.read_bytes() == (tmp_path / "later" / one.name).read_bytes()
+
+
 def with_buffer() -> Tiny:
     model = Tiny()
     model.register_buffer("seen", torch.arange(3.0))
