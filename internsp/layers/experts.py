@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from internsp.experts.dispatch import Dispatch, Local
 from internsp.experts.routes import Copies, collect, spread
-from internsp.layers.router import Router, Routes
+from internsp.layers.router import Router, Routes, require_sizes
 
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -71,14 +71,18 @@ class Experts(nn.Module):
         top_k: int | None = None,
     ) -> None:
         super().__init__()
+        require_sizes(experts=experts, width=width, hidden=hidden)
         self.num_experts, self.top_k = experts, top_k
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate_up = nn.Parameter(torch.empty(experts, width, 2 * hidden, **options))
         self.down = nn.Parameter(torch.empty(experts, hidden, width, **options))
         self.dispatch: Dispatch = Local()
-        if self.down.device.type != "meta":
-            nn.init.normal_(self.gate_up, std=width**-0.5)
-            nn.init.normal_(self.down, std=hidden**-0.5)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Give both weights their first values."""
+        for weight in (self.gate_up, self.down):
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def forward(
         self, hidden: Tensor, index: Tensor, weights: Tensor, meanwhile: Any = lambda: None
@@ -158,13 +162,14 @@ class MixtureOfExperts(nn.Module):
         **router: Any,
     ) -> None:
         super().__init__()
+        require_sizes(least=0, shared=shared)
         self.router = Router(width, experts, top_k, device=device, dtype=dtype, **router)
         self.experts = Experts(experts, width, hidden, device, dtype, top_k)
         self.shared_experts = SharedExperts(width, shared, device, dtype) if shared else None
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., width]`` -> ``[..., width]``."""
-        tokens = x.flatten(0, -2)
+        tokens = x.reshape(-1, x.shape[-1])
         routes = self.router(tokens)
         made, (attach, shared) = self.experts(
             tokens, routes.index, routes.weights, lambda: self._meanwhile(routes, tokens)

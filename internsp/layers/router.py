@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, Self
 
 import torch
@@ -97,21 +98,29 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _require_fits(experts, top_k, groups, top_groups, capacity_factor)
+        require_sizes(width=width, experts=experts, top_k=top_k)
         self.experts, self.top_k, self.score, self.normalize = experts, top_k, score, normalize
         self.scale, self.groups, self.top_groups = scale, groups, top_groups
         self.auxiliary, self.z_loss, self.balance_rate = auxiliary, z_loss, balance_rate
         self.capacity_factor = capacity_factor
+        _require_fits(self)
         self.weight = nn.Parameter(torch.empty(experts, width, device=device, dtype=dtype))
-        self.register_buffer("load", torch.zeros(experts, dtype=torch.float64), persistent=False)
-        for name in ("entropy", "dropped"):
-            self.register_buffer(name, torch.zeros((), dtype=torch.float64), persistent=False)
-        self.register_buffer("bias", torch.zeros(experts) if balance_rate else None)
+        for name, shape in (("load", (experts,)), ("entropy", ()), ("dropped", ())):
+            counter = torch.empty(shape, device=device, dtype=torch.float64)
+            self.register_buffer(name, counter, persistent=False)
+        bias = torch.empty(experts, device=device, dtype=torch.float32) if balance_rate else None
+        self.register_buffer("bias", bias)
         self.loss: Callable[[], Tensor] | None = None
         self.router_ranks: RouterRanks | None = None
         self.loss_scale: Callable[[], Tensor | float] | None = None
-        if self.weight.device.type != "meta":
-            nn.init.normal_(self.weight, std=width**-0.5)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give the weight its first values, and the bias and the counters zeros."""
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Move or cast; the bias stays in fp32 and the load in float64, which count small steps."""
@@ -255,15 +264,31 @@ class _Attached(torch.autograd.Function):
         return grads[0], None, of_shares * scale, of_shares.new_tensor(of_squares) * scale
 
 
-def _require_fits(
-    experts: int, top_k: int, groups: int, top_groups: int, capacity_factor: float
-) -> None:
-    if not 0 <= capacity_factor < math.inf:
+def require_sizes(least: int = 1, **sizes: int) -> None:
+    """Check that ``sizes`` are whole numbers of at least ``least``.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, Integral) or size < least:
+            raise ValueError(f"{name} = {size!r}: give a whole number of at least {least}")
+
+
+def _require_fits(router: Router) -> None:
+    experts, top_k, factor = router.experts, router.top_k, router.capacity_factor
+    groups, top_groups = router.groups, router.top_groups
+    if router.score not in ("softmax", "sigmoid"):
+        raise ValueError(f"score = {router.score!r}: give softmax or sigmoid")
+    for name in ("scale", "auxiliary", "z_loss", "balance_rate"):
+        if not _is_finite(getattr(router, name)):
+            raise ValueError(f"{name} = {getattr(router, name)!r}: give a number of at least 0")
+    if not _is_finite(factor):
         raise ValueError(
-            f"capacity_factor = {capacity_factor}: an expert takes so many times its equal share "
+            f"capacity_factor = {factor!r}: an expert takes so many times its equal share "
             "of the tokens; choose 1.25, or 0 to drop nothing"
         )
-    if not 1 <= top_k <= experts:
+    if top_k > experts:
         raise ValueError(f"top_k = {top_k} of {experts} experts: choose 1 to {experts}")
     if groups < 1 or experts % groups or not 1 <= top_groups <= groups:
         raise ValueError(
@@ -275,6 +300,10 @@ def _require_fits(
             f"top_k = {top_k} is more than the {top_groups * (experts // groups)} experts of "
             f"{top_groups} groups: choose more groups, or fewer experts"
         )
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and 0 <= float(value) < math.inf
 
 
 def routers(modules: Iterable[nn.Module]) -> list[Router]:
@@ -300,8 +329,8 @@ def router_loss(*modules: nn.Module) -> Tensor | float:
 def balance_experts(*modules: nn.Module) -> None:
     """Move the biases of all routers towards equal loads; call it after each optimizer step.
 
-    Loads are those of all ranks and micro-batches since the last call, in one message. Collective
-    if a router with a bias is shared by several ranks; blocks.
+    Loads are those of all ranks and micro-batches since the last call, in one message for each
+    parallel model. Collective if a router with a bias is shared by several ranks; blocks.
     """
     every = routers(modules)
     balanced = [router for router in every if router.bias is not None]
@@ -310,11 +339,11 @@ def balance_experts(*modules: nn.Module) -> None:
         router.dropped.zero_()
         if router.bias is None:
             router.load.zero_()
-    if not balanced:
-        return
-    loads = torch.cat([router.load for router in balanced])
-    loads = Total(loads, balanced[0].router_ranks).wait()
-    for router, load in zip(balanced, loads.split([r.experts for r in balanced]), strict=True):
-        assert router.bias is not None, "chosen above"
-        router.bias += router.balance_rate * (load.mean() - load).sign().to(router.bias.dtype)
-        router.load.zero_()
+    for ranks in dict.fromkeys(router.router_ranks for router in balanced):
+        these = [router for router in balanced if router.router_ranks is ranks]
+        loads = Total(torch.cat([router.load for router in these]), ranks).wait()
+        for router, load in zip(these, loads.split([r.experts for r in these]), strict=True):
+            assert router.bias is not None, "chosen above"
+            change = (load.mean() - load).sign().to(router.bias.dtype)
+            router.bias += router.balance_rate * change
+            router.load.zero_()

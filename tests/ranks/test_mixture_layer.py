@@ -228,3 +228,20 @@ def test_nothing_in_forward_waits_for_the_counts_of_other_ranks(rank: int) -> No
     (loss + router_loss(pair.ours)).backward()
     assert forward < 0.5 or rank == 1
     assert time.monotonic() - start > 0.9, "the control: the loss waits"
+
+
+@ranks(2)
+def test_a_model_of_one_process_beside_a_parallel_one_is_balanced_by_its_own_tokens(
+    rank: int,
+) -> None:
+    parallel = Pair(DEEPSEEK, None, expert=2)
+    alone = copy.deepcopy(parallel.plain)
+    parallel.plain(torch.cat([tokens(0, 0), tokens(1, 0)]))
+    parallel.ours(tokens(rank, 0))
+    alone(tokens(rank, 1))
+    wanted = copy.deepcopy(alone)
+    balance_experts(alone, parallel.ours)
+    balance_experts(parallel.plain)
+    balance_experts(wanted)
+    for found, right in ((parallel.ours, parallel.plain), (alone, wanted)):
+        check(dict(found.named_buffers()), dict(right.named_buffers()), "bias")

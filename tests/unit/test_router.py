@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from internsp.layers import MixtureOfExperts, Router, balance_experts
+from internsp.values.meta import materialize_buffers
 from tests.support.compare import check, close, gradients
 
 
@@ -46,6 +49,47 @@ def test_a_capacity_below_nothing_is_refused() -> None:
     for factor in (-1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=f"capacity_factor = {factor}: .* 0 to drop nothing"):
             Router(4, 4, 2, capacity_factor=factor)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"score": "relu"}, "score = 'relu': give softmax or sigmoid"),
+        ({"balance_rate": -0.1}, "balance_rate = -0.1: give a number of at least 0"),
+        ({"auxiliary": math.nan}, "auxiliary = nan: give a number"),
+        ({"z_loss": "0.1"}, "z_loss = '0.1': give a number"),
+        ({"scale": math.inf}, "scale = inf: give a number"),
+        ({"top_k": 2.0}, "top_k = 2.0: give a whole number of at least 1"),
+        ({"hidden": 0}, "hidden = 0: give a whole number"),
+        ({"experts": 0}, "experts = 0: give a whole number"),
+        ({"shared": -1}, "shared = -1: give a whole number of at least 0"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_when_the_layer_is_made(
+    options: dict[str, Any], message: str
+) -> None:
+    sizes = {"width": 4, "hidden": 4, "experts": 4, "top_k": 2}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MixtureOfExperts(**sizes | options)
+
+
+def test_a_layer_on_the_meta_device_gets_its_first_values_by_reset_parameters() -> None:
+    torch.manual_seed(0)
+    wanted = MixtureOfExperts(4, 3, 4, 2, balance_rate=0.1)
+    with torch.device("meta"):
+        by_context = MixtureOfExperts(4, 3, 4, 2, balance_rate=0.1)
+    for layer in (by_context, MixtureOfExperts(4, 3, 4, 2, balance_rate=0.1, device="meta")):
+        assert all(t.is_meta for t in (*layer.parameters(), *layer.buffers())), "one device"
+        materialize_buffers(layer, torch.device("cpu"))
+        assert not any(buffer.any() for buffer in layer.buffers())
+        layer.to_empty(device="cpu")
+        torch.manual_seed(0)
+        for module in layer.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        for name, value in wanted.state_dict().items():
+            assert torch.equal(layer.state_dict()[name], value)
+        assert layer(torch.ones(4)).shape == (4,), "of one token, as a linear layer's"
 
 
 def test_rows_of_no_expert_reach_neither_result_nor_gradient(
