@@ -171,6 +171,26 @@ def test_a_reader_that_has_seen_enough_of_the_help_ends_it_in_silence(words):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+FULL = "internsp: standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "output", "status", "said"),
+    [
+        ("--version", "/dev/full", 3, FULL),
+        ("report --help", "/dev/full", 3, FULL),
+        ("train --help", "&-", 0, ""),
+    ],
+)
+def test_output_that_is_full_or_closed_is_one_line_or_silence(words, output, status, said):
+    code = f"import sys; from internsp.app import cli; sys.exit(cli.main({words.split()}))"
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" -c "$1" >{output}', sys.executable, code], stderr=subprocess.PIPE,
+        cwd=Path(__file__).parents[2], timeout=60, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (status, said)
+
+
 def test_version_is_one_line(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("internsp ")

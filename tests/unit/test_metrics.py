@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import pty
 import re
 
 import pytest
@@ -226,10 +227,19 @@ def test_time_left_is_the_median_step_times_the_steps_left_or_those_of_the_token
     assert [duration(s) for s in (0.4, 75.2, 7389)] == ["0:00", "1:15", "2:03:09"]
 
 
-def test_a_reader_that_has_seen_enough_does_not_end_the_run() -> None:
-    reading, writing = os.pipe()
+@pytest.mark.parametrize("gone", ["reader", "space", "terminal", "terminal of a bar"])
+def test_a_run_goes_on_without_what_it_writes_to(gone: str) -> None:
+    """`| head`, a full disk, a terminal that is closed while SIGHUP is ignored."""
+    if gone == "reader":
+        other, writing = os.pipe()
+    elif gone == "space":
+        other, writing = os.open(os.devnull, os.O_RDONLY), os.open("/dev/full", os.O_WRONLY)
+    else:
+        other, writing = pty.openpty()
+    environ = {"TERM": "xterm"} if "bar" in gone else {"NO_COLOR": "1"}
     with os.fdopen(writing, "w", encoding="utf-8") as stream:
-        display = Display(10, log_every=1, stream=stream, environ={})
-        os.close(reading)  # as `| head` does
+        display = Display(10, log_every=1, stream=stream, environ=environ)
+        os.close(other)
+        assert display.live == ("bar" in gone)
         display.update(step(1))
         display.finish()

@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypedDict
 import tyro
 
 from internsp.app.cli import plain
-from internsp.app.cli.plain import end_on_broken_pipe, print_output
+from internsp.app.cli.plain import print_output, printing
 from internsp.app.config import Config, read_config, report, sections
 from internsp.app.config.errors import Problem
 from internsp.app.process.environment import Launched, launched
@@ -96,12 +96,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if stranger:
         write_lines(f"internsp: {stranger}", sys.stderr)
         return USAGE_ERROR
-    if words[:1] == ["--version"]:
-        print(f"internsp {__version__}")
-        return 0
     try:
-        with end_on_broken_pipe():
+        with printing():
+            if words[:1] == ["--version"]:
+                print(f"internsp {__version__}")
+                return 0
             command, unknown = _parse(words)
+    except MachineError as error:
+        write_lines(f"internsp: {error}", sys.stderr)
+        return error.exit_status
     except (ImportError, OSError) as error:  # tyro's, which writes a shell's completion script
         write_lines(f"internsp: {words[0]}: {error}", sys.stderr)
         return MachineError.exit_status

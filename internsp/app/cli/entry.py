@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments without the program's name; ``None``: those of this process.
     """
+    _open_closed_streams()
     try:
         from internsp.app.cli.command import main as command
     except ModuleNotFoundError as error:
@@ -24,3 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"internsp: {found}", file=sys.stderr)
         return found.exit_status
     return command(argv)
+
+
+def _open_closed_streams() -> None:
+    """Open what the caller has closed (``>&-``, a daemon): the next file would have its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode)
+            os.set_inheritable(stream.fileno(), True)  # by ranks
+            setattr(sys, name, stream)

@@ -165,11 +165,11 @@ def perform(name: str, words: Sequence[str]) -> int:
         SystemExit: from ``--help`` (0) and from a command line that tyro cannot parse (2).
     """
     plain_help()
-    with end_on_broken_pipe():
-        command = tyro.cli(
-            COMMANDS[name], prog=f"internsp {name}", args=list(words), use_underscores=True
-        )
     try:
+        with printing():
+            command = tyro.cli(
+                COMMANDS[name], prog=f"internsp {name}", args=list(words), use_underscores=True
+            )
         lines = command.perform()
         print_output(lambda: write_lines("\n".join(lines), sys.stdout))
     except InternspError as error:
@@ -185,8 +185,12 @@ def plain_help() -> None:
 
 
 @contextmanager
-def end_on_broken_pipe() -> Iterator[None]:
-    """A context that ends the command with status 0 if its output's reader is gone (``| head``)."""
+def printing() -> Iterator[None]:
+    """A context that prints; ends the command with status 0 if nothing reads it (``| head``).
+
+    Raises:
+        MachineError: standard output takes no more (a full disk).
+    """
     try:
         try:
             yield
@@ -195,16 +199,17 @@ def end_on_broken_pipe() -> Iterator[None]:
     except BrokenPipeError:
         _discard_stdout()
         raise SystemExit(0) from None
+    except OSError as error:
+        if error.filename is not None:  # of another file
+            raise
+        _discard_stdout()
+        raise MachineError(f"standard output: {error.strerror}") from error
 
 
 def print_output(write: Callable[[], None]) -> None:
-    """Run ``write``, which prints, and handle a full disk or a closed pipe at standard output."""
-    try:
-        with end_on_broken_pipe():
-            write()
-    except OSError as error:
-        _discard_stdout()
-        raise MachineError(f"standard output: {error.strerror}") from error
+    """Run ``write``, which prints; see :func:`printing`."""
+    with printing():
+        write()
 
 
 def _discard_stdout() -> None:

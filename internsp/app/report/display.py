@@ -16,7 +16,8 @@ import statistics
 import sys
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -107,7 +108,8 @@ class Display:
         now = time.perf_counter()
         redraw = at_end or now - self._drawn >= _REFRESH_SECONDS
         self._drawn = now if redraw else self._drawn
-        self._bar.update(self._task, completed=self._done, refresh=redraw)
+        with self._may_be_lost():
+            self._bar.update(self._task, completed=self._done, refresh=redraw)
 
     def note(self, text: str) -> None:
         """Print a line, such as the path of a checkpoint."""
@@ -150,7 +152,8 @@ class Display:
 
     def close(self) -> None:
         """Restore the terminal without a summary, after an error; may be called more than once."""
-        self._bar.stop()
+        with self._may_be_lost():
+            self._bar.stop()
 
     def _seconds_left(self) -> float:
         """The steps left times the median time of the last ones."""
@@ -161,12 +164,19 @@ class Display:
         return left * statistics.median(self._seconds[-_TIMED_STEPS:])
 
     def _line(self, text: str) -> None:
-        if self._bar.live.is_started:
-            self._bar.console.print(Text(text), soft_wrap=True)
-            return
+        with self._may_be_lost():
+            if self._bar.live.is_started:
+                self._bar.console.print(Text(text), soft_wrap=True)
+            else:
+                write_lines(text, self._stream)
+
+    @contextmanager
+    def _may_be_lost(self) -> Iterator[None]:
+        """A context that writes to the stream. A run goes on without it: its reader is gone
+        (``| head``), its terminal was closed, its disk is full."""
         try:
-            write_lines(text, self._stream)
-        except BrokenPipeError:  # `| head` reads no more, which must not end the run
+            yield
+        except OSError:
             with open(os.devnull, "w") as nothing:  # buffered output goes there, too
                 os.dup2(nothing.fileno(), self._stream.fileno())
 
