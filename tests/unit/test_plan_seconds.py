@@ -186,6 +186,30 @@ def test_a_group_with_one_rank_a_domain_drives_one_adapter_and_one_with_all_driv
     assert Group(1, 1, device).gather(nbytes) == Group(1, 1, device).exchange(nbytes) == 0
 
 
+@pytest.mark.parametrize("parts", [True, False])
+def test_sums_of_gradients_of_cut_columns_run_beside_products(parts: bool) -> None:
+    """By hand: of parts of sequences six messages a backward, else two all-reduces, four."""
+    device = device_named("h100-sxm")
+    model = ModelShape(1, 8192, 28672, True, 64, 64, 128, 32000)
+    plain = Habits(tensor_sequence=parts)
+    load = Workload(model, Degrees(4, tensor=4), 4096, 4, 1, habits=plain)
+    beside_it = replace(load, habits=replace(plain, tensor_async=True))
+    one = Group(4, 1, device).gather(load.tokens * 8192 * 2)
+    alone = block_seconds(load, device)
+    assert alone.tensor == pytest.approx((4 * one, (6 if parts else 4) * one))
+    found = block_seconds(beside_it, device)
+    assert found.hidden_tensor == pytest.approx((0, 4 * one))
+    assert found.tensor == pytest.approx((4 * one, (2 if parts else 0) * one))
+    # Over links a hundred times slower the products are over before the messages, and only they
+    # can hide any: as much as they take beside them.
+    far = device.with_links(near=device.near / 100)
+    late, slow = block_seconds(beside_it, far), 1 + device.fitted.slowdown
+    assert sum(late.tensor) + sum(late.hidden_tensor) == pytest.approx(
+        sum(block_seconds(load, far).tensor)
+    )
+    assert late.hidden_tensor[1] < late.backward.products * slow * (1 if parts else 0.5)
+
+
 def draw(order: random.Random) -> Workload:
     heads, head = order.choice([4, 8, 16, 32, 64]), order.choice([64, 128])
     wide = heads * head
@@ -205,12 +229,13 @@ def draw(order: random.Random) -> Workload:
         pipeline=stages, interleave=order.choice([1, 2]) if stages > 1 else 1, context=context,
         ring=order.choice([n for n in (1, 2, 4, 8) if context % n == 0]), replicas=copies,
         kind=order.choice(["zero3", "zero2", "zero1", "none"]),
-        expert=order.choice([1, 8]) if experts[0] else 1,
+        expert=min(weight, order.choice([1, 8])) if experts[0] else 1,
     )  # fmt: skip
     habits = Habits(
         order.choice(["eager", "kernels", "compiled"]),
         order.choice(["flash1", "flash2", "flash3", "unfused"]),
         overlaps=order.random() < 0.8, tensor_overlap=order.random() < 0.5,
+        tensor_async=order.random() < 0.5, tensor_sequence=order.random() < 0.5,
         keeps_gathers=order.random() < 0.3, collectives=order.choice([1, 7]),
         launches=order.choice([0.0, 0.0004]),
     )  # fmt: skip

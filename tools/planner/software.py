@@ -17,6 +17,7 @@ _MEGATRON = Habits(
     reduce_bytes=2,  # its benchmarks set grad_reduce_in_fp32 to false
     whole_recompute=True,
     tensor_overlap=True,
+    tensor_async=True,  # LinearWithGradAccumulationAndAsyncCommunication
     launches=0.0003,
     accumulates=2,  # the product of a weight's gradient adds to the sum
     # To 32 bits; maximum, difference, exponential, sum and quotient one by one; and back.
@@ -41,7 +42,8 @@ SOFTWARE = {
     ),
     "automodel": Habits(kernel="flash3"),
     "internevo": Habits(
-        fused="kernels", kernel="flash1", reduce_bytes=2, tensor_sequence=False, accumulates=6
+        fused="kernels", kernel="flash1", reduce_bytes=2, tensor_sequence=False, accumulates=6,
+        tensor_async=True,  # the FusedDenseFunc of flash-attn
     ),
     "alst": Habits(fused="eager", reduce_bytes=2),
     "trl": Habits(fused="eager", kernel="flash3"),  # torch's context parallelism: cuDNN's kernel

@@ -155,6 +155,8 @@ class Habits:
         whole_recompute: a recompute computes the block's last product, too.
         tensor_sequence: between products, tensor ranks hold parts of the sequence.
         tensor_overlap: messages of tensor parallelism run beside the products.
+        tensor_async: in the backward of a product whose columns are cut, the gather of its input
+            runs beside the gradient of the input, and the sum of this beside that of the weight.
         overlaps: gathers and reductions run beside computation.
         launches: seconds of the host for a block's forward; the device never runs ahead of it.
         accumulates: bytes of memory traffic an element of a gradient takes in each micro-batch.
@@ -184,6 +186,7 @@ class Habits:
     whole_recompute: bool = False
     tensor_sequence: bool = True
     tensor_overlap: bool = False
+    tensor_async: bool = False
     overlaps: bool = True
     launches: float = 0.0004
     accumulates: int = 12
