@@ -148,7 +148,9 @@ class Events:
         recomputes = graph_task() != NO_TASK
         if isinstance(block, Enclosing):
             if not recomputes:
-                self.order.pre_forward_of_enclosing(block)
+                if not self.inside:
+                    self._enter_alone(chunk.units.blocks[block.first], block.rest)
+                self.order.pre_forward_of_enclosing(block, self.inside)
                 chunk.perform(enclosing.pre_forward(block))
         elif recomputes:
             if block.around >= 0:  # the recompute may be that of the enclosing block
@@ -164,7 +166,7 @@ class Events:
             if changed:
                 chunk.perform(chunk.queue.slots.gather_again(block))
 
-    def _enter_alone(self, unit: Unit) -> None:
+    def _enter_alone(self, unit: Unit, *rest: Unit) -> None:
         """A block's pre-forward where the program calls blocks without the model's forward."""
         chunk = self._chunk
         self.recover()
@@ -173,7 +175,7 @@ class Events:
             self.recovery.guard.begin_pass()
             self._begin_forward()
             chunk.queue.begin_blocks(self.contents.begin_pass())
-        for each in (unit, *chunk.units.root):  # these hold the weights that blocks share
+        for each in (unit, *rest, *chunk.units.root):  # these hold the weights that blocks share
             chunk.invalidate_older(each)
 
     def _begin_forward(self) -> None:

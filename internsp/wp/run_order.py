@@ -52,6 +52,7 @@ class RunOrder:
         self._agreement, self.learning = agreement, learner
         self.learned: LearnedPasses[ShardedParameter] | None = None
         self._next = 0  # position of the block that the forward must run next
+        self._entered = False  # an enclosing block that the program calls itself has begun it
 
     # forward
 
@@ -71,6 +72,9 @@ class RunOrder:
 
     def begins_again(self, unit: Unit) -> bool:
         """Whether a block that the program calls itself begins a new forward."""
+        if self._entered:
+            self._entered = False
+            return False
         order = self._queue.passes.order.blocks
         self._next %= len(order)
         return unit not in order[self._next :] or not self._next
@@ -97,8 +101,9 @@ class RunOrder:
         if self._agreement is not None:
             self._agreement.pre_forward(unit.name, expected is unit)
 
-    def pre_forward_of_enclosing(self, block: Enclosing[ShardedParameter]) -> None:
+    def pre_forward_of_enclosing(self, block: Enclosing[ShardedParameter], inside: bool) -> None:
         """A block that holds units of its own comes: its first unit is the next one."""
+        self._entered = not inside
         if self._agreement is not None:
             first = self._queue.passes.order.blocks[block.first].name
             self._agreement.pre_forward(first, self._next == block.first)

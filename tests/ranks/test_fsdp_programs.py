@@ -7,6 +7,7 @@ value. docs/dev/results/fsdp2_tests.md names the tests of PyTorch that have the 
 from __future__ import annotations
 
 import copy
+import time
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -197,11 +198,30 @@ def part_alone(names: Any, rank: int) -> dict[str, Tensor]:
     return found
 
 
+def late_alone(names: Any, rank: int) -> dict[str, Tensor]:
+    """Blocks that hold units run alone; a rank comes to them later than the other one."""
+    model: Any = Model().double()
+    shard(names.fully_shard, model, "nested", mesh_of((2,)))
+    found = {}
+    for late in range(2):
+        loss_of(model, batch(late, 0, rank)).backward()
+        for number in range(3):
+            if rank == late:
+                time.sleep(0.1)
+            output = model.blocks[number](inputs(rank, 2, 4, 13))
+            output.square().mean().backward()
+            found[f"{late} {number}"] = output.detach()
+        with torch.no_grad():  # the second time new values
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+    return found | gradients(model)
+
+
 @ranks(2)
 def test_parts_of_a_model_run_alone(rank: int) -> None:
     compare(
         _chunked(False), _chunked(True), _chunked(True, tied=True), _chunked(True, toggled=True),
-        part_alone, rank=rank,
+        part_alone, late_alone, rank=rank,
     )  # fmt: skip
 
 
