@@ -166,7 +166,7 @@ class Events:
             if changed:
                 chunk.perform(chunk.queue.slots.gather_again(block))
 
-    def _enter_alone(self, unit: Unit, *rest: Unit) -> None:
+    def _enter_alone(self, unit: Unit, *rest: terms.Unit[ShardedParameter]) -> None:
         """A block's pre-forward where the program calls blocks without the model's forward."""
         chunk = self._chunk
         self.recover()
