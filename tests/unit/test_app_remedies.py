@@ -461,6 +461,7 @@ TRAIN: Table = {
         "and resume from the newest checkpoint": GOES_ON, "look at the machines": GOES_ON,
     },
     "the run's folder {path} cannot be written": {"choose another train.name or --output": STARTS},
+    "which no run has written": {"choose another train.name or --output": STARTS},
     "rank 0 finds no command": {
         "give its whole path":
             "tests/unit/test_alerts.py::"

@@ -16,6 +16,7 @@ from internsp.app.data.batches import DataSource
 from internsp.app.launch import preflight
 from internsp.app.launch.launch import advice
 from internsp.app.launch.preflight import check_before_start, device_mistakes, errors_in_words
+from internsp.app.process.rank_log import log_path
 from internsp.app.train.run_folder import set_aside
 from internsp.errors import (
     ConfigError,
@@ -87,6 +88,19 @@ def test_a_run_in_the_current_folder_is_moved_aside_like_any_other(monkeypatch) 
     Path("metrics.jsonl").write_text("an older run")
     assert set_aside(Path(".")) == Path.cwd().parent / "here.1"
     assert Path("../here.1/metrics.jsonl").read_text() == "an older run"
+
+
+@pytest.mark.parametrize("name", ["config.toml", "checkpoints", "report.html"])
+def test_what_no_run_has_written_is_neither_overwritten_nor_moved(name: str) -> None:
+    """`internsp train here/config.toml --output here`."""
+    Path("here").mkdir()
+    Path("here", name).write_text("mine")
+    with pytest.raises(ConfigError, match=f"here has {name}, which no run has written, and would"):
+        set_aside(Path("here"))
+    assert Path("here", name).read_text() == "mine"
+    log_path(Path("here"), 0).parent.mkdir()
+    log_path(Path("here"), 0).write_text("of a run that was killed before its first step")
+    set_aside(Path("here"))
 
 
 @pytest.mark.parametrize(

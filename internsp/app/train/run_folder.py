@@ -18,9 +18,12 @@ from pathlib import Path
 from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint.checkpoint import Resumed
 from internsp.app.checkpoint.disk import discard_partial
+from internsp.app.process.rank_log import log_path
 from internsp.app.train.run_lock import LOCK, OWNER, RunLock
 from internsp.errors import MACHINE_ERRNOS, ConfigError, MachineError
 from internsp.failure.objects import Objects
+
+_WRITTEN = ("metrics.jsonl", "checkpoints", "config.toml", "report.html", "report.json")
 
 
 class RunFolder:
@@ -44,8 +47,8 @@ class RunFolder:
         """Prepare the folder for writing. Collective.
 
         Raises:
-            ConfigError, OSError: on every rank: another run took the folder meanwhile, or files
-                cannot be moved.
+            ConfigError, OSError: on every rank: another run took the folder meanwhile, files
+                cannot be moved, or they are no run's.
         """
         self.run, notes = Objects().on_first(lambda: self._begin(resumed))
         self.notes += notes
@@ -128,9 +131,19 @@ def set_aside(output: Path) -> Path | None:
 
     Returns:
         The older run's new folder, or ``None`` if there was none.
+
+    Raises:
+        ConfigError: no run has used ``output``, and it has files that a run would overwrite.
     """
     output = _named(output)
-    if not (output / "metrics.jsonl").exists() and not (output / "checkpoints").exists():
+    found = [name for name in _WRITTEN if (output / name).exists()]
+    # The log comes first: a run that was killed at its start may have nothing else.
+    if found and "metrics.jsonl" not in found and not log_path(output, 0).exists():
+        raise ConfigError(
+            f"{output} has {', '.join(found)}, which no run has written, and would lose it: choose "
+            "another train.name or --output"
+        )
+    if not {"metrics.jsonl", "checkpoints"} & {*found}:
         return None
     number = 1
     while (target := output.with_name(f"{output.name}.{number}")).exists():
