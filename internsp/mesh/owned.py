@@ -100,10 +100,11 @@ class OwnedGroups:
     def end(self, but: Collection[dist.ProcessGroup]) -> None:
         """Destroy all groups now except ``but``, each rank by itself; these end as garbage.
 
-        Nothing may be in flight in them.
+        Nothing may be in flight in them. Those that the program has destroyed have ended.
         """
         for group in [group for group in self._groups if group not in but]:
-            self.end_one(group)
+            if _is_registered(group):
+                self.end_one(group)
         _forget_meshes()
 
 

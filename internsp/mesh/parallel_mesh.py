@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -404,7 +406,9 @@ class ParallelMesh:
         self.users.end(f"this ParallelMesh ({self.describe()}) was closed on rank {self.rank}")
         self._near_groups.clear()
         self._reading_meshes.clear()
-        found = {group for axis in self.axes for group in axis.param_mesh.get_all_groups()}
+        found: set[dist.ProcessGroup] = set()
+        with suppress(RuntimeError):  # the program has destroyed the default group, and all others
+            found = {group for axis in self.axes for group in axis.param_mesh.get_all_groups()}
         for name in [*vars(self)]:
             if isinstance(vars(self)[name], (dist.ProcessGroup, WeightAxis, DeviceMesh)):
                 delattr(self, name)
@@ -610,9 +614,9 @@ def _initialize(device_type: str | None, timeout_seconds: float) -> None:
 
 
 def _check_timeout(seconds: float) -> None:
-    if not 0 < seconds <= MAX_TIMEOUT_SECONDS:  # refuses NaN, too
+    if not isinstance(seconds, Real) or not 0 < seconds <= MAX_TIMEOUT_SECONDS:  # or NaN
         raise MeshError(
-            f"timeout_seconds = {seconds} must be above 0 and at most {MAX_TIMEOUT_SECONDS} (30 "
+            f"timeout_seconds = {seconds!r} must be above 0 and at most {MAX_TIMEOUT_SECONDS} (30 "
             "days): the clocks of collectives overflow beyond it, and wait without an end"
         )
 

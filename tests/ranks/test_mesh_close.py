@@ -210,12 +210,16 @@ def test_an_exception_leaves_a_mesh_open_by_which_other_ranks_learn_of_it() -> N
 
 
 @ranks(2, fresh=True)
-def test_a_mesh_that_is_dropped_with_the_default_group_leaves_nothing_behind() -> None:
+def test_a_mesh_that_is_dropped_or_closed_after_the_default_group_leaves_nothing_behind() -> None:
     unraisable: list[Any] = []
     sys.unraisablehook = unraisable.append
     callbacks = len(gc.callbacks)
     trained(create())
-    dist.destroy_process_group()
+    with create() as mesh:
+        trained(mesh)
+        dist.destroy_process_group()
+    assert mesh.is_closed
+    del mesh
     _forget_meshes()
     for _ in range(2):
         gc.collect()

@@ -315,14 +315,16 @@ def test_messages_of_sums_within_a_machine_first_take_what_they_take_in_the_repl
     assert found[0] != pytest.approx(found[1], rel=0.03)
 
 
-def test_what_cannot_fit_is_said(tmp_path: Path) -> None:
+def test_what_cannot_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="no layout of this step fits on 2 x h100-sxm"):
         search(config(), 2, replace(H100, memory=2**30))
     path = tmp_path / "small.toml"
     path.write_text("[model]\nlayers = 2\n")
     assert main(["plan", str(path), "--search"]) == 2
     assert main(["plan", str(path), "--write", str(path)]) == 2
-    assert main(["plan", str(path), "--devices", "0"]) == 2
+    for number in ("0", "-1"):
+        assert main(["plan", str(path), "--devices", number]) == 2
+        assert f"--devices {number}: give a number from 1 on" in capsys.readouterr().err
 
 
 def test_where_the_closed_form_is_too_low_the_search_goes_on(

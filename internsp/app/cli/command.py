@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given["checkpoint"] = {**given["checkpoint"], "resume": command.resume}
     around = launched(os.environ, joins=isinstance(command, _Train))
     os.environ.update(around.variables)
-    size = getattr(command, "devices", None) or around.world_size
+    size = max(getattr(command, "devices", None) or 0, 0) or around.world_size
     if getattr(command, "search", False):  # the file's degrees are not those that are searched
         size = None
     config, problems = read_config(
