@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import os
 import pkgutil
 import signal
 import sys
@@ -22,7 +21,6 @@ import internsp
 from tests.support.few import products
 from tests.support.ranks import KEPT, start_server
 from tests.support.untraced import untraced
-from tools.longest.environment import GIVES_BACK
 
 TESTS = Path(__file__).parent
 
@@ -33,9 +31,6 @@ for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT):
     signal.signal(number, signal.SIG_DFL)
 
 torch.set_num_threads(1)
-# Some ranks' memory is measured (tools/longest); MKL reads this variable when the ranks' fork
-# server loads it, which another test may have started.
-os.environ |= GIVES_BACK
 # No deadline (two busy cores), and the same examples in every run, so that a failure repeats.
 hypothesis.settings.register_profile("internsp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("internsp")

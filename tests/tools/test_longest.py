@@ -13,7 +13,6 @@ import pytest
 
 from internsp.app.config import Config
 from internsp.app.plan.longest import MemoryBudget
-from tests.support.ranks import start_server
 from tools.longest import arctic
 from tools.longest.__main__ import attempt, bisect
 from tools.longest.cases import (
@@ -139,7 +138,6 @@ PEAKS = {
     ],
 )  # fmt: skip
 def test_a_rank_takes_what_is_planned_and_dies_with_a_tenth_less(name: str) -> None:
-    start_server()  # the tests' server, without the tool's setting for MKL
     case, length = PEAKS[name]
     budget = MemoryBudget(Config.model_validate(case.settings(length)), case.world)
     each = [sum(n for _, n in budget.at(length, rank)[0]) for rank in range(len(budget.ranks))]

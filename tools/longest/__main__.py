@@ -13,7 +13,6 @@ Exit status 1 if a recipe fails.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -21,7 +20,6 @@ from tools.bench.ranks import RankError, Refused, Session, Setup
 from tools.bench.report import put, say
 from tools.bench.signals import terminate_as_interrupt
 from tools.longest.cases import MIB, OTHERS, OURS, RECIPES, Case, Outcome, Recipe, lack
-from tools.longest.environment import GIVES_BACK
 from tools.longest.options import Options
 from tools.longest.report import Found, Proof, proved, table
 
@@ -36,7 +34,6 @@ def attempt(case: Case, length: int, limit: int | None, timeout: float) -> Outco
     Raises:
         RankError, Refused: a rank failed for another reason than lack of memory.
     """
-    os.environ |= GIVES_BACK
     try:
         with Session(Setup(WORKER, (), case.world, timeout)) as session:
             found: list[Outcome] = session.ask("train", case=case, length=length, most=limit)

@@ -41,7 +41,8 @@ class Rank:
     def train(self, case: Case, length: int, most: int | None) -> Outcome:
         """A short step and one over ``length`` tokens.
 
-        What libraries allocate once (threads, connections) is allocated before the limit is set.
+        What libraries allocate once is allocated before the limit is set: threads, connections,
+        and MKL's buffers, which grow with the largest product, so that a step of full length runs.
 
         Args:
             most: bytes allowed for model, optimizer and steps; ``None``: unlimited.
@@ -51,8 +52,8 @@ class Rank:
         peak = Peak()
         config = Config.model_validate(case.settings(length))
         mesh = ParallelMesh.create(**config.degrees(), device_type="cpu")
-        for _ in range(2):
-            KINDS[case.kind](config, mesh)(SHORT)
+        for tokens in (SHORT, length):
+            KINDS[case.kind](config, mesh)(tokens)
         free()
         if most is not None:
             limit(most)
