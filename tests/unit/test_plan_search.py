@@ -279,6 +279,22 @@ def test_bytes_and_seconds_of_a_schedules_closed_form_are_near_those_of_the_plan
         assert step_seconds(load, H100).total == pytest.approx(played, rel=0.015), (number, mode)
 
 
+def test_the_first_rank_of_a_v_has_the_head_too_and_a_chunk_of_fewer_blocks() -> None:
+    given = config(
+        model={"layers": 6}, parallel={"weight": 1, "pipeline": 2},
+        pipeline={"schedule": "ZBVZeroBubble", "chunks": 2},
+        train={"micro_batches": 4, "global_batch": 64}, activation_checkpoint={"mode": "full"},
+    )  # fmt: skip
+    budget = MemoryBudget(given, 8)
+    planned = dict(budget.at(4096, 0)[0])
+    ours = step_bytes(workload_of(given, budget.plan.shape))
+    assert ours.weights == pytest.approx(planned["weight shards"], rel=0.01)
+    assert ours.optimizer == pytest.approx(planned["optimizer state"], rel=0.01)
+    sums = ("gradient sums", "sums on their way to the optimizer (at most)")
+    assert ours.gradients == pytest.approx(sum(planned[name] for name in sums), rel=0.01)
+    assert ours.total == pytest.approx(sum(planned.values()), rel=0.05)
+
+
 @pytest.mark.parametrize(("stages", "number"), [(4, 4), (4, 5), (4, 16), (8, 10), (8, 16)])
 @pytest.mark.parametrize(("inputs", "weights"), [(1.0, 1.0), (1.2, 0.8), (2.0, 0.5), (3.0, 1.0)])
 def test_idle_time_of_a_v_is_that_of_torchs_order(

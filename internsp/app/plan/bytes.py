@@ -34,12 +34,35 @@ class StepBytes:
 
 
 def step_bytes(load: Workload) -> StepBytes:
-    """Bytes of the first stage, which has the most passes in flight, or of the last one's head."""
+    """Bytes of the first stage, which has the most passes in flight, or of the last one's head.
+
+    Of a V, the first rank has both ends, and the others have more messages.
+    """
+    model, degrees = load.model, load.degrees
+    if not degrees.v_shaped:
+        tied = model.tied or degrees.pipeline > 1
+        most = -(-model.layers // (degrees.pipeline * degrees.interleave))
+        return _rank_bytes(load, 1 if tied else 2, [most] * degrees.interleave)
+    stages = 2 * degrees.pipeline
+    most, fewest = -(-model.layers // stages), model.layers // stages
+    inner = _rank_bytes(load, 0, [most, most])
+    outer = _rank_bytes(load, 1 if model.tied else 2, [most, fewest])
+    return max(inner, outer, key=lambda one: one.total)
+
+
+def _rank_bytes(load: Workload, ends: int, chunks: list[int]) -> StepBytes:
+    """Bytes of a rank.
+
+    Args:
+        ends: weights as large as the embedding that it has.
+        chunks: blocks of each of its chunks, at most.
+    """
     model, degrees, habits = load.model, load.degrees, load.habits
     size = {"fp32": 4, "fp64": 8}.get(load.dtype, 2)
     blocks = -(-model.layers // degrees.pipeline)
-    ends = model.embedding * (1 if model.tied or degrees.pipeline > 1 else 2)
-    dense = (blocks * model.dense_parameters + ends) / degrees.tensor
+    if degrees.v_shaped and ends:
+        blocks = sum(chunks)
+    dense = (blocks * model.dense_parameters + ends * model.embedding) / degrees.tensor
     experts = blocks * model.experts * model.expert_parameters / degrees.expert
     copies = degrees.data * degrees.context
     over = degrees.sharded
@@ -66,8 +89,8 @@ def step_bytes(load: Workload) -> StepBytes:
         gradients = 0.0
     if "weights" in load.offload:
         weights = 0.0
-    gradients += _exchanged(load)
-    unsharded = _unsharded(load, size)
+    gradients += _exchanged(load, ends, chunks)
+    unsharded = _unsharded(load, size, ends)
     inputs, others, working = _activations(load, size)
     kept = others + (0.0 if "activations" in load.offload else inputs)
     logits = load.loss_chunk or load.tokens
@@ -80,11 +103,26 @@ def step_bytes(load: Workload) -> StepBytes:
     if degrees.pipeline > 1:  # the head is on the last stage, which has one pass in flight
         last = kept * blocks + outer + loss
         flying = _in_flight(load, kept, blocks, size)
+        if degrees.v_shaped and ends:
+            last = _in_flight_of_both_ends(load, kept, chunks, size) + outer
+            return StepBytes(
+                weights, gradients, optimizer, unsharded, last, max(working, loss)
+            )
         return StepBytes(
             weights, gradients, optimizer, unsharded, max(flying, last), working
         )
     kept = kept * blocks + outer
     return StepBytes(weights, gradients, optimizer, unsharded, kept, max(working, loss))
+
+
+def _in_flight_of_both_ends(
+    load: Workload, kept: float, chunks: list[int], size: int
+) -> float:
+    """Bytes of :func:`_in_flight` on the first rank of a V: it has a neighbor for each chunk."""
+    stages, number = load.degrees.pipeline, load.micro_batches
+    blocks = min(2 * stages - 1, number) * chunks[0] + chunks[1]
+    message = number * load.tokens * load.model.hidden * size / load.degrees.tensor
+    return blocks * kept + (2 + 1) * message
 
 
 def _in_flight(load: Workload, kept: float, blocks: int, size: int) -> float:
@@ -106,9 +144,9 @@ def _in_flight(load: Workload, kept: float, blocks: int, size: int) -> float:
     message = number * one
     if degrees.v_shaped:
         # Between the two parts of a backward, a chunk keeps gradients, too.
-        between = kept + _returned(load, size) * (1 - load.recompute.products)
-        parted = min(2 * stages - 1, number) * between * blocks / 2
-        return max(first, parted) + (4 + 2) * message
+        parted = _returned(load, size) * (1 - load.recompute.products)
+        several = min(2 * stages - 1, number) * (kept + parted) * blocks / 2
+        return max(first + parted * blocks / 2, several) + (4 + 2) * message
     if chunks > 1:
         flying = min(min(stages, number) + (stages - 1) / chunks, number)
         sent = min(chunks, number / (2 * stages))
@@ -127,7 +165,7 @@ def _returned(load: Workload, size: int) -> float:
     return load.tokens * size * (2 * model.hidden + (q + 2 * kv + (gates + 1) * width) / tensor)
 
 
-def _exchanged(load: Workload) -> float:
+def _exchanged(load: Workload, ends: int, chunks: list[int]) -> float:
     """Bytes of the buffers in which ranks with the same shard exchange sums of gradients.
 
     One for each length; where the state is divided, two of a length are in flight, with two each.
@@ -135,18 +173,17 @@ def _exchanged(load: Workload) -> float:
     model, degrees, habits = load.model, load.degrees, load.habits
     if not habits.sum_bytes:
         return 0.0
-    over, chunks = degrees.sharded, degrees.interleave
-    divided = degrees.optimizer > 1
-    found = model.dense_parameters / over * (4 if divided else 1) * chunks
-    ends = 1 if model.tied or degrees.pipeline > 1 else 2
-    found += model.embedding / over * (2 * ends if divided else 1)
+    over, divided = degrees.sharded, degrees.optimizer > 1
+    several = sum(2 * min(2, number) for number in chunks)
+    found = model.dense_parameters / over * (several if divided else len(chunks))
+    found += model.embedding / over * (2 * ends if divided else min(1, ends))
     if model.experts:
         own = model.experts * model.expert_parameters / (degrees.expert * degrees.expert_shards)
-        found += own * (4 if degrees.expert_optimizer > 1 else 1) * chunks
+        found += own * (several if degrees.expert_optimizer > 1 else len(chunks))
     return found * habits.sum_bytes
 
 
-def _unsharded(load: Workload, size: int) -> float:
+def _unsharded(load: Workload, size: int, ends: int) -> float:
     """Bytes of gathered weights, and of gradients on their way."""
     model, degrees, habits = load.model, load.degrees, load.habits
     if degrees.sharded == 1 and "weights" not in load.offload:
@@ -159,10 +196,10 @@ def _unsharded(load: Workload, size: int) -> float:
         return blocks * one * size + one * habits.reduce_bytes
     # Each chunk has two blocks' slots, and those of the ends; the two largest units' gradients, and
     # what they sum.
-    ends = [model.embedding] * (1 if model.tied or degrees.pipeline > 1 else 2)
-    largest = sorted([*ends, one, one])[-2:]
+    outer = [model.embedding] * ends
+    largest = sorted([*outer, one, one])[-2:]
     chunks = degrees.interleave
-    slots = (2 * chunks * one + sum(ends)) * size
+    slots = (2 * chunks * one + sum(outer)) * size
     return slots + 2 * chunks * sum(largest) * habits.reduce_bytes
 
 
