@@ -84,6 +84,24 @@ def copy_to(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.pin_memory() if queued else tensor).to(device, non_blocking=queued)
 
 
+class HostCopy:
+    """The values of ``tensor`` for the host: copied when the device has them, and read later."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._values, self._copied = tensor, None
+        if has_streams(tensor.device):
+            there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values = there.copy_(tensor, non_blocking=True)
+            self._copied = torch.accelerator.current_stream(tensor.device.index).record_event()
+
+    def read(self) -> list[float]:
+        """The values. The host waits for them, but for nothing that is queued behind them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        values: list[float] = self._values.tolist()
+        return values
+
+
 def default_device_type() -> str:
     """The device type of this machine's accelerator; ``"cpu"`` if torch finds none."""
     found = torch.accelerator.current_accelerator(check_available=True)

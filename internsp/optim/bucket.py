@@ -27,6 +27,7 @@ from internsp.base.stand_in import copied
 from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.optim.methods import Method
 from internsp.optim.slices import Region
+from internsp.optim.verdict import Verdict
 from internsp.schedule.layout import laid_out
 from internsp.wp.collectives import Collectives, Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
@@ -284,24 +285,37 @@ class Bucket:
             for inner, index in zip(self.inner.param_groups, self.groups, strict=True):
                 inner.update(copied(settings[index]))
 
-    def step(self, used: set[Member], factor: float) -> None:
-        """One step of the inner optimizer with ``factor`` times the gradient."""
+    def begins(self, used: set[Member]) -> bool:
+        """Whether a step of ``used`` is some segment's first, which makes its state."""
+        return self.inner is not None and any(
+            s.member in used and s.tensor not in self.inner.state for s in self.segments
+        )
+
+    def step(self, used: set[Member], verdict: Verdict) -> None:
+        """One step of the inner optimizer as ``verdict`` says."""
         if self.inner is None:
             return
-        self.scale_gradient(factor)
+        inner: Any = self.inner
+        inner.found_inf, inner.grad_scale = verdict.found_inf, None
+        if isinstance(verdict.factor, Tensor) and self.master.dtype == torch.float32:
+            inner.grad_scale = verdict.divisor  # it divides: no pass of its own over the gradient
+        else:
+            self.scale_gradient(verdict.factor)
         assert self.gradient is not None, "finish_reductions gives each bucket a gradient"
         for segment in self.segments:
             if segment.member in used:  # unused parameters are skipped, as torch skips `.grad` None
                 segment.tensor.grad = self.gradient[segment.start : segment.stop]
-        self.inner.step()
+        inner.step()
         for segment in self.segments:
+            if verdict.found_inf is not None and segment.tensor.grad is not None:
+                inner.state[segment.tensor]  # an entry for SGD without momentum, too: see `begins`
             segment.tensor.grad = None
         self.copy_master_to_owned()
 
-    def scale_gradient(self, factor: float) -> None:
+    def scale_gradient(self, factor: float | Tensor) -> None:
         """Multiply the gradient by ``factor``."""
         assert self.gradient is not None, "finish_reductions gives each bucket a gradient"
-        if factor != 1.0:
+        if isinstance(factor, Tensor) or factor != 1.0:
             self.gradient.mul_(factor)
 
     def copy_master_to_owned(self) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from internsp.base.stand_in import OptimizerClass, copied, settings_of
+from internsp.base.stand_in import OptimizerClass, copied, is_torchs_own, settings_of
 from internsp.errors import ConfigError
 from internsp.optim.elementwise import (
     default_settings,
@@ -56,6 +58,15 @@ class Method:
         """Whether a 3-D parameter is a stack of matrices, each stepped by itself. So it is for
         Muon, which takes 2-D matrices: the experts of a grouped weight are such a stack."""
         return _is_torch_class(self.cls, "Muon")
+
+    @cached_property
+    def takes_verdict(self) -> bool:
+        """Whether its fused step takes ``found_inf`` from the device, as ``GradScaler`` asks it.
+        Only of torch's own: a subclass may do more in its step, which would not be skipped."""
+        if not is_torchs_own(self.cls) or "fused" not in inspect.signature(self.cls).parameters:
+            return False
+        made = self.cls([torch.zeros(1)], fused=True)
+        return bool(getattr(made, "_step_supports_amp_scaling", False))
 
     def make_optimizer(self, tensor: Tensor, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
         """The optimizer of one tensor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from torch.distributed.tensor import DTensor
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
 from internsp.wp.collectives import all_reduce
+from internsp.wp.parameter import Member
+
+N = TypeVar("N", float, Tensor)
 
 
 def squared_norm(buckets: list[Bucket], mesh: ParallelMesh) -> Tensor:
@@ -24,13 +28,8 @@ def squared_norm(buckets: list[Bucket], mesh: ParallelMesh) -> Tensor:
     stages the first stage's copy counts. Collective (one number); blocks.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    # An earlier stage counts a tied weight.
-    for bucket in [bucket for bucket in buckets if bucket.counted]:
-        axis = bucket.axis
-        if not bucket.tensor_sharded and mesh.tensor_rank:
-            continue  # tensor ranks hold the same values
-        counts = axis.replica_rank < axis.zero and (axis.rank == 0 or not bucket.replicated)
-        if counts and bucket.gradient is not None:
+    for bucket in buckets:
+        if _counts(bucket, mesh) and bucket.gradient is not None:
             parts: Iterable[Tensor] = (bucket.gradient,)
             if bucket.host_sum is not None and bucket.link is not None:
                 parts = bucket.link.iterate_on_device(bucket.gradient)
@@ -43,11 +42,57 @@ def squared_norm(buckets: list[Bucket], mesh: ParallelMesh) -> Tensor:
     return total
 
 
-def clip_factor(norm: float, max_norm: float | None) -> float:
+def norm_and_flags(
+    buckets: list[Bucket], mesh: ParallelMesh, own: Tensor
+) -> tuple[Tensor, list[str]]:
+    """:func:`squared_norm` of one stage, and what is not finite, in one pass and one collective.
+
+    Args:
+        own: whether such values arose on this rank (:class:`internsp.optim.finite.NotFinite`).
+
+    Returns:
+        fp64: the norm's square; for each rank of the stage, and then for each parameter, a number
+        above zero if it has such values. And the parameters' names.
+    """
+    head = torch.zeros(1 + len(mesh.stage_ranks), dtype=torch.float64, device=mesh.device)
+    head[1 + dist.get_rank(mesh.stage_group)] = own
+    names, each, nothing = list[str](), list[Tensor](), head.new_zeros(())
+    for bucket in buckets:
+        norms: dict[Member, Tensor] = {}
+        if bucket.segments and (gradient := bucket.gradient) is not None:
+            parts = [gradient[segment.start : segment.stop] for segment in bucket.segments]
+            found = torch._foreach_norm(parts, 2, torch.float64)
+            norms = {s.member: norm for s, norm in zip(bucket.segments, found, strict=True)}
+        names += [member.name_in_model for member in bucket.offsets]
+        each.append(torch.stack([norms.get(member, nothing) for member in bucket.offsets]))
+        if _counts(bucket, mesh):
+            head[0] += each[-1].square().sum()
+    total = torch.cat([head, *(norms.isfinite().logical_not() for norms in each)])
+    for part, group in ((total, mesh.stage_group), (total[:1], mesh.tensor_group)):
+        work = all_reduce(part, group)
+        if work is not None:
+            work.wait()
+    return total, names
+
+
+def _counts(bucket: Bucket, mesh: ParallelMesh) -> bool:
+    """Whether this rank counts its slice: others may have the same, or another stage's copy."""
+    axis = bucket.axis
+    return (
+        bucket.counted  # an earlier stage counts a tied weight
+        and (bucket.tensor_sharded or not mesh.tensor_rank)
+        and axis.replica_rank < axis.zero
+        and (axis.rank == 0 or not bucket.replicated)
+    )
+
+
+def clip_factor(norm: N, max_norm: float | None) -> N | float:
     """torch's formula: ``max_norm / (norm + 1e-6)``, at most 1 (NaN stays NaN)."""
     if max_norm is None:
         return 1.0
     factor = max_norm / (norm + 1e-6)
+    if isinstance(factor, Tensor):
+        return factor.clamp(max=1.0)
     return 1.0 if factor > 1.0 else factor
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from internsp.optim.verdict import Outcome
 
 
 class LossScaler:
@@ -22,6 +26,9 @@ class LossScaler:
     Raises:
         ValueError: for settings with which the scale could not adapt.
     """
+
+    scale, good_steps, skipped_steps = Outcome[float](), Outcome[int](), Outcome[int]()
+    unread: Callable[[], None] | None = None  # calls `update`, see `settle`
 
     def __init__(
         self,

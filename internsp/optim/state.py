@@ -60,7 +60,7 @@ class OptimizerState:
             return self.steps.state_names(self._matrix[member], self._settings)
         key = bucket.group_of(member), bucket.master.dtype
         if key not in self._names:
-            like = bucket.master.new_zeros(2)
+            like = torch.zeros(2, dtype=key[1], device=bucket.device)  # where it is stepped
             self._names[key] = StateNames(like, cls, self._settings[key[0]])
         return self._names[key]
 
@@ -150,7 +150,8 @@ class OptimizerState:
                     for kind, value in entry.items()
                     if kind not in (MASTER, USED)
                 }
-                _set_live(bucket, segment, values if bool(entry[USED]) else {})
+                first = self.names(segment.member, bucket).values
+                _set_live(bucket, segment, values if bool(entry[USED]) else {}, first)
 
     # gathered
 
@@ -245,7 +246,8 @@ class OptimizerState:
                 elif bucket.inner is not None:
                     for segment in bucket.segments:
                         if segment.member is member:
-                            _set_live(bucket, segment, _cut(segment, state, parts))
+                            own = _cut(segment, state, parts)
+                            _set_live(bucket, segment, own, names.values)
         self._load_matrices(of_matrices, states)
 
     def _load_matrices(
@@ -330,15 +332,25 @@ def _live(bucket: Bucket, segment: Segment) -> State:
     return {} if bucket.inner is None else bucket.inner.state.get(segment.tensor, {})
 
 
-def _set_live(bucket: Bucket, segment: Segment, values: State) -> None:
-    """Continue from copies of ``values``; empty: as before the first step."""
+def _set_live(bucket: Bucket, segment: Segment, values: State, first: State) -> None:
+    """Continue from copies of ``values``; empty: as before the first step.
+
+    Args:
+        first: the class's own values before that: a fused one wants its count of steps in fp32 on
+            the device, others on the host.
+    """
     assert bucket.inner is not None, "the caller checks"
     bucket.inner.state.pop(segment.tensor, None)
     if values:
         bucket.inner.state[segment.tensor] = {
-            name: bucket.copy_to_state_memory(segment, name, value)
+            name: bucket.copy_to_state_memory(segment, name, _as(value, first.get(name)))
             for name, value in values.items()
         }
+
+
+def _as(value: Any, first: Any) -> Any:
+    alike = isinstance(value, Tensor) and isinstance(first, Tensor) and not value.dim()
+    return value.to(first) if alike else value
 
 
 def _slices(bucket: Bucket, names: dict[Member, StateNames]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from internsp.base.accelerator import HostCopy
 from internsp.base.host import OPTIMIZER
 from internsp.base.stand_in import OptimizerClass, settings_of
 from internsp.dtensor.parameter import StepCount
@@ -28,10 +29,11 @@ from internsp.optim.groups import (
 from internsp.optim.guarded import guard_parameter
 from internsp.optim.matrices import MatrixSteps
 from internsp.optim.methods import Method, methods_of, require_steppable
-from internsp.optim.norm import clip_factor, squared_norm
+from internsp.optim.norm import clip_factor, norm_and_flags, squared_norm
 from internsp.optim.reduction import ZeroReducer
 from internsp.optim.scaler import LossScaler
 from internsp.optim.state import OptimizerState, StateView
+from internsp.optim.verdict import Outcome, Verdict, settle
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member
 
@@ -50,6 +52,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     learning-rate schedules work.
 
     The norm and the clip follow design.md 6: over all parameters of all stages, each counted once.
+
+    Of a class of torch's own with ``fused=True`` the update takes clip and verdict from the device:
+    the host waits for no step (but a parameter's first), and reads what became of it when the next
+    one begins, or when an attribute below is asked for. Not with pipelines and offload.
 
     Args:
         communicator: what ``parallelize`` returned. The storage of its parameters moves.
@@ -93,6 +99,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ValueError: wrong parameter groups, or a second optimizer for the same communicator, or a
             parameter that cannot be stepped as a whole matrix (offloaded, tensor parallel, ...).
     """
+
+    grad_norm, skipped = Outcome[float](), Outcome[bool]()
+    skipped_steps, skipped_in_a_row = Outcome[int](), Outcome[int]()
+    not_finite = Outcome[NotFinite | None]()
+    unread: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -138,7 +149,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.skip_not_finite = skip_not_finite or loss_scaler is not None
         self.grad_norm = math.nan
         self.skipped = False
-        self.not_finite: NotFinite | None = None
+        self.not_finite = None
         self.skipped_steps = self.skipped_in_a_row = 0
         self._stepped = StepCount()
         self._matrices = MatrixSteps(communicator)
@@ -160,7 +171,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the reductions, clip, update, and start the parameter all-gathers. Collective;
-        blocks, but not for the parameter all-gathers.
+        blocks until the norm is known, unless all its optimizers are fused ones (see the class).
 
         Args:
             closure: called once, with gradients enabled, before anything else: forward and
@@ -479,14 +490,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             guard_parameter(member, self, communicator.mesh.rank)
         self._reducer.declare(self._buckets)
 
-    def _update(self, factor: float) -> None:
+    def _update(self, verdict: Verdict) -> None:
         self._stepped.steps += 1  # copies of the weights in slots are stale (WP-11)
         settings, whole = self._settings(), [b for b in self._buckets if b.method.whole_matrix]
         for bucket in whole:
             bucket.merge_external_writes()
-            bucket.scale_gradient(factor)
+            bucket.scale_gradient(verdict.factor)
         # Matrices are sent while slices are stepped.
-        slices = partial(self._update_slices, settings, factor)
+        slices = partial(self._update_slices, settings, verdict)
         self._matrices.step(self._reducer.used, settings, slices)
         self._step_groups(settings)
         if self._communicator.state.link is not None:
@@ -541,7 +552,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for index, values in changed.items():
             self.param_groups[index].update(values)
 
-    def _update_slices(self, settings: list[dict[str, Any]], factor: float) -> None:
+    def _update_slices(self, settings: list[dict[str, Any]], verdict: Verdict) -> None:
         trace, used = self._communicator.state.trace, self._reducer.used
         for bucket in self._buckets:
             if bucket.method.whole_matrix:
@@ -550,9 +561,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.merge_external_writes(masters=bucket.link is None)
             if bucket.link is None:
                 bucket.set_settings(settings)
-                bucket.step(used, factor)
+                bucket.step(used, verdict)
             else:
-                streamed.step(bucket, bucket.link, used, settings, factor)
+                assert isinstance(verdict.factor, float), "the host decides where a step offloads"
+                streamed.step(bucket, bucket.link, used, settings, verdict.factor)
             if trace.enabled:
                 trace.record("STEP", bucket.name, start=start, end=trace.now())
             bucket.publish(self._communicator.state)
@@ -572,6 +584,57 @@ class ZeroOptimizer(torch.optim.Optimizer):
         communicator = self._communicator
         mean = 1.0 / communicator.mesh.shape.stage_size if communicator.mean else 1.0
         return mean if self.loss_scaler is None else mean / self.loss_scaler.scale
+
+    def _decides_on_device(self) -> bool:
+        """Whether every optimizer takes its verdict from the device. The same on all ranks.
+
+        A pipeline's stages have names of their own to exchange, and the host waits anyway for what
+        is offloaded.
+        """
+        return (
+            self._communicator.mesh.pipeline == 1
+            and self._communicator.state.link is None
+            and all(
+                group.get("fused") and method.takes_verdict
+                for group, method in zip(self.param_groups, self._methods, strict=True)
+            )
+        )
+
+    def _step_on_device(self, log: bool) -> None:
+        """The host reads nothing of the step that it queues, but for a parameter's first."""
+        communicator, factor = self._communicator, self._gradient_factor()
+        own = self._reducer.local_not_finite
+        found, names = norm_and_flags(self._buckets, communicator.mesh, own)
+        communicator.recovery.check_lost("the gradient norm")
+        self.unread = partial(self._read_step, HostCopy(found), names, factor, log)
+        if self.loss_scaler is not None:
+            settle(self.loss_scaler)
+            self.loss_scaler.unread = partial(settle, self)
+        norm = found[0].sqrt() * factor
+        skipped = norm.isfinite().logical_not().to(torch.float32) if self.skip_not_finite else None
+        used = self._reducer.used
+        # State that a skipped step makes need not be what an optimizer has before its first step:
+        # torch's SGD takes a momentum that nothing has filled.
+        if skipped is not None and any(b.begins(used) for b in self._buckets) and self.skipped:
+            used.clear()
+        self._update(Verdict(factor * clip_factor(norm, self.max_grad_norm), skipped))
+
+    def _read_step(self, copy: HostCopy, names: list[str], factor: float, log: bool) -> None:
+        """Learn what became of a step from what :func:`norm_and_flags` has found."""
+        square, *flags = copy.read()
+        norm = math.sqrt(square) * factor
+        skipped, why = self.skip_not_finite and not math.isfinite(norm), None
+        mesh, scaler = self._communicator.mesh, self.loss_scaler
+        if skipped and (scaler is None or scaler.scale <= scaler.min_scale):
+            marked = [*mesh.stage_ranks, *names]
+            bad = [what for what, flag in zip(marked, flags, strict=True) if flag]
+            ranks = tuple(what for what in bad if isinstance(what, int))
+            why = NotFinite(tuple(what for what in bad if isinstance(what, str)), ranks)
+            if log and mesh.rank == 0:
+                _LOG.warning("the last step was skipped: gradients are %s", why)
+        self._record_step(norm, skipped, why)
+        if scaler is not None:
+            scaler.update(skipped)
 
     def _record_step(self, norm: float, skipped: bool, why: NotFinite | None) -> None:
         """Record a step's result in the public attributes."""
@@ -595,13 +658,26 @@ def step_together(optimizers: Sequence[ZeroOptimizer], log: bool = True) -> None
 
 
 def _step_together(optimizers: Sequence[ZeroOptimizer], log: bool) -> None:
-    first = optimizers[0]
     for optimizer in optimizers:
+        settle(optimizer)
         optimizer.finish_reductions()
         # Parameters that no forward has used since the last step may still be in their all-gather,
         # and the slices are about to change.
         optimizer._communicator.wait_until_ready()
         optimizer._communicator.state.wait_for_gathers()
+    if len(optimizers) == 1 and optimizers[0]._decides_on_device():
+        optimizers[0]._step_on_device(log)
+    else:
+        _step_on_host(optimizers, log)
+    for optimizer in optimizers:
+        # torch's learning-rate schedules warn if `step` was never called.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        optimizer._reducer.clear()
+
+
+def _step_on_host(optimizers: Sequence[ZeroOptimizer], log: bool) -> None:
+    """The host reads the norm, and decides."""
+    first = optimizers[0]
     mesh, scaler = first._communicator.mesh, first.loss_scaler
     buckets = [bucket for optimizer in optimizers for bucket in optimizer._buckets]
     norm = math.sqrt(squared_norm(buckets, mesh).item()) * first._gradient_factor()
@@ -614,14 +690,10 @@ def _step_together(optimizers: Sequence[ZeroOptimizer], log: bool) -> None:
         why = not_finite_gradients(buckets, torch.stack(local_not_finite).any(), mesh)
         if log and mesh.rank == 0:
             _LOG.warning("this step is skipped: gradients are %s", why)
-    factor = first._gradient_factor() * clip_factor(norm, first.max_grad_norm)
+    verdict = Verdict(first._gradient_factor() * clip_factor(norm, first.max_grad_norm))
     for optimizer in optimizers:
-        # torch's learning-rate schedules warn if `step` was never called.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
         optimizer._record_step(norm, skipped, why)
         if not skipped:
-            optimizer._update(factor)
+            optimizer._update(verdict)
     if scaler is not None:
         scaler.update(skipped)
-    for optimizer in optimizers:
-        optimizer._reducer.clear()

@@ -388,6 +388,15 @@ def device() -> Iterator[Device]:
                 memory.made_on, memory.accesses, memory.recorded = made.here, [], set()
             return resize(storage, nbytes)
 
+        to_list = Tensor.tolist
+
+        def listed(tensor: Tensor) -> Any:
+            stream = made.host if made.memory(tensor).host else made.here
+            stream.tick()
+            made.access(tensor, stream, False, "tolist")
+            made.host.join(stream)
+            return to_list(tensor)
+
         def recorded(tensor: Tensor, stream: Any) -> None:
             made.memory(tensor).recorded.add(stream)
 
@@ -396,6 +405,7 @@ def device() -> Iterator[Device]:
         patch.setattr(torch.UntypedStorage, "resize_", resized)
         patch.setattr(Tensor, "record_stream", recorded)
         patch.setattr(Tensor, "pin_memory", pinned)
+        patch.setattr(Tensor, "tolist", listed)
         patch.setattr(torch.accelerator, "current_stream", lambda *_: made.here)
         patch.setattr(torch.accelerator, "synchronize", made.synchronize)
         patch.setattr(torch.accelerator, "empty_host_cache", lambda: None, raising=False)

@@ -68,23 +68,25 @@ def test_words_of_nccl_tell_a_first_cause_from_what_follows(name: str) -> None:
     assert is_consequence(dist.DistBackendError(text)) == (name in FOLLOWS)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 def test_a_cause_that_came_with_the_norm_leaves_weights_and_replicas_as_they_are(
-    monkeypatch: pytest.MonkeyPatch,
+    fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with process_group("fake", 4):
         model = Tiny()
         mesh = ParallelMesh.create(weight=2, device_type="cpu")
         communicator = parallelize(model, mesh, WeightParallelConfig(min_shard_elements=1))
-        optimizer = ZeroOptimizer(communicator, torch.optim.SGD, lr=0.1)
+        optimizer = ZeroOptimizer(communicator, torch.optim.SGD, lr=0.1, fused=fused)
         ids = torch.randint(VOCABULARY, (2, 3))
         model(ids, labels=ids).backward()
         before = [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
 
-        def aborted(*_: Any) -> torch.Tensor:
+        def aborted(*_: Any) -> Any:
             communicator.recovery.guard.fatal_cause = "rank 1 failed first: ValueError"
-            return torch.tensor(2.0)  # what an aborted collective leaves
+            left = torch.tensor(2.0)  # what an aborted collective leaves
+            return (left.expand(99), []) if fused else left
 
-        monkeypatch.setattr(zero, "squared_norm", aborted)
+        monkeypatch.setattr(zero, "norm_and_flags" if fused else "squared_norm", aborted)
         sent = communicator.state.collectives.counters.gathers
         with pytest.raises(CollectiveError, match=r"gradient norm.*rank 1 failed first"):
             optimizer.step()

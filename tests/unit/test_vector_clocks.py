@@ -40,7 +40,7 @@ class Trained:
 
     def __init__(
         self, mesh: ParallelMesh, zero: bool = True, checkpoint: Any = None, freeze: bool = False,
-        kind: Any = torch.optim.SGD, **config: Any,
+        kind: Any = torch.optim.SGD, settings: Any = None, **config: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
         self.model = Tiny(layers=3)
@@ -55,8 +55,9 @@ class Trained:
         self.ids = torch.randint(VOCABULARY, (2, 3))
         if zero:
             self.optimizer: Any = ZeroOptimizer(
-                self.communicator, kind, lr=0.1, momentum=0.9, max_grad_norm=1.0
-            )
+                self.communicator, kind, lr=0.1, max_grad_norm=1.0,
+                **(settings or {"momentum": 0.9}),
+            )  # fmt: skip
         else:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
@@ -199,6 +200,7 @@ def a_pipeline(mesh: ParallelMesh, here: Device, **options: Any) -> None:
                 optimizer.zero_grad()
 
 
+FUSED = {"kind": torch.optim.AdamW, "settings": {"fused": True}}
 NEAR, FAR, STAGES = {"weight": 2}, {"weight": 4}, {"weight": 2, "pipeline": 2}
 FORMS: dict[str, tuple[Callable[..., None], dict[str, int], dict[str, Any]]] = {
     "crossed passes, near slices": (crossed_passes, FAR, {"near_ranks": 2, "checkpoint": FULL}),
@@ -226,6 +228,7 @@ FORMS: dict[str, tuple[Callable[..., None], dict[str, int], dict[str, Any]]] = {
     "passes within unchanged": (within_unchanged, NEAR, QUANTIZED),
     "passes within unchanged, coalesced": (within_unchanged, NEAR, ALL),
     "two models": (two_models, NEAR, {}),
+    "crossed passes, a verdict on the device": (crossed_passes, NEAR, FUSED),
     "two passes": (two_passes, NEAR, {}),
     "two passes, coalesced": (two_passes, NEAR, SOME),
     "replicas": (one, NEAR, {}),
@@ -267,6 +270,26 @@ def test_every_conflicting_access_is_ordered(form: str) -> None:
     found = run(form)
     assert not found.races, "\n".join(found.races)
     assert found.accesses > 1000
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_host_stands_behind_nothing_of_a_step_that_it_queues(fused: bool) -> None:
+    """An unfused optimizer takes its verdict from the host, which therefore stands behind the norm
+    of the same step; of a fused one's step the next one reads it."""
+    with alone(4), device() as here:
+        made = Trained(ParallelMesh.create(weight=2, device_type="cpu"), **FUSED if fused else {})
+        main, ends = here.here, 0
+        for step in range(4):
+            begins = main.clock.get(main, 0)
+            made.whole_step()
+            behind = here.host.clock.get(main, 0)
+            if step > 1 and fused:
+                assert ends < behind <= begins, "the norm of the step before was read"
+            if not fused:
+                assert behind > begins
+            ends = behind
+        made.optimizer.grad_norm  # noqa: B018 - asked for: now the host waits
+        assert here.host.clock.get(main, 0) > begins
 
 
 FILES = [
