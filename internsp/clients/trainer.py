@@ -168,7 +168,8 @@ class Trainer(transformers.Trainer):
     def _maybe_log_save_evaluate(
         self, tr_loss: Tensor, grad_norm: Any, *args: Any, **options: Any
     ) -> None:
-        super()._maybe_log_save_evaluate(tr_loss, self._zero.grad_norm, *args, **options)
+        norm = self._zero.grad_norm if self.control.should_log else None  # to read it is to wait
+        super()._maybe_log_save_evaluate(tr_loss, norm, *args, **options)
 
     # Checkpoints.
 

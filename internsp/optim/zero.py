@@ -260,6 +260,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if self._methods[index].kept
         }
 
+    def decides_on_device(self) -> bool:
+        """Whether every optimizer takes its verdict from the device. The same on all ranks.
+
+        A pipeline's stages have names of their own to exchange, and the host waits anyway for what
+        is offloaded.
+        """
+        return (
+            self._communicator.mesh.pipeline == 1
+            and self._communicator.state.link is None
+            and all(
+                group.get("fused") and method.takes_verdict
+                for group, method in zip(self.param_groups, self._methods, strict=True)
+            )
+        )
+
     def group_of_name(self) -> dict[str, int]:
         """The index of each parameter's group, by its name in the whole model."""
         return {member.name_in_model: index for member, index in self._group_index.items()}
@@ -585,21 +600,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         mean = 1.0 / communicator.mesh.shape.stage_size if communicator.mean else 1.0
         return mean if self.loss_scaler is None else mean / self.loss_scaler.scale
 
-    def _decides_on_device(self) -> bool:
-        """Whether every optimizer takes its verdict from the device. The same on all ranks.
-
-        A pipeline's stages have names of their own to exchange, and the host waits anyway for what
-        is offloaded.
-        """
-        return (
-            self._communicator.mesh.pipeline == 1
-            and self._communicator.state.link is None
-            and all(
-                group.get("fused") and method.takes_verdict
-                for group, method in zip(self.param_groups, self._methods, strict=True)
-            )
-        )
-
     def _step_on_device(self, log: bool) -> None:
         """The host reads nothing of the step that it queues, but for a parameter's first."""
         communicator, factor = self._communicator, self._gradient_factor()
@@ -665,7 +665,7 @@ def _step_together(optimizers: Sequence[ZeroOptimizer], log: bool) -> None:
         # and the slices are about to change.
         optimizer._communicator.wait_until_ready()
         optimizer._communicator.state.wait_for_gathers()
-    if len(optimizers) == 1 and optimizers[0]._decides_on_device():
+    if len(optimizers) == 1 and optimizers[0].decides_on_device():
         optimizers[0]._step_on_device(log)
     else:
         _step_on_host(optimizers, log)

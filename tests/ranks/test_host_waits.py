@@ -16,6 +16,7 @@ from torch import Tensor
 import internsp
 from internsp.app.process.stop import StopRequest
 from internsp.app.train.step import StepRunner
+from internsp.base.accelerator import HostCopy
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from tests.ranks.test_train import config
 from tests.support.models import VOCABULARY, Tiny
@@ -60,7 +61,7 @@ HOST = {
     "sp/layout.py: create",
 }  # fmt: skip
 # The tokens of the step, before the weights change, and all figures together at its end.
-TRAINER = {**ZERO, "app/train/step.py: step": 2}
+TRAINER = {**ZERO, "base/accelerator.py: read": 2}
 
 
 def waits(step: Callable[[], object]) -> dict[str, int]:
@@ -115,3 +116,35 @@ def test_a_step_of_a_run_reads_its_tokens_its_norm_and_its_figures(tmp_path: Pat
         runner = StepRunner(trainer._session)
         runner.step(0, StopRequest())
         assert waits(lambda: runner.step(1, StopRequest())) == TRAINER
+
+
+def test_a_step_of_a_run_with_a_fused_optimizer_reads_the_step_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its own it reads the tokens, whose sum is the first thing that it queues."""
+    queued: list[HostCopy] = []
+    own: list[bool] = []
+    init, read = HostCopy.__init__, HostCopy.read
+
+    def noted(self: HostCopy, tensor: Tensor) -> None:
+        queued.append(self)
+        init(self, tensor)
+
+    def asked(self: HostCopy) -> list[float]:
+        own.append(self in queued)
+        return read(self)
+
+    monkeypatch.setattr(HostCopy, "__init__", noted)
+    monkeypatch.setattr(HostCopy, "read", asked)
+    made = config(train={"steps": 4}, optimizer={"options": ["fused = true"]})
+    with internsp.Trainer(made, output=tmp_path / "run") as trainer:
+        runner = StepRunner(trainer._session)
+        runner.step(0, StopRequest())
+        assert runner.queue(1, StopRequest()) is None
+        queued.clear()
+        own.clear()
+        assert waits(lambda: runner.queue(2, StopRequest())) == {"base/accelerator.py: read": 3}
+        assert own == [True, False, False], "its tokens; figures and norm of the step before"
+        done = runner.finish()
+        assert done is not None
+        assert (done.metrics.step, runner.finish()) == (3, None)

@@ -108,7 +108,7 @@ def history(rank: int, dtype: torch.dtype, late: bool, bound: float | None) -> t
     scaler = LossScaler(64.0, growth_interval=2, min_scale=32.0)
     with pytest.MonkeyPatch.context() as patch:
         if not late:
-            patch.setattr(ZeroOptimizer, "_decides_on_device", lambda _: False)
+            patch.setattr(ZeroOptimizer, "decides_on_device", lambda _: False)
         model, zero = made("adamw", 1, bound, dtype, loss_scaler=scaler)
         told = []
         for step in range(8):

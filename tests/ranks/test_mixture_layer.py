@@ -201,7 +201,7 @@ def test_metrics_tell_the_loads_of_all_ranks_once_where_blocks_recompute() -> No
         (pair.ours(tokens(pair.mesh.rank, part)) + router_loss(pair.ours)).backward()
     taken = loads.taken()
     balance_experts(pair.ours)
-    told = loads.told(taken)
+    told = loads.told(taken)()
     every: list[Any] = [layer.moe.router for layer in pair.plain.layers]
     assert told["expert_load"] == max(float(r.load.max() / r.load.mean()) for r in every)
     count = sum(float(r.load.sum()) for r in every) / 2  # two experts a token

@@ -33,9 +33,9 @@ def settings(**changes: dict[str, Any]) -> Config:
 
 def faulty(session: Session, rank: int, fault: str, steps: tuple[int, ...]) -> None:
     """Something is not finite on ``rank`` in ``steps`` (from 1)."""
-    real, now = StepRunner.step, [0]
+    real, now = StepRunner.queue, [0]
 
-    def step(self: StepRunner, number: int, stop: Any, **more: Any) -> Any:
+    def queue(self: StepRunner, number: int, stop: Any, **more: Any) -> Any:
         now[0] = number + 1
         if session.mesh.rank == rank and fault == "weight" and now[0] in steps:
             for communicator in session.communicators:
@@ -43,7 +43,7 @@ def faulty(session: Session, rank: int, fault: str, steps: tuple[int, ...]) -> N
                 communicator.invalidate()
         return real(self, number, stop, **more)
 
-    StepRunner.step = step  # type: ignore[method-assign]
+    StepRunner.queue = queue  # type: ignore[method-assign]
 
     def spoil(module: Any, args: Any, output: Any) -> Any:
         if session.mesh.rank != rank or now[0] not in steps or not torch.is_grad_enabled():
@@ -66,7 +66,7 @@ def run(
     steps: tuple[int, ...],
 ) -> Outcome:  # fmt: skip
     """What a run prints, and what it raises."""
-    create, real = Session.create, StepRunner.step
+    create, real = Session.create, StepRunner.queue
 
     def spoiled(*args: Any) -> Session:
         session = create(*args)
@@ -81,7 +81,7 @@ def run(
     except NotFiniteError as error:
         return text.getvalue(), str(error)
     finally:
-        Session.create, StepRunner.step = create, real  # type: ignore[method-assign]
+        Session.create, StepRunner.queue = create, real  # type: ignore[method-assign]
     return text.getvalue(), ""
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from internsp.app.config import Config
 from internsp.app.config.optimizers import OPTIMIZERS, options
+from internsp.base.accelerator import has_streams
 from internsp.base.names import below
 from internsp.config.functions import resolve
 from internsp.errors import ConfigError
@@ -25,6 +26,7 @@ _CLASSES = {
     "adafactor": torch.optim.Adafactor,
     "muon": torch.optim.Muon,
 }
+_FORMS = {"fused", "foreach", "capturable", "differentiable"}
 assert _CLASSES.keys() == set(OPTIMIZERS), "each name has a class"
 
 
@@ -59,7 +61,8 @@ def make_optimizer(
         raise ConfigError(
             f"optimizer.weight_decay: {settings.name} takes none; set it to 0, here and in groups"
         )
-    rest = {"optimizer": torch.optim.AdamW, "betas": settings.betas, "eps": settings.eps}
+    fused = _fused(cls, arguments, communicator)
+    rest = {"optimizer": torch.optim.AdamW, "betas": settings.betas, "eps": settings.eps, **fused}
     return ZeroOptimizer(
         communicator,
         cls,
@@ -76,7 +79,25 @@ def make_optimizer(
         max_grad_norm=settings.max_grad_norm,
         loss_scaler=scaler,
         **arguments,
+        **fused,
     )
+
+
+def _fused(cls: Any, arguments: dict[str, Any], communicator: ISPCommunicator) -> dict[str, Any]:
+    """On a device: torch's fused step, which takes the verdict on a step there, so that the host
+    waits for none. Not if the configuration chooses a form, nor where torch has none."""
+    device = communicator.mesh.device
+    if not has_streams(device) or communicator.state.link is not None:
+        return {}
+    if cls not in (torch.optim.AdamW, torch.optim.SGD) or _FORMS & arguments.keys():
+        return {}
+    tensor = torch.zeros(1, device=device)
+    tensor.grad = torch.zeros_like(tensor)
+    try:
+        cls([tensor], **arguments, fused=True).step()
+    except RuntimeError:  # torch has no fused kernels for this device
+        return {}
+    return {"fused": True}
 
 
 def _block_matrices(communicator: ISPCommunicator) -> set[Member]:
@@ -134,5 +155,3 @@ def _class_of(config: Config) -> tuple[Any, dict[str, Any]]:
     except TypeError as error:
         raise ConfigError(f"optimizer.options: {settings.name}: {error}") from None
     return cls, arguments | more
-
-

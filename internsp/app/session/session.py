@@ -79,18 +79,13 @@ class Session:
         schedule = self.schedules[0]
         return self.config.optimizer.lr * float(schedule.lr_lambdas[0](schedule.last_epoch))
 
-    def step(self) -> float:
-        """Run one step of optimizers, experts' balance and learning rate schedules.
-
-        Returns:
-            The gradient norm.
-        """
+    def step(self) -> None:
+        """Run one step of optimizers, experts' balance and learning rate schedules."""
         step_together(self.optimizers, log=False)
         balance_experts(*self.modules)
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
             optimizer.zero_grad()
             schedule.step()
-        return self.optimizer.grad_norm
 
     @classmethod
     def create(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from internsp.app.session.session import Session
+from internsp.base.accelerator import HostCopy
 from internsp.layers.router import routers
 
 
@@ -35,13 +38,13 @@ class ExpertLoads:
         nothing = torch.zeros(0, dtype=torch.float64, device=self._mesh.device)
         return torch.cat([nothing, *parts])
 
-    def told(self, taken: Tensor | None) -> dict[str, float]:
+    def told(self, taken: Tensor | None) -> Callable[[], dict[str, float]]:
         """``expert_load`` and ``router_entropy`` of all ranks' counts; empty without routers.
 
-        With a capacity also ``dropped_tokens``. Collective; the host waits.
+        With a capacity also ``dropped_tokens``. Collective; the host waits in what is returned.
         """
         if taken is None:
-            return {}
+            return dict
         dist.all_reduce(taken, group=self._mesh.stage_group)
         worst, sums = taken.new_zeros(1), taken.new_zeros(3)
         parts = iter(taken.split([n for r in self._routers for n in (r.experts, 1, 1)]))
@@ -51,6 +54,11 @@ class ExpertLoads:
         if self._mesh.pipeline > 1:
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._mesh.pipeline_group)
             dist.all_reduce(sums, group=self._mesh.pipeline_group)
-        load, entropy, tokens, dropped = torch.cat((worst, sums)).tolist()
-        told = {"expert_load": load, "router_entropy": entropy / max(tokens, 1.0)}
-        return told | ({"dropped_tokens": dropped} if self._limited else {})
+        copy = HostCopy(torch.cat((worst, sums)))
+
+        def read() -> dict[str, float]:
+            load, entropy, tokens, dropped = copy.read()
+            told = {"expert_load": load, "router_entropy": entropy / max(tokens, 1.0)}
+            return told | ({"dropped_tokens": dropped} if self._limited else {})
+
+        return read

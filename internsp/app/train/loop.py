@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from internsp.app.checkpoint.checkpoint import Resumed
-from internsp.app.checkpoint.finite import too_many_skipped
 from internsp.app.checkpoint.saver import Saver
 from internsp.app.process.modes import Profile
 from internsp.app.process.stop import SAVE, StopRequest, name_of
 from internsp.app.report.metrics import StepMetrics
-from internsp.app.session.own import CustomData
+from internsp.app.session.own import CustomData, Listener
 from internsp.app.session.session import Session
 from internsp.app.train.output import Output
 from internsp.app.train.page import gather_timelines, write_page
 from internsp.app.train.replicas import compare_replicas
 from internsp.app.train.run_folder import RunFolder
 from internsp.app.train.sample import sample
-from internsp.app.train.step import StepRunner
+from internsp.app.train.step import StepResult, StepRunner
 from internsp.base.trace import Event
 from internsp.errors import InternspError, NotFiniteError, ReplicaError
 from internsp.failure.objects import Objects
@@ -65,6 +65,7 @@ class Loop:
         self.interrupted = False
         self.stopped_by = ""
         self.save_requested = False  # by SAVE, and not done yet
+        self.remark = ""  # on the step that was read last
         self.failure: Exception | None = None
 
     def run(self) -> None:
@@ -76,7 +77,13 @@ class Loop:
         notes = [*self.session.source.notes, *self.folder.notes, *self.resumed_notes]
         try:
             self.skipped_before = self.output.open(notes, self.done, self.tokens)
-            last = self._steps()
+            try:
+                last = self._steps()
+            except Exception:
+                with suppress(Exception):  # a step that had ended before has a row
+                    done = self.runner.finish()
+                    self.output.keep(done and self._row(done))
+                raise
             timelines = gather_timelines(self.session, self.folder.path, self._typical())
             path, text = None, ""
             try:
@@ -94,7 +101,7 @@ class Loop:
             except Exception as error:  # noqa: BLE001 - raised below
                 self.failure = self.failure or error
             if last is not None:
-                self.output.step(last)
+                self.output.step(last, self.remark)
             if self.session.mesh.rank == 0:
                 micro_batches = self.runner.micro_batches
                 notes = self._page_notes()
@@ -109,7 +116,7 @@ class Loop:
 
     def _steps(self) -> StepMetrics | None:
         """Run all steps; returns the last one's metrics if not yet evaluated and recorded."""
-        train, every, log = self.config.train, self.config.checkpoint.every, self.output.log
+        every, log = self.config.checkpoint.every, self.output.log
         if every:
             self.saver.prepare()
         while not self._finished():
@@ -121,18 +128,31 @@ class Loop:
             metrics = self._one_step()
             if path := self.profile.after_step(self.step):
                 self.output.note(f"profile {path}")
-            if metrics.step % train.log_every == 0:
-                seconds = metrics.step_seconds
-                log.write(f"step {metrics.step}: loss {metrics.loss:.4f}, {seconds:.3f} s")
+            if metrics is None:
+                continue
             if self.interrupted:
                 self._find_signal()
-            self.failure = too_many_skipped(self.session, self.step) or self._check_replicas()
+            self.failure = self.failure or self._check_replicas()
             if self.interrupted or self.failure is not None or self._finished():
                 return metrics
-            self.output.step(self._evaluate(metrics))
+            self.output.step(self._evaluate(metrics), self.remark)
             if self.save_requested or (every and self.step % every == 0):
                 self._save()
         return None
+
+    def _is_read_late(self) -> bool:
+        """Whether nothing but its row follows from the next step, so that the one after may be
+        queued before this one is read."""
+        train, number = self.config.train, self.step + 1
+        due = (train.eval_every, self.config.checkpoint.every, train.compare_replicas_every)
+        return (
+            self.runner.late
+            and type(self.output.listener) is Listener  # a program's own looks at each step
+            and not isinstance(self.session.source, CustomData)
+            and not (train.stop_after_tokens or self.session.trace.enabled)
+            and not any(every and number % every == 0 for every in due)
+            and number < train.steps
+        )
 
     def _finished(self) -> bool:
         """Whether the last step is done; the same on all ranks."""
@@ -146,32 +166,53 @@ class Loop:
         source = self.session.source
         return isinstance(source, CustomData) and not source.has_batches(self.sequences)
 
-    def _one_step(self) -> StepMetrics:
-        """Train one step, count what it used, and advance a save that is under way."""
+    def _one_step(self) -> StepMetrics | None:
+        """Train one step, and tell of all that was read: of the step before, or of this one, whose
+        metrics are then returned."""
         trace, since = self.session.trace, self.step - self.done
         last = self.step == self.session.steps - 1  # of a run too short for a typical step
         # The first one, whose order of collectives is checked, and those that may be typical.
         trace.enabled = since in (0, *_TYPICAL) or (last and since < _TYPICAL.start)
         trace.clear()
-        done = self.runner.step(
-            self.step, self.stop, taken=self.sequences, saved=self.saver.progress()
-        )
+        late = self._is_read_late()
+        if not late and (before := self.runner.finish()) is not None:
+            self.output.step(self._told(before), self.remark)
+        run = self.runner.queue if late else self.runner.step
+        done = run(self.step, self.stop, taken=self.sequences, saved=self.saver.progress())
+        self.step, self.sequences = self.step + 1, self.runner.sequences
+        if late:
+            if done is not None:
+                self.output.step(self._told(done), self.remark)
+            if not (self.interrupted or self.save_requested or self.failure):
+                return None
+            done = self.runner.finish()
+        assert done is not None, "it was queued"
         if trace.enabled:
             trace.resolve()
             self.traced.append((done.metrics.step_seconds, list(trace.events)))
         trace.enabled = False
         trace.clear()
-        self.step += 1
-        self.sequences += done.rows
-        self.tokens += done.metrics.tokens
-        self.interrupted = done.interrupted
+        return self._told(done)
+
+    def _told(self, done: StepResult) -> StepMetrics:
+        """Note what a step has said, and advance a save that is under way. Returns its row."""
+        self.interrupted |= done.interrupted
         self.save_requested |= done.save
+        self.failure, self.remark = self.failure or done.failure, done.remark
+        metrics = self._row(done)
+        if metrics.step % self.config.train.log_every == 0:
+            seconds = metrics.step_seconds
+            self.output.log.write(f"step {metrics.step}: loss {metrics.loss:.4f}, {seconds:.3f} s")
         self._call_saver(partial(self.saver.advance, done.saved))
+        return metrics
+
+    def _row(self, done: StepResult) -> StepMetrics:
+        self.tokens += done.metrics.tokens
         return done.metrics.model_copy(
             update={
                 "skipped_steps": self.skipped_before + (done.metrics.skipped_steps or 0),
                 "total_tokens": self.tokens,
-                "epochs": self.session.source.epochs(self.sequences),
+                "epochs": self.session.source.epochs(done.sequences),
             }
         )
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from internsp.app.checkpoint.finite import remark
 from internsp.app.process.rank_log import RankLog
 from internsp.app.report.display import Display
 from internsp.app.report.metrics import MetricsWriter, StepMetrics, read_metrics
@@ -101,8 +100,9 @@ class Output:
         if self._metrics is not None and metrics is not None:
             self._metrics.write(metrics)
 
-    def step(self, metrics: StepMetrics) -> None:
-        """Record a finished step, and send alerts about it. Collective if alerts are wanted."""
+    def step(self, metrics: StepMetrics, remark: str) -> None:
+        """Record a finished step with a ``remark`` on it, if there is one, and send alerts about
+        it. Collective if alerts are wanted."""
         if self._metrics is not None:
             self._metrics.write(metrics)
         if self._writers is not None:
@@ -111,7 +111,7 @@ class Output:
             self._display.update(metrics)
         # Losses and norms are the same on all ranks: rank 0 tells.
         if self._session.mesh.rank == 0:
-            self._warn("skipped", remark(self._session, metrics.step, metrics.loss))
+            self._warn("skipped", remark)
             self._warn("spike", self._spikes.check(metrics))
         if self._session.config.report.alert is not None:
             self._warn("slow", self._slow.check(metrics))

@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from internsp.app.checkpoint.finite import remark, too_many_skipped
 from internsp.app.data.batches import Ahead, Batch, DataSource
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.flops import flops_per_token, peak_tflops
@@ -23,7 +24,8 @@ from internsp.app.train.experts import ExpertLoads
 from internsp.app.train.passes import PipelinedStep, PlainStep
 from internsp.app.train.rows import StepRows, micro_batch
 from internsp.base import accelerator
-from internsp.errors import ConfigError, OrderError
+from internsp.base.accelerator import HostCopy
+from internsp.errors import ConfigError, NotFiniteError, OrderError
 from internsp.layers.dropout import row_keys
 from internsp.schedule.simulate import simulate
 from internsp.sp import SequenceLayout
@@ -35,14 +37,18 @@ class StepResult(NamedTuple):
 
     Attributes:
         metrics: figures of the step.
-        rows: number of rows of the training text that it used.
+        sequences: rows of the training text that were used, from the first one on.
+        remark: on gradients or a loss that were not finite, see :func:`remark`.
+        failure: ends the run: too many steps were skipped.
         interrupted: some rank got a stop request, before or during the step.
         save: some rank got a save request since the previous step.
         saved: sum of the ranks' progress in saving.
     """
 
     metrics: StepMetrics
-    rows: int
+    sequences: int
+    remark: str
+    failure: NotFiniteError | None
     interrupted: bool
     save: bool
     saved: float
@@ -53,25 +59,52 @@ class StepRunner:
 
     Attributes:
         micro_batches: number of micro-batches of the last step.
+        sequences: rows of the training text that were used, from the first one on.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._passes = PlainStep(session) if session.pipeline is None else PipelinedStep(session)
-        self._inputs, self._loads = Ahead(self._read), ExpertLoads(session)
+        self._inputs, self._loads = Ahead(self._next), ExpertLoads(session)
         self._checked = False
-        self.micro_batches = session.config.train.micro_batches
+        self.micro_batches, self.sequences = session.config.train.micro_batches, 0
         self._saves = 0  # save requests that earlier steps reported
+        self._unread: Callable[[], StepResult] | None = None
+        self._ended = 0.0  # when the step before was known to have ended
 
     def step(
         self, number: int, stop: StopRequest, *, taken: int | None = None, saved: float = 0.0
     ) -> StepResult:
-        """Train on the next rows, in step ``number`` (from 0). Collective; blocks.
+        """Train on the next rows, in step ``number`` (from 0). Collective; blocks. The step before
+        must have been read (:meth:`finish`).
 
         Args:
             taken: rows of the training text used by earlier steps; ``None``: one global batch for
                 each of them.
             saved: this rank's progress in saving (:meth:`Saver.progress`).
+        """
+        self.queue(number, stop, taken=taken, saved=saved)
+        done = self.finish()
+        assert done is not None, "it was queued"
+        return done
+
+    def finish(self) -> StepResult | None:
+        """The result of the last step, unless it was returned already. Collective; blocks."""
+        read, self._unread = self._unread, None
+        return None if read is None else read()
+
+    @property
+    def late(self) -> bool:
+        """Whether a step can be read late: its optimizer's verdict is taken on the device."""
+        return self.session.optimizer.decides_on_device()
+
+    def queue(
+        self, number: int, stop: StopRequest, *, taken: int | None = None, saved: float = 0.0
+    ) -> StepResult | None:
+        """As :meth:`step`, but what becomes of it is read by the next call, or by :meth:`finish`.
+
+        Where the optimizer decides on the device, the host only queues work, and waits in the
+        middle for the end of the step before, whose result is returned if it is still unread.
         """
         session, config, pipeline = self.session, self.session.config, self.session.pipeline
         counters = [c.state.collectives.counters for c in session.communicators]
@@ -88,44 +121,63 @@ class StepRunner:
         self.micro_batches = len(layouts)
         valid = float(sum(layout.valid_tokens for layout in layouts))
         lr = session.rate
-        # The host reads this sum after it has queued forward and backward.
-        count = self._sum(valid)[0]
-        loss = self._passes.train(layouts, count.clamp(min=1))
-        tokens = float(count)
+        # The host reads this sum, the first that a step queues, behind forward and backward.
+        count = self._sum(valid)
+        copied = HostCopy(count)
+        loss = self._passes.train(layouts, count[0].clamp(min=1))
+        (tokens,) = copied.read()
         if not tokens:  # the same on every rank
             raise ConfigError(
                 f"step {number + 1}: no token of the batch has a next one in its own document and "
                 "sequence, so there is nothing to learn: raise data.sequence_length or "
                 "train.global_batch, or set data.pack = false"
             )
-        loads = self._loads.taken()
-        norm = session.step()
+        loads, before = self._loads.taken(), self.finish()
+        if before is not None:  # its row must not be lost if this step fails
+            self._unread = lambda: before
+        session.step()
         saves = stop.saves
-        total, stops, save, saved = self._sum(
-            loss, float(stop.requested), float(saves > self._saves), saved, stages=True
-        ).tolist()
+        flags = float(stop.requested), float(saves > self._saves)
         self._saves = saves
-        seconds = time.perf_counter() - start
-        self._check_order(len(layouts))
-        rates = self._flops(tokens / seconds) | self._loads.told(loads)
+        figures = HostCopy(self._sum(loss, *flags, saved, stages=True))
+        told = self._loads.told(loads)
+        self.sequences = taken + rows.total
+        known = {
+            "step": number + 1,
+            "lr": lr,
+            "tokens": int(tokens),
+            "sequences": rows.total if config.train.batch_tokens else None,
+            "gathered_bytes": sum(counter.gathered_bytes for counter in counters),
+            "reduced_bytes": sum(counter.reduced_bytes for counter in counters),
+            "stage_wait_seconds": None if pipeline is None else pipeline.stage_wait_seconds,
+        }
+        self._unread = partial(self._read, known, start, self.sequences, figures, told)
+        return before
+
+    def _read(
+        self, known: dict[str, Any], start: float, sequences: int, figures: HostCopy,
+        told: Callable[[], dict[str, float]],
+    ) -> StepResult:  # fmt: skip
+        """The result of a step of which some metrics are ``known``. Blocks until it has ended."""
+        session, tokens = self.session, known["tokens"]
+        total, stops, save, saved = figures.read()
+        now = time.perf_counter()
+        seconds, self._ended = now - max(start, self._ended), now
+        self._check_order(self.micro_batches)
         metrics = StepMetrics(
-            step=number + 1,
+            **known,
             loss=total / tokens,
-            grad_norm=float(norm),
-            lr=lr,
-            tokens=int(tokens),
-            sequences=rows.total if config.train.batch_tokens else None,
+            grad_norm=session.optimizer.grad_norm,
             step_seconds=seconds,
             tokens_per_second=tokens / seconds,
             exposed_comm_seconds=session.trace.exposed_seconds,
-            gathered_bytes=sum(counter.gathered_bytes for counter in counters),
-            reduced_bytes=sum(counter.reduced_bytes for counter in counters),
             peak_memory_bytes=peak_memory_bytes(session.mesh.device),
-            stage_wait_seconds=None if pipeline is None else pipeline.stage_wait_seconds,
             skipped_steps=session.optimizer.skipped_steps,
         )
-        metrics = metrics.model_copy(update=rates)
-        return StepResult(metrics, rows.total, stops > 0, save > 0, saved)
+        metrics = metrics.model_copy(update=self._flops(tokens / seconds) | told())
+        about = (session, metrics.step)
+        said, failure = remark(*about, metrics.loss), too_many_skipped(*about)
+        return StepResult(metrics, sequences, said, failure, stops > 0, save > 0, saved)
 
     def evaluate(self) -> float | None:
         """Held-out loss in nats per token, over the same rows on every mesh.
@@ -176,7 +228,7 @@ class StepRunner:
         for each in (*self.session.modules, *self.session.optimizers):
             each.train() if training else each.eval()  # a schedule-free optimizer has two values
 
-    def _read(self, taken: int) -> tuple[StepRows, list[Batch]]:
+    def _next(self, taken: int) -> tuple[StepRows, list[Batch]]:
         """The rows of the step after ``taken`` rows, and each micro-batch of them."""
         rows = self._rows(taken)
         return rows, [self.session.source.batch(own) for own in rows.micro_batches]
