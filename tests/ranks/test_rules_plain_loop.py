@@ -153,6 +153,28 @@ def test_a_mean_loss_is_averaged_and_unequal_counts_are_refused_everywhere(rank:
 
 
 
+@ranks(2)
+def test_backward_gathers_no_block_below_the_last_that_is_trained() -> None:
+    def above() -> nn.Module:
+        model = Tiny(layers=4)
+        for part in (model.embed, *model.layers[:3]):
+            part.requires_grad_(False)
+        return model
+
+    twin = Twin(above, ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20))
+    (ids, *rest), _ = twin.batch()
+
+    def gathers() -> int:
+        below = ("layers.0", "layers.1", "layers.2")
+        return sum(e.kind == "AG" and e.unit in below for e in twin.trace.events)
+
+    loss = twin.ours(ids, *rest)
+    before = gathers()
+    assert before
+    loss.backward()
+    assert gathers() == before
+
+
 @pytest.mark.thorough(3)
 @ranks(2)
 def test_frozen_weights_and_blocks_keep_no_gradient_and_may_be_thawed() -> None:

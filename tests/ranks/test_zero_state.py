@@ -317,6 +317,20 @@ def test_what_it_keeps_in_its_groups_goes_on_after_a_save_on_another_mesh(
 
 
 @ranks(1)
+def test_a_loss_scaler_goes_on_from_both_state_dicts() -> None:
+    def made(scale: float) -> ZeroOptimizer:
+        communicator = Twin(Tiny, mesh_of(1)).communicator
+        return ZeroOptimizer(communicator, torch.optim.SGD, lr=0.1, loss_scaler=LossScaler(scale))
+
+    given, fresh, local = made(64.0), made(1.0), made(1.0)
+    fresh.load_state_dict(given.state_dict())
+    local.load_local_state_dict(given.local_state_dict())
+    for found in (fresh, local):
+        assert found.loss_scaler is not None
+        assert found.loss_scaler.scale == 64.0
+
+
+@ranks(1)
 def test_an_optimizer_whose_group_combines_parameters_is_refused() -> None:
     """Also where it is declared to need whole matrices; the remedy that is named works."""
     twin = Twin(Tiny, mesh_of(1))

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from internsp.errors import ConfigError, LayoutError, MissingDependencyError
 from internsp.sp import AttentionMask, DistributedAttention, Documents, SequenceLayout, kernels
+from internsp.sp.hf.attention import _holds_token_tensor
+from internsp.sp.same_batch import _checksum
 
 
 def written_out(
@@ -192,3 +194,25 @@ def test_shapes_and_layouts_that_do_not_fit_are_refused() -> None:
     for wrong in ({"head_dim": 0}, {"head_dim": 4, "scale": float("nan")}):
         with pytest.raises(LayoutError, match="finite scale"):
             DistributedAttention(2, 1, **wrong)  # type: ignore[arg-type]
+
+
+def test_a_masks_rule_that_holds_a_value_for_each_token_is_found_in_closures_and_tuples() -> None:
+    """transformers joins rules by ``and_masks(*rules)``, whose closure holds a tuple."""
+
+    def rule(held: Any) -> Any:
+        return lambda *place: held if place else None
+
+    documents, window = torch.zeros(2, 5), torch.tensor(4)
+    for found in (documents, rule(documents), (rule(window), rule(documents)), (documents, 1)):
+        assert _holds_token_tensor(rule(found))
+    for nothing in (window, rule(window), (rule(window), rule(4)), None):
+        assert not _holds_token_tensor(rule(nothing))
+
+
+def test_a_checksum_differs_by_a_fraction_and_by_the_place_of_a_number() -> None:
+    x = torch.tensor([[0.25, 0.5], [3.0, 4.0]])
+    for other in (x + 0.125, x * 1.0000001, -x):
+        assert _checksum(x) != _checksum(other)
+    ids = torch.tensor([[5, 6, 7]])
+    assert _checksum(ids) != _checksum(ids.flip(1))
+    assert _checksum(x) == _checksum(x.t().contiguous().t())

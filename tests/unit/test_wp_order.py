@@ -184,3 +184,20 @@ def test_each_weight_has_one_turn_in_order_with_all_its_gradients(
 def reduced_by(actions: list[Action[WeightLayout]]) -> list[WeightLayout]:
     """The weights whose reductions ``actions`` launch."""
     return [weight for action in actions if action.kind == "RS" for weight in action.weights]
+
+
+def test_after_a_failure_no_turn_is_left() -> None:
+    """A gradient of the failed backward would count in the next one."""
+    weight = WeightLayout("w", 0, 20, 0, 64, needs_gather=False)
+    block = UnitLayout("b0", (weight,), 0, 0)
+    queue = GatherQueue[WeightLayout](Policy(1), [block], limit=10**6)
+    queue.root_pre_forward(False)
+    queue.pre_forward(block)
+    queue.use(block, weight, FORWARD)
+    queue.post_forward(block)
+    queue.backward.root_pre_backward()
+    queue.backward.pre_backward(block, all_ranks=True)
+    assert queue.backward.turns.due == {weight}
+    queue.reset()
+    assert queue.backward.turns.due == set()
+    assert queue.backward.turns.take(unready=True) == []

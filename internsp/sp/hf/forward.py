@@ -171,7 +171,7 @@ class ForwardHooks:
             or given.get("use_cache") is True
             or not _keeps_all_logits(given.get("logits_to_keep"))
             or bool(given.get("output_attentions"))
-            or bool(getattr(self.model.config, "output_attentions", False))
+            or bool(self.model.config.output_attentions)
             or tokens.shape[1] < size
         )
         if whole:
