@@ -83,6 +83,27 @@ def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What prediction chooses among the layouts of one task.
+
+    Attributes:
+        chosen, best: the layout with the fewest predicted and measured seconds.
+        place: of ``chosen`` by measured seconds, from 1 on.
+        layouts: of the task.
+    """
+
+    chosen: Prediction
+    best: Prediction
+    place: int
+    layouts: int
+
+    @property
+    def loss(self) -> float:
+        """How much slower the chosen one is, as a share."""
+        return (self.chosen.row.seconds or 0.0) / (self.best.row.seconds or 1.0) - 1
+
+
+@dataclass(frozen=True)
 class Regret:
     """What choosing by prediction costs.
 
@@ -97,25 +118,33 @@ class Regret:
     among_three: float
 
 
-def regret(found: Sequence[Prediction]) -> Regret | None:
-    """Over tasks with at least four layouts: same group, devices, sequence, batch and dtype."""
+def choices(found: Sequence[Prediction]) -> list[Choice]:
+    """Of tasks with at least four layouts: same group, devices, sequence, batch and dtype."""
     tasks: dict[tuple[str, ...], list[Prediction]] = {}
     for each in found:
         if each.error is not None:
             key = (each.row.group, *(each.row.text(column) for column in _TASK))
             tasks.setdefault(key, []).append(each)
-    losses, near = [], 0
+    made = []
     for own in tasks.values():
         if len(own) < FEWEST:
             continue
         chosen = min(own, key=lambda each: each.seconds or 0.0)
-        order = sorted(each.row.seconds or 0.0 for each in own)
         took = chosen.row.seconds or 0.0
-        losses.append(took / order[0] - 1)
-        near += took <= order[2]
-    if not losses:
+        faster = sum((each.row.seconds or 0.0) < took for each in own)
+        best = min(own, key=lambda each: each.row.seconds or 0.0)
+        made.append(Choice(chosen, best, faster + 1, len(own)))
+    return made
+
+
+def regret(found: Sequence[Prediction]) -> Regret | None:
+    """Of all :func:`choices`; ``None``: there is none."""
+    made = choices(found)
+    if not made:
         return None
-    return Regret(len(losses), mean(losses), near / len(losses))
+    return Regret(
+        len(made), mean(one.loss for one in made), mean(one.place <= 3 for one in made)
+    )
 
 
 _TASK = ("gpus", "seq_len", "global_batch", "dtype", "layers", "software")

@@ -11,6 +11,7 @@ from internsp.app.plan.devices import Device, Fitted
 from internsp.app.plan.seconds import step_seconds
 from internsp.app.plan.workload import Workload
 from tools.planner.rows import Row, device_of, workload_of
+from tools.planner.software import COMPOSED
 
 FEWEST = 10  # rows that a source needs of a device to be fitted on
 FIRST = Fitted(0.7, 0.75, 0.4)
@@ -38,13 +39,15 @@ def fitted_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
     In the order of messages a second of computation, those in the middle of each third of a source
     and device: few, usual and many messages, and no extremes. Rows with an assumed batch,
-    fine-tuning (samples may be packed), experts or attention that is not stated are left out.
+    fine-tuning (samples may be packed), experts or attention that is not stated are left out, and
+    those that were composed of parts.
     """
     tables: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         dense = not row.text("experts") or row.text("experts") == "0"
         stated = row.text("attention") not in ("", "not stated")
         assumed = "batch assumed" in row.text("note") or "fine-tuning" in row.text("note")
+        assumed |= row.text("source") in COMPOSED
         if row.usable and row.seconds and dense and stated and not assumed:
             tables.setdefault((row.text("source"), row.text("device")), []).append(row)
     found: dict[str, list[Row]] = {}

@@ -49,6 +49,9 @@ SOFTWARE = {
     "trl": Habits(fused="eager", kernel="flash3"),  # torch's context parallelism: cuDNN's kernel
     "internsp": Habits(),
 }  # fmt: skip
+# Sources whose rows are sums of traced parts and not steps: messages of tensor parallelism come one
+# after another (the page on accuracy says how that is seen). No constant is fitted on them.
+COMPOSED = ("vtrain_single",)
 UNKNOWN = "software is unknown: predicted as torch's FSDP2 in eager mode"
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from statistics import mean
 
 from internsp.app.plan.devices import devices
-from tools.planner.accuracy import Accuracy, accuracy, regret
+from tools.planner.accuracy import Accuracy, accuracy, choices, regret
 from tools.planner.controls import CONTROLS, shuffled
 from tools.planner.fit import chooses_form
 from tools.planner.rows import Row, by_group
@@ -92,6 +92,7 @@ def all_tables(rows: Sequence[Row]) -> Iterator[str]:
     yield "## Errors by kind of row\n\n" + "\n".join(_bounds(found))
     yield "## Negative controls\n\n" + "\n".join(_controls(rows, found))
     yield "## Choosing by prediction\n\n" + "\n".join(_regret(found))
+    yield "## Choices that lose most\n\n" + "\n".join(_lost(found))
     yield "## Errors by table\n\n" + "\n".join(_groups(found))
     yield "## Other planners on the same rows\n\n" + "\n".join(_peers(found))
     yield "## Memory\n\n" + "\n".join(_memory(found))
@@ -182,6 +183,31 @@ def _regret(found: Sequence[Prediction]) -> Iterator[str]:
                 f"| {name} | {one.tasks} | {percent(one.mean)} % | "
                 f"{percent(one.among_three)} % | 5 %, 90 % |"
             )
+
+
+def _lost(found: Sequence[Prediction], number: int = 12) -> Iterator[str]:
+    """Tasks of the part that chose the form, so that reading them chooses nothing else."""
+    yield "| task | layouts | chosen | place | loses | its error | measured best | its error |"
+    yield "|---|---:|---|---:|---:|---:|---|---:|"
+    own = [each for each in found if each.row.usable and dense(each.row)]
+    made = choices([each for each in own if chooses_form(each.row.group)])
+    for one in sorted(made, key=lambda one: -one.loss)[:number]:
+        row = one.chosen.row
+        task = f"{row.text('model')}, {row.text('gpus')} devices, {row.text('global_batch')}"
+        yield (
+            f"| {task} sequences | {one.layouts} | {_layout(one.chosen.row)} | {one.place} | "
+            f"{100 * one.loss:.0f} % | {100 * (one.chosen.error or 0.0):+.0f} % | "
+            f"{_layout(one.best.row)} | {100 * (one.best.error or 0.0):+.0f} % |"
+        )
+
+
+def _layout(row: Row) -> str:
+    names = ("weight", "tensor", "pipeline", "context", "replicas", "micro_batch")
+    return ", ".join(
+        f"{name.replace('_', '-')} {row.text(name)}"
+        for name in names
+        if row.text(name) not in ("", "0", "1")
+    )
 
 
 def _groups(found: Sequence[Prediction]) -> Iterator[str]:
