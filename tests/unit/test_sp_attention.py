@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from internsp.errors import ConfigError, LayoutError, MissingDependencyError
 from internsp.sp import AttentionMask, DistributedAttention, Documents, SequenceLayout, kernels
+from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.hf.attention import _holds_token_tensor
 from internsp.sp.same_batch import _checksum
 
@@ -216,3 +218,15 @@ def test_a_checksum_differs_by_a_fraction_and_by_the_place_of_a_number() -> None
     ids = torch.tensor([[5, 6, 7]])
     assert _checksum(ids) != _checksum(ids.flip(1))
     assert _checksum(x) == _checksum(x.t().contiguous().t())
+
+
+def test_a_backend_may_return_one_handle_for_a_batch_of_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As NCCL does; gloo returns one for each message."""
+    monkeypatch.setattr(dist, "P2POp", lambda *_, **__: None)
+    group: Any = types.SimpleNamespace(process_group=None)
+    messages = [(True, torch.ones(1), 1, 5), (False, torch.ones(1), 1, 5)]
+    for returned, wanted in ((["all"], ["all", "all"]), (["a", "b"], ["a", "b"])):
+        monkeypatch.setattr(dist, "batch_isend_irecv", lambda _, returned=returned: returned)
+        assert ExchangeGroup.batch_isend_irecv(group, messages) == wanted
