@@ -160,6 +160,19 @@ def timed_event(device: torch.device) -> torch.Event:
     return event
 
 
+def moment(device: torch.device) -> Any:
+    """When ``device`` comes to the end of what is queued now, for :func:`seconds_between`."""
+    return timed_event(device) if has_streams(device) else time.perf_counter()
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Seconds from one :func:`moment` to another. Blocks until ``end``."""
+    if isinstance(end, float):
+        return end - float(start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
 def random_state(device: torch.device) -> torch.Tensor:
     """State of the device's own generator. Torch has no generic call: uses the device's module."""
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -199,8 +212,7 @@ class DeviceClock:
 
     def between(self, start: Any, end: Any) -> float:
         """Seconds from one mark to another, also over a restart. Blocks until ``end``."""
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+        return seconds_between(start, end)
 
 
 def device_clock(device: torch.device) -> DeviceClock | None:

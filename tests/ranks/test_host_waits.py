@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch import Tensor
 import internsp
 from internsp.app.process.stop import StopRequest
 from internsp.app.train.step import StepRunner
+from internsp.base import accelerator
 from internsp.base.accelerator import HostCopy
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from tests.ranks.test_train import config
@@ -143,8 +145,11 @@ def test_a_step_of_a_run_with_a_fused_optimizer_reads_the_step_before(
         assert runner.queue(1, StopRequest()) is None
         queued.clear()
         own.clear()
+        ticks = itertools.count(float(runner._end) + 5)
+        monkeypatch.setattr(accelerator, "moment", lambda _: next(ticks))
         assert waits(lambda: runner.queue(2, StopRequest())) == {"base/accelerator.py: read": 3}
         assert own == [True, False, False], "its tokens; figures and norm of the step before"
         done = runner.finish()
         assert done is not None
         assert (done.metrics.step, runner.finish()) == (3, None)
+        assert done.metrics.step_seconds == 5, "it began where the one before ended"

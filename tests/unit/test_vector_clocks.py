@@ -304,11 +304,11 @@ ARGUED: dict[str, tuple[str, ...]] = {
         "wp/collectives.py: WorkHandles.wait: wait",
         "wp/collectives.py: FlatGather.wait: wait",
     ),
-    "of a trace: the host's clock, and a stream for which no other one waits": (
+    "of times: the host's clock, and a stream for which no other one waits": (
         "base/accelerator.py: DeviceClock.restart: synchronize",
         "base/accelerator.py: DeviceClock.restart: synchronize 2",
         "base/accelerator.py: DeviceClock.seconds: synchronize",
-        "base/accelerator.py: DeviceClock.between: synchronize",
+        "base/accelerator.py: seconds_between: synchronize",
         "wp/collectives.py: Collectives._stamped: wait",
     ),
     "only earlier than the wait at the use (WP-12)": (

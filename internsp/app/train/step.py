@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import resource
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -70,7 +69,7 @@ class StepRunner:
         self.micro_batches, self.sequences = session.config.train.micro_batches, 0
         self._saves = 0  # save requests that earlier steps reported
         self._unread: Callable[[], StepResult] | None = None
-        self._ended = 0.0  # when the step before was known to have ended
+        self._end: Any = None  # of the last step
 
     def step(
         self, number: int, stop: StopRequest, *, taken: int | None = None, saved: float = 0.0
@@ -112,7 +111,8 @@ class StepRunner:
             counter.reset()
         session.trace.begin_step()
         taken = number * config.train.global_batch if taken is None else taken
-        start = time.perf_counter()
+        # Steps that follow each other unread have no time between them that belongs to none.
+        start = accelerator.moment(session.mesh.device) if self._unread is None else self._end
         rows, batches = self._inputs.take(taken)
         if isinstance(session.source, DataSource):  # a program's own data are an iterator of its
             self._inputs.begin(taken + rows.total)
@@ -140,6 +140,7 @@ class StepRunner:
         flags = float(stop.requested), float(saves > self._saves)
         self._saves = saves
         figures = HostCopy(self._sum(loss, *flags, saved, stages=True))
+        self._end = end = accelerator.moment(session.mesh.device)
         told = self._loads.told(loads)
         self.sequences = taken + rows.total
         known = {
@@ -151,18 +152,17 @@ class StepRunner:
             "reduced_bytes": sum(counter.reduced_bytes for counter in counters),
             "stage_wait_seconds": None if pipeline is None else pipeline.stage_wait_seconds,
         }
-        self._unread = partial(self._read, known, start, self.sequences, figures, told)
+        self._unread = partial(self._read, known, (start, end), self.sequences, figures, told)
         return before
 
     def _read(
-        self, known: dict[str, Any], start: float, sequences: int, figures: HostCopy,
+        self, known: dict[str, Any], times: tuple[Any, Any], sequences: int, figures: HostCopy,
         told: Callable[[], dict[str, float]],
     ) -> StepResult:  # fmt: skip
         """The result of a step of which some metrics are ``known``. Blocks until it has ended."""
         session, tokens = self.session, known["tokens"]
         total, stops, save, saved = figures.read()
-        now = time.perf_counter()
-        seconds, self._ended = now - max(start, self._ended), now
+        seconds = accelerator.seconds_between(*times)
         self._check_order(self.micro_batches)
         metrics = StepMetrics(
             **known,
