@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
@@ -49,7 +50,13 @@ def test_losses_gradients_and_steps_are_those_of_one_process(weight: int, world_
 def test_heads_that_the_ranks_do_not_divide_and_ranks_without_any() -> None:
     mesh = mesh_of(2, 4)
     for family in ("llama", "gemma2", "gpt_oss", "gpt2"):  # 6 over 3 heads, or 3: a rank has none
-        HuggingTwin(family, mesh).compare(hf.packed_batch, f"{family} over four ranks")
+        twin = HuggingTwin(family, mesh)
+        twin.compare(hf.packed_batch, f"{family} over four ranks")
+    # To the bit, or a program that decides by the loss would part the ranks.
+    losses = torch.stack([twin.ours(**hf.packed_batch(i)).loss.detach() for i in range(8)])
+    found = [torch.empty_like(losses) for _ in range(4)]
+    dist.all_gather(found, losses)
+    assert all(torch.equal(each, losses) for each in found)
 
 
 @pytest.mark.thorough(1)

@@ -339,7 +339,7 @@ def test_what_cannot_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["plan", str(path), "--search"]) == 2
     assert main(["plan", str(path), "--write", str(path)]) == 2
     for number in ("0", "-1"):
-        assert main(["plan", str(path), "--devices", number]) == 2
+        assert main(["plan", str(path), "--devices", number, "--parallel.weight", "2"]) == 2
         assert f"--devices {number}: give a number from 1 on" in capsys.readouterr().err
 
 

@@ -326,7 +326,7 @@ class ForwardHooks:
         total = share.detach().clone()
         dist.all_reduce(total, group=self.group.process_group)
         own = share * self.gradient_factor
-        return own + (total - own.detach())
+        return total + (own - own.detach())  # the same bits on all ranks
 
     # After the forward.
 
