@@ -40,7 +40,8 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, stepped: Sequence[nn.Para
                 f"{name} steps whole matrices, and parameters (one of shape "
                 f"{list(parameter.shape)}) are sharded over ranks: its numbers would not be those "
                 "of one process. Give it to a ZeroOptimizer, which brings each matrix together on "
-                f"one rank: internsp.ZeroOptimizer(communicator, {name}, ...)"
+                f"one rank: internsp.ZeroOptimizer(communicator, {name}, ...), in a program of "
+                "FSDP2 internsp.fsdp.zero_optimizer(model, *optimizers)"
             )
 
 

@@ -5,6 +5,7 @@ The same program runs with FSDP2 and its torch optimizer; all values are compare
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,40 @@ def test_a_checkpoint_of_one_continues_under_the_other(
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         found.append(train(model, optimizer, rank, range(2, 4)))
     require_same(found[1], found[0])
+
+
+def muon_and_adamw(model: Any) -> tuple[Any, Any]:
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    rest = [p for name, p in model.named_parameters() if p.ndim == 1 or "blocks" not in name]
+    return torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["Muon first", "AdamW first"])
+@ranks(2)
+def test_muon_beside_another_optimizer_steps_as_one_process_on_any_mesh(
+    first: int, rank: int
+) -> None:
+    """FSDP2 sums its products in bf16 over ranks: 1e-3 off."""
+    torch.manual_seed(2)
+    plain = Model(blocks=2).double()
+    model = copy.deepcopy(plain)
+    shard(ours.fully_shard, model, "blocks", mesh_of((2,)))
+    each = muon_and_adamw(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(each[0], lambda step: 1 / (1 + step))
+    optimizer = ours.zero_optimizer(model, each[first], each[1 - first])
+    wanted = muon_and_adamw(plain)
+    wanted_schedule = torch.optim.lr_scheduler.LambdaLR(wanted[0], lambda step: 1 / (1 + step))
+    for step in range(3):
+        loss_of(model, batch(step, 0, rank)).backward()
+        sum(loss_of(plain, batch(step, 0, each)) / 2 for each in range(2)).backward()  # type: ignore[union-attr]
+        for one in (optimizer, *wanted):
+            one.step()
+            one.zero_grad()
+        schedule.step()
+        wanted_schedule.step()
+    require_same(whole(dict(model.named_parameters())), dict(plain.named_parameters()), 1e-9)
+    with pytest.raises(ValueError, match="before their first steps"):
+        ours.zero_optimizer(build(ours, sizes=(2,))[0], wanted[0], wanted[1])
 
 
 @ranks(4)

@@ -802,6 +802,9 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
         "internsp.ZeroOptimizer(communicator, {name}, ...)":
             "tests/ranks/test_whole_matrices.py::"
             "test_experts_in_one_parameter_are_stepped_matrix_by_matrix",
+        "internsp.fsdp.zero_optimizer(model, *optimizers)":
+            "tests/ranks/test_fsdp_zero.py::"
+            "test_muon_beside_another_optimizer_steps_as_one_process_on_any_mesh",
     },
     "was to be moved or cast": {
         "move or cast the model before": partial(cast, True),

@@ -360,6 +360,11 @@ WRITTEN = "tests/ranks/test_fsdp_errors.py::test_what_a_refusal_says_to_write_wo
 OWN = "tests/ranks/test_own_communicator.py::"
 ZERO = "tests/ranks/test_fsdp_zero.py::test_steps_are_those_of_fsdp2_with_half_of_the_state"
 FSDP: Table = {
+    "give several optimizers before their first steps": {
+        "give several optimizers before their first steps":
+            "tests/ranks/test_fsdp_zero.py::"
+            "test_muon_beside_another_optimizer_steps_as_one_process_on_any_mesh",
+    },
     "which a model of zero_optimizer has not": {
         "call setters of synchronization on the whole model": ZERO,
         "and leave the others out": ZERO,
