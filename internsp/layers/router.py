@@ -105,10 +105,13 @@ class Router(nn.Module):
         self.capacity_factor = capacity_factor
         _require_fits(self)
         self.weight = nn.Parameter(torch.empty(experts, width, device=device, dtype=dtype))
+        # Where a program asks for a weight without values, which it loads, these have theirs.
+        on_meta = device is not None and torch.device(device).type == "meta"
+        options: dict[str, Any] = {} if on_meta else {"device": device}
         for name, shape in (("load", (experts,)), ("entropy", ()), ("dropped", ())):
-            counter = torch.empty(shape, device=device, dtype=torch.float64)
+            counter = torch.empty(shape, dtype=torch.float64, **options)
             self.register_buffer(name, counter, persistent=False)
-        bias = torch.empty(experts, device=device, dtype=torch.float32) if balance_rate else None
+        bias = torch.empty(experts, dtype=torch.float32, **options) if balance_rate else None
         self.register_buffer("bias", bias)
         self.loss: Callable[[], Tensor] | None = None
         self.router_ranks: RouterRanks | None = None
