@@ -78,7 +78,9 @@ def test_a_layer_on_the_meta_device_gets_its_first_values_by_reset_parameters() 
     wanted = MixtureOfExperts(4, 3, 4, 2, balance_rate=0.1)
     with torch.device("meta"):
         by_context = MixtureOfExperts(4, 3, 4, 2, balance_rate=0.1)
-    for layer in (by_context, MixtureOfExperts(4, 3, 4, 2, balance_rate=0.1, device="meta")):
+    by_argument = MixtureOfExperts(4, 3, 4, 2, balance_rate=0.1, device="meta")
+    assert not any(buffer.is_meta for buffer in by_argument.buffers()), "a run loads weights alone"
+    for layer in (by_context, by_argument):
         assert all(parameter.is_meta for parameter in layer.parameters())
         materialize_buffers(layer, torch.device("cpu"))  # which only those of the first one need
         assert not any(buffer.any() for buffer in layer.buffers())
