@@ -113,7 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         given["checkpoint"] = {**given["checkpoint"], "resume": command.resume}
     around = launched(os.environ, joins=isinstance(command, _Train))
     os.environ.update(around.variables)
-    size = max(getattr(command, "devices", None) or 0, 0) or around.world_size
+    devices = getattr(command, "devices", None)
+    if devices is not None and devices < 1:  # the degrees of no configuration divide it
+        write_lines(f"internsp: --devices {devices}: give a number from 1 on", sys.stderr)
+        return USAGE_ERROR
+    size = devices or around.world_size
     if getattr(command, "search", False):  # the file's degrees are not those that are searched
         size = None
     config, problems = read_config(
@@ -133,8 +137,6 @@ def _perform(command: Any, config: Config, around: Launched) -> int:
             from internsp.app.plan.screen import print_plan
 
             size = command.devices or around.world_size or config.launch.processes
-            if command.devices is not None and command.devices < 1:
-                raise ConfigError(f"--devices {command.devices}: give a number from 1 on")
             if command.write is not None and not (command.search or command.calibrate):
                 raise ConfigError("--write: it writes what --search or --calibrate finds; give one")
             if command.search and command.calibrate:
