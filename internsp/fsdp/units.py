@@ -124,8 +124,8 @@ def _sharding(
             )
         reduce = torch.float32  # never used, but in plans
     dtypes = WeightDtypes(compute, reduce, grad)
-    # FSDP2 shards norms and biases, too. The root's launch at the model's entry takes them along, in
-    # the place of one of a few bytes for each block in forward, in backward and for gradients.
+    # FSDP2 shards norms and biases, too. The root's launch at the model's entry takes them along,
+    # in the place of one of a few bytes for each block in forward, in backward and for gradients.
     if parameter.ndim < 2 and parameter.numel() * compute.itemsize <= config.coalesce_bytes:
         unit = root
     near = unit.near_ranks or config.near_ranks
