@@ -150,7 +150,7 @@ class Events:
             if not recomputes:
                 if not self.inside:
                     self._enter_alone(chunk.units.blocks[block.first], block.rest)
-                self.order.pre_forward_of_enclosing(block, self.inside)
+                self.order.pre_forward_of_enclosing(block)
                 chunk.perform(enclosing.pre_forward(block))
         elif recomputes:
             if block.around >= 0:  # the recompute may be that of the enclosing block
@@ -170,7 +170,7 @@ class Events:
         """A block's pre-forward where the program calls blocks without the model's forward."""
         chunk = self._chunk
         self.recover()
-        if self.order.begins_again(unit):
+        if self.order.begins_again(unit, bool(rest)):
             chunk.consumer.pass_begins()
             self.recovery.guard.begin_pass()
             self._begin_forward()

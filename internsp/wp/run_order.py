@@ -52,13 +52,13 @@ class RunOrder:
         self._agreement, self.learning = agreement, learner
         self.learned: LearnedPasses[ShardedParameter] | None = None
         self._next = 0  # position of the block that the forward must run next
-        self._entered = False  # an enclosing block that the program calls itself has begun it
+        self._entered = False  # an enclosing block that the program calls itself came last
 
     # forward
 
     def root_pre_forward(self) -> None:
         """The model's pre-forward: use the learned order once there is one."""
-        self._next = 0
+        self._next, self._entered = 0, False
         if self.learning is not None:
             found = self.learning.root_pre_forward(self.layout)
             if found is not None:
@@ -70,10 +70,14 @@ class RunOrder:
         if self._agreement is not None:
             self._agreement.begin_forward(number)
 
-    def begins_again(self, unit: Unit) -> bool:
-        """Whether a block that the program calls itself begins a new forward."""
-        if self._entered:
-            self._entered = False
+    def begins_again(self, unit: Unit, enclosing: bool) -> bool:
+        """Whether a block that the program calls itself begins a new forward.
+
+        Args:
+            unit: the block, or the first unit of one that is ``enclosing``.
+        """
+        entered, self._entered = self._entered and not enclosing, enclosing
+        if entered:  # it is the first unit that runs in such a block
             return False
         order = self._queue.passes.order.blocks
         self._next %= len(order)
@@ -101,9 +105,8 @@ class RunOrder:
         if self._agreement is not None:
             self._agreement.pre_forward(unit.name, expected is unit)
 
-    def pre_forward_of_enclosing(self, block: Enclosing[ShardedParameter], inside: bool) -> None:
+    def pre_forward_of_enclosing(self, block: Enclosing[ShardedParameter]) -> None:
         """A block that holds units of its own comes: its first unit is the next one."""
-        self._entered = not inside
         if self._agreement is not None:
             first = self._queue.passes.order.blocks[block.first].name
             self._agreement.pre_forward(first, self._next == block.first)
@@ -180,4 +183,4 @@ class RunOrder:
 
     def reset(self) -> None:
         """A pass has failed: the next forward begins with the first block."""
-        self._next = 0
+        self._next, self._entered = 0, False

@@ -217,11 +217,36 @@ def late_alone(names: Any, rank: int) -> dict[str, Tensor]:
     return found | gradients(model)
 
 
+def alone_again(names: Any, rank: int) -> dict[str, Tensor]:
+    """A block fails before its units run, or leaves them out; the next call is whole."""
+    model: Any = Model().double()
+    shard(names.fully_shard, model, "nested", mesh_of((2,)))
+    loss_of(model, batch(0, 0, rank)).backward()
+    block, x, found = model.blocks[1], inputs(rank, 2, 4, 13), {}
+    whole_forward = block.forward
+    for number, forward in enumerate((None, lambda x: x * block.scale, whole_forward)):
+        if rank == number % 2:
+            time.sleep(0.1)
+        if forward is None:
+            with pytest.raises(RuntimeError):
+                block(x[..., 1:])  # its norm refuses the size
+            names.FSDPModule.reset_iter_state(model)
+            continue
+        block.forward = forward
+        with torch.no_grad():  # new values
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        output = block(x)
+        output.square().mean().backward()
+        found[f"{number}"] = output.detach()
+    return found | gradients(model)
+
+
 @ranks(2)
 def test_parts_of_a_model_run_alone(rank: int) -> None:
     compare(
         _chunked(False), _chunked(True), _chunked(True, tied=True), _chunked(True, toggled=True),
-        part_alone, late_alone, rank=rank,
+        part_alone, late_alone, alone_again, rank=rank,
     )  # fmt: skip
 
 
