@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from internsp import ParallelMesh, WeightParallelConfig, parallelize
+from internsp import ParallelMesh, WeightParallelConfig, ZeroOptimizer, parallelize
 from internsp.config import ActivationCheckpointConfig
 from tests.gpu.test_streams import CUDA, SMALL
 from tools.bench.model import process_group
@@ -56,6 +56,42 @@ def test_forward_and_backward_never_make_the_host_wait(form: str) -> None:
             made.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        link.close()
+
+
+@pytest.mark.parametrize("bound", [1.0, None])
+def test_a_fused_step_is_queued_while_the_device_is_behind(bound: float | None) -> None:
+    """The norm decides on the device; what the host reads is the step before."""
+    count = SMALL.size("emulated_ranks")
+    model, weights = emulation._model(SMALL)
+    with process_group("fake", count):
+        mesh = ParallelMesh.create(weight=count, device_type="cuda")
+        blocks = emulation.on_device(model, weights, CUDA)
+        link = make_link(CUDA, Pace())
+        communicator = parallelize(
+            blocks, mesh, WeightParallelConfig(min_shard_elements=513),
+            collectives=partial(EmulatedCollectives, link=link),
+        )  # fmt: skip
+        zero = ZeroOptimizer(
+            communicator, torch.optim.AdamW, lr=1e-3, max_grad_norm=bound, fused=True
+        )
+        made = emulation.trainee("waits", blocks, model, CUDA, zero)
+        made.norms = [0.0]  # those of gradients are read
+        for _ in range(3):
+            made.seconds(CUDA)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            torch.cuda._sleep(4_000_000_000)  # about two seconds
+            ended = torch.cuda.Event()
+            ended.record()
+            made.step()
+            assert not ended.query(), "the host has queued a whole step behind what still runs"
+            assert zero.unread is not None
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert not zero.skipped
+        assert ended.query(), "asking for the verdict waits for it"
+        assert zero.grad_norm > 0
         link.close()
 
 

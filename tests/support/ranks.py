@@ -30,6 +30,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tests.support.on_device import use_device
 from tests.support.pool import BODIES, SIZES, Kept, Member, Start, started
 
 # What each rank would otherwise import itself (about a second of CPU time).
@@ -51,6 +52,7 @@ PRELOAD = [
     "transformers.trainer",  # this and the next where they are installed: 1.3 s
     "transformers.models.llama.modeling_llama",
     "coverage",  # otherwise imported by each measured rank
+    "tests.support.on_device",
     "tests.support.pool",  # before coverage changes what starts a process, see _Unmeasured
     __name__,
     "tests.support.frozen",  # must be last
@@ -328,6 +330,7 @@ def _serve(rank: int, world_size: int, port: int, tasks: Connection) -> None:
             faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
             try:
                 if start is None:
+                    use_device()
                     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
                     dist.init_process_group(
                         "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
