@@ -23,6 +23,7 @@ from torch.distributed.utils import _to_kwargs
 from internsp.base.autograd import refuse_transformed
 from internsp.config import WeightParallelConfig
 from internsp.errors import MeshError, StructureError
+from internsp.fsdp.torchs import gives_zeros, input_buffers, param_groups
 from internsp.fsdp.units import ProgramUnit, groups_of, holders, shardings_of, units_of
 from internsp.mesh import ParallelMesh
 from internsp.mesh.program import mesh_of_program
@@ -98,7 +99,7 @@ class Attached:
                 loop.divisors.update(dict.fromkeys(members, factor))
             if (hook := _hook_of(group)) is not None:
                 loop.hooks.update(dict.fromkeys(members, hook))
-            loop.zeros.update(members if group.reduce_scatter_unused_params else ())
+            loop.zeros.update(members if gives_zeros(group) else ())
         if self.zero:
             self.require_unchanged()
 
@@ -182,7 +183,7 @@ def _config(root: nn.Module, units: Sequence[ProgramUnit]) -> WeightParallelConf
         "reduction": "mean",
     }  # fmt: skip
     groups = groups_of(units)
-    buffers = max((group.reduce_scatter_max_input_buffers for group in groups), default=1)
+    buffers = max((input_buffers(group) for group in groups), default=1)
     if buffers > 2:  # the library's default
         given["reductions_in_flight"] = buffers
     return WeightParallelConfig(**given | vars(root).get(OPTIONS, {}))
@@ -285,7 +286,7 @@ def at_rest(module: Any) -> tuple[ISPCommunicator, Sequence[Unit[ShardedParamete
     found = attached_to(module)
     if found is None or found.communicator.events.busy:
         return None
-    groups = module._get_fsdp_state()._fsdp_param_groups
+    groups = param_groups(module._get_fsdp_state())
     members = (member_of(found.communicator, p) for group in groups for p in group.fsdp_params)
     own = dict.fromkeys(member.unit for member in members)
     if module is not found.root:
@@ -298,7 +299,7 @@ def show(module: Any) -> None:
 
     torch's hooks put the parameters back before a state dict is saved or loaded.
     """
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    for group in param_groups(module._get_fsdp_state()):
         group.lazy_init()
         for param in group.fsdp_params if group.is_sharded else ():
             given = param.sharded_param
@@ -314,5 +315,5 @@ def show(module: Any) -> None:
 def hide(modules: Iterable[Any]) -> None:
     """Put the parameters back where :func:`show` has put tensors."""
     for module in modules:
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in param_groups(module._get_fsdp_state()):
             group._to_sharded()

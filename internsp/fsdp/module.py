@@ -148,7 +148,8 @@ def _setter(name: str) -> Callable[..., None]:
 
 
 for _name in (*_FOLLOWED, *_PLANNED, *_REFUSED):
-    setattr(FSDPModule, _name, _setter(_name))
+    if hasattr(TorchFSDPModule, _name):  # torch 2.11 has fewer
+        setattr(FSDPModule, _name, _setter(_name))
 
 
 @cache

@@ -6,7 +6,7 @@ torch's own ``fully_shard`` has sharded the parameters and noted every argument 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
+from internsp.fsdp.torchs import param_groups, unsharded_spec
 from internsp.structure.assign import (
     ParameterOwner,
     ParameterSharding,
@@ -36,7 +37,7 @@ class ProgramUnit(NamedUnit):
     @property
     def groups(self) -> Sequence[Any]:
         """torch's ``FSDPParamGroup`` of it: none without parameters, else one."""
-        return cast("Sequence[Any]", self.state._fsdp_param_groups)
+        return param_groups(self.state)
 
     @property
     def near_ranks(self) -> int:
@@ -153,7 +154,7 @@ def stand_in(param: Any) -> nn.Parameter:
     parameter = param.sharded_param
     like = torch.zeros((), dtype=parameter.dtype, device=param.device)
     whole: Any = like.expand(param._orig_size)
-    spec = param._unsharded_dtensor_spec
+    spec = unsharded_spec(param)
     if spec is not None:  # of a layer that torch's parallelize_module has sharded
         whole = DTensor.__new__(DTensor, whole, spec, requires_grad=False)
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
