@@ -1,4 +1,4 @@
-"""Overhead and overlap on one GPU: overhead, an EMULATED link, streams with random delays, ranks.
+"""One GPU: overhead, an EMULATED link, streams with random delays, ranks, whole runs.
 
 One device is enough. On a GPU the defaults are blocks of a 7B model in bf16; without one everything
 runs with tiny sizes on the CPU, which tests the code but says nothing about speed:
@@ -23,7 +23,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.bench.report import say, write
-from tools.gpu import emulation, overhead, ranks, report
+from tools.gpu import emulation, overhead, ranks, report, runs
 from tools.gpu.device import choose, name_of
 from tools.gpu.options import Options
 from tools.gpu.rounds import Differs
@@ -41,6 +41,7 @@ def run(options: Options, device: torch.device) -> dict[str, Any]:
         "link": emulation.run_link,
         "streams": emulation.run_streams,
         "ranks": ranks.run,
+        "runs": runs.run,
     }
     for part in dict.fromkeys(options.parts):
         say(f"{part} ...")

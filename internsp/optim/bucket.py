@@ -257,12 +257,14 @@ class Bucket:
                 member.local(member.storage).copy_(local)
                 member.relocate(member.storage)
         if self.has_master and masters:
-            self.master.copy_(self.merged_master(self.master, self.owned.to(self.master.device)))
+            self.merge_into_master(self.master, self.owned.to(self.master.device))
 
     @staticmethod
-    def merged_master(master: Tensor, owned: Tensor) -> Tensor:
-        """``master``, but with ``owned`` where that differs from the rounded master."""
-        return torch.where(master.to(owned.dtype) == owned, master, owned)
+    def merge_into_master(master: Tensor, owned: Tensor) -> None:
+        """Write ``owned`` into ``master`` where it differs from the rounded master."""
+        same = master.to(owned.dtype) == owned
+        # Both of one dtype, and in place: a third of the bytes of a step is this comparison.
+        torch.where(same, master, owned.to(master.dtype), out=master)
 
     def add_gradient(self, total: Tensor, dropped: Sequence[Member]) -> None:
         """Add ``total``, with zeros for ``dropped``, to the gradient. ``total`` is like

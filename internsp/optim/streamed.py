@@ -98,7 +98,7 @@ class _Piece:
         host_values = [s.tensor.data for s in segments]
         for i, s in enumerate(segments):
             if bucket.has_master:
-                self.values[i].copy_(bucket.merged_master(self.values[i], self.owned[i]))
+                bucket.merge_into_master(self.values[i], self.owned[i])
             s.tensor.data = self.values[i]
             s.tensor.grad = self.gradients[i].mul_(factor) if factor != 1.0 else self.gradients[i]
             if self.states[i]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tools.bench import options
 
-Part = Literal["overhead", "link", "streams", "ranks"]
+Part = Literal["overhead", "link", "streams", "ranks", "runs"]
 Compile = Literal["off", "on", "both"]
 
 # Blocks of Llama 2 7B, and sizes that a test on a CPU can run in seconds.
@@ -27,9 +27,10 @@ class Options(options.Trained):
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where to run; auto uses a GPU if there is one. Figures of a CPU are meaningless."""
-    parts: tuple[Part, ...] = ("overhead", "link", "streams", "ranks")
+    parts: tuple[Part, ...] = ("overhead", "link", "streams", "ranks", "runs")
     """overhead: one rank, the plain model and FSDP2. link: an EMULATED link. streams: losses with
-    random delays on the side streams. ranks: several ranks on the device, gloo."""
+    random delays on the side streams. ranks: several ranks on the device, gloo. runs: internsp
+    train beside its plan."""
     sequences: tuple[int, ...] | None = None
     """Tokens per sequence; overhead uses each value, the other parts the first."""
     compile: Compile | None = None

@@ -15,7 +15,8 @@ EMULATED = (
 
 def page(summary: dict[str, Any]) -> Page:
     """The device, and one table for each part that ran."""
-    makers = {"overhead": _overhead, "link": _link, "streams": _streams, "ranks": _ranks}
+    makers = {"overhead": _overhead, "link": _link, "streams": _streams, "ranks": _ranks,
+              "runs": _runs}  # fmt: skip
     tables = [make(summary) for part, make in makers.items() if part in summary]
     return Page([f"device: {summary['device']}; torch {summary['torch']}"], tables)
 
@@ -103,6 +104,31 @@ def _ranks(summary: dict[str, Any]) -> Table:
     row = [str(found["ranks"]), found["reason"] or "the same training"]
     title = "Several ranks on the one device, over gloo"
     return Table([["ranks", "against one process"], row], title)
+
+
+def _runs(summary: dict[str, Any]) -> Table:
+    rows = []
+    for row in summary["runs"]:
+        predicted, peak, planned = row["predicted"], row["peak"], row["planned"]
+        rows.append(
+            [
+                row["name"],
+                f"{row['tokens']:,}",
+                _ms(row),
+                "-" if predicted is None else f"{1e3 * predicted:.1f}",
+                "-" if predicted is None else f"{predicted / row['median'] - 1:+.0%}",
+                "-" if peak is None else f"{peak / GIB:.2f}",
+                f"{planned / GIB:.2f}",
+                "-" if peak is None else f"{planned / peak - 1:+.0%}",
+            ]
+        )
+    head = ["run", "tokens", "step ms (quartiles)", "predicted", "off", "peak GiB", "predicted",
+            "off"]  # fmt: skip
+    remark = (
+        "`internsp train` on one device, AdamW with fp32 masters, sequences without a document's "
+        "end; predicted: what `internsp plan --device` says, of which no constant was fitted here."
+    )
+    return Table([head, *rows], "Whole runs beside their plan", [remark])
 
 
 def _ms(found: dict[str, Any]) -> str:
