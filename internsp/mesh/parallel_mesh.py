@@ -367,6 +367,7 @@ class ParallelMesh:
         try:
             requested = request()
             shape = MeshShape(world, *requested)  # type: ignore[arg-type]
+            _require_sends(shape, device)
         except MeshError as error:
             _require_same_request(str(error), rank)
             raise
@@ -611,6 +612,17 @@ def _initialize(device_type: str | None, timeout_seconds: float) -> None:
             f"this rank could not meet the others ({settings}): {str(error).splitlines()[0]}; "
             "start all ranks with one launcher, such as torchrun"
         ) from error
+
+
+def _require_sends(shape: MeshShape, device: torch.device) -> None:
+    """Refuse what goes from rank to rank where gloo would read a device's memory as the host's."""
+    degree = "pipeline" if shape.pipeline > 1 else "ring" if shape.ring > 1 else None
+    if degree and accelerator.has_streams(device) and dist.get_backend() == "gloo":
+        raise MeshError(
+            f"{degree}={getattr(shape, degree)} sends tensors of {device} from rank to rank, which "
+            "gloo cannot: leave out init_process_group, or call it with torch's backend for "
+            f"{device.type}, or make the mesh with device_type=\"cpu\""
+        )
 
 
 def _check_timeout(seconds: float) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from internsp.errors import MeshError
 from internsp.mesh import MeshShape
+from internsp.mesh.parallel_mesh import _require_sends
 from tools.bench_setup import DEGREES, of
 
 EXPERT_KINDS = (
@@ -171,3 +174,18 @@ def test_ten_times_the_ranks_have_the_same_groups_and_keys_and_no_more_than_ten_
     assert few["groups"] <= 10
     assert many["seconds"] < 10 * few["seconds"] + 1
     assert many["bytes"] < 10 * few["bytes"]
+
+
+@pytest.mark.parametrize("sent", [{"pipeline": 2}, {"sequence": 2, "ring": 2}], ids=str)
+def test_a_devices_tensors_are_not_sent_over_gloo(
+    sent: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen on a GPU: gloo reads the device's address as one of the host, "Bad address"."""
+    shape, cuda, words = MeshShape(2, **sent), torch.device("cuda", 0), "=2 sends tensors of cuda:0"
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    with pytest.raises(MeshError, match=words):
+        _require_sends(shape, cuda)
+    _require_sends(shape, torch.device("cpu"))
+    _require_sends(MeshShape(2, weight=2), cuda)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    _require_sends(shape, cuda)

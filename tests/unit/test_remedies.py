@@ -252,6 +252,9 @@ MESH: Table = {
             "test_a_page_of_the_tutorial_does_what_it_says",
         "or call torch.distributed.init_process_group first": DEVICE_MESH,
     },
+    "sends tensors of {device} from rank to rank": {
+        "leave out init_process_group": PROGRAMS, "or make the mesh with device_type": RINGS,
+    },
     "the clocks of collectives overflow": NO_ADVICE,
     "device on this machine; use 'cpu'": {"use 'cpu'": FORMS},
     "ranks ask for different meshes": {"start every rank with the same configuration": FORMS},
