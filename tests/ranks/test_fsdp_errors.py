@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import internsp.fsdp as ours
 from internsp.errors import ConfigError, GradientError, StructureError
-from tests.support.fsdp import Model, batch, loss_of, mesh_of, shard, steps
+from tests.support.fsdp import Model, batch, loss_of, mesh_of, shard, since, steps
 from tests.support.ranks import ranks
 
 
@@ -36,7 +36,6 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         StructureError, "leave it out",
         _refused("set_allocate_memory_from_process_group_for_comm", True),
     ),
-    "symmetric": (StructureError, "leave it out", _refused("set_symm_mem_for_comm")),
     "dims": (
         StructureError, "leave dp_mesh_dims out", lambda: ours.fully_shard(Model(), dp_mesh_dims=1)
     ),
@@ -51,6 +50,8 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         lambda: torchs.register_fsdp_forward_method(_model(), "forward") or _registered(),
     ),
 }  # fmt: skip
+if since("2.12"):
+    REFUSED["symmetric"] = StructureError, "leave it out", _refused("set_symm_mem_for_comm")
 
 
 def _eight() -> Any:
@@ -209,8 +210,6 @@ BAD: dict[str, Callable[[Any], Any]] = {
     "several roots": _parts("ab"),
     "dtypes": _dtypes,
     "meta": _meta,
-    "tied": _tied,
-    "reset of a part": _reset,
     "backward again": _again,
     "gradients by autograd": lambda n: torch.autograd.grad(
         (both := _loss(n))[1], [*both[0].parameters()]
@@ -229,6 +228,10 @@ BAD: dict[str, Callable[[Any], Any]] = {
     "method": lambda n: n.register_fsdp_forward_method(_sharded(n), "none"),
 }  # fmt: skip
 """What FSDP2 raises itself, or torch within it."""
+if since("2.12"):  # FSDP2 unties them in silence before
+    BAD["tied"] = _tied
+if since("2.13"):  # FSDP2 has no such method before
+    BAD["reset of a part"] = _reset
 
 
 @ranks(2)

@@ -33,7 +33,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import internsp.fsdp as ours
-from tests.support.fsdp import Model, batch, loss_of, mesh_of, require_same, shard, steps, whole
+from tests.support.fsdp import (
+    Model,
+    batch,
+    loss_of,
+    mesh_of,
+    require_same,
+    shard,
+    since,
+    steps,
+    whole,
+)
 from tests.support.ranks import ranks
 
 Policy = torchs.MixedPrecisionPolicy
@@ -154,7 +164,7 @@ def _chunked(grouped: bool, tied: bool = False, toggled: bool = False) -> Progra
         lists: list[Any] = [model.embed, model.body, [model.norm, model.head]]
         if tied:
             lists = [model.body, [model.embed, model.norm, model.head]]
-        elif not grouped:
+        elif not grouped or (names is torchs and not since("2.13")):  # it crashes there
             lists[2:] = lists[2]
         for modules in [*lists, model]:
             names.fully_shard(modules, mesh=mesh_of((2,)))
@@ -228,9 +238,10 @@ def alone_again(names: Any, rank: int) -> dict[str, Tensor]:
         if rank == number % 2:
             time.sleep(0.1)
         if forward is None:
-            with pytest.raises(RuntimeError):
-                block(x[..., 1:])  # its norm refuses the size
-            names.FSDPModule.reset_iter_state(model)
+            if recovers(names):
+                with pytest.raises(RuntimeError):
+                    block(x[..., 1:])  # its norm refuses the size
+                names.FSDPModule.reset_iter_state(model)
             continue
         block.forward = forward
         with torch.no_grad():  # new values
@@ -242,12 +253,19 @@ def alone_again(names: Any, rank: int) -> dict[str, Tensor]:
     return found | gradients(model)
 
 
+def recovers(names: Any) -> bool:
+    """Whether a forward may fail: FSDP2 has no answer to that before torch 2.13."""
+    return hasattr(names.FSDPModule, "reset_iter_state")
+
+
 @ranks(2)
 def test_parts_of_a_model_run_alone(rank: int) -> None:
     compare(
-        _chunked(False), _chunked(True), _chunked(True, tied=True), _chunked(True, toggled=True),
-        part_alone, late_alone, alone_again, rank=rank,
+        _chunked(False), _chunked(True), _chunked(True, toggled=True), part_alone, late_alone,
+        alone_again, rank=rank,
     )  # fmt: skip
+    if since("2.13"):  # FSDP2 crashes before
+        compare(_chunked(True, tied=True), rank=rank)
 
 
 # modules of any kind
@@ -351,7 +369,8 @@ def other_parameters(names: Any, rank: int) -> dict[str, Tensor]:
         def __init__(self) -> None:
             super().__init__()
             self.lstm, self.out = nn.LSTM(6, 4, batch_first=True), nn.Linear(4, 2)
-            self.table = nn.Parameter(torch.arange(7), requires_grad=False)
+            table = torch.arange(7) if since("2.12") else torch.arange(7.0).double()
+            self.table = nn.Parameter(table, requires_grad=False)
 
         def forward(self, x: Tensor) -> Any:
             return self.out(self.lstm(x)[0]) * self.table[3]
@@ -485,7 +504,8 @@ def casts_within(names: Any, rank: int) -> dict[str, Tensor]:
             names.fully_shard(model, mesh=mesh_of((2,)), mp_policy=whole_model)
             model(inputs(rank, 2, 5).float()).sum().backward()
             found |= gradients(model, f"{number} {again} ")
-            found[f"{number} {again} sizes"] = torch.tensor(model.seen)
+            if since("2.13") or (number, again) != (2, True):  # recomputed without the cast before
+                found[f"{number} {again} sizes"] = torch.tensor(model.seen)
     return found
 
 
@@ -629,7 +649,8 @@ def test_modules_of_any_kind_have_the_same_gradients(rank: int) -> None:
 @ranks(2)
 def test_policies_cast_what_fsdp2_casts(rank: int) -> None:
     compare(scaled, rank=rank)
-    compare(dataclasses_are_cast, rank=rank, tolerance=1e-6)
+    if since("2.12"):  # FSDP2 does not gather for outputs in dataclasses before
+        compare(dataclasses_are_cast, rank=rank, tolerance=1e-6)
     # A gradient travels in 16 bits, and is summed in those by FSDP2.
     compare(casts_within, norms_in_sixteen_bits, widened, rank=rank, tolerance=0.02)
 
@@ -825,8 +846,10 @@ def prefetched(names: Any, rank: int) -> dict[str, Tensor]:
         block.set_modules_to_backward_prefetch(
             [blocks[-1]] if number == 0 else blocks[:number][::-1]
         )
-        block.set_reduce_scatter_max_input_buffers(3)
-    model.set_separate_reduce_scatter_group(True)
+        if since("2.13"):
+            block.set_reduce_scatter_max_input_buffers(3)
+    if since("2.13"):
+        model.set_separate_reduce_scatter_group(True)
     model.set_force_sum_reduction_for_comms(True)
     model.set_unshard_in_backward(True)
     model._set_unshard_async_op(True)
@@ -837,17 +860,18 @@ def prefetched(names: Any, rank: int) -> dict[str, Tensor]:
 def failed(names: Any, rank: int) -> dict[str, Tensor]:
     model: Any = Model().double()
     shard(names.fully_shard, model, "lists", mesh_of((2,)))
-    armed = [True]
+    armed = [recovers(names)]
 
     def fail(*_: Any) -> None:
         if armed[0]:
             raise KeyError("boom")
 
     model.blocks[1].up.register_forward_pre_hook(fail)
-    with pytest.raises(KeyError):
-        model(batch(0, 0, rank))
-    armed[0] = False
-    model.reset_iter_state()
+    if armed[0]:
+        with pytest.raises(KeyError):
+            model(batch(0, 0, rank))
+        armed[0] = False
+        model.reset_iter_state()
     loss_of(model, batch(0, 1, rank)).backward()
     return gradients(model)
 
@@ -1018,4 +1042,6 @@ def test_every_public_method_of_torchs_module_has_an_answer() -> None:
         "set_separate_reduce_scatter_group", "set_symm_mem_for_comm", "set_unshard_in_backward",
         "unshard",
     }  # fmt: skip
-    assert {name for name in vars(torchs.FSDPModule) if name[0] != "_"} == known
+    found = {name for name in vars(torchs.FSDPModule) if name[0] != "_"}
+    assert found <= known
+    assert found == known or not since("2.13"), "a name that torch has no more"
