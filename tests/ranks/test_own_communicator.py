@@ -1,11 +1,9 @@
-"""The communicator of ``docs/howto/own_communicator.md``, compared with one process (4.2)."""
+"""The communicator of ``examples/own_communicator.py``, compared with one process (4.2)."""
 
 from __future__ import annotations
 
 import copy
-import re
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from examples.own_communicator import Synchronous
 from internsp import ParallelMesh, WeightParallelConfig, WPCommunicator, ZeroOptimizer, parallelize
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError
@@ -21,17 +20,8 @@ from tests.support.compare import check, close, gradients, parameters
 from tests.support.models import CUT, VOCABULARY, Tiny
 from tests.support.ranks import RankError, run_ranks
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "howto" / "own_communicator.md"
 FULL = ActivationCheckpointConfig(mode="full")
 REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
-
-
-def synchronous() -> WPCommunicator:
-    """A new class from the document's source."""
-    source = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0]
-    variables: dict[str, Any] = {}
-    exec(source, variables)
-    return variables["Synchronous"]()
 
 
 class Counting(WPCommunicator):
@@ -77,7 +67,7 @@ def train(
         for model in (plain, ours):
             model.layers[0].wo.weight.requires_grad_(False)  # type: ignore[union-attr]
     mesh = ParallelMesh.create(weight=weight, sequence=1, device_type="cpu")
-    own = Counting(synchronous())
+    own = Counting(Synchronous())
     if options.get("broken"):
         own.inner.on_grad_ready = lambda weight, gradient: None  # type: ignore[method-assign]
     config = WeightParallelConfig(
@@ -160,7 +150,7 @@ def frozen_since_the_forward(rank: int, world: int, zero: bool) -> None:
     ours = copy.deepcopy(plain)
     mesh = ParallelMesh.create(weight=world, sequence=1, device_type="cpu")
     config = WeightParallelConfig(min_shard_elements=CUT, coalesce_bytes=0)
-    communicator = parallelize(ours, mesh, config, communicator=synchronous())
+    communicator = parallelize(ours, mesh, config, communicator=Synchronous())
     optimizer = ZeroOptimizer(communicator, torch.optim.SGD, lr=0.1) if zero else None
     ids = torch.randint(0, VOCABULARY, (world, 3, 5), generator=torch.Generator().manual_seed(1))
     for model, batch in (plain, ids.flatten(0, 1)), (ours, ids[rank]):
@@ -188,7 +178,7 @@ def refused(rank: int, world: int) -> None:
         parallelize(Tiny(), mesh, communicator=Bare())  # type: ignore[arg-type]
     rounded = WeightParallelConfig(min_shard_elements=20, quantize="int8", coalesce_bytes=0)
     with pytest.raises(ConfigError, match="decides what travels; quantize nothing"):
-        parallelize(Tiny(), mesh, rounded, communicator=Counting(synchronous()))
+        parallelize(Tiny(), mesh, rounded, communicator=Counting(Synchronous()))
 
 
 def test_what_is_no_communicator_is_refused_by_name() -> None:
