@@ -1,4 +1,4 @@
-"""On a GPU: the communicator of ``docs/howto/own_communicator.md`` gathers into device memory."""
+"""On a GPU: the communicator of ``examples/own_communicator.py`` gathers into device memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from internsp import ParallelMesh, WeightParallelConfig, parallelize
 from tests.gpu.test_offload import CUDA, same
-from tests.ranks.test_own_communicator import synchronous
+from examples.own_communicator import Synchronous
 from tests.support.models import VOCABULARY, Tiny
 from tools.bench.model import process_group
 
@@ -18,7 +18,7 @@ def test_the_documents_communicator_trains_as_one_process() -> None:
     plain = Tiny().double().to(CUDA)
     ours = copy.deepcopy(plain)
     with process_group("nccl" if CUDA.type == "cuda" else "gloo"):
-        mesh, made = ParallelMesh.create(weight=1, device_type=CUDA.type), synchronous()
+        mesh, made = ParallelMesh.create(weight=1, device_type=CUDA.type), Synchronous()
         parallelize(ours, mesh, WeightParallelConfig(min_shard_elements=1), communicator=made)
         for step in range(2):
             ids = torch.randint(VOCABULARY, (2, 5), device=CUDA)
