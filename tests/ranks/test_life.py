@@ -1,4 +1,4 @@
-"""The table of ``docs/explain/how_a_weight_travels.md`` matches the recorded life of a weight."""
+"""The table of the design, section 4, matches the recorded life of a weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from internsp.mesh import ParallelMesh
 from internsp.parallel.parallelize import parallelize
 from tests.support.ranks import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "explain" / "how_a_weight_travels.md"
+PAGE = Path(__file__).parents[2] / "docs" / "dev" / "design.md"
 
 
 def recorded(rank: int, world_size: int) -> dict[str, list[str]]:
