@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import internsp
+from internsp.model_zoo import build
 from tests.support.models import Tiny
 from tests.support.ranks import ranks
 
@@ -23,9 +24,21 @@ def blocks(name: str) -> list[str]:
 
 @ranks(2)
 def test_the_examples_of_whole_parameters_run(tmp_path: Path) -> None:
-    variables: dict[str, Any] = {"folder": tmp_path}
+    sizes = {"layers": 2, "hidden_size": 16, "heads": 2, "vocab_size": 260, "intermediate_size": 24}
+    config = internsp.Config(model=sizes).model
+    model = build(config, dtype=torch.bfloat16)
+    mesh = internsp.ParallelMesh.create(weight=2, device_type="cpu")
+    settings = internsp.WeightParallelConfig(min_shard_elements=64)
+    communicator = internsp.parallelize(model, mesh, settings)
+    optimizer = internsp.ZeroOptimizer(communicator, torch.optim.AdamW, lr=1e-3)
+    variables: dict[str, Any] = {
+        "torch": torch, "internsp": internsp, "folder": tmp_path, "mesh": mesh, "model": model,
+        "optimizer": optimizer, "Model": lambda: build(config, device="meta"),
+    }  # fmt: skip
     for number, block in enumerate(blocks("load_and_export.md")):
         exec(compile(block, f"load_and_export.md, block {number}", "exec"), variables)
+    names = [name for name, _ in model.named_parameters()]
+    assert sorted(variables["shapes"]) == (sorted(names) if mesh.rank == 0 else [])
 
 
 @ranks(4)

@@ -279,9 +279,7 @@ def listed(rank: int, world: int, folder: str) -> tuple[list[list[float]], list[
 
 
 def test_a_list_of_batches_is_gone_through_once_and_wrong_parts_are_named(tmp_path: Path) -> None:
-    for (iterated, listed_), (short, mean, detached, plain) in run_ranks(
-        listed, 2, str(tmp_path)
-    ):
+    for (iterated, listed_), (short, mean, detached, plain) in run_ranks(listed, 2, str(tmp_path)):
         assert len(iterated) == 3
         assert listed_ == iterated
         assert "rank 1: data gives 1 rows where" in short
@@ -337,18 +335,14 @@ def made(folder: Path, code: str) -> None:
         pytest.param(NOTEBOOK, (), "logits [1, 8, 257]", id="one process, as in a notebook"),
     ],
 )
-def test_a_program_trains(
-    code: str, before: tuple[str, ...], wanted: str, tmp_path: Path
-) -> None:
+def test_a_program_trains(code: str, before: tuple[str, ...], wanted: str, tmp_path: Path) -> None:
     made(tmp_path, code)
     assert wanted in python(*before, "script.py", cwd=tmp_path).stdout
 
 
 @pytest.mark.slow(12)
-def test_the_documents_own_program_runs(tmp_path: Path) -> None:
-    blocks = (ROOT / "docs" / "howto" / "run_from_python.md").read_text().split("```python\n")
-    (tmp_path / "script.py").write_text(blocks[2].split("```")[0])
-    done = python("script.py", cwd=tmp_path)
+def test_the_example_of_own_parts_runs(tmp_path: Path) -> None:
+    done = python(str(ROOT / "examples" / "trainer_parts.py"), cwd=tmp_path)
     assert done.stdout.splitlines()[-1].startswith("4 ")
     assert done.stdout.endswith("runs/run\n")
 
@@ -392,7 +386,7 @@ def test_two_tasks_of_srun_are_one_run(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 400)
     (tmp_path / "config.toml").write_text(
         '[model]\nlayers = 1\nhidden_size = 32\n[data]\nsource = "text"\npaths = ["a.txt"]\n'
-        'sequence_length = 32\nheld_out = 0\n[train]\nsteps = 2\nsample_tokens = 0\n'
+        "sequence_length = 32\nheld_out = 0\n[train]\nsteps = 2\nsample_tokens = 0\n"
         "eval_batches = 0\n[parallel]\nweight = 2\n"
     )
     words = ("-m", "internsp", "train", "config.toml")
