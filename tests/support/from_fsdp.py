@@ -39,12 +39,14 @@ def code_in(text: str) -> list[str]:
 
 
 def rows(text: str) -> list[Row]:
-    """Every row of the tables with the header ``theirs | here | note``, by system (its heading)."""
+    """Every row of the tables with the columns theirs, here and note, by system (its heading)."""
     found, system, inside = [], "", False
     for line in text.splitlines():
         if line.startswith("## "):
             system = line[3:]
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 4:  # FSDP2's also say what one import gives
+            del cells[1]
         if cells == ["theirs", "here", "note"]:
             inside = True
         elif not cells:
