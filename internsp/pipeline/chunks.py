@@ -42,6 +42,10 @@ class SplittableModel(Protocol):
         """Makes rotary tables from a tensor ``[B, s]``, the layout and a dtype."""
 
 
+PARTS = ("embed", "layers", "norm", "head", "rotary", "loss_options")
+"""The attributes of a :class:`SplittableModel`."""
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Arguments of one micro-batch for the chunks of a rank.
@@ -139,8 +143,14 @@ def split_model(model: SplittableModel, stages: int) -> list[range]:
     lookup and costs nothing.
 
     Raises:
-        StructureError: there are fewer blocks than stages.
+        StructureError: there are fewer blocks than stages, or the model lacks a part.
     """
+    if missing := [part for part in PARTS if not hasattr(model, part)]:
+        raise StructureError(
+            f"{type(model).__name__} has no {', '.join(missing)}: a pipeline splits a model with "
+            f"{', '.join(PARTS)}. Give it these, as the zoo's models do, or make the stages "
+            "yourself (docs/howto/pipeline.md)"
+        )
     blocks = len(model.layers)
     if blocks < stages:
         raise StructureError(

@@ -73,7 +73,8 @@ def test_products_are_what_costs_and_the_heads_count_four_thirds() -> None:
             embed=nn.Embedding(999, 8),
             layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(6)),  # 64 products, 8 additions
             head=nn.Linear(8, outputs, bias=False),
-        )
+            norm=None, rotary=None, loss_options={},
+        )  # fmt: skip
         return [len(blocks) for blocks in split_model(model, 2)]
 
     # The last stage loses a block as soon as its head costs as much: four thirds of 8 x 6.
@@ -93,6 +94,12 @@ def test_what_several_chunks_share_has_the_models_name_and_one_in_each_chunk() -
     norms = [chunks[0].layers["1"].ffn_norm, chunks[2].layers["5"].ffn_norm]
     assert norms[0] is model.layers[1].ffn_norm is not norms[1]
     assert norms[0].weight.shape == norms[1].weight.shape
+
+
+def test_a_model_without_a_part_is_refused_by_its_name() -> None:
+    model: Any = nn.ModuleDict({"embed": nn.Identity(), "layers": nn.ModuleList([nn.Identity()])})
+    with pytest.raises(StructureError, match="ModuleDict has no norm, head, rotary, loss_options"):
+        split_model(model, 1)
 
 
 def test_too_few_blocks_are_refused() -> None:

@@ -156,6 +156,10 @@ PIPELINE: Table = {
     "blocks cannot be split into {stages} chunks": {
         "choose fewer stages or chunks": PIPE, "or more layers": PIPE,
     },
+    "a pipeline splits a model with": {
+        "Give it these, as the zoo's models do": PIPE,
+        "or make the stages yourself": TIED + "test_stages_of_ones_own_say_what_is_tied",
+    },
     "leaves out some of layers.0": {"leave it empty": PIPE, 'or set "layers.*"': ALL_BLOCKS},
     "tensor ranks is not supported": {
         "make the mesh with tensor = 1": PIPE, "or pipeline = 1": TENSOR,
