@@ -6,9 +6,9 @@ import copy
 
 import torch
 
+from examples.own_communicator import Synchronous
 from internsp import ParallelMesh, WeightParallelConfig, parallelize
 from tests.gpu.test_offload import CUDA, same
-from examples.own_communicator import Synchronous
 from tests.support.models import VOCABULARY, Tiny
 from tools.bench.model import process_group
 
