@@ -137,7 +137,7 @@ def _nothing(owned: OwnedGroups) -> None:
 
 
 def _end_after_collection(groups: list[dist.ProcessGroup]) -> None:
-    """Called when nobody needs the groups any more, perhaps within a collection, in which other
+    """Called when the groups are needed no more, perhaps within a collection, in which other
     garbage still refers to them: wait for the end of a full one."""
 
     def collected(phase: str, info: dict[str, int]) -> None:
@@ -164,8 +164,8 @@ def _references(groups: list[dist.ProcessGroup]) -> list[int]:
     """How many references each group has, beside those of the list and of torch's registry."""
     registry = [getattr(distributed_c10d._world, name) for name in _TABLES]
     lists = [v for table in registry for v in table.values() if isinstance(v, list)]
-    nobody = [object()]  # an object that only a list refers to
-    (alone,) = [sys.getrefcount(each) for each in nobody]
+    held = [object()]  # an object that only a list refers to
+    (alone,) = [sys.getrefcount(each) for each in held]
     counts = [sys.getrefcount(each) - alone for each in groups]
     for i, group in enumerate(groups):
         counts[i] -= sum(group in table for table in registry)

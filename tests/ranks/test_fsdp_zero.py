@@ -25,7 +25,9 @@ from tests.support.ranks import ranks
 CLIP = 0.1
 
 
-def build(names: Any, seed: int = 3, sizes: tuple[int, ...] = (2, 2)) -> tuple[Any, Any]:
+def build(
+    names: Any, seed: int = 3, sizes: tuple[int, ...] = (2, 2), fused: bool | None = None
+) -> tuple[Any, Any]:
     """A model and a torch optimizer of two groups."""
     torch.manual_seed(seed)
     model = Model(blocks=2).double()
@@ -37,7 +39,7 @@ def build(names: Any, seed: int = 3, sizes: tuple[int, ...] = (2, 2)) -> tuple[A
         {"params": decayed, "weight_decay": 0.1},
         {"params": others, "betas": (0.8, 0.9)},
     ]
-    return model, torch.optim.AdamW(groups, lr=1e-2)
+    return model, torch.optim.AdamW(groups, lr=1e-2, fused=fused)
 
 
 def train(
@@ -73,17 +75,22 @@ def kept(optimizer: Any) -> int:
     return sum(value.numel() for value in local if value.ndim)
 
 
-@pytest.mark.parametrize("begun", [0, 1], ids=["before a step", "after a step"])
+@pytest.mark.parametrize(
+    ("begun", "fused"), [(0, None), (1, True)], ids=["before a step", "after a fused step"]
+)
 @ranks(4)
-def test_steps_are_those_of_fsdp2_with_half_of_the_state(begun: int, rank: int) -> None:
+def test_steps_are_those_of_fsdp2_with_half_of_the_state(
+    begun: int, fused: bool | None, rank: int
+) -> None:
     both, state = [], []
     for names in (torchs, ours):
-        model, optimizer = build(names)
+        model, optimizer = build(names, fused=fused)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         found = train(model, optimizer, rank, range(begun), schedule)
         if names is ours:
             assert not begun or "each of 2 replicas has all" in ours.report(model)
             optimizer = ours.zero_optimizer(model, optimizer, max_grad_norm=CLIP)
+            assert optimizer.decides_on_device() == bool(fused)
         found |= train(model, optimizer, rank, range(begun, 3), schedule)
         both.append(found | whole(dict(model.named_parameters())))
         state.append(kept(optimizer))

@@ -8,11 +8,16 @@ import math
 import os
 import pty
 import re
+import resource
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from internsp.app.report.display import Display, duration
 from internsp.app.report.metrics import MetricsWriter, read_metrics
+from internsp.app.train.step import peak_memory_bytes
 from internsp.errors import InternspError
 from tests.support.metrics import step
 
@@ -243,3 +248,12 @@ def test_a_run_goes_on_without_what_it_writes_to(gone: str) -> None:
         assert display.live == ("bar" in gone)
         display.update(step(1))
         display.finish()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux")
+def test_peak_memory_is_this_processes_own_and_not_its_parents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parents = SimpleNamespace(ru_maxrss=1 << 40)  # what a child of a large process is told
+    monkeypatch.setattr(resource, "getrusage", lambda who: parents)
+    assert 1 << 20 < peak_memory_bytes(torch.device("cpu")) < 1 << 40

@@ -6,7 +6,9 @@ import math
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -307,5 +309,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory of this process: allocated on an accelerator, resident on a CPU."""
     if accelerator.has_streams(device):
         return torch.accelerator.max_memory_allocated(device)
+    with suppress(OSError, ValueError):  # Linux: there getrusage counts what a parent had, too
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (kilobytes,) = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+        return int(kilobytes) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
