@@ -243,8 +243,12 @@ class ZeroReducer:
         """Launch the exchange of a bucket's reduced gradients over its ZeRO group."""
         bucket = self.bucket_of[parcel.weights[0]]
         collectives, buffers = self._state.between[bucket.axis].zero, self._state.reducer.buffers
-        dtype = self._dtype or bucket.master.dtype
-        packed = buffers.acquire(bucket.flat.numel(), dtype)
+        dtype, numel = self._dtype or bucket.master.dtype, bucket.flat.numel()
+        alone = collectives.size == 1  # then this is the gradient itself
+        if alone:
+            packed = torch.empty(numel, dtype=dtype, device=bucket.device)
+        else:
+            packed = buffers.acquire(numel, dtype)
         for member, start in bucket.offsets.items():
             assert isinstance(member, ShardedParameter), "replicated parameters have no parcel"
             part = packed[start : start + member.storage.numel()]
@@ -256,10 +260,10 @@ class ZeroReducer:
                 part.copy_(total.flatten())
         for start, stop in bucket.gaps:
             packed[start:stop].zero_()
-        received = packed if collectives.size == 1 else buffers.acquire(packed.numel(), dtype)
+        received = packed if alone else buffers.acquire(numel, dtype)
         handle = collectives.exchange(received, packed, bucket.name)
         exchange = _Exchange(bucket, list(dict.fromkeys((packed, received))), handle)
-        if collectives.size == 1:
+        if alone:
             self._sum_slice(exchange)
         self._in_flight.append(exchange)
 
@@ -294,10 +298,13 @@ class ZeroReducer:
         self._state.collectives.wait(exchange.handle, bucket.name, "", "finish")
         exchange.handle.keep = ()
         dtype = bucket.master.dtype
-        transport = between.zero.transport
-        exchange.total = transport.sum_output(exchange.buffers[-1], exchange.buffers[0], dtype)
-        for buffer in exchange.buffers:
-            self._state.reducer.buffers.release(buffer)
+        packed, received = exchange.buffers[0], exchange.buffers[-1]
+        if received is packed:
+            exchange.total = packed.to(dtype)
+        else:
+            exchange.total = between.zero.transport.sum_output(received, packed, dtype)
+            for buffer in exchange.buffers:
+                self._state.reducer.buffers.release(buffer)
         exchange.handle = between.zero_replica.all_reduce(exchange.total, bucket.name)
 
     def _finish_sums(self, exchanges: Sequence[_Exchange]) -> None:

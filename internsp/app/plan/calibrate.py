@@ -156,6 +156,7 @@ def text_of(found: Calibration, runs: Sequence[MeasuredRun], base: Device) -> st
         f"near_GBps = {device.near / GIGA!r}",
         f"near_ranks = {device.near_ranks}",
         f"far_Gbps = {device.far * 8 / GIGA!r}",
+        f"host_GBps = {device.host / GIGA!r}",
         f"attention = {{ {kernels} }}",
         f"fitted = {{ {values}, rows = [{', '.join(map(_quoted, device.fitted.rows))}] }}",
         "",

@@ -18,6 +18,9 @@ from internsp.pipeline.schedules import schedule_kind
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 _LAUNCHES = 0.0004  # seconds of the host for a block's forward with its hooks
+# Bytes of an element in a ZeRO step on a device, without and with 16-bit weights: fused AdamW 28,
+# the gradient's copies and norm 12 or 10, to find what a program wrote 30, the new weights 6.
+_STEP_BYTES = (40, 74)
 _ROUND = 32  # the zoo's default feed-forward is 8/3 of the width, up to a 32nd
 
 
@@ -116,6 +119,8 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         shard_bytes=stored,
         sum_bytes=max(stored, 4),
         state_bytes=max(stored, 4) * (moments(config) + (stored < 4)),
+        step_bytes=_STEP_BYTES[stored < 4] if on_device else 0,
+        passes_state=on_device,
     )
     away = set(weights.offload)
     offload = {

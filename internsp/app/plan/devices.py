@@ -46,6 +46,7 @@ class Device:
         multiprocessors: products are cut into tiles, as many at a time.
         near, far: bytes a second and direction of one device within its near domain, and of its
             share of adapters.
+        host: the same between it and its host.
         near_ranks: devices of a near domain.
         attention: operations a second of a kernel: (head of 64 forward, backward, 128 forward,
             backward).
@@ -67,6 +68,7 @@ class Device:
     source: str = ""
     kind: Literal["cpu", "cuda"] = "cuda"
     torch_name: str = ""
+    host: float = 32 * GIGA
 
     def with_links(self, near: float | None = None, far: float | None = None) -> Device:
         """This device with other links, in bytes a second."""
@@ -157,4 +159,5 @@ def _device(name: str, entry: Mapping[str, Any], known: Mapping[str, Device]) ->
         source=entry["source"],
         kind=entry.get("kind", "cpu" if name == "cpu" else "cuda"),
         torch_name=entry.get("torch", ""),
+        host=entry.get("host_GBps", 32) * GIGA,
     )

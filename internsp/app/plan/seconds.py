@@ -33,6 +33,7 @@ Parts = defaultdict[str, float]
 _HOST_ADAM = 1.2e9  # elements a second that one process steps on its share of a host
 _HOST_BACKWARD = 1.6  # launches of a backward, in those of a forward
 _HOST_LINK = 20e9  # bytes a second and direction between a device and its host
+_HOST_SHARE = 0.7  # of the host's link, that copies both ways at once reach (h200.md: 0.68)
 _COPIED = 2 + 2 + 4  # bytes of an element that a step in host memory brings and takes
 
 
@@ -265,17 +266,22 @@ def idle_in_a_v(load: Workload, computed: Computed, waited: float, uneven: float
 
 
 def _by_element(load: Workload, device: Device) -> tuple[float, float]:
-    """Seconds of the optimizer an element: on the device, and on the host with its copies."""
-    each = {"eager": 100, "kernels": 34, "compiled": 44}[load.habits.fused]
-    return each / (device.bandwidth * STREAMED), 1 / _HOST_ADAM + _COPIED / _HOST_LINK
+    """Seconds of the optimizer an element: with its state on the device, and in host memory."""
+    habits = load.habits
+    each = habits.step_bytes or {"eager": 100, "kernels": 34, "compiled": 44}[habits.fused]
+    here = each / (device.bandwidth * STREAMED)
+    if habits.passes_state:
+        away = habits.state_bytes + habits.shard_bytes * ("weights" in load.offload)
+        return here, here + away / (device.host * _HOST_SHARE)
+    return here, 1 / _HOST_ADAM + _COPIED / _HOST_LINK
 
 
 def _optimizer(load: Workload, device: Device) -> tuple[float, float]:
-    """Seconds of the optimizer's step, and of copies where its state is in host memory."""
+    """Seconds of the optimizer's step, and of copies where the host steps its own memory."""
     shard = _shard(load)
-    if "optimizer" in load.offload:
+    if "optimizer" in load.offload and not load.habits.passes_state:
         return shard / _HOST_ADAM, shard * _COPIED / _HOST_LINK
-    return shard * _by_element(load, device)[0], 0.0
+    return shard * _by_element(load, device)["optimizer" in load.offload], 0.0
 
 
 def _shard(load: Workload) -> float:

@@ -176,6 +176,8 @@ class Habits:
             them; 0: among all at once.
         shard_bytes, sum_bytes, state_bytes: of one element of a weight's shard, of its gradient's
             sum, and of the optimizer's state with masters; 0: as the kind of sharding has it.
+        step_bytes: that the optimizer's step moves for an element; 0: as ``fused`` has it.
+        passes_state: the device steps what is in host memory, which comes and goes at once.
     """
 
     fused: str = "eager"
@@ -203,6 +205,8 @@ class Habits:
     shard_bytes: int = 0
     sum_bytes: int = 0
     state_bytes: int = 0
+    step_bytes: int = 0
+    passes_state: bool = False
 
 
 @dataclass(frozen=True)
