@@ -78,8 +78,6 @@ class ForwardHooks:
         self.positions_from, self.finds_documents = positions_from, finds_documents
         # Undoes the later division of gradients by the number of ranks of the sequence group.
         self.gradient_factor = float(group.size) if mean else 1.0
-        self._forward: Any = None
-        self._read_signature()
         self.model_loss = model.loss_function
         self.device = device
         self.as_tuple = False
@@ -100,11 +98,7 @@ class ForwardHooks:
         Those of the class, where a forward takes its positional arguments as a tuple: it passes
         them on.
         """
-        forward = self.model.forward
-        if forward is self._forward:
-            return
-        self._forward = forward
-        found = inspect.signature(forward).parameters
+        found = inspect.signature(self.model.forward).parameters
         if any(p.kind is p.VAR_POSITIONAL for p in found.values()):
             of_class = inspect.signature(type(self.model).forward).parameters
             found = MappingProxyType({n: p for n, p in of_class.items() if n != "self"})
