@@ -478,7 +478,7 @@ TRAIN: Table = {
     },
     "a Trainer runs in this process alone": {
         "start the program with torchrun or srun": OWN + "test_a_program_trains",
-        "set it to 1": OWN + "test_the_documents_own_program_runs",
+        "set it to 1": OWN + "test_the_example_of_own_parts_runs",
         "or call internsp.train": OWN + "test_a_program_trains",
     },
     "a run is trained once": {

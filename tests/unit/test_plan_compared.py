@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,22 @@ def test_each_second_of_a_trace_is_in_one_component_and_so_is_each_predicted_one
     assert {row[0]: row[2] for row in halves}["optimizer"] == 6.0  # a mean of ranks
     assert compared(GIVEN, SHAPE, CPU, {0: []}) == []
     assert compared(GIVEN, SHAPE, replace(CPU, peak={}), {0: TRACE}) == []
+
+
+def test_a_model_that_begins_with_a_folders_weights_is_predicted_as_one_of_its_sizes(
+    tmp_path: Path,
+) -> None:
+    content = {
+        "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 5,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    begun = Config.model_validate(
+        {"model": {"path": str(tmp_path)}, "parallel": {"weight": 2, "device": "cpu"}}
+    )
+    plain = begun.model_copy(update={"model": begun.model.model_copy(update={"path": None})})
+    assert begun.model.layers == 5
+    assert replayed(begun, SHAPE, CPU).total == replayed(plain, SHAPE, CPU).total
 
 
 def test_computation_that_messages_slow_down_is_computation() -> None:

@@ -188,10 +188,12 @@ def _multiplied(config: Config, load: Workload, device: Device) -> Clocks:
     overlap = config.weight_parallel.overlap
     at = {}
     passes = _PASSES if number > _PASSES[1] else (number, number)
+    # The folder of a model of the zoo has given its sizes, and would contradict another depth.
+    path = config.model.path if config.model.family == "hf" else None
     for blocks in _BLOCKS:
         small = config.model_copy(
             update={
-                "model": config.model.model_copy(update={"layers": blocks}),
+                "model": config.model.model_copy(update={"layers": blocks, "path": path}),
                 "train": config.train.model_copy(update={"micro_batches": 1, "global_batch":
                     config.train.global_batch // number}),
             }
