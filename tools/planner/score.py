@@ -8,10 +8,10 @@ from functools import cache
 from math import isfinite
 from statistics import median
 
-from internsp.app.plan.bytes import step_bytes
 from internsp.app.plan.devices import Device, devices
 from internsp.app.plan.seconds import StepSeconds, step_seconds
 from internsp.app.plan.workload import Workload
+from tools.planner.bytes import step_bytes
 from tools.planner.rows import (
     Row,
     Unpredictable,

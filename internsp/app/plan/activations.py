@@ -16,7 +16,8 @@ import torch
 from internsp.app.config import Config
 from internsp.app.config.tiles import tile_tokens
 from internsp.app.models.factory import device_type
-from internsp.app.plan.observe import ModelPart, Observed, observe
+from internsp.app.plan.observations import Observations
+from internsp.app.plan.observe import ModelPart, Observed
 from internsp.base.host import pinned_bytes
 from internsp.base.sizes import size_in_bytes
 from internsp.mesh import MeshShape
@@ -93,6 +94,7 @@ class ActivationModel:
     Args:
         model_part: which chunk of a pipeline; ``None``: the complete model.
         layers, recomputing: blocks of the chunk, and how many of them recompute.
+        observations: what was measured before, for models that differ in how weights are sharded.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class ActivationModel:
         model_part: ModelPart | None = None,
         layers: int | None = None,
         recomputing: int | None = None,
+        observations: Observations | None = None,
     ) -> None:
         self.config, self.shape = config, shape
+        self.observations = observations or Observations()
         self.model_part = model_part or ModelPart(shape)
         self.rows = config.train.global_batch // (config.train.micro_batches * shape.data)
         self.layers = config.model.layers if layers is None else layers
@@ -164,7 +168,7 @@ class ActivationModel:
             layers: int, again: int, offload: int | None = None, backward: bool = True
         ) -> Observed:
             model_part = self.model_part
-            return observe(
+            return self.observations.of(
                 self.config,
                 self.rows,
                 positions,

@@ -13,10 +13,11 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from internsp.app.config import Config
-from internsp.app.plan.bytes import step_bytes
 from internsp.app.plan.classes import table
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device
+from internsp.app.plan.longest import MemoryBudget
+from internsp.app.plan.observations import Observations
 from internsp.app.plan.seconds import (
     ATTENTION,
     BUBBLE,
@@ -80,29 +81,33 @@ def seconds_lines(
     yield f"{share:.0%} of it is bound by {name}; {exposed(found):.0%} are messages in the open"
     if not device.fitted.rows:
         yield f"{device.name} is an assumption that no measured step was fitted to"
-    best = best_change(config, shape, device, found)
+    best = best_change(config, shape, device)
     if best is not None:
         keys, saved = best
         yield f"{keys} would save {saved:.0%}"
 
 
 def best_change(
-    config: Config, shape: MeshShape, device: Device, found: StepSeconds
+    config: Config, shape: MeshShape, device: Device
 ) -> tuple[str, float] | None:
     """The one change of the configuration that saves most seconds and fits, and its share."""
     now = step_seconds(workload_of(config, shape), device).total
-    best: tuple[str, float] | None = None
+    saving: list[tuple[float, Mapping[str, Any], Config]] = []
     for change in changes(config):
         other = changed(config, change)
         if other is None or other.check(shape.world_size):
             continue
         load = workload_of(other, MeshShape(shape.world_size, **other.degrees()))
-        if step_bytes(load).total > FREE * device.memory:
-            continue
         saved = 1 - step_seconds(load, device).total / now
-        if saved >= _WORTH and (best is None or saved > best[1]):
-            best = ", ".join(f"{key} = {value!r}" for key, value in change.items()), saved
-    return best
+        if saved >= _WORTH:
+            saving.append((saved, change, other))
+    saving.sort(key=lambda one: -one[0])
+    known = Observations()
+    for saved, change, other in saving:
+        budget = MemoryBudget(other, shape.world_size, observations=known)
+        if budget.most(other.data.sequence_length) <= FREE * device.memory:
+            return ", ".join(f"{key} = {value!r}" for key, value in change.items()), saved
+    return None
 
 
 def changes(config: Config) -> Iterator[Mapping[str, Any]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from internsp.app.config import Config
 from internsp.app.config.sizes import moments
+from internsp.app.config.tiles import tile_count
 from internsp.app.models.factory import device_type
 from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, Workload
 from internsp.base.accelerator import HOST
@@ -113,8 +114,6 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         once_an_owner=True,
         sends_ahead=True,
         collectives=5 if model.family == "internlm2" else 7,
-        keeps_rotated=not weights.compile and model.family == "internlm2",
-        keeps_activated=not weights.compile,
         reduce_near=weights.reduce_near_ranks,
         shard_bytes=stored,
         sum_bytes=max(stored, 4),
@@ -140,4 +139,5 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         habits=habits,
         offload=frozenset(offload),
         loss_chunk=train.loss_chunk,
+        tiled=tile_count(config, shape.data) > 1,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from internsp.app.config import Config
 from internsp.app.plan.activations import ActivationModel, Activations, exchange_rows
+from internsp.app.plan.observations import Observations
 from internsp.app.plan.observe import ModelPart
 from internsp.app.plan.pipeline import PipelinePlan, RankPlan, message_bytes
 from internsp.base.sizes import size_in_bytes
@@ -39,8 +40,11 @@ class RankActivations:
 class PipelineActivations:
     """Activation memory of all ranks of a pipeline, for any sequence length."""
 
-    def __init__(self, config: Config, plan: PipelinePlan) -> None:
+    def __init__(
+        self, config: Config, plan: PipelinePlan, observations: Observations | None = None
+    ) -> None:
         self.config, self.plan = config, plan
+        observations = observations or Observations()
         model_by_part: dict[tuple[ModelPart, int, int], ActivationModel] = {}
         self.models: dict[int, ActivationModel] = {}
         last = max(chunk.stage for rank in plan.ranks for chunk in rank.chunks)
@@ -53,7 +57,7 @@ class PipelineActivations:
                 key = model_part, layers, again
                 if key not in model_by_part:
                     model_by_part[key] = ActivationModel(
-                        config, plan.shape, model_part, layers, again
+                        config, plan.shape, model_part, layers, again, observations
                     )
                 self.models[stage] = model_by_part[key]
 

@@ -11,6 +11,7 @@ from internsp.app.config import Config
 from internsp.app.plan.activations import ActivationModel
 from internsp.app.plan.classes import table
 from internsp.app.plan.in_flight import BUFFERS, PipelineActivations
+from internsp.app.plan.observations import Observations
 from internsp.app.plan.offloaded import HOSTED, STEPPING
 from internsp.app.plan.pipeline import PipelinePlan, make_pipeline_plan
 from internsp.app.plan.step import Plan, make_plan, rank_memory
@@ -62,6 +63,7 @@ class MemoryBudget:
     Args:
         process: bytes that a process takes before it builds a model, where the CPU computes; they
             get a row of their own.
+        observations: what was measured before, for configurations that differ in their layout.
 
     Attributes:
         plan: the planned step.
@@ -69,18 +71,23 @@ class MemoryBudget:
 
     plan: Plan | PipelinePlan
 
-    def __init__(self, config: Config, world_size: int, process: int = 0) -> None:
+    def __init__(
+        self, config: Config, world_size: int, process: int = 0,
+        observations: Observations | None = None,
+    ) -> None:  # fmt: skip
         self.stages: PipelineActivations | None = None
         if config.parallel.pipeline > 1:
             pipeline = self.plan = make_pipeline_plan(config, world_size)
-            self.stages = PipelineActivations(config, pipeline)
+            self.stages = PipelineActivations(config, pipeline, observations)
             memory = [
                 list(rank_memory(config, pipeline, rank).items()) for rank in pipeline.ranks
             ]
             shape = pipeline.shape
         else:
             plan = self.plan = make_plan(config, world_size)
-            self.activations = ActivationModel(config, plan.shape)
+            self.activations = ActivationModel(
+                config, plan.shape, observations=observations
+            )
             memory, shape = [list(plan.memory)], plan.shape
         self.ranks = [_RankMemory(rows, process) for rows in memory]
         self.multiple, self.micro_batches = shape.sequence, config.train.micro_batches
@@ -99,6 +106,10 @@ class MemoryBudget:
         # During the optimizer's step there are no activations.
         phases = (rows, own.stepping)
         return [*own.fixed, *buffers, *max(phases, key=_sum)], [*own.hosted, *host]
+
+    def most(self, length: int) -> int:
+        """Bytes that the fullest rank's device needs with sequences of ``length`` tokens."""
+        return max(_sum(self.at(length, rank)[0]) for rank in range(len(self.ranks)))
 
     def longest(self, memory: int, host_memory: int | None = None) -> LongestSequence:
         """The longest multiple of the sequence degree that fits on every rank."""

@@ -1,15 +1,15 @@
 """``internsp plan --search``: the layouts of a step that take least seconds on so many devices.
 
-Candidates are ordered by a lower bound of their seconds, and evaluated in that order until the
-bound is above the tenth best: no candidate that is left out can be among the ten. Those that do not
-fit into memory are left out before; those that are printed are planned, and checked as a run is.
+Sets of layouts are opened in the order of a lower bound of their seconds, so that layouts come in
+the order of their seconds. One that does not fit by a lower bound of its memory is left out; of the
+others each is planned in its turn, and counts if a run takes it and its plan fits.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 from internsp.app.config import Config
 from internsp.app.plan.answer import FREE, changed
 from internsp.app.plan.block_seconds import BlockSeconds, block_seconds
-from internsp.app.plan.bytes import step_bytes
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device
 from internsp.app.plan.layout import CHECKPOINTS, INTERLEAVED, SCHEDULES, V_SHAPED, Layout
+from internsp.app.plan.least import LeastBytes
+from internsp.app.plan.longest import MemoryBudget
+from internsp.app.plan.observations import Observations
 from internsp.app.plan.seconds import (
     Computed,
     Sent,
@@ -37,17 +39,23 @@ from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
 
 ROWS = 10
+_WORTH = 0.999  # what fewer ranks of the optimizer take of the seconds at most, to be preferred
 TIE = 0.05  # seconds that differ by less are within the error of sharded weights' rows
 
 
 @dataclass(frozen=True)
 class Found:
-    """A candidate with its predicted step."""
+    """A layout that a run takes and that fits, with its predicted step.
+
+    Attributes:
+        nbytes: what its fullest rank needs, by the plan of its objects.
+    """
 
     layout: Layout
     load: Workload
     seconds: StepSeconds
-    nbytes: float
+    config: Config
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -55,13 +63,17 @@ class Searched:
     """The best layouts, the least seconds first.
 
     Attributes:
-        best: at most ten.
-        possible, evaluated: numbers of candidates: all, and those that were looked at.
+        best: as many as were asked for, if there are.
+        possible, evaluated, planned: numbers of layouts: all, those whose seconds were computed,
+            and those that were planned.
+        space: of them.
     """
 
+    space: Space
     best: tuple[Found, ...]
     possible: int
     evaluated: int
+    planned: int
 
 
 class Space:
@@ -80,6 +92,8 @@ class Space:
         if base is None:
             raise ConfigError("--search: the configuration is refused with all degrees 1")
         self.base = workload_of(base, MeshShape(1))
+        self.memory, self.observations = FREE * device.memory, Observations()
+        self.least = LeastBytes(base, self.base, self.observations)
         self._blocks: dict[tuple[Any, ...], tuple[BlockSeconds, tuple[float, float]]] = {}
         self.sent = lru_cache(maxsize=None)(self._sent)
         self.dense = lru_cache(maxsize=None)(self._dense)
@@ -161,44 +175,50 @@ class Space:
         stage = self.ranks // family.pipeline
         return divisors(stage), divisors(stage // family.expert) if family.expert else (0,)
 
-    def variants(self, layout: Layout) -> Iterator[Layout]:
-        """The layout, and it with less traffic of the optimizer, or with more in host memory."""
-        yield layout
-        # Where weights are sharded, no message depends on who steps them: all of their copies do.
-        if max(layout.weight, layout.expert_weight) == 1 < self.ranks // layout.pipeline:
-            yield replace(layout, optimizer_ranks=1)
-        yield replace(layout, offload=True)
+    def variants(self, layout: Layout, family: Family | None = None) -> Iterator[Variant]:
+        """The layout, and it with less traffic of the optimizer, or with more in host memory.
 
-    def best(
-        self,
-        layout: Layout,
-        without: Collection[Layout] = (),
-        below: float = math.inf,
-        family: Family | None = None,
-    ) -> Found | None:
-        """The fastest variant that fits and is not in ``without``; ``None``: there is none.
+        The later are for where those before do not fit: copies never save time. Those that cannot
+        fit are left out.
 
         Args:
-            below: a variant that takes as many seconds or more is not looked for.
             family: the layout's, if it is there already.
         """
-        found, family = None, family or Family(self)
-        late = False
-        for one in self.variants(layout):
-            # Copies never save time.
-            if one in without or (one.offload and (late or found is not None)):
-                continue
-            seconds = family.seconds(one)
-            if seconds.total >= below:
-                late = True
-                continue
-            load = self.load(one)
-            nbytes = step_bytes(load).total
-            if nbytes > FREE * self.device.memory:
-                continue
-            if found is None or seconds.total < 0.999 * found.seconds.total:
-                found = Found(one, load, seconds, nbytes)
-        return found
+        family, few = family or Family(self), None
+        plain = [Variant(layout, family.seconds(layout))]
+        # Where weights are sharded, no message depends on who steps them: all of their copies do.
+        if max(layout.weight, layout.expert_weight) == 1 < self.ranks // layout.pipeline:
+            few = replace(layout, optimizer_ranks=1)
+            plain.append(Variant(few, family.seconds(few)))
+            if plain[1].seconds.total < _WORTH * plain[0].seconds.total:
+                plain.reverse()
+        for one in plain:
+            if self.may_fit(one.layout):
+                yield one
+        away = replace(layout, offload=True)
+        if self.may_fit(away):
+            yield Variant(away, family.seconds(away))
+
+    def may_fit(self, layout: Layout) -> bool:
+        """Whether a lower bound of its bytes fits."""
+        return self.least.of(self.load(layout)) <= self.memory
+
+    def planned(self, one: Variant) -> Found | None:
+        """The layout, planned; ``None``: a run refuses it, or it does not fit."""
+        keys = {**one.layout.settings(), "launch.processes": self.ranks}
+        config = changed(self.config, keys)
+        if config is None or config.check(self.ranks):
+            return None
+        budget = MemoryBudget(config, self.ranks, observations=self.observations)
+        nbytes = budget.most(config.data.sequence_length)
+        if nbytes > self.memory:
+            return None
+        return Found(one.layout, self.load(one.layout), one.seconds, config, nbytes)
+
+    def best(self, layout: Layout) -> Found | None:
+        """The first variant that fits; ``None``: there is none."""
+        found = (self.planned(one) for one in self.variants(layout))
+        return next((one for one in found if one is not None), None)
 
     def block(self, layout: Layout) -> tuple[BlockSeconds, tuple[float, float]]:
         """A block's seconds, and those of the ends: of few values of a layout."""
@@ -273,6 +293,10 @@ class Space:
                 bound = node.bound if at == 0 else self.bound(one)
                 number = node.number + at * math.prod(map(len, self.sizes(one)))
                 yield Node(bound, number, ANY_WEIGHT, one)
+        elif node.level == ANY_SIZE:
+            for number, size in enumerate(self.sizes(node.any_of)[1], node.number):
+                one = replace(node.any_of, expert_weight=size)
+                yield Node.of(number, one, self.variants(one, node.family))
         else:
             family = Family(self)
             weights, sizes = self.sizes(node.any_of)
@@ -280,6 +304,13 @@ class Space:
                 one = replace(node.any_of, weight=weight)
                 bound = max(node.bound, family.least(one) if one.expert else 0.0)
                 yield Node(bound, node.number + at * len(sizes), ANY_SIZE, one, family)
+
+
+class Variant(NamedTuple):
+    """A layout and its seconds."""
+
+    layout: Layout
+    seconds: StepSeconds
 
 
 @dataclass(frozen=True, order=True)
@@ -291,6 +322,8 @@ class Node:
         level: in what they differ.
         any_of: the first of them.
         family: of those that differ in how experts are sharded only.
+        now, left: of one layout alone, its first variant, which has the seconds of ``bound``, and
+            the others; ``None``: none can fit.
     """
 
     bound: float
@@ -298,9 +331,18 @@ class Node:
     level: int = field(compare=False)
     any_of: Layout = field(compare=False)
     family: Family | None = field(compare=False, default=None)
+    now: Variant | None = field(compare=False, default=None)
+    left: Iterator[Variant] = field(compare=False, default=iter(()))
+
+    @classmethod
+    def of(cls, number: int, layout: Layout, left: Iterator[Variant]) -> Node:
+        """One layout, with the variants that are left."""
+        now = next(left, None)
+        bound = math.inf if now is None else now.seconds.total
+        return cls(bound, number, ONE, layout, now=now, left=left)
 
 
-ANY_CHECKPOINT, ANY_WEIGHT, ANY_SIZE = range(3)  # each differs in what the next does, too
+ANY_CHECKPOINT, ANY_WEIGHT, ANY_SIZE, ONE = range(4)  # each differs in what the next does, too
 
 
 class Sharding(NamedTuple):
@@ -362,23 +404,18 @@ class Family:
 
 
 def search(
-    config: Config,
-    ranks: int,
-    device: Device,
-    prune: bool = True,
-    without: Collection[Layout] = (),
+    config: Config, ranks: int, device: Device, rows: int = ROWS, prune: bool = True
 ) -> Searched:
-    """The ten layouts that fit and take least seconds.
+    """The layouts that fit and take least seconds, at most ``rows``.
 
     Args:
-        prune: false evaluates every layout that fits.
-        without: layouts that are known not to fit.
+        prune: false evaluates every layout.
 
     Raises:
         ConfigError: no layout fits.
-    """  # fmt: skip
+    """
     space = Space(config, ranks, device)
-    possible = evaluated = 0
+    possible = evaluated = planned = 0
     queue: list[Node] = []
     for family in space.families():
         if family.checkpoint == "none":
@@ -386,36 +423,31 @@ def search(
             queue.append(Node(bound, possible, ANY_CHECKPOINT, family))
         possible += math.prod(map(len, space.sizes(family)))
     heapq.heapify(queue)
-    best: list[tuple[float, int, Found]] = []  # a heap, the worst first
-    while queue:
+    best: list[Found] = []
+    while queue and len(best) < rows:
         node = heapq.heappop(queue)
-        worst = -best[0][0] if prune and len(best) == ROWS else math.inf
-        if node.bound > worst:
-            break
-        if node.level != ANY_SIZE:
-            for part in space.parts(node):
-                if part.bound <= worst:
-                    heapq.heappush(queue, part)
-            continue
-        for number, size in enumerate(space.sizes(node.any_of)[1], node.number):
-            layout = replace(node.any_of, expert_weight=size)
-            worst = -best[0][0] if prune and len(best) == ROWS else math.inf
-            evaluated += 1
-            found = space.best(layout, without, worst, node.family)
-            if found is None:
+        if node.level != ONE:
+            parts = list(space.parts(node))
+            evaluated += len(parts) if node.level == ANY_SIZE else 0
+            if not prune and node.level != ANY_SIZE:
+                parts = [replace(part, bound=0.0) for part in parts]
+        else:
+            assert node.now is not None, "those that cannot fit are left out"
+            planned += 1
+            found = space.planned(node.now)
+            if found is not None:
+                best.append(found)
                 continue
-            entry = (-found.seconds.total, -number, found)
-            if len(best) < ROWS:
-                heapq.heappush(best, entry)
-            elif entry > best[0]:
-                heapq.heapreplace(best, entry)
+            parts = [Node.of(node.number, node.any_of, node.left)]
+        for part in parts:
+            if part.bound < math.inf:
+                heapq.heappush(queue, part)
     if not best:
         raise ConfigError(
             f"--search: no layout of this step fits on {ranks} x {device.name}; plan more devices, "
             "a shorter sequence or a smaller model"
         )
-    ordered = sorted(best, reverse=True)
-    return Searched(tuple(entry[2] for entry in ordered), possible, evaluated)
+    return Searched(space, tuple(best), possible, evaluated, planned)
 
 
 def chosen(best: Sequence[Found]) -> Found:

@@ -169,9 +169,6 @@ class Habits:
         collectives: in which a block's weights travel.
         loss: bytes that the loss moves for a logit, forward and backward; zeros: as ``fused`` has
             it.
-        keeps_rotated: rotated queries and keys are kept beside what they are made from: a part of
-            a packed product keeps all of it.
-        keeps_activated: the activated gate is kept beside the gate.
         reduce_near: gradients are summed among so many neighbors first, and their sums between
             them; 0: among all at once.
         shard_bytes, sum_bytes, state_bytes: of one element of a weight's shard, of its gradient's
@@ -199,8 +196,6 @@ class Habits:
     sends_ahead: bool = False
     collectives: int = 1
     loss: tuple[int, int] = (0, 0)
-    keeps_rotated: bool = False
-    keeps_activated: bool = False
     reduce_near: int = 0
     shard_bytes: int = 0
     sum_bytes: int = 0
@@ -234,6 +229,7 @@ class Workload:
         dtype: of the products (``"bf16"``).
         offload: what is kept in host memory.
         loss_chunk: tokens whose logits exist at a time; 0: all.
+        tiled: feed-forwards are computed in parts of the sequence, and those again in backward.
     """
 
     model: ModelShape
@@ -246,6 +242,7 @@ class Workload:
     habits: Habits = field(default_factory=Habits)
     offload: frozenset[str] = frozenset()
     loss_chunk: int = 0
+    tiled: bool = False
 
     @property
     def tokens(self) -> float:

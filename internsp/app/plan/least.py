@@ -1,0 +1,250 @@
+"""A lower bound of what :class:`~internsp.app.plan.longest.MemoryBudget` counts, in microseconds.
+
+A search leaves out what does not fit by it; what is left is counted by the budget itself. Weights
+are counted from the model, and what a block keeps is measured once for each way to recompute and to
+share sequences. What only adds is left out: small weights, most of what a block works in, and
+gradients that a split backward keeps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from internsp.app.config import Config
+from internsp.app.models.factory import build_model
+from internsp.app.plan.observations import Observations
+from internsp.app.plan.observe import ModelPart
+from internsp.app.plan.workload import Workload
+from internsp.mesh import MeshShape
+from internsp.parallel.experts import take_experts
+from internsp.pipeline.chunks import partition_costs
+from internsp.structure.assign import plan_sharding
+from internsp.structure.blocks import read_structure
+
+_MEASURED = 1024  # positions of a measured step
+_SIZES = {"fp32": 4, "fp64": 8}
+
+
+class _Block(NamedTuple):
+    """Elements of a block, and of its matrices, by which blocks are divided among stages."""
+
+    dense: int = 0
+    experts: int = 0
+    matrices: int = 0
+
+
+class Stages(NamedTuple):
+    """How blocks are divided among pipeline ranks."""
+
+    ranks: int
+    chunks: int
+    v_shaped: bool
+    expert: int
+
+    @classmethod
+    def of_load(cls, load: Workload) -> Stages:
+        """Those of a workload."""
+        degrees = load.degrees
+        return cls(degrees.pipeline, degrees.interleave, degrees.v_shaped, degrees.expert)
+
+    def of(self, rank: int) -> Sequence[int]:
+        """The stages of a rank, ascending."""
+        if self.v_shaped:
+            return rank, 2 * self.ranks - 1 - rank
+        return range(rank, self.ranks * self.chunks, self.ranks)
+
+    def in_flight(self, rank: int, number: int) -> Sequence[int]:
+        """Of each chunk of a rank, micro-batches that have had no backward when the first one has:
+        torch's orders of 1F1B, Interleaved1F1B and ZBVZeroBubble."""
+        behind = self.ranks - 1 - rank
+        if self.v_shaped:
+            return min(2 * behind + 1, number), 1
+        if self.chunks == 1:
+            return (min(behind + 1, number),)
+        passes = min((self.chunks - 1) * self.ranks + 2 * behind + 1, self.chunks * number)
+        each = Counter(one // self.ranks % self.chunks for one in range(passes))
+        return [each[chunk] for chunk in range(self.chunks)]
+
+
+class LeastBytes:
+    """Of all layouts of one configuration.
+
+    Args:
+        config: its model, sequence and dtypes; a layout says the rest.
+        base: its workload.
+        observations: what was measured already, for a budget, too.
+    """
+
+    def __init__(self, config: Config, base: Workload, observations: Observations) -> None:
+        self.config, self.base, self.observations = config, base, observations
+        weights = config.weight_parallel
+        model: Any = build_model(config)
+        take_experts(model, weights, 1, 0)
+        structure = read_structure(
+            model, weights.gather_before, weights.blocks, weights.gather_before_modules,
+            weights.rules,
+        )  # fmt: skip
+        blocks = [[0, 0, 0] for _ in structure.blocks]
+        outer: Counter[str] = Counter()
+        for one in plan_sharding(model, structure, weights, 1):
+            elements = math.prod(one.shape)
+            if one.unit is None:
+                continue
+            if one.block < 0:
+                outer[one.unit] += elements
+                continue
+            blocks[one.block][one.expert] += elements
+            blocks[one.block][2] += elements if len(one.shape) > 1 and not one.expert else 0
+        self.blocks = [_Block(*each) for each in blocks]
+        self.first = outer.pop(structure.embedding[0], 0) if structure.embedding else 0
+        self.last = max(outer.values(), default=0)
+        self.divided = not weights.rules  # rules put any weight anywhere, in any dtype
+        self._split = lru_cache(maxsize=None)(self._split_into)
+        self._weights = lru_cache(maxsize=None)(self._weight_bytes)
+        self._activations = lru_cache(maxsize=None)(self._activation_bytes)
+        self._kept = lru_cache(maxsize=None)(self._kept_bytes)
+        self._loss = lru_cache(maxsize=None)(self._loss_bytes)
+
+    def of(self, load: Workload) -> float:
+        """Bytes that the fullest rank needs at least."""
+        degrees, stages = load.degrees, Stages.of_load(load)
+        fixed = self._weights(
+            stages, degrees.sharded, degrees.optimizer, degrees.expert_shards,
+            degrees.expert_optimizer, "optimizer" in load.offload,
+        )  # fmt: skip
+        moving = self._activations(
+            stages, degrees.context, degrees.ring, load.rows, load.micro_batches, load.recompute,
+            load.tiled, "activations" in load.offload,
+        )  # fmt: skip
+        return max(a + b for a, b in zip(fixed, moving, strict=True))
+
+    def _split_into(self, stages: Stages) -> list[list[range]]:
+        """Blocks of each chunk of each pipeline rank."""
+        if stages.ranks == 1:
+            return [[range(len(self.blocks))]]
+        costs = [float(one.matrices + one.experts // stages.expert) for one in self.blocks]
+        head = self.last or self.first
+        found = partition_costs(costs, stages.ranks * stages.chunks, 4 * head / 3)
+        return [[found[stage] for stage in stages.of(rank)] for rank in range(stages.ranks)]
+
+    def _ends(self, stages: Stages, rank: int) -> list[int]:
+        """Elements of the embedding and of the head, if a pipeline rank has them."""
+        own = stages.of(rank)
+        first, last = 0 in own, stages.ranks * stages.chunks - 1 in own
+        tied = not self.last
+        ends = [self.first] * (first or (last and tied)) + [self.last] * (last and not tied)
+        return [one for one in ends if one]
+
+    def _weight_bytes(
+        self, stages: Stages, over: int, owners: int, few: int, expert_owners: int, away: bool
+    ) -> list[float]:
+        """Of each pipeline rank, without activations.
+
+        Args:
+            over, few: ranks over which a weight, and an expert, is sharded.
+            owners, expert_owners: ranks that share the state of a shard.
+            away: the optimizer's state is in host memory.
+        """
+        if not self.divided:
+            return [0.0] * stages.ranks
+        weights, habits = self.config.weight_parallel, self.base.habits
+        size = _SIZES.get(self.base.dtype, 2)
+        few = max(1, few)
+        state = habits.state_bytes
+        if away or self.config.optimizer.name in ("adafactor", "muon"):  # by parameter
+            state = 0
+        found = []
+        for rank, chunks in enumerate(self._split(stages)):
+            ends, nbytes = self._ends(stages, rank), 0.0
+            for number, blocks in enumerate(chunks):
+                outer = ends if number == 0 else []  # those of a V's other chunk add no less
+                dense = [self.blocks[i].dense / over for i in blocks]
+                experts = [self.blocks[i].experts / stages.expert / few for i in blocks]
+                beside = [one / over for one in outer]
+                shared, own = sum(dense) + sum(beside), sum(experts)
+                nbytes += (shared + own) * (habits.shard_bytes + habits.sum_bytes)
+                nbytes += (shared / owners + own / expert_owners) * state
+                moved = [
+                    a * over * (over > 1) + b * few * (few > 1)
+                    for a, b in zip(dense, experts, strict=True)
+                ]
+                sent = sorted([*moved, *([*outer] if over > 1 else [])], reverse=True)
+                slots = min(1 + weights.prefetch_depth, len(moved))
+                nbytes += (max(moved) * slots + sum(sent) - sum(moved)) * size
+                pending = sum(sent[: weights.reductions_in_flight])
+                nbytes += 2 * pending * habits.reduce_bytes
+                exchanged = _buffers([*dense, *beside], owners) + _buffers(experts, expert_owners)
+                nbytes += exchanged * habits.sum_bytes
+            found.append(nbytes)
+        return found
+
+    def _activation_bytes(
+        self, stages: Stages, context: int, ring: int, rows: int, number: int, again: Any,
+        tiled: bool, away: bool,
+    ) -> list[float]:  # fmt: skip
+        """Of each pipeline rank, and its buffers for messages.
+
+        Args:
+            again: what is recomputed.
+            tiled: feed-forwards are computed in tiles.
+            away: what recomputing blocks keep is in host memory.
+        """
+        mode = "none" if not again.products else "full" if again.attention else "selective"
+        ways = context, ring
+        whole = self._kept("none", tiled, *ways)
+        few = whole if mode == "none" else self._kept(mode, tiled, *ways)
+        recomputing = round(again.products * len(self.blocks))
+        tokens = rows * self.base.sequence // context
+        message = tokens * self.base.model.hidden * _SIZES.get(self.base.dtype, 2)
+        last = stages.ranks * stages.chunks - 1
+        found = []
+        for rank, chunks in enumerate(self._split(stages)):
+            nbytes, working = 0.0, 0.0
+            own = stages.of(rank)
+            flying = stages.in_flight(rank, number)
+            for stage, blocks, passes in zip(own, chunks, flying, strict=True):
+                those = len(range(blocks.start, min(blocks.stop, recomputing)))
+                kept = (len(blocks) - those) * whole + those * (0.0 if away else few)
+                received = message if stage or stages.v_shaped else 0  # is in a buffer
+                nbytes += passes * max(0.0, kept * tokens - received)
+                if stages.ranks > 1:
+                    nbytes += number * message * ((stage > 0) + (stage < last))
+                if stage == last:
+                    working = self._loss() * min(1.0, tokens / _MEASURED)
+            if chunks[-1].stop <= recomputing:  # it is computed again when it has its backward
+                working = max(working, (whole - few) * tokens)
+            found.append(nbytes + working)
+        return found
+
+    def _kept_bytes(self, mode: str, tiled: bool, context: int, ring: int) -> float:
+        """Bytes of a token that a block keeps for its backward, as it runs.
+
+        More ranks that share heads keep no less, nor do more in a ring.
+        """
+        heads = 2 if context > ring else 1
+        around = 2 if ring > 1 else 1
+        shape = MeshShape(heads * around, sequence=heads * around, ring=around)
+        again = self.config.activation_checkpoint.model_copy(update={"mode": mode})
+        config = self.config.model_copy(update={"activation_checkpoint": again})
+        step = self.observations.of(
+            config, 1, _MEASURED, 2 if tiled else 1, 2, 0 if mode == "none" else 2, None,
+            ModelPart(shape), backward=False,
+        )  # fmt: skip
+        return step.block / _MEASURED
+
+    def _loss_bytes(self) -> float:
+        """Bytes that head and loss work in: more tokens are computed in chunks."""
+        step = self.observations.of(self.config, 1, _MEASURED, 1, 2, 0, None)
+        return step.phases[0] - step.kept
+
+
+def _buffers(lengths: Sequence[float], owners: int) -> float:
+    """Elements of the buffers for sums on their way between ranks with the same shard: one for each
+    length, or where they share state, twice two."""
+    if owners == 1:
+        return sum(set(lengths))
+    return sum(2 * min(2, count) * length for length, count in Counter(lengths).items())
