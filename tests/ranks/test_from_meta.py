@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import internsp
 from internsp.config import WeightParallelConfig
 from internsp.errors import CollectiveError, ConfigError, LayoutError, StructureError
 from internsp.values import load
+from tests.support.alive import Alive
 from tests.support.compare import check
 from tests.support.meshes import mesh_of
 from tests.support.models import VOCABULARY, Block, Tiny, raises
@@ -145,36 +144,6 @@ def test_a_buffer_that_nothing_computes_is_refused_by_name() -> None:
         model.load_state_dict({f"layers.{i}.table": torch.arange(6.0) for i in (0, 1)},
                               strict=False, assign=True)  # fmt: skip
         forward()
-
-
-class Alive(TorchDispatchMode):
-    """Peak bytes of live storages that operations have created or read."""
-
-    def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()
-        self.known = {t.untyped_storage().data_ptr() for t in known}
-        self.now = self.most = self.largest = 0
-        self._seen: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in (*args, *(out if isinstance(out, (tuple, list)) else (out,))):
-            if type(tensor) is Tensor and not tensor.is_meta:
-                self._count(tensor)
-        return out
-
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if storage.data_ptr() in self.known or key in self._seen:
-            return
-        self._seen[key] = size
-        self.now += size
-        self.most, self.largest = max(self.most, self.now), max(self.largest, size)
-        weakref.finalize(storage, self._gone, key)
-
-    def _gone(self, key: int) -> None:
-        self.now -= self._seen.pop(key, 0)
 
 
 class Lazy(Mapping[str, Tensor]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import json
@@ -15,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import internsp
 from internsp.app.config import Config
 from internsp.app.plan import kernels
 from internsp.app.plan.activations import ActivationModel
@@ -22,9 +24,12 @@ from internsp.app.plan.in_flight import BUFFERS
 from internsp.app.plan.longest import MemoryBudget, print_longest
 from internsp.app.plan.observe import ModelPart, observe
 from internsp.app.plan.offloaded import HOSTED, STEPPING
+from internsp.app.process.stop import StopRequest
+from internsp.app.train.step import StepRunner
 from internsp.base.host import ACTIVATIONS, OPTIMIZER, pinned_bytes
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
+from tests.support.alive import Alive
 from tests.support.few import some
 from tests.support.sections import mesh_sections
 
@@ -177,6 +182,28 @@ def test_activations_and_the_optimizers_step_are_not_there_at_the_same_time() ->
     assert STEPPING not in long
     assert long["activations that are kept"] > stepping
     assert {n: short[n] for n in dict(own.fixed)} == dict(own.fixed)
+
+
+@pytest.mark.parametrize(
+    ("mode", "length"), some([("none", 512), ("none", 64), ("full", 2048), ("selective", 2048)], 2)
+)
+def test_gradient_sums_of_one_micro_batch_are_made_while_activations_are_freed(
+    mode: str, length: int, tmp_path: Path
+) -> None:
+    settings = config(
+        {"mode": mode}, model={"hidden_size": 256, "intermediate_size": 768, "heads": 8},
+        data={"sequence_length": length}, checkpoint={"save": False}, parallel={"device": "cpu"},
+        train={"global_batch": 1, "micro_batches": 1, "steps": 3},
+    )  # fmt: skip
+    gc.collect()
+    with Alive([]) as alive, internsp.Trainer(settings, output=tmp_path / "run") as trainer:
+        runner = StepRunner(trainer._session)
+        for step in range(3):
+            gc.collect()
+            alive.most = alive.now
+            runner.step(step, StopRequest())
+    planned = sum(nbytes for _, nbytes in MemoryBudget(settings, 1).at(length)[0])
+    assert alive.most <= planned < 1.07 * alive.most
 
 
 def test_what_is_printed_names_the_bound_and_mistakes_their_remedy() -> None:

@@ -120,7 +120,12 @@ class LeastBytes:
             stages, degrees.context, degrees.ring, load.rows, load.micro_batches, load.recompute,
             load.tiled, "activations" in load.offload,
         )  # fmt: skip
-        return max(a + b for a, b in zip(fixed, moving, strict=True))
+        # Sums of one micro-batch are made while its activations are freed.
+        one = stages.ranks == 1 == load.micro_batches and not self.config.train.batch_tokens
+        return max(
+            own + (max(sums, others) if one else sums + others)
+            for (own, sums), others in zip(fixed, moving, strict=True)
+        )
 
     def _split_into(self, stages: Stages) -> list[list[range]]:
         """Blocks of each chunk of each pipeline rank."""
@@ -141,8 +146,8 @@ class LeastBytes:
 
     def _weight_bytes(
         self, stages: Stages, over: int, owners: int, few: int, expert_owners: int, away: bool
-    ) -> list[float]:
-        """Of each pipeline rank, without activations.
+    ) -> list[tuple[float, float]]:
+        """Of each pipeline rank, without activations, and its gradient sums.
 
         Args:
             over, few: ranks over which a weight, and an expert, is sharded.
@@ -150,7 +155,7 @@ class LeastBytes:
             away: the optimizer's state is in host memory.
         """
         if not self.divided:
-            return [0.0] * stages.ranks
+            return [(0.0, 0.0)] * stages.ranks
         weights, habits = self.config.weight_parallel, self.base.habits
         size = _SIZES.get(self.base.dtype, 2)
         few = max(1, few)
@@ -159,14 +164,15 @@ class LeastBytes:
             state = 0
         found = []
         for rank, chunks in enumerate(self._split(stages)):
-            ends, nbytes = self._ends(stages, rank), 0.0
+            ends, nbytes, sums = self._ends(stages, rank), 0.0, 0.0
             for number, blocks in enumerate(chunks):
                 outer = ends if number == 0 else []  # those of a V's other chunk add no less
                 dense = [self.blocks[i].dense / over for i in blocks]
                 experts = [self.blocks[i].experts / stages.expert / few for i in blocks]
                 beside = [one / over for one in outer]
                 shared, own = sum(dense) + sum(beside), sum(experts)
-                nbytes += (shared + own) * (habits.shard_bytes + habits.sum_bytes)
+                nbytes += (shared + own) * habits.shard_bytes
+                sums += (shared + own) * habits.sum_bytes
                 nbytes += (shared / owners + own / expert_owners) * state
                 moved = [
                     a * over * (over > 1) + b * few * (few > 1)
@@ -179,7 +185,7 @@ class LeastBytes:
                 nbytes += 2 * pending * habits.reduce_bytes
                 exchanged = _buffers([*dense, *beside], owners) + _buffers(experts, expert_owners)
                 nbytes += exchanged * habits.sum_bytes
-            found.append(nbytes)
+            found.append((nbytes, sums))
         return found
 
     def _activation_bytes(

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from rich.console import Console
 
 from internsp.app.config import Config
-from internsp.app.plan.activations import ActivationModel
+from internsp.app.plan.activations import ActivationModel, Activations
 from internsp.app.plan.classes import table
 from internsp.app.plan.in_flight import BUFFERS, PipelineActivations
 from internsp.app.plan.observations import Observations
 from internsp.app.plan.offloaded import HOSTED, STEPPING
 from internsp.app.plan.pipeline import PipelinePlan, make_pipeline_plan
-from internsp.app.plan.step import Plan, make_plan, rank_memory
+from internsp.app.plan.step import SUMS, Plan, make_plan, rank_memory
 from internsp.app.process import terminal
-from internsp.base.host import ACTIVATIONS
+from internsp.base.host import ACTIVATIONS, GRADIENTS
 from internsp.base.sizes import human, size_in_bytes
 from internsp.errors import ConfigError
+from internsp.schedule.chunk import UnitLayout
+from internsp.structure.dtypes import DTYPES
 
 MOST_TOKENS = 1 << 31
 
@@ -46,11 +49,16 @@ class LongestSequence:
 
 
 class _RankMemory:
-    """A rank's memory without activations."""
+    """A rank's memory without activations.
 
-    def __init__(self, memory: Rows, process: int) -> None:
+    Args:
+        grow: gradient sums are made while activations are freed: ``fixed`` is without them.
+    """
+
+    def __init__(self, memory: Rows, process: int, grow: bool) -> None:
         here = [row for row in memory if row[0] not in HOSTED.values() and row[1]]
-        self.fixed = [row for row in here if row[0] != STEPPING]
+        self.fixed = [row for row in here if row[0] not in (STEPPING, *([SUMS] if grow else []))]
+        self.sums = [row for row in here if row[0] == SUMS and grow]
         self.stepping = [row for row in here if row[0] == STEPPING]
         if process:
             self.fixed.insert(0, ("process before the model", process))
@@ -85,12 +93,16 @@ class MemoryBudget:
             shape = pipeline.shape
         else:
             plan = self.plan = make_plan(config, world_size)
+            self.first = _first_sums(config, plan)
             self.activations = ActivationModel(
                 config, plan.shape, observations=observations
             )
             memory, shape = [list(plan.memory)], plan.shape
-        self.ranks = [_RankMemory(rows, process) for rows in memory]
         self.multiple, self.micro_batches = shape.sequence, config.train.micro_batches
+        # From a second micro-batch on, and in a pipeline, all sums are there with all activations.
+        one = config.train.micro_batches == 1 and not config.train.batch_tokens
+        self.ranks = [_RankMemory(rows, process, one and self.stages is None) for rows in memory]
+        self.blocks = config.model.layers
 
     def at(self, length: int, rank: int = 0) -> tuple[Rows, Rows]:
         """(component, bytes) on the device and on the host with sequences of ``length`` tokens."""
@@ -99,13 +111,25 @@ class MemoryBudget:
         if self.stages is not None:
             found = self.stages.at(rank, length)
             buffers, rows, nbytes = [(BUFFERS, found.buffers)], list(found.rows), found.host
+            phases = [rows]
         else:
             one = self.activations.at(length)
-            rows, nbytes = one.rows(self.micro_batches), one.host
+            phases, nbytes = self._backward(one, own), one.host
         host = [(HOSTED[ACTIVATIONS], nbytes)] if nbytes else []
-        # During the optimizer's step there are no activations.
-        phases = (rows, own.stepping)
+        phases.append([*own.sums, *own.stepping])  # without activations
         return [*own.fixed, *buffers, *max(phases, key=_sum)], [*own.hosted, *host]
+
+    def _backward(self, one: Activations, own: _RankMemory) -> list[Rows]:
+        """Where a backward may have its peak: at its first block, or at its last one."""
+        rows = one.rows(self.micro_batches)
+        if not own.sums:
+            return [rows]
+        ((name, nbytes),) = own.sums
+        last = replace(one, kept=one.kept // self.blocks)
+        return [
+            [(name, min(self.first, nbytes)), *rows],
+            [(name, nbytes), *last.rows(self.micro_batches)],
+        ]
 
     def most(self, length: int) -> int:
         """Bytes that the fullest rank's device needs with sequences of ``length`` tokens."""
@@ -141,6 +165,19 @@ class MemoryBudget:
         then = self.at(max(2 * length, self.multiple), full)[which]
         grown = sorted(((n - now.get(name, 0), name) for name, n in then), reverse=True)
         return LongestSequence(length, tuple(here), tuple(there), grown[0][1], full)
+
+
+def _first_sums(config: Config, plan: Plan) -> int:
+    """Bytes of the gradient sums of the head and of one block, with which a backward begins."""
+    size, chunk = DTYPES[config.train.dtype].itemsize, plan.chunk
+
+    def elements(unit: UnitLayout) -> int:
+        own = (w for w in unit.weights if w.trainable and GRADIENTS not in w.offload)
+        return sum(w.shard_bytes for w in own) // size
+
+    ends = [unit for unit in (chunk.head, *chunk.others) if unit is not None]
+    blocks = max(map(elements, chunk.blocks), default=0)
+    return (blocks + sum(map(elements, ends))) * max(size, torch.float32.itemsize)
 
 
 def _sum(rows: Sequence[tuple[str, int]]) -> int:

@@ -33,6 +33,7 @@ from internsp.structure.rules import Rules
 from internsp.structure.units import chunk_layout
 from internsp.wp.encode import encoder_bytes
 
+SUMS = "gradient sums"
 _LONGEST_STEP = 20_000  # micro-batches x blocks that are simulated within a minute
 
 
@@ -143,7 +144,7 @@ def _memory(
         *([("slices within near groups (exact)", slices)] if slices else []),
         ("reductions in flight (at most)", pending),
         ("sums on their way to the optimizer (at most)", exchange_buffer_bytes(chunk, shape)),
-        ("gradient sums", elements * wide),
+        (SUMS, elements * wide),
         ("unsharded gradient sums (full accumulation)", unsharded_sums),
         ("optimizer state", device_state),
         *matrices.rows(),
