@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -155,8 +156,19 @@ class ISPPipelineStage(PipelineStage):
         for hook in self.hooks:
             hook.before_backward(action)
         super().backward_one_chunk(bwd_chunk_id, loss, part == FULL, last_backward)
+        self._fill_zeros(bwd_chunk_id)
         for hook in self.hooks:
             hook.after_backward(action)
+
+    def _fill_zeros(self, micro_batch: int) -> None:
+        """Zeros to send where no gradient reaches a received input: torch up to 2.12 raises."""
+        given = self.bwd_cache.get(micro_batch, ())
+        if not self.is_first and any(gradient is None for gradient in given):
+            received = [cast("Tensor", info.buffer) for info in self.args_recv_info[micro_batch]]
+            self.bwd_cache[micro_batch] = tuple(
+                torch.zeros_like(buffer) if gradient is None and buffer.requires_grad else gradient
+                for gradient, buffer in zip(given, received, strict=False)
+            )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """See torch's: the schedule's weight backward."""
@@ -290,7 +302,13 @@ class ISPPipelineStage(PipelineStage):
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._during_shape_inference():
-            return super()._prepare_forward_infra(*args, **kwargs)
+            found = super()._prepare_forward_infra(*args, **kwargs)
+        # torch 2.11 asks once whether a backward follows: not if an evaluation comes first. Later
+        # ones ask each time, by the ``tensor_meta`` of an input.
+        for info in () if self.is_first else chain(*self.args_recv_info.values()):
+            if not hasattr(info, "tensor_meta"):
+                cast("Tensor", info.buffer).requires_grad_()
+        return found
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._during_shape_inference():

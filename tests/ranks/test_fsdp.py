@@ -21,8 +21,9 @@ from internsp.fsdp.attach import attached_to
 from internsp.mesh import ParallelMesh
 from internsp.parallel.parallelize import parallelize
 from tests.support.covering import covering
-from tests.support.fsdp import Model, batch, loss_of, mesh_of, require_same, shard, since, steps
+from tests.support.fsdp import Model, batch, loss_of, mesh_of, require_same, shard, steps
 from tests.support.ranks import ranks
+from tests.support.versions import since
 
 AXES: dict[str, Any] = {
     "sizes": ((2,), (2, 1)),

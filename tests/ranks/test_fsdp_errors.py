@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import internsp.fsdp as ours
 from internsp.errors import ConfigError, GradientError, StructureError
-from tests.support.fsdp import Model, batch, loss_of, mesh_of, shard, since, steps
+from tests.support.fsdp import Model, batch, loss_of, mesh_of, shard, steps
 from tests.support.ranks import ranks
+from tests.support.versions import since
 
 
 def _refused(name: str, *args: Any) -> Callable[[], Any]:

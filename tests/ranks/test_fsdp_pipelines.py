@@ -20,8 +20,9 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 import internsp.fsdp as ours
 from internsp.errors import GradientError
 from tests.support.few import few
-from tests.support.fsdp import Block, mesh_of, require_same, since, whole
+from tests.support.fsdp import Block, mesh_of, require_same, whole
 from tests.support.ranks import ranks
+from tests.support.versions import since
 
 SIZE, ROWS, MICRO = 6, 4, 4
 SCHEDULES = {

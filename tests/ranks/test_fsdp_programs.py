@@ -33,18 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import internsp.fsdp as ours
-from tests.support.fsdp import (
-    Model,
-    batch,
-    loss_of,
-    mesh_of,
-    require_same,
-    shard,
-    since,
-    steps,
-    whole,
-)
+from tests.support.fsdp import Model, batch, loss_of, mesh_of, require_same, shard, steps, whole
 from tests.support.ranks import ranks
+from tests.support.versions import since
 
 Policy = torchs.MixedPrecisionPolicy
 Program = Callable[[Any, int], dict[str, Tensor]]

@@ -20,6 +20,7 @@ from internsp.optim import zero as zero_room
 from tests.support.compare import check, parameters
 from tests.support.meshes import mesh_of
 from tests.support.ranks import ranks
+from tests.support.versions import since
 from tests.support.zero import Little, batch, groups, little, share, whole
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -91,6 +92,8 @@ def test_steps_that_the_device_skips_leave_the_values_of_one_process(
         train(model, zero, rank, step, step in BAD, uses_side(name, step))
         # Only a step that makes state is read in itself: `side` is first used in the third.
         first = 0 if name == "adagrad" else 2 if uses_side(name, 1) else 3
+        if name == "adagrad" and not since("2.12"):  # its step takes nothing from the device before
+            first = 7
         assert (zero.unread is not None) == (step >= first), step
         after = whole(model)
         assert all(torch.equal(before[n], after[n]) for n in before) == (step in BAD), step

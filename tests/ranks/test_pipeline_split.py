@@ -17,6 +17,7 @@ from tests.support.compare import TOLERANCE
 from tests.support.few import some
 from tests.support.pipeline import Case, batches, compare, make, plain_loss
 from tests.support.ranks import run_ranks
+from tests.support.versions import since
 
 SPLIT = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
@@ -73,10 +74,11 @@ def judged(plain: nn.Module, chunks: list[nn.Module], averaged: int) -> tuple[in
 @pytest.mark.parametrize("schedule", some(SPLIT, 1))
 def test_ours_are_right_on_the_case_where_fsdp2_loses_gradients(schedule: str) -> None:
     case = Case(schedule, chunks=2, weight=2)
-    resharded = run_ranks(fsdp, 4, case, True)
-    assert sum(absent + wrong for absent, wrong, _ in resharded) > 0
-    kept = run_ranks(fsdp, 4, case, False)  # without the split the comparison succeeds
-    assert all(absent + wrong == 0 and right > 0 for absent, wrong, right in kept)
+    if since("2.12") or "V" not in schedule:  # torch's stages send to their own rank before
+        resharded = run_ranks(fsdp, 4, case, True)
+        assert sum(absent + wrong for absent, wrong, _ in resharded) > 0
+        kept = run_ranks(fsdp, 4, case, False)  # without the split the comparison succeeds
+        assert all(absent + wrong == 0 and right > 0 for absent, wrong, right in kept)
     for loss, gradient, *_ in run_ranks(ours, 4, case):
         assert loss < TOLERANCE
         assert gradient < TOLERANCE

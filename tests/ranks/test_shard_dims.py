@@ -17,6 +17,7 @@ from tests.support.few import some
 from tests.support.meshes import mesh_of
 from tests.support.models import Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
+from tests.support.versions import since
 
 
 class Grouped(Block):
@@ -77,7 +78,7 @@ def test_weights_cut_on_any_dimension_train_as_on_one_process(
         found = dict(twin.ours.named_parameters())[name]
         assert found.stride() == parameter.stride(), name  # that of the unsharded tensor
         whole = found.full_tensor()  # type: ignore[operator]
-        assert whole.stride() == parameter.stride(), name
+        assert whole.stride() == parameter.stride() or not since("2.13"), name
         close(whole, parameter.detach(), f"{name}, gathered by DTensor")
 
 

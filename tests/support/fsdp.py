@@ -14,11 +14,6 @@ from torch.nn import functional as F
 WORDS = 19  # no multiple of any number of ranks, as no size of the model is
 
 
-def since(version: str) -> bool:
-    """Whether this torch is ``version`` or a later one."""
-    return bool(torch.torch_version.TorchVersion(torch.__version__) >= version)
-
-
 class Attention(nn.Module):
     """One head, so that a block has a part to shard by itself."""
 

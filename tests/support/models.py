@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ from internsp.mesh import ParallelMesh
 from internsp.parallel.parallelize import parallelize
 from tests.support.compare import TOLERANCE, check, gradients, parameters
 from tests.support.sections import sections
+from tests.support.versions import since
 
 VOCABULARY = 11  # odd, so that no number of ranks divides the rows
 CUT = 20  # these models' parameters of at least this many elements are sharded
@@ -156,6 +158,10 @@ def raises(kind: type[BaseException], call: Callable[[], Any], *words: str) -> s
     """Assert that ``call()`` raises ``kind`` with ``words`` in its message; returns the message."""
     with pytest.raises(kind) as caught:
         call()
+    found = str(caught.value)
+    if not since("2.13"):  # a checkpoint that was entered is left when the error is freed
+        del caught
+        gc.collect()
     for word in words:
-        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
-    return str(caught.value)
+        assert word in found, f"{word!r} is not in: {found}"
+    return found

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta
 
 from internsp import (
     ParallelMesh,
@@ -29,6 +28,7 @@ from tests.support.left_out import ROOT, Site, functions_called, left_out, sites
 from tests.support.models import ALL, ROLLING, SOME, VOCABULARY, Tiny
 from tests.support.pipeline import Case, batches, make
 from tests.support.streams import Device, Stream, device
+from tests.support.versions import since
 
 FULL, HALF = {"mode": "full"}, {"mode": "full", "fraction": 0.5}
 QUANTIZED = {"quantize": "int8", "coalesce_bytes": 0, "compute_dtype": "bfloat16"}
@@ -173,6 +173,8 @@ def within_unchanged(mesh: ParallelMesh, here: Device, **options: Any) -> None:
 
 def a_pipeline(mesh: ParallelMesh, here: Device, **options: Any) -> None:
     """The first of two stages; what the other one would say of its tensors is this one's own."""
+    from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta
+
     sizes = {"layers": 4, "micro_batches": 2, "length": 3, "chunks": 2}
     case = Case(weight=mesh.weight, **(sizes | options))
     known: list[Any] = []
@@ -240,6 +242,8 @@ FORMS: dict[str, tuple[Callable[..., None], dict[str, int], dict[str, Any]]] = {
     "whole sums": (one, NEAR, {"accumulation": "full"}),
 }  # fmt: skip
 """What trains, its weight degree of four ranks, and options."""
+if not since("2.12"):  # its stages speak otherwise
+    FORMS = {name: form for name, form in FORMS.items() if form[0] is not a_pipeline}
 
 
 def run(form: str) -> Device:
@@ -272,7 +276,8 @@ def test_every_conflicting_access_is_ordered(form: str) -> None:
     assert found.accesses > 1000
 
 
-@pytest.mark.parametrize("fused", [True, False])
+# Before 2.13 a fake group does not write what it reduces: seldom finite, so that steps are skipped.
+@pytest.mark.parametrize("fused", [True, False] if since("2.13") else [False])
 def test_the_host_stands_behind_nothing_of_a_step_that_it_queues(fused: bool) -> None:
     """An unfused optimizer takes its verdict from the host, which therefore stands behind the norm
     of the same step; of a fused one's step the next one reads it."""
