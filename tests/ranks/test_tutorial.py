@@ -1,9 +1,10 @@
 """The tutorial, followed literally: its files are written, its commands run, its output compared.
 
-Every page has a separate folder. In a ``console`` block the lines that begin with ``$`` are
-commands, and the lines below are a part of their output: each must match a printed line, in this
-order (outputs of several commands may mix, so matches need not be consecutive). ``...`` matches any
-text, a decimal number one within five percent, and a number of MiB half to twice as many.
+Every page has a separate folder, into which it may copy another page's file. In a ``console`` block
+the lines that begin with ``$`` are commands, and the lines below are a part of their output: each
+must match a printed line, in this order (outputs of several commands may mix, so matches need not
+be consecutive). ``...`` matches any text, a decimal number one within five percent, and a number of
+MiB half to twice as many.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tests.support.shell import commands
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in (ROOT / "docs" / "tutorial").glob("*.md") if path.stem != "index")
 BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COPIED = re.compile(r"\]\((\w+\.md)\): copy its `([\w.]+)`")
 VARIES = re.compile(r"\.\.\.|\d+\.\d+(?:e[+-]\d+)?|\d+(?= MiB)")
 
 
@@ -91,6 +93,10 @@ def test_a_page_of_the_tutorial_does_what_it_says(page: Path, tmp_path: Path) ->
 def follow(page: Path, folder: Path, environment: dict[str, str]) -> int:
     """Write a page's files, run its commands; returns the number of commands."""
     ran = 0
+    for other, name in COPIED.findall(page.read_text()):
+        for _, title, body in BLOCK.findall(page.with_name(other).read_text()):
+            if title == name:
+                (folder / name).write_text(body)
     for language, title, body in BLOCK.findall(page.read_text()):
         if title:
             (folder / title).write_text(body)
