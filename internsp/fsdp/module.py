@@ -25,6 +25,7 @@ from internsp.dtensor.mixed import raw_grad
 from internsp.dtensor.unfinished import UnfinishedGradient
 from internsp.errors import OrderError, StructureError
 from internsp.fsdp.attach import ATTRIBUTE, at_rest, attach, attached_to, hide, show
+from internsp.fsdp.torchs import ties_checked
 from internsp.modules.methods import RUNNING, as_forward
 
 _LOG = logging.getLogger("internsp.fsdp")
@@ -188,11 +189,12 @@ def fully_shard(
             f"reshard_after_forward={reshard_after_forward} needs a mesh of all ranks: leave it "
             f"out, and write internsp.fsdp.options(model, near_ranks={reshard_after_forward})"
         )
-    made = torch_fully_shard(
-        module, mesh=mesh, reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn, mp_policy=mp_policy,
-        offload_policy=offload_policy, ignored_params=ignored_params,
-    )  # fmt: skip
+    with ties_checked(parts_of(module)):
+        made = torch_fully_shard(
+            module, mesh=mesh, reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=shard_placement_fn, mp_policy=mp_policy,
+            offload_policy=offload_policy, ignored_params=ignored_params,
+        )  # fmt: skip
     for part in parts_of(made):
         _make_ours(part)
     return made

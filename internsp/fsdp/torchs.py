@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+_SHARDED = "_internsp_sharded"
+"""An attribute of a program's parameter in whose place ``fully_shard`` has put a sharded one."""
 
 
 def param_groups(state: Any) -> Sequence[Any]:
@@ -13,6 +20,31 @@ def param_groups(state: Any) -> Sequence[Any]:
         return found
     group = state._fsdp_param_group  # torch 2.11
     return [] if group is None else [group]
+
+
+@contextmanager
+def ties_checked(parts: Sequence[Any]) -> Iterator[None]:
+    """Refuse, around torch's ``fully_shard``, a weight that an earlier call has sharded: later ones
+    do so at the first forward, torch 2.11 unties it.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if hasattr(FSDPState, "_validate_no_duplicate_params"):
+        yield
+        return
+    modules = [m for part in parts if isinstance(part, nn.Module) for m in part.modules()]
+    held = [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
+    for module, name, parameter in held:
+        if hasattr(parameter, _SHARDED):
+            raise ValueError(
+                f"{name} of a {type(module).__name__} is shared with a module that another call of "
+                "fully_shard has sharded: use fully_shard([module_a, module_b]) for both"
+            )
+    yield
+    for module, name, parameter in held:
+        if module._parameters[name] is not parameter:
+            setattr(parameter, _SHARDED, True)
 
 
 def unsharded_spec(param: Any) -> Any:

@@ -229,7 +229,7 @@ BAD: dict[str, Callable[[Any], Any]] = {
     "method": lambda n: n.register_fsdp_forward_method(_sharded(n), "none"),
 }  # fmt: skip
 """What FSDP2 raises itself, or torch within it."""
-if since("2.12"):  # FSDP2 unties them in silence before
+if since("2.12"):
     BAD["tied"] = _tied
 if since("2.13"):  # FSDP2 has no such method before
     BAD["reset of a part"] = _reset
@@ -244,6 +244,9 @@ def test_bad_input_raises_what_it_does_under_fsdp2() -> None:
                 call(names)
             kinds.append(caught.type)
         assert issubclass(kinds[1], kinds[0]), f"{name}: {kinds}"
+    if not since("2.12"):  # FSDP2 unties them in silence before
+        with pytest.raises(ValueError, match="is shared with a module"):
+            _tied(ours)
 
 
 @ranks(2)

@@ -403,6 +403,9 @@ FSDP: Table = {
     "has no plan": {
         "call internsp.fsdp.fully_shard on it": WRITTEN, "and run a forward": WRITTEN,
     },
+    "is shared with a module that another call": {
+        "use fully_shard([module_a, module_b])": f"{PROGRAMS}test_parts_of_a_model_run_alone"
+    },
     "with fsdp_pre_all_gather": {
         "hold a plain parameter": WRITTEN,
         "and give both functions to a rule":
