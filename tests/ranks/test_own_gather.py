@@ -34,7 +34,7 @@ def low_scaled(shard: Tensor) -> tuple[Tensor, Tensor]:
 
 def scaled_back(parts: tuple[Tensor, Tensor], out: Tensor) -> None:
     values, largest = parts
-    out.copy_(values.to(out.dtype) * largest.view(-1, *[1] * (out.ndim - 1)))
+    torch.mul(values.to(out.dtype), largest.view(-1, *[1] * (out.ndim - 1)), out=out)
 
 
 def signs(shard: Tensor) -> Tensor:

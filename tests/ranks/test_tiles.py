@@ -275,6 +275,7 @@ class Reader(nn.Module):
 
     def forward(self, x: Tensor, more: Any = None) -> Any:
         y = self.inner(x) * self.hidden[0]
+        y = y.detach() if more == "cut" else y
         return (y, y) if more == "two" else y[:, :1] if more == "short" else y
 
 
@@ -296,6 +297,11 @@ def test_a_module_that_cannot_be_tiled_says_so() -> None:
         y.sum().backward(retain_graph=True)
     weight = fine.inner.weight.detach()
     torch.testing.assert_close(x.grad, weight.sum(0).expand_as(x))  # type: ignore[arg-type]
+    # No gradient passes through it.
+    x.grad, fine.inner.weight.grad = None, None
+    fine(x, "cut").sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))  # type: ignore[arg-type]
+    assert fine.inner.weight.grad is None
 
 
 @pytest.mark.thorough(1)

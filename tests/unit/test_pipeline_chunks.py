@@ -17,10 +17,12 @@ from internsp import model_zoo
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.config.model import ModelConfig
 from internsp.errors import StructureError
+from internsp.mesh.shape import MeshShape
 from internsp.pipeline.chunks import Chunk, partition_costs, split_model
-from internsp.pipeline.pipeline import chunk_config
+from internsp.pipeline.pipeline import chunk_config, require_patterns_match
 from internsp.pipeline.tied import copy_shared_modules, find_tied
 from internsp.sp import SequenceLayout
+from internsp.structure.blocks import read_structure
 
 
 def build(**sizes: object) -> model_zoo.CausalLM:
@@ -100,6 +102,14 @@ def test_a_model_without_a_part_is_refused_by_its_name() -> None:
     model: Any = nn.ModuleDict({"embed": nn.Identity(), "layers": nn.ModuleList([nn.Identity()])})
     with pytest.raises(StructureError, match="ModuleDict has no norm, head, rotary, loss_options"):
         split_model(model, 1)
+
+
+def test_lists_of_layers_elsewhere_in_the_model_are_no_blocks() -> None:
+    model = build()
+    model.embed.layers = nn.ModuleList([nn.Linear(16, 16)])
+    with pytest.raises(StructureError, match=r"no prefetch trigger .* in block embed\.layers\.0"):
+        read_structure(model)  # without a pipeline the names decide
+    require_patterns_match(model, WeightParallelConfig(), MeshShape(2, pipeline=2))
 
 
 def test_too_few_blocks_are_refused() -> None:

@@ -16,6 +16,9 @@ from internsp.errors import ConfigError, LayoutError, MissingDependencyError
 from internsp.sp import AttentionMask, DistributedAttention, Documents, SequenceLayout, kernels
 from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.hf.attention import _holds_token_tensor
+from internsp.sp.ranges import MaskSpec
+from internsp.sp.ring import Ring, _Transfers
+from internsp.sp.routes import route
 from internsp.sp.same_batch import _checksum
 
 
@@ -230,3 +233,24 @@ def test_a_backend_may_return_one_handle_for_a_batch_of_messages(
     for returned, wanted in ((["all"], ["all", "all"]), (["a", "b"], ["a", "b"])):
         monkeypatch.setattr(dist, "batch_isend_irecv", lambda _, returned=returned: returned)
         assert ExchangeGroup.batch_isend_irecv(group, messages) == wanted
+
+
+def test_a_ring_frees_a_block_after_its_last_use_also_where_it_was_only_passed_on() -> None:
+    """Causal and backwards: a block comes first to the ranks that do not see it."""
+    held = tuple(((rank, rank + 1),) for rank in range(4))
+    own, only_passed_on = torch.zeros(1, 1, 1, 1), 0
+    for rank in range(4):
+        group: Any = types.SimpleNamespace(
+            trace=None,
+            batch_isend_irecv=lambda sent: [types.SimpleNamespace(wait=lambda: None) for _ in sent],
+        )
+        spec = MaskSpec(True, None, ((4,),))
+        ring = Ring(group, route(held, spec, rank, "reverse"), spec, (0,), 1.0)
+        transfers = _Transfers(ring, own, own, False, "", "kv")
+        for number, step in enumerate(ring.route.steps):
+            transfers.step(number)
+            later = ring.route.steps[number + 1 :]
+            used = {each.block for each in later} | {s.block for each in later for s in each.sends}
+            assert transfers.held.keys() <= used
+            only_passed_on += not step.calls and bool(step.sends)
+    assert only_passed_on == 3, "what is tried"

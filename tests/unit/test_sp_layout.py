@@ -124,6 +124,9 @@ def test_a_foreign_rank_and_misshapen_labels_are_refused() -> None:
         SequenceLayout.create(IDS.float())
     with pytest.raises(LayoutError, match="window of 0 hides"):
         SequenceLayout.create(IDS, window=0)
+    for empty in (IDS[:, :0], IDS[:0], IDS[0]):
+        with pytest.raises(LayoutError, match=r"must be \[B, S\] and not empty"):
+            SequenceLayout.create(empty)
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 6))
