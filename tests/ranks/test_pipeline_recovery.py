@@ -43,10 +43,12 @@ class _Trips(SchedulerHook):
 
     def __init__(self) -> None:
         self.where, self.micro_batch, self.now = "", 0, 0
+        self.late = 0.0  # seconds until it raises
 
     def trip(self, where: str, micro_batch: int | None = None) -> None:
         self.now = self.now if micro_batch is None else micro_batch
         if (where, self.now) == (self.where, self.micro_batch):
+            time.sleep(self.late)
             raise Boom(f"{where} of micro-batch {self.now}")
 
     def before_forward(self, action: ComputeAction) -> None:
@@ -201,16 +203,19 @@ def test_what_a_failed_step_has_added_to_a_gradient_is_not_taken_for_one(
 
 def finished(rank: int, world_size: int, culprit: int) -> list[str]:
     """One rank fails when the other has, or may have, nothing left to do in the step."""
-    case = Case(timeout=4)  # the finished rank may wait for the failed one in its next step
+    case = Case(timeout=60)
     pipeline, _, hook, _ = _setup(case)
     given = batches(case, pipeline.mesh)
+    start = time.monotonic()
     if rank == culprit:
-        hook.where, hook.micro_batch = "after_last_micro_batch", -1
+        hook.where, hook.micro_batch, hook.late = "after_last_micro_batch", -1, 0.5
         _fails(lambda: pipeline.step(given), hook.where)
         hook.where = ""
     else:
-        assert pipeline.step(given) is not None  # its part succeeded: it may be in the next step
-    return [_fails(lambda: pipeline.step(given), "failed first: Boom") for _ in range(2)]
+        assert pipeline.step(given) is not None  # its part succeeded: it waits in the next step
+    told = [_fails(lambda: pipeline.step(given), "failed first: Boom") for _ in range(2)]
+    assert time.monotonic() - start < 30, "the wait is ended, not timed out"
+    return told
 
 
 @pytest.mark.unmeasured

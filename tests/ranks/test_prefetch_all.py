@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import internsp
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import OrderError, StaleWeightError, StructureError
 from internsp.mesh import ParallelMesh
@@ -129,6 +130,9 @@ def test_one_part_is_unsharded_and_mistakes_are_told_and_leave_order_behind() ->
         twin.check_gradients(what)
         twin.zero_grad()
         communicator.prefetch_all()
+        assert communicator.state.queue.slots.flying
+        with internsp.full_params(twin.ours, write="shards"):
+            assert not communicator.state.queue.slots.flying, "they would read what is written"
         communicator.reshard(twin.ours)
 
 

@@ -194,12 +194,14 @@ def test_a_second_model_on_the_mesh_of_one_that_ended_says_that_the_groups_are_g
 ) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=TIMEOUT)
     first, second = (Twin(partial(Tiny, Failing), mesh) for _ in range(2))
+    kept = first.ours(*first.batch()[1])
     layer: Any = first.ours.layers[1]  # type: ignore[index]
     layer.where = "middle" if rank == 0 else ""
     with pytest.raises(Boom if rank == 0 else CollectiveError):
         first.ours(*first.batch()[1])
     layer.where = ""
-    raises(CollectiveError, lambda: first.ours(*first.batch()[1]), "rank 0")
+    told = raises(CollectiveError, lambda: first.ours(*first.batch()[1]), "rank 0")
+    assert raises(CollectiveError, kept.backward) == told, "an older loss, the first cause again"
     with pytest.raises((ValueError, RuntimeError)):
         second.ours(*second.batch()[1])
     start = time.monotonic()

@@ -140,7 +140,7 @@ class Damped(torch.optim.SGD):
 
 
 @ranks(2)
-def test_slices_of_matrices_that_no_step_had_used_begin_anew() -> None:
+def test_slices_of_matrices_go_on_and_those_that_no_step_had_used_begin_anew() -> None:
     twin = Twin(partial(Tiny, layers=2), mesh_of(2))
     ours = ZeroOptimizer(twin.communicator, Damped, whole_matrix=True)
     saved = ours.local_state_dict()
@@ -151,7 +151,16 @@ def test_slices_of_matrices_that_no_step_had_used_begin_anew() -> None:
             optimizer.step()
             optimizer.zero_grad()
         twin.check_parameters(f"a first step, {step}")
+        after_one = ours.local_state_dict()
         ours.load_local_state_dict(saved)
+    ours.load_local_state_dict(after_one)
+    twin.backward()
+    for optimizer in (ours, theirs):
+        optimizer.step()
+    twin.check_parameters("a second step")
+
+
+FROZEN = "layers.0.q.weight"
 
 
 def traveling(rank: int, world: int, optimizer: str) -> tuple[list[Any], int, int]:
@@ -160,9 +169,13 @@ def traveling(rank: int, world: int, optimizer: str) -> tuple[list[Any], int, in
     train(s, case, rank, world)
     trace, counters = s.communicator.state.trace, s.communicator.state.collectives.counters
     trace.events.clear()
+    s.model.get_parameter(FROZEN).requires_grad_(False)
     train(s, Case(**{**case.__dict__, "steps": 1}), rank, world, start=2)
     events = [e for e in trace.events if e.kind in ("MATRIX", "PUBLISH")]
     spans = [(e.start, e.end) for e in events if e.kind == "MATRIX"]
+    # By each rank once, whether a matrix arrives there or not (the owner of the frozen one).
+    waits = [e.unit for e in trace.events if e.kind == "WAIT" and e.unit.startswith("matrices")]
+    assert sorted(waits) == sorted(e.unit for e in events if e.kind == "MATRIX")
     most = max(sum(a <= start < b for a, b in spans) for start, _ in spans)
     ids, labels = batch(3, world)
     s.model(share(ids, rank), share(labels, rank)).backward()
@@ -184,7 +197,7 @@ def test_matrices_travel_in_one_order_few_at_a_time_and_in_the_bytes_that_are_sa
     assert all(order == found[0][0] for order, _, _ in found)
     assert all(most <= 3 for _, most, _ in found)
     model = little(blocks=6)
-    used = {n: p for n, p in model.named_parameters() if "side" not in n}
+    used = {n: p for n, p in model.named_parameters() if "side" not in n and n != FROZEN}
     small = {n: p.numel() for n, p in used.items() if p.numel() < 20}
     large = sum(p.numel() for p in used.values()) - sum(small.values())
     if optimizer == "muon":
