@@ -318,13 +318,13 @@ LONGEST = (
 )
 
 
-def found_by_search(ranks: int = 1, length: int = 4096, layers: int = 24) -> None:
-    """Find a layout on devices of 2 GiB; one device has none for the step as it is."""
+def found_by_search(ranks: int = 1, length: int = 32768, layers: int = 24) -> None:
+    """Find a layout on devices of 2.5 GiB; one device has none for the step as it is."""
     given = load_config({
         "model": {"hidden_size": 1024, "heads": 8, "layers": layers},
         "data": {"sequence_length": length}, "train": {"global_batch": 8, "dtype": "bfloat16"},
     })  # fmt: skip
-    device = replace(device_named("h100-sxm"), memory=2 * 2**30)
+    device = replace(device_named("h100-sxm"), memory=2.5 * 2**30)
     assert search(on_device(given, device), ranks, device).best
 
 
