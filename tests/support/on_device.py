@@ -20,9 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from internsp import model_zoo
-from internsp.mesh import ParallelMesh
-
 NAME = "INTERNSP_TEST_DEVICE"
 SELF = Path(__file__).resolve()
 ROOT = SELF.parents[2]
@@ -78,6 +75,10 @@ def use_device() -> None:
     device = os.environ.get(NAME)
     if device is None:
         return
+    # Not before: tests.support.forked, which tools.mutants starts, must not have it loaded.
+    from internsp import model_zoo
+    from internsp.mesh import ParallelMesh
+
     os.environ |= {"LOCAL_RANK": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
     def named(function: Callable[..., Any]) -> Callable[..., Any]:
