@@ -32,6 +32,7 @@ from internsp.app.plan.seconds import (
     step_seconds,
 )  # fmt: skip
 from internsp.app.plan.step import Plan, make_plan
+from internsp.app.plan.weight_seconds import dense_messages, expert_messages
 from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, Workload
 from internsp.errors import ConfigError
 from internsp.experts.rule import expected_owners
@@ -135,7 +136,10 @@ def test_the_closed_form_of_a_pipeline_is_near_the_replay(schedule: str, chunks:
     )  # fmt: skip
     shape, device = MeshShape(16, **given.degrees()), device_named("h100-sxm")
     closed = step_seconds(workload_of(given, shape), device)
-    assert replayed(given, shape, device).total == pytest.approx(closed.total, rel=0.015)
+    # The first of four stages has three of eight blocks. The closed form has the order of 1F1B, in
+    # which it computes forwards while it waits; GPipe is not searched.
+    near = 0.05 if schedule == "GPipe" else 0.015
+    assert replayed(given, shape, device).total == pytest.approx(closed.total, rel=near)
     assert closed.parts[BUBBLE] > 0
 
 
@@ -351,3 +355,26 @@ def test_the_host_launches_the_ends_as_a_block_and_a_loss_of_more_passes_takes_l
     longer = replace(wide, habits=replace(quick, loss=(38, 14)))  # of 30 bytes in eager mode
     more = 22 * 8192 * 128256 / (device.bandwidth * STREAMED)
     assert sum(ends(longer, device)) - sum(ends(wide, device)) == pytest.approx(more)
+
+
+def test_sums_of_experts_copies_have_their_own_ranks_and_come_once_a_step() -> None:
+    """By hand: after the last backward only; experts of eight owners have 2 copies, others 4."""
+    device = device_named("h100-sxm")
+    seconds = []
+    for number in (1, 4):
+        given = config(
+            model={**MIXED, "layers": 4}, parallel={"weight": 4, "expert": 8, "expert_weight": 1},
+            train={"global_batch": 16 * number, "micro_batches": number},
+        )  # fmt: skip
+        plan = make_plan(given, 16)
+        load = workload_of(given, plan.shape)
+        sent = messages(load, device, plan.chunk)["EX"]
+        parcels = [one for one in plan.chunk.parcels if one.name == "layers.2"]
+        own = {bool(one.weights[0].expert): one.nbytes for one in parcels}
+        experts, others = Group(2, 8, device), Group(4, 4, device)
+        both = experts.all_reduce(own[True]) + others.all_reduce(own[False])
+        assert sent["layers.2"] == pytest.approx(both / 2)
+        few = dense_messages(load, device) + expert_messages(load, device)
+        assert few.copies == pytest.approx(both, rel=0.01)
+        seconds.append(step_seconds(load, device).parts[REDUCTIONS])
+    assert seconds[1] < 2 * seconds[0], "not in each of four micro-batches"

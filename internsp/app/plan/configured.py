@@ -114,6 +114,7 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         once_an_owner=True,
         sends_ahead=True,
         collectives=5 if model.family == "internlm2" else 7,
+        balances_head=True,
         reduce_near=weights.reduce_near_ranks,
         shard_bytes=stored,
         sum_bytes=max(stored, 4),

@@ -25,7 +25,7 @@ from internsp.pipeline.chunks import partition_costs
 from internsp.structure.assign import plan_sharding
 from internsp.structure.blocks import read_structure
 
-_MEASURED = 1024  # positions of a measured step
+_MEASURED = (1024, 2048)  # positions of measured steps
 _SIZES = {"fp32": 4, "fp64": 8}
 
 
@@ -35,6 +35,18 @@ class _Block(NamedTuple):
     dense: int = 0
     experts: int = 0
     matrices: int = 0
+
+
+class _Kept(NamedTuple):
+    """Bytes of a token between forward and backward, without what is there for any length.
+
+    Attributes:
+        block: of one more block.
+        more: of a stage, beside those of its blocks; the first may keep less than others.
+    """
+
+    block: float
+    more: float
 
 
 class Stages(NamedTuple):
@@ -200,9 +212,8 @@ class LeastBytes:
             away: what recomputing blocks keep is in host memory.
         """
         mode = "none" if not again.products else "full" if again.attention else "selective"
-        ways = context, ring
-        whole = self._kept("none", tiled, *ways)
-        few = whole if mode == "none" else self._kept(mode, tiled, *ways)
+        whole = self._kept("none", tiled, context, ring)
+        few = whole if mode == "none" else self._kept(mode, tiled, context, ring)
         recomputing = round(again.products * len(self.blocks))
         tokens = rows * self.base.sequence // context
         message = tokens * self.base.model.hidden * _SIZES.get(self.base.dtype, 2)
@@ -210,41 +221,49 @@ class LeastBytes:
         found = []
         for rank, chunks in enumerate(self._split(stages)):
             nbytes, working = 0.0, 0.0
-            own = stages.of(rank)
-            flying = stages.in_flight(rank, number)
+            own, flying = stages.of(rank), stages.in_flight(rank, number)
             for stage, blocks, passes in zip(own, chunks, flying, strict=True):
                 those = len(range(blocks.start, min(blocks.stop, recomputing)))
-                kept = (len(blocks) - those) * whole + those * (0.0 if away else few)
-                received = message if stage or stages.v_shaped else 0  # is in a buffer
-                nbytes += passes * max(0.0, kept * tokens - received)
+                kept = (len(blocks) - those) * whole.block
+                kept += 0.0 if away and those else (few if those else whole).more
+                kept += 0.0 if away else those * few.block
+                within = message if stages.v_shaped else 0  # a V's turn receives what it sent
+                nbytes += passes * max(0.0, kept * tokens - within)
                 if stages.ranks > 1:
                     nbytes += number * message * ((stage > 0) + (stage < last))
                 if stage == last:
-                    working = self._loss() * min(1.0, tokens / _MEASURED)
+                    working = self._loss() * min(1.0, tokens / _MEASURED[0])
             if chunks[-1].stop <= recomputing:  # it is computed again when it has its backward
-                working = max(working, (whole - few) * tokens)
+                working = max(working, (whole.block - few.block) * tokens)
             found.append(nbytes + working)
         return found
 
-    def _kept_bytes(self, mode: str, tiled: bool, context: int, ring: int) -> float:
-        """Bytes of a token that a block keeps for its backward, as it runs.
+    def _kept_bytes(self, mode: str, tiled: bool, context: int, ring: int) -> _Kept:
+        """What a stage in the middle keeps, which has no embedding and no head.
 
         More ranks that share heads keep no less, nor do more in a ring.
         """
         heads = 2 if context > ring else 1
         around = 2 if ring > 1 else 1
-        shape = MeshShape(heads * around, sequence=heads * around, ring=around)
+        size, parts = heads * around, 1 if self.config.model.family == "hf" else 2
+        shape = MeshShape(parts * size, sequence=size, ring=around, pipeline=parts)
+        part = ModelPart(shape, parts == 1, parts == 1)
         again = self.config.activation_checkpoint.model_copy(update={"mode": mode})
         config = self.config.model_copy(update={"activation_checkpoint": again})
-        step = self.observations.of(
-            config, 1, _MEASURED, 2 if tiled else 1, 2, 0 if mode == "none" else 2, None,
-            ModelPart(shape), backward=False,
-        )  # fmt: skip
-        return step.block / _MEASURED
+        steps = [
+            self.observations.of(
+                config, 1, positions, 2 if tiled else 1, 2, 0 if mode == "none" else 2, None, part,
+                backward=False,
+            )
+            for positions in _MEASURED
+        ]  # fmt: skip
+        longer = _MEASURED[1] - _MEASURED[0]
+        kept, block = steps[1].kept - steps[0].kept, steps[1].block - steps[0].block
+        return _Kept(block / longer, (kept - 2 * block) / longer)
 
     def _loss_bytes(self) -> float:
         """Bytes that head and loss work in: more tokens are computed in chunks."""
-        step = self.observations.of(self.config, 1, _MEASURED, 1, 2, 0, None)
+        step = self.observations.of(self.config, 1, _MEASURED[0], 1, 2, 0, None)
         return step.phases[0] - step.kept
 
 

@@ -6,6 +6,7 @@ takes as long as the one before.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,6 +44,7 @@ from internsp.app.plan.seconds import (
     StepSeconds,
     ends,
     paces,
+    stage_blocks,
     step_seconds,
 )
 from internsp.app.plan.step import make_plan
@@ -103,16 +105,19 @@ def _pipeline(
     multiplied = head(load, device)[1].products
     passes = number * stages
     waits = [closed.parts.get(name, 0.0) / number for name in (GATHERS, REDUCTIONS)]
-    share = load.model.layers / (stages * chunks)
+    blocks = stage_blocks(load)
+    mean = load.model.layers / (stages * chunks)
     ahead, behind = paces(load, block)
     sums = Stepped.of(load, device).accumulated / chunks
 
     def cost(action: ScheduleAction) -> float:
         last = action.stage == stages * chunks - 1
+        share = blocks[action.stage]
+        each = share / mean / chunks
         if action.kind == "F":
-            own = share * ahead + waits[0] / 2 / chunks
+            own = share * ahead + waits[0] / 2 * each
             return own + (outer[0] if last else 0.0)
-        own = share * behind + (waits[0] / 2 + waits[1]) / chunks
+        own = share * behind + (waits[0] / 2 + waits[1]) * each
         own += outer[1] if last else 0.0
         own += sums
         weights = (share * block.backward.products + last * multiplied) / 2 + sums
@@ -177,8 +182,15 @@ def messages(
                 both = near.gather(weight.gradient_bytes)
                 both += far.gather(weight.far_bytes * groups / (groups - 1))
                 found[REDUCE][weight.name] = both / 2
-    for parcel in chunk.parcels if chunk.exchanged else ():
-        found[EXCHANGE][parcel.name] = others.all_reduce(parcel.nbytes)
+    parcels = chunk.parcels if chunk.exchanged else ()
+    alike = others
+    if degrees.expert_shards:
+        alike = Group(degrees.expert_copies, degrees.expert * degrees.expert_shards, device)
+    names = Counter(parcel.name for parcel in parcels)  # a unit's own, and its experts'
+    for parcel in parcels:
+        among = alike if parcel.weights[0].expert else others
+        mean = among.all_reduce(parcel.nbytes) / names[parcel.name]
+        found[EXCHANGE][parcel.name] = found[EXCHANGE].get(parcel.name, 0.0) + mean
     return found
 
 

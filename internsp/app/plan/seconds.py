@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from internsp.app.plan.block_seconds import BlockSeconds, block_seconds
 from internsp.app.plan.compute import STREAMED, head, model_flops
@@ -20,6 +21,7 @@ from internsp.app.plan.weight_seconds import (
     replicas,
 )
 from internsp.app.plan.workload import Workload
+from internsp.pipeline.chunks import partition_costs
 
 PRODUCTS, ATTENTION, PASSES = "products", "attention", "element-wise passes"
 RECOMPUTE, HEAD = "recompute", "head and loss"
@@ -230,16 +232,18 @@ def _add_bubble(
         waited: of them, those that its backward waits for messages.
     """
     degrees, number, last = load.degrees, load.micro_batches, computed.ends
-    stages, chunks, layers = degrees.pipeline, degrees.interleave, load.model.layers
-    # The fullest stage has a block more in each chunk, or the head besides as many as others.
-    most = chunks * -(-layers // (stages * chunks))
-    slowest = max(one * most * stages / layers, one if layers % (stages * chunks) else one + last)
+    stages, chunks = degrees.pipeline, degrees.interleave
     parts[HEAD] += number * last / stages
-    uneven = number * (slowest - one - last / stages)
+    mean = number * (one + last / stages)
     if degrees.v_shaped:
-        parts[BUBBLE] += idle_in_a_v(load, computed, waited, uneven)
+        slowest = max(each.seconds(one, last) for each in _fullest(load))
+        parts[BUBBLE] += idle_in_a_v(load, computed, waited, number * slowest - mean)
     else:
-        parts[BUBBLE] += uneven + (stages - 1) / chunks * one
+        ahead = computed.forward / (computed.forward + computed.backward)
+        parts[BUBBLE] += max(
+            number * each.seconds(one, last) + each.idle(one, last, ahead) / chunks
+            for each in _fullest(load)
+        ) - mean
     group = Group(2, degrees.devices // stages, device)
     # Each tensor rank sends its part, also where all have the whole.
     one_way = group.pass_on(load.tokens * load.model.hidden * 2 / degrees.tensor)
@@ -247,6 +251,76 @@ def _add_bubble(
     hides = load.habits.tensor_overlap or load.habits.sends_ahead
     often = chunks * (stages - 1) + (0 if hides else number * chunks)
     parts[BUBBLE] += 2 * one_way * often
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """A pipeline rank: its blocks, those of the ranks before and after it, in means of a rank.
+
+    Attributes:
+        behind: number of the ranks after it.
+        head: whether it has the head.
+    """
+
+    own: float
+    before: float
+    after: float
+    behind: int
+    head: bool
+
+    def seconds(self, one: float, last: float) -> float:
+        """Of its micro-batch, of which a mean rank takes ``one``, and the head ``last``."""
+        return self.own * one + (last if self.head else 0.0)
+
+    def idle(self, one: float, last: float, forward: float) -> float:
+        """Until its first micro-batch comes and after its last one, and until that one is back.
+
+        Args:
+            forward: share of a forward: in the meantime, one for each rank behind it is computed.
+        """
+        back = self.after * one + (0.0 if self.head else last)
+        return self.before * one + max(0.0, back - self.behind * forward * self.own * one)
+
+
+def _fullest(load: Workload) -> tuple[_Rank, ...]:
+    """The pipeline ranks one of which finishes last."""
+    degrees = load.degrees
+    return _ranks(stage_blocks(load), degrees.pipeline, degrees.v_shaped)
+
+
+@lru_cache(maxsize=10_000)
+def _ranks(blocks: tuple[int, ...], stages: int, v_shaped: bool) -> tuple[_Rank, ...]:
+    sums = [sum(blocks[rank::stages]) for rank in range(stages)]
+    if v_shaped:
+        sums = [blocks[rank] + blocks[-1 - rank] for rank in range(stages)]
+    mean = sum(blocks) / stages
+    head = 0 if v_shaped else stages - 1
+    # Of ranks with as many blocks, the last one has the least to do while it waits.
+    chosen = sorted({*{own: rank for rank, own in enumerate(sums) if rank != head}.values(), head})
+    return tuple(
+        _Rank(
+            sums[rank] / mean, sum(sums[:rank]) / mean, sum(sums[rank + 1 :]) / mean,
+            stages - 1 - rank, rank == head,
+        )
+        for rank in chosen
+    )  # fmt: skip
+
+
+def stage_blocks(load: Workload) -> tuple[int, ...]:
+    """Blocks of each chunk of a pipeline, in the order of the model."""
+    model, degrees = load.model, load.degrees
+    parts = degrees.pipeline * degrees.interleave
+    if not load.habits.balances_head:
+        return tuple(-(-(model.layers - part) // parts) for part in range(parts))
+    width = model.shared_ffn if model.experts else model.ffn
+    cost = model.attention_parameters + (2 + model.gated) * model.hidden * width
+    cost += model.experts * model.expert_parameters // degrees.expert
+    return _divided(model.layers, parts, 4 * model.embedding / 3 / cost)
+
+
+@lru_cache(maxsize=10_000)
+def _divided(blocks: int, parts: int, head: float) -> tuple[int, ...]:
+    return tuple(len(each) for each in partition_costs([1.0] * blocks, parts, head))
 
 
 def idle_in_a_v(load: Workload, computed: Computed, waited: float, uneven: float) -> float:

@@ -119,21 +119,24 @@ def exposed(
     keeps = habits.keeps_gathers and load.degrees.pipeline > 1
     often = 1 / load.micro_batches if keeps else 1.0
     gather, again = found.gather, 0.0 if keeps else found.again
-    reduce = found.reduce + found.copies / load.micro_batches
+    reduce, mean = found.reduce * often, found.copies / load.micro_batches
     if not habits.overlaps:
         gathers = blocks * (gather * often + again) + found.gather_ends
-        reductions = blocks * reduce * often + found.reduce_ends
+        reductions = blocks * (reduce + mean) + found.reduce_ends
         return gathers, reductions, gathers + reductions
     # One block's gather is exposed before the first, one's reduction after the last.
     others = max(blocks - 1, 0)
     ahead = others * (beside(forward, gather * often, slowdown) - forward)
-    both = again + reduce * often
+    both = again + reduce
     behind = others * (beside(backward, both, slowdown) - backward)
     share = again / both if both else 0.0
+    # Copies exchange their sums once a step, in the last backward.
+    last = others * (beside(backward, both + found.copies, slowdown) - backward) - behind
     ends = found.gather_ends + found.reduce_ends
     early = ahead + behind * share + (gather + found.gather_ends) * often
-    late = behind * (1 - share) + (reduce + found.reduce_ends) * often
-    return early, late, blocks * (gather * often + again + reduce * often) + ends * often
+    late = behind * (1 - share) + last / load.micro_batches
+    late += reduce + mean + found.reduce_ends * often
+    return early, late, blocks * (gather * often + again + reduce + mean) + ends * often
 
 
 def replicas(load: Workload, device: Device) -> tuple[float, float]:

@@ -169,6 +169,8 @@ class Habits:
         collectives: in which a block's weights travel.
         loss: bytes that the loss moves for a logit, forward and backward; zeros: as ``fused`` has
             it.
+        balances_head: blocks are divided among stages so that those with fewer have the head, as
+            :func:`internsp.pipeline.chunks.split_model` does; else evenly.
         reduce_near: gradients are summed among so many neighbors first, and their sums between
             them; 0: among all at once.
         shard_bytes, sum_bytes, state_bytes: of one element of a weight's shard, of its gradient's
@@ -196,6 +198,7 @@ class Habits:
     sends_ahead: bool = False
     collectives: int = 1
     loss: tuple[int, int] = (0, 0)
+    balances_head: bool = False
     reduce_near: int = 0
     shard_bytes: int = 0
     sum_bytes: int = 0
