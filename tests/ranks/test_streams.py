@@ -22,11 +22,11 @@ MODULE = {"granularity": "module"}
 BF16 = {"compute_dtype": "bfloat16"}
 QUANTIZED = {"quantize": "int8"}
 CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
+    "all of a block in one launch": (2, HALF, ALL),
     "large weights": (2, None, {}),
     "a launch of several weights": (2, None, SOME),
-    "all of a block in one launch": (2, HALF, ALL),
-    "rolling": (2, FULL, SOME | ROLLING),
     "by module": (2, HALF, MODULE),
+    "rolling": (2, FULL, SOME | ROLLING),
     "waits at once": (2, None, SOME | {"overlap": False}),
     "a cast in a group of one": (1, None, SOME | BF16),
     "memory of each weight": (2, None, SOME | {"memory_pool": False}),
@@ -55,7 +55,7 @@ def train(weight: int, checkpoint: Any, config: dict[str, Any]) -> None:
     assert racing.checks > 300
 
 
-@pytest.mark.parametrize("case", some(CASES, 3))
+@pytest.mark.parametrize("case", [next(iter(CASES)), *some([*CASES][1:], 3)])
 @ranks(2)
 def test_every_call_on_any_stream_stands_behind_what_it_uses(case: str) -> None:
     train(*CASES[case])

@@ -205,6 +205,8 @@ def test_only_values_that_replicas_send_each_other_are_waited_for(weight: int, w
     optimizer.step()
     members = communicator.replicated.sharded
     assert {member.ready is not None for member in members} == {waits}
+    members[0].parameter.to_local()
+    assert members[0].ready is None, "who reads it waits"
     communicator.wait_until_ready()
     assert [member.ready for member in members] == [None] * len(members)
 
