@@ -16,6 +16,7 @@ from rich.console import Console
 from internsp.app.cli.command import main
 from internsp.app.config import Config, load_config
 from internsp.app.plan.answer import FREE, changed
+from internsp.app.plan.compute import fed
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import device_named, on_device
 from internsp.app.plan.layout import SCHEDULES, Layout
@@ -23,7 +24,7 @@ from internsp.app.plan.least import LeastBytes, Stages
 from internsp.app.plan.links import Group
 from internsp.app.plan.longest import MemoryBudget
 from internsp.app.plan.replayed import messages, replayed
-from internsp.app.plan.search import Family, Space, chosen, neighbors, search
+from internsp.app.plan.search import Family, Space, Variant, chosen, neighbors, search
 from internsp.app.plan.searched import print_search
 from internsp.app.plan.seconds import Computed, idle_in_a_v, step_seconds
 from internsp.app.plan.step import make_plan
@@ -59,11 +60,14 @@ def every_layout(space: Space) -> list[Layout]:
     ]
 
 
-def variants(layout: Layout) -> list[Layout]:
-    """The layout, and its optimizer with less traffic or in host memory."""
+def variants(layout: Layout, space: Space | None = None) -> list[Layout]:
+    """The layout, its optimizer with less traffic or in host memory, and tiles if it has any."""
     few = [replace(layout, optimizer_ranks=1)]
     own = few if max(layout.weight, layout.expert_weight) == 1 else []
-    return [layout, *own, replace(layout, offload=True)]
+    found = [layout, *own, replace(layout, offload=True)]
+    if space is not None and space._can_tile(layout):
+        found += [replace(each, tiled=True) for each in (layout, found[-1])]
+    return found
 
 
 SMALL = {"hidden_size": 1024, "layers": 6, "heads": 8, "intermediate_size": 2816}
@@ -84,7 +88,7 @@ def test_the_bound_is_never_above_the_seconds() -> None:
     space = Space(config(model=SMALL, train={"global_batch": 48}), 8, H100)
     layouts = random.Random(0).sample(every_layout(space), 300)
     for layout in layouts:
-        for one in variants(layout):
+        for one in variants(layout, space):
             seconds = step_seconds(space.load(one), H100).total
             for bound in _bounds(space, one):
                 assert bound <= seconds * (1 + 1e-9), one
@@ -94,8 +98,9 @@ def test_the_bound_is_never_above_the_seconds() -> None:
 def _bounds(space: Space, layout: Layout) -> list[float]:
     """Those of the nodes that a search opens before it comes to ``layout``."""
     any_weight = replace(
-        layout, weight=1, expert_weight=min(1, layout.expert), optimizer_ranks=0, offload=False
-    )
+        layout, weight=1, expert_weight=min(1, layout.expert), optimizer_ranks=0, offload=False,
+        tiled=False,
+    )  # fmt: skip
     any_checkpoint = replace(any_weight, checkpoint="none")
     any_size = Family(space).least(replace(any_weight, weight=layout.weight))
     return [space.bound(any_checkpoint), space.bound(any_weight), any_size]
@@ -105,7 +110,7 @@ def test_a_layouts_workload_is_that_of_its_configuration() -> None:
     given = config(model=SMALL, train={"global_batch": 48})
     space = Space(given, 8, H100)
     for layout in random.Random(1).sample(every_layout(space), 60):
-        for one in variants(layout):
+        for one in variants(layout, space):
             other = changed(given, one.settings())
             if other is not None and not other.check(8):
                 load = workload_of(other, MeshShape(8, **other.degrees()))
@@ -129,7 +134,7 @@ def test_experts_are_divided_and_sharded_in_every_way_that_a_run_takes(
     ways = {(one.expert, one.expert_weight) for one in layouts}
     assert ways == {(e, w) for e in (1, 2, 4, 8) for w in (1, 2, 4, 8) if e * w <= 8}
     for layout in random.Random(0).sample(layouts, 120):
-        for one in variants(layout):
+        for one in variants(layout, space):
             other = changed(given, one.settings())
             assert other is not None, one
             assert other.check(8) == [], one
@@ -256,7 +261,7 @@ def test_bytes_that_a_search_prunes_by_are_never_more_than_those_of_the_plan(
     space = Space(given, 16, H100)
     order = random.Random(f"{name} {cases}")
     for layout in order.sample(every_layout(space), cases):
-        one = order.choice(variants(layout))
+        one = order.choice(variants(layout, space))
         other = changed(given, one.settings())
         assert other is not None
         budget = MemoryBudget(other, 16, observations=space.observations)
@@ -334,6 +339,25 @@ def test_what_cannot_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for number in ("0", "-1"):
         assert main(["plan", str(path), "--devices", number, "--parallel.weight", "2"]) == 2
         assert f"--devices {number}: give a number from 1 on" in capsys.readouterr().err
+
+
+def test_tiles_are_taken_where_memory_is_short_and_cost_what_they_compute_again() -> None:
+    given = config(
+        model={**SMALL, "intermediate_size": 8192}, data={"sequence_length": 16384},
+        train={"global_batch": 1},
+    )  # fmt: skip
+    space = Space(given, 1, H100)
+    plain = Layout(1, SCHEDULES[0], 1, 1, 1, 0, 1, "none", False)
+    best = search(given, 1, replace(H100, memory=6.5 * 2**30), 1).best[0]
+    assert (best.layout.checkpoint, best.layout.tiled) == ("selective", True)
+    assert best.config.activation_checkpoint.tiles == "auto"
+    without = space.planned(Variant(replace(best.layout, tiled=False), best.seconds))
+    assert without is not None
+    assert best.nbytes < 5.85 * 2**30 < without.nbytes
+    load = space.load(replace(plain, tiled=True))
+    again, whole = step_seconds(load, H100), step_seconds(space.load(plain), H100)
+    assert again.total - whole.total == pytest.approx(6 * fed(load, H100).total)
+    assert not search(given, 1, H100, 1).best[0].layout.tiled, "memory has room for the faster one"
 
 
 @pytest.mark.thorough(8)

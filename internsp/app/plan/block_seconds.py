@@ -10,6 +10,7 @@ from internsp.app.plan.compute import (
     attention,
     block_products,
     block_products_backward,
+    fed,
     passes,
     product,
     shapes,
@@ -73,6 +74,12 @@ def block_seconds(load: Workload, device: Device) -> BlockSeconds:
         repeated = Work(
             max(0.0, again.products * (forward.products - last)), repeated.attention,
             repeated.passes,
+        )
+    if load.tiled:  # in each block, with the last product; a recompute stops before them
+        own = fed(load, device)
+        repeated = Work(
+            again.products * (multiplied - own.products) + own.products, repeated.attention,
+            again.passes * (reads[0] - own.passes) + own.passes,
         )
     whole = 1 if again.products and again.attention else 0
     tensor, hidden = _tensor(load, device, whole)

@@ -20,6 +20,8 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (
 _DEPTH = 96  # steps of the inner dimension that a tile takes before and after its products
 STREAMED = 0.85  # share of the memory's bandwidth that long reads and writes reach
 _NARROW = 0.85  # products of 8 bits reach so much of the share that those of 16 bits reach
+_ACTIVATION = {"eager": (10, 18), "kernels": (6, 10), "compiled": (6, 10)}
+"""Bytes a token and feature of a gated feed-forward, forward and backward."""
 _SHORT = 256  # tokens of a sequence at which attention reaches half of its rate
 
 
@@ -108,6 +110,14 @@ def block_products(load: Workload, device: Device) -> tuple[float, float]:
     return sum(each), each[-1]
 
 
+def fed(load: Workload, device: Device) -> Work:
+    """Of a block's forward, its feed-forward, which is no mixture: what tiles compute again."""
+    products = sum(product(device, *shape, load.dtype) * n for shape, n in shapes(load)[-2:])
+    size = {"fp32": 2.0, "fp64": 4.0}.get(load.dtype, 1.0)
+    moved = _ACTIVATION[load.habits.fused][0] * load.model.ffn / load.degrees.tensor
+    return Work(products, 0.0, load.tokens * moved * size / (device.bandwidth * STREAMED))
+
+
 def block_products_backward(load: Workload, device: Device) -> float:
     """Seconds of the gradients of inputs and of weights of one block's products."""
     found = 0.0
@@ -143,7 +153,7 @@ def passes(load: Workload, device: Device) -> tuple[float, float]:
     # Bytes a token and hidden feature: norms and residuals; a feature of the feed-forward; a
     # rotated feature of queries and keys. Operands have two bytes.
     norms, norms_back = {"eager": (20, 36), "kernels": (18, 30), "compiled": (16, 24)}[habits.fused]
-    act, act_back = {"eager": (10, 18), "kernels": (6, 10), "compiled": (6, 10)}[habits.fused]
+    act, act_back = _ACTIVATION[habits.fused]
     turn, turn_back = {"eager": (20, 20), "kernels": (4, 4), "compiled": (4, 4)}[habits.fused]
     if model.gated and habits.fused == "eager":
         norms, norms_back = norms + 56, norms_back + 56  # root mean squares in fp32, one by one

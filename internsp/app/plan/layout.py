@@ -26,6 +26,7 @@ class Layout:
         optimizer_ranks: 0: all replicas.
         expert, expert_weight: of a model with experts; 0: there are none.
         offload: whether the optimizer's state and inputs of blocks are in host memory.
+        tiled: whether feed-forwards are computed in tiles of the sequence.
     """
 
     pipeline: int
@@ -39,6 +40,7 @@ class Layout:
     offload: bool
     expert: int = 0
     expert_weight: int = 0
+    tiled: bool = False
 
     def settings(self) -> dict[str, Any]:
         """The keys of a configuration, as ``section.key``, and their values."""
@@ -58,6 +60,7 @@ class Layout:
             "train.micro_batches": self.micro_batches,
             "weight_parallel.offload": ("optimizer",) if self.offload else (),
         }
+        found["activation_checkpoint.tiles"] = "auto" if self.tiled else 1
         if self.expert:
             found |= {"parallel.expert": self.expert, "parallel.expert_weight": self.expert_weight}
         return found | {f"activation_checkpoint.{key}": value for key, value in again.items()}
@@ -69,7 +72,7 @@ class Layout:
         away = 2 * self.offload
         experts = (self.expert > 1) + (self.expert > 0 and self.expert_weight != self.weight)
         again = self.checkpoint != "none"
-        return sum(degree > 1 for degree in degrees) + experts + again + away
+        return sum(degree > 1 for degree in degrees) + experts + again + away + self.tiled
 
     def label(self) -> str:
         """One line of a table."""
@@ -84,5 +87,6 @@ class Layout:
         if self.optimizer_ranks:
             told.append(f"optimizer ranks {self.optimizer_ranks}")
         told.append(f"{self.micro_batches} micro-batches")
-        told.append(f"checkpoint {self.checkpoint}" + (", offloaded" if self.offload else ""))
+        told.append(f"checkpoint {self.checkpoint}")
+        told += ["tiles"] * self.tiled + ["offloaded"] * self.offload
         return ", ".join(told)

@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from internsp.app.config import Config
+from internsp.app.config.tiles import tile_tokens
 from internsp.app.plan.answer import FREE, changed
 from internsp.app.plan.block_seconds import BlockSeconds, block_seconds
 from internsp.app.plan.configured import workload_of
@@ -178,8 +179,8 @@ class Space:
     def variants(self, layout: Layout, family: Family | None = None) -> Iterator[Variant]:
         """The layout, and it with less traffic of the optimizer, or with more in host memory.
 
-        The later are for where those before do not fit: copies never save time. Those that cannot
-        fit are left out.
+        The later are for where those before do not fit: neither copies nor tiles, which compute
+        feed-forwards again, save time. Those that cannot fit are left out.
 
         Args:
             family: the layout's, if it is there already.
@@ -195,9 +196,22 @@ class Space:
         for one in plain:
             if self.may_fit(one.layout):
                 yield one
-        away = replace(layout, offload=True)
-        if self.may_fit(away):
-            yield Variant(away, family.seconds(away))
+        smaller = [replace(layout, offload=True)]
+        if self._can_tile(layout):
+            tiled = replace(layout, tiled=True)
+            smaller += [tiled, replace(tiled, offload=True)]
+        found = [Variant(one, family.seconds(one)) for one in smaller if self.may_fit(one)]
+        yield from sorted(found, key=lambda one: one.seconds.total)
+
+    def _can_tile(self, layout: Layout) -> bool:
+        """Whether a run takes tiles, and there are two at least; a V computes gradients of weights
+        apart, which tiles do not."""
+        config = self.config
+        if config.model.mixtures or config.weight_parallel.compile or config.model.family == "hf":
+            return False
+        rows = self.load(layout).rows
+        tokens = rows * config.data.sequence_length // layout.sequence
+        return layout.schedule[0] != V_SHAPED and tokens >= 2 * tile_tokens(config)
 
     def may_fit(self, layout: Layout) -> bool:
         """Whether a lower bound of its bytes fits."""
@@ -226,7 +240,7 @@ class Space:
         rows = self.config.train.global_batch // (data * layout.micro_batches)
         key = (
             rows, layout.sequence, layout.ring, layout.checkpoint, layout.expert,
-            layout.expert_weight,
+            layout.expert_weight, layout.tiled,
         )  # fmt: skip
         if key not in self._blocks:
             load = self.load(layout)
@@ -275,6 +289,7 @@ class Space:
             micro_batches=layout.micro_batches,
             recompute=CHECKPOINTS[layout.checkpoint][1],
             offload=frozenset(away),
+            tiled=layout.tiled,
         )
 
     def bound(self, family: Layout) -> float:
@@ -371,8 +386,8 @@ class Family:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self._computed: dict[int, Computed] = {}
-        self._loads: dict[bool, Workload] = {}
+        self._computed: dict[tuple[int, bool], Computed] = {}
+        self._loads: dict[tuple[bool, bool], Workload] = {}
 
     def seconds(self, layout: Layout) -> StepSeconds:
         """As :func:`step_seconds` of the layout's workload, of parts that layouts share."""
@@ -391,16 +406,17 @@ class Family:
         return composed(load, space.device, self._of(layout), sent, stepped).total
 
     def _of(self, layout: Layout) -> Computed:
-        size = layout.expert_weight
-        if size not in self._computed:
+        key = layout.expert_weight, layout.tiled
+        if key not in self._computed:
             load = self.space.load(layout)
-            self._computed[size] = Computed.of(load, *self.space.block(layout))
-        return self._computed[size]
+            self._computed[key] = Computed.of(load, *self.space.block(layout))
+        return self._computed[key]
 
     def _load(self, layout: Layout) -> Workload:
-        if layout.offload not in self._loads:
-            self._loads[layout.offload] = self.space.load(layout)
-        return self._loads[layout.offload]
+        key = layout.offload, layout.tiled
+        if key not in self._loads:
+            self._loads[key] = self.space.load(layout)
+        return self._loads[key]
 
 
 def search(
@@ -468,7 +484,7 @@ def neighbors(space: Space, layout: Layout) -> Iterator[tuple[str, Found | None]
             if name == "pipeline":
                 moved = replace(moved, schedule=SCHEDULES[0])
             label = f"{name.replace('_', '-')} {other}"
-            plain = replace(moved, optimizer_ranks=0, offload=False)
+            plain = replace(moved, optimizer_ranks=0, offload=False, tiled=False)
             yield label, space.best(plain) if space.allows(plain) else None
 
 
