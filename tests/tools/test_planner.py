@@ -14,7 +14,7 @@ import pytest
 from internsp.app.plan.devices import Fitted, device_named
 from tools.planner import own
 from tools.planner.__main__ import main
-from tools.planner.accuracy import accuracy, kendall
+from tools.planner.accuracy import Accuracy, accuracy, kendall
 from tools.planner.controls import CONTROLS, shuffled
 from tools.planner.fit import fits
 from tools.planner.rows import Row, published, read
@@ -36,10 +36,13 @@ def row(**changes: str) -> Row:
 
 # Mean, 90th percentile and tau that hold today; the issue's bounds are beside them on the page
 # (docs/dev/results/planner.md), which says which of them are missed, and by how much.
+SHARDED = (0.06, 0.12, 0.85)
+
+
 @pytest.mark.parametrize(
     ("name", "mean", "p90", "tau"),
     [
-        ("sharded weights, 8 to 2,048 devices", 0.06, 0.12, 0.85),
+        ("sharded weights, 8 to 2,048 devices", *SHARDED),
         ("the same, kernels stated", 0.07, 0.15, 0.75),
         ("all dense rows", 0.085, 0.20, 0.80),
         ("vTrain, several nodes", 0.095, 0.21, 0.70),
@@ -85,8 +88,26 @@ def test_the_constants_of_the_devices_are_those_that_the_rows_give() -> None:
         assert one == devices()[name].fitted
 
 
+# Which of the three that the planner keeps a control keeps as well: none keeps the mean.
+KEPT_BY: dict[str, set[str]] = {
+    "one constant share of peak": set(),
+    "links of infinite speed": {"tau"},
+    "no slowdown beside messages": set(),
+    "no recompute": {"tau"},
+    "tensor and pipeline exchanged": {"p90", "tau"},
+    "nothing fitted": {"tau"},
+}  # fmt: skip
+
+
+def kept(one: Accuracy) -> set[str]:
+    """Which of the figures of sharded weights that hold today hold for a predictor."""
+    mean, p90, tau = SHARDED
+    held = {"mean": one.mean <= mean, "p90": one.p90 <= p90, "tau": (one.tau or 0.0) >= tau}
+    return {name for name, holds in held.items() if holds}
+
+
 @pytest.mark.parametrize("name", CONTROLS)
-def test_a_predictor_that_lacks_one_thing_does_worse(name: str) -> None:
+def test_a_predictor_that_lacks_one_thing_misses_what_the_planner_keeps(name: str) -> None:
     own = [each.row for each in judged(found(), sharded)]
     among = quarter(found())
     kinds: dict[str, Callable[[Row], bool]] = {"sharded": sharded, "most": lambda r: r.id in among}
@@ -97,10 +118,9 @@ def test_a_predictor_that_lacks_one_thing_does_worse(name: str) -> None:
         assert theirs is not None
         # Messages are mostly hidden: their controls miss by more where there are more of them.
         assert theirs.mean >= ours.mean * (1.1 if kind == "sharded" else 1.3), (kind, theirs)
-    one = accuracy(judged(worse, sharded))
-    bound = BOUNDS[0]
-    assert one is not None
-    assert not bound.met(one)
+        if kind == "sharded":
+            assert kept(ours) == {"mean", "p90", "tau"}
+            assert kept(theirs) == KEPT_BY[name], theirs
 
 
 def test_exchanged_degrees_and_a_constant_share_miss_the_bounds_of_all_dense_rows() -> None:
@@ -115,6 +135,7 @@ def test_shuffled_labels_are_not_predicted() -> None:
     own = [each.row for each in judged(found(), sharded)]
     one = accuracy(shuffled(own))
     assert one is not None
+    assert kept(one) == set()
     assert one.mean > 0.2
     assert one.tau is not None
     assert one.tau < 0.6
