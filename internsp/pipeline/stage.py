@@ -45,6 +45,21 @@ class _ParameterStandIn:
         self.grad_fn = _get_grad_fn_or_grad_acc(parameter)
 
 
+def weight_backward(weights: Iterator[Any], groups: list[dict[str, Any]]) -> Any:
+    """torch's weight backward. Up to 2.12 a node that follows another one of its group would get
+    the gradients of that once more, so that each is given what the input backward has saved."""
+    handles = [
+        node.register_prehook(lambda _, saved=saved: saved)
+        for group in groups
+        for saved, node in zip(group.get("grads") or (), group["intermediates"], strict=False)
+    ]
+    try:
+        return stage_backward_weight(weights, groups)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 class ISPPipelineStage(PipelineStage):
     """torch's stage for one chunk.
 
@@ -201,9 +216,7 @@ class ISPPipelineStage(PipelineStage):
             self._check_split(bwd_kwargs["stage_output"], bwd_kwargs["input_values"])
             return self._input_backward(**bwd_kwargs)
         if backward_type == WEIGHT:
-            return stage_backward_weight(
-                self._trained_parameters(), bwd_kwargs["param_groups"]
-            ), None
+            return weight_backward(self._trained_parameters(), bwd_kwargs["param_groups"]), None
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def _check_split(self, outputs: Sequence[Tensor], inputs: Sequence[Any]) -> None:

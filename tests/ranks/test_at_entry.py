@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import stage_backward_input
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StaleWeightError
 from internsp.mesh import ParallelMesh
-from internsp.pipeline.stage import _ParameterStandIn
+from internsp.pipeline.stage import _ParameterStandIn, weight_backward
 from internsp.wp import collectives
 from tests.support.compare import close
 from tests.support.models import ALL, SOME, Block, Tiny, Twin, raises
@@ -125,7 +125,7 @@ def test_a_backward_in_two_parts_is_right_without_a_trace(rank: int) -> None:
         close(arrived, alone.grad, f"step {step}: gradient of the input")
         gathers = state.collectives.counters.gathers
         twin.communicator.events.begin_backward_part(weights=True)
-        stage_backward_weight(map(_ParameterStandIn, twin.ours.parameters()), groups)
+        weight_backward(map(_ParameterStandIn, twin.ours.parameters()), groups)
         twin.communicator.events.end_backward_part()
         twin.check_gradients(f"step {step}, in two parts")
         assert state.collectives.counters.gathers == gathers, "a weight part needs no weight"
