@@ -22,6 +22,7 @@ from internsp.app.plan import kernels
 from internsp.app.plan.activations import ActivationModel
 from internsp.app.plan.in_flight import BUFFERS
 from internsp.app.plan.longest import MemoryBudget, print_longest
+from internsp.app.plan.observations import Observations
 from internsp.app.plan.observe import ModelPart, observe
 from internsp.app.plan.offloaded import HOSTED, STEPPING
 from internsp.app.process.stop import StopRequest
@@ -393,3 +394,25 @@ def test_pinned_memory_is_counted_as_torch_takes_it() -> None:
     assert device[name] == 4 * pinned_bytes(length * 64 * 2)
     name = HOSTED[OPTIMIZER]
     assert host[name] < device[name] < 2 * host[name]
+
+
+def test_what_is_remembered_is_what_each_measurement_would_give() -> None:
+    """Each case differs from the first in one argument, and is measured by itself as well."""
+    plain, known = config({"mode": "full"}), Observations()
+    around = config({"mode": "full"}, parallel={"sequence": 2})
+    chunk = ModelPart(MeshShape(2, pipeline=2), False, True)
+    shared = ModelPart(MeshShape(2, sequence=2))
+    half = config({"mode": "full"}, train={"dtype": "bfloat16"})
+    cases: list[tuple[Any, ...]] = [
+        (plain, 1, 512, 1, 2, 2, None), (plain, 2, 512, 1, 2, 2, None),
+        (plain, 1, 1024, 1, 2, 2, None), (plain, 1, 512, 2, 2, 2, None),
+        (plain, 1, 512, 1, 3, 2, None), (plain, 1, 512, 1, 2, 0, None),
+        (plain, 1, 512, 1, 2, 2, "all"), (plain, 1, 512, 1, 2, 2, None, chunk),
+        (around, 1, 512, 1, 2, 2, None, shared), (half, 1, 512, 1, 2, 2, None),
+        (config({"mode": "selective"}), 1, 512, 1, 2, 2, None),
+    ]  # fmt: skip
+    alone = [observe(*case) for case in cases]
+    assert len({str(one) for one in alone}) == len(cases)
+    for _ in range(2):
+        assert [known.of(*case) for case in cases] == alone
+    assert known.of(*cases[0], backward=False) == observe(*cases[0], backward=False)

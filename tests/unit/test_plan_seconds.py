@@ -19,6 +19,7 @@ from internsp.app.plan.compute import STREAMED
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device, device_named, devices, on_device
 from internsp.app.plan.links import Group, beside
+from internsp.app.plan.pipeline import make_pipeline_plan
 from internsp.app.plan.replay import GRADIENT, UnitSeconds, computing_actions, replay
 from internsp.app.plan.replayed import messages, replayed
 from internsp.app.plan.screen import print_plan
@@ -29,6 +30,7 @@ from internsp.app.plan.seconds import (
     REDUCTIONS,
     StepSeconds,
     ends,
+    stage_blocks,
     step_seconds,
 )  # fmt: skip
 from internsp.app.plan.step import Plan, make_plan
@@ -135,7 +137,11 @@ def test_the_closed_form_of_a_pipeline_is_near_the_replay(schedule: str, chunks:
         train={"global_batch": 64, "micro_batches": 16},
     )  # fmt: skip
     shape, device = MeshShape(16, **given.degrees()), device_named("h100-sxm")
-    closed = step_seconds(workload_of(given, shape), device)
+    load = workload_of(given, shape)
+    closed = step_seconds(load, device)
+    plan = make_pipeline_plan(given, 16)
+    parts = {one.stage: len(one.blocks) for rank in plan.ranks for one in rank.chunks}
+    assert stage_blocks(load) == tuple(parts[stage] for stage in sorted(parts))
     # The first of four stages has three of eight blocks. The closed form has the order of 1F1B, in
     # which it computes forwards while it waits; GPipe is not searched.
     near = 0.05 if schedule == "GPipe" else 0.015
