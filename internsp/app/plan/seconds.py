@@ -285,7 +285,24 @@ class _Rank:
 def _fullest(load: Workload) -> tuple[_Rank, ...]:
     """The pipeline ranks one of which finishes last."""
     degrees = load.degrees
-    return _ranks(stage_blocks(load), degrees.pipeline, degrees.v_shaped)
+    if load.habits.balances_head:
+        return _ranks(stage_blocks(load), degrees.pipeline, degrees.v_shaped)
+    return _even_ranks(load.model.layers, degrees.pipeline, degrees.interleave)
+
+
+def _even_ranks(layers: int, stages: int, chunks: int) -> tuple[_Rank, ...]:
+    """As :func:`_ranks` of chunks with as many blocks, of which the first have one more."""
+    few, more = divmod(layers, stages * chunks)
+    again, first = divmod(more, stages)  # the ranks before ``first`` have one block more
+    own, mean = few * chunks + again, layers / stages
+
+    def rank(number: int) -> _Rank:
+        before = number * own + min(number, first)
+        mine = own + (number < first)
+        after, last = layers - before - mine, number == stages - 1
+        return _Rank(mine / mean, before / mean, after / mean, stages - 1 - number, last)
+
+    return tuple(rank(number) for number in sorted({first - 1, stages - 2, stages - 1} - {-1}))
 
 
 @lru_cache(maxsize=10_000)
@@ -307,11 +324,9 @@ def _ranks(blocks: tuple[int, ...], stages: int, v_shaped: bool) -> tuple[_Rank,
 
 
 def stage_blocks(load: Workload) -> tuple[int, ...]:
-    """Blocks of each chunk of a pipeline, in the order of the model."""
+    """Blocks of each chunk of a pipeline, in the order of the model, as internsp divides them."""
     model, degrees = load.model, load.degrees
     parts = degrees.pipeline * degrees.interleave
-    if not load.habits.balances_head:
-        return tuple(-(-(model.layers - part) // parts) for part in range(parts))
     width = model.shared_ffn if model.experts else model.ffn
     cost = model.attention_parameters + (2 + model.gated) * model.hidden * width
     cost += model.experts * model.expert_parameters // degrees.expert
