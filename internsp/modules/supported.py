@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from internsp.base.autograd import compiled
 from internsp.config import PlanRule
+from internsp.dtensor.asked import TORCH_ASKS
 from internsp.dtensor.mixed import ParameterTensor
 from internsp.errors import StructureError
 from internsp.structure.rules import match_rules
@@ -27,11 +28,14 @@ _OF_ANY_CLASS = frozenset({
 })  # fmt: skip
 
 
-def require_supported(model: nn.Module, plan: Sequence[PlanRule] = ()) -> None:
+def require_supported(
+    model: nn.Module, plan: Sequence[PlanRule] = (), compiles: bool = False
+) -> None:
     """Check all modules and parameters of ``model``. Does not communicate.
 
     Args:
         plan: the configuration's rules; a parameter that a rule ignores may be of any class.
+        compiles: blocks are to be compiled.
 
     Raises:
         StructureError: something is unsupported; names the module or parameter, and the remedy.
@@ -48,6 +52,11 @@ def require_supported(model: nn.Module, plan: Sequence[PlanRule] = ()) -> None:
             _check_module(name, module)
         if is_compiled(module):
             raise compiled(name or "the model")
+        if compiles and not TORCH_ASKS and hasattr(module, "dispatch"):  # internsp.layers.Experts
+            raise StructureError(
+                f"{name}: torch {torch.__version__} computes wrong gradients in compiled blocks "
+                "with experts: set weight_parallel.compile = false, or install torch 2.12"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise StructureError(
                 f"{name or 'the model'} is a ScriptModule, which reads its weights past Python: "

@@ -152,7 +152,7 @@ def examine(
         ConfigError, StructureError: a pattern matches nothing, the model or an option of it is not
             supported, or an option has no effect.
     """
-    require_supported(model, config.rules)
+    require_supported(model, config.rules, config.compile)
     structure = read_structure(
         model, config.gather_before, config.blocks, config.gather_before_modules, config.rules
     )

@@ -37,7 +37,7 @@ def supports(
     config = config or WeightParallelConfig()
     found = []
     try:
-        require_supported(model, config.rules)
+        require_supported(model, config.rules, config.compile)
     except InternspError as error:
         found.append(Refused("", str(error)))
     if mesh.expert > 1:

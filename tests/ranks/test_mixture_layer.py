@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,13 +17,15 @@ from torch.nn import functional as F
 from internsp.app.train.experts import ExpertLoads
 from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.errors import StructureError
 from internsp.layers import MixtureOfExperts, balance_experts, router_loss
-from internsp.modules import entry
+from internsp.modules import entry, supported
 from internsp.parallel.parallelize import parallelize
 from tests.support.compare import TOLERANCE, check, close, gradients, parameters
 from tests.support.owners import mesh_of
 from tests.support.parity import Case, run_case
 from tests.support.ranks import ranks
+from tests.support.versions import since
 
 WIDTH, WORDS = 8, 13
 SWITCH: dict[str, Any] = {"top_k": 2, "auxiliary": 0.3, "z_loss": 0.01}
@@ -150,6 +153,16 @@ def test_the_next_blocks_gather_starts_before_tokens_leave_or_when_they_are_back
         assert set(before) == {first}, "not beside each other"
 
 
+@ranks(2)
+def test_compiled_blocks_with_experts_are_refused_where_torch_is_wrong() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supported, "TORCH_ASKS", False)  # torch 2.11
+        words = r"layers\.0\.moe\.experts: .* compiled blocks with experts"
+        with pytest.raises(StructureError, match=words):
+            Pair(SWITCH, None, {"compile": True, "gather_before": "qkv"}, weight=2)
+
+
+@pytest.mark.skipif(not since("2.12"), reason="wrong in torch 2.11, and refused there")
 @ranks(2)
 def test_compiled_blocks_give_the_same_with_owners_and_gathered() -> None:
     compiler, graphs = entry.torch.compile, []
