@@ -52,7 +52,7 @@ def require_supported(
             _check_module(name, module)
         if is_compiled(module):
             raise compiled(name or "the model")
-        if compiles and not TORCH_ASKS and hasattr(module, "dispatch"):  # of internsp.layers.experts
+        if compiles and not TORCH_ASKS and hasattr(module, "dispatch"):  # as `Experts` has
             raise StructureError(
                 f"{name}: torch {torch.__version__} computes wrong gradients in compiled blocks "
                 "with experts: set weight_parallel.compile = false, or install torch 2.12"
