@@ -70,11 +70,11 @@ class Stages(NamedTuple):
         return range(rank, self.ranks * self.chunks, self.ranks)
 
     def in_flight(self, rank: int, number: int) -> Sequence[int]:
-        """Of each chunk of a rank, micro-batches that have had no backward when the first one has:
-        torch's orders of 1F1B, Interleaved1F1B and ZBVZeroBubble."""
+        """Of each chunk of a rank, micro-batches that have had no backward when the first one has,
+        or, of a V, when most are: torch's orders of 1F1B, Interleaved1F1B and ZBVZeroBubble."""
         behind = self.ranks - 1 - rank
         if self.v_shaped:
-            return min(2 * behind + 1, number), 1
+            return min(self.ranks + behind, number), min(rank + 1, number)
         if self.chunks == 1:
             return (min(behind + 1, number),)
         passes = min((self.chunks - 1) * self.ranks + 2 * behind + 1, self.chunks * number)
@@ -135,7 +135,7 @@ class LeastBytes:
         # Sums of one micro-batch are made while its activations are freed.
         one = stages.ranks == 1 == load.micro_batches and not self.config.train.batch_tokens
         return max(
-            own + (max(sums, others) if one else sums + others)
+            own + (max(sums, others + sums / len(self.blocks)) if one else sums + others)
             for (own, sums), others in zip(fixed, moving, strict=True)
         )
 
