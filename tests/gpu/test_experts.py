@@ -11,6 +11,7 @@ from torch import Tensor
 
 from internsp import MixtureOfExperts
 from internsp.layers import experts
+from tests.gpu.test_host_waits import refused
 from tests.gpu.test_streams import CUDA
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 64, 96, 8, 200
@@ -56,8 +57,5 @@ def test_a_mixture_never_makes_the_host_wait() -> None:
     here = grouped(torch.bfloat16, top_k=2)
     x = torch.rand(TOKENS, WIDTH, device=CUDA).bfloat16()
     values(here, x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refused():
         values(here, x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

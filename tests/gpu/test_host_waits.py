@@ -7,18 +7,27 @@ optimizer and a run read.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from internsp import ParallelMesh, WeightParallelConfig, ZeroOptimizer, parallelize
+from internsp import (
+    ISPCommunicator,
+    ParallelMesh,
+    WeightParallelConfig,
+    ZeroOptimizer,
+    parallelize,
+)
 from internsp.config import ActivationCheckpointConfig
 from tests.gpu.test_streams import CUDA, SMALL
 from tools.bench.model import process_group
 from tools.gpu import emulation
 from tools.gpu.link import EmulatedCollectives, Pace, make_link
+from tools.gpu.model import Trainee
 
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "defaults": ({}, {}),
@@ -32,36 +41,11 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_forward_and_backward_never_make_the_host_wait(form: str) -> None:
-    settings, checkpoint = FORMS[form]
-    count = SMALL.size("emulated_ranks")
-    model, weights = emulation._model(SMALL)
-    with process_group("fake", count):
-        mesh = ParallelMesh.create(weight=count, device_type="cuda")
-        blocks = emulation.on_device(model, weights, CUDA)
-        link = make_link(CUDA, Pace())
-        parallelize(
-            blocks,
-            mesh,
-            WeightParallelConfig(**{"min_shard_elements": 513, **settings}),
-            activation_checkpoint=ActivationCheckpointConfig(**(checkpoint or {"mode": "none"})),
-            collectives=partial(EmulatedCollectives, link=link),
-        )
-        made = emulation.trainee("waits", blocks, model, CUDA)
-        for _ in range(2):
-            made.seconds(CUDA)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            made.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        link.close()
-
-
-@pytest.mark.parametrize("bound", [1.0, None])
-def test_a_fused_step_is_queued_while_the_device_is_behind(bound: float | None) -> None:
-    """The norm decides on the device; what the host reads is the step before."""
+@contextmanager
+def emulated(
+    settings: dict[str, Any], checkpoint: dict[str, Any] | None = None
+) -> Iterator[tuple[ISPCommunicator, Callable[..., Trainee]]]:
+    """A parallel model over an emulated link, and what makes its trainee of an optimizer."""
     count = SMALL.size("emulated_ranks")
     model, weights = emulation._model(SMALL)
     with process_group("fake", count):
@@ -69,37 +53,60 @@ def test_a_fused_step_is_queued_while_the_device_is_behind(bound: float | None) 
         blocks = emulation.on_device(model, weights, CUDA)
         link = make_link(CUDA, Pace())
         communicator = parallelize(
-            blocks, mesh, WeightParallelConfig(min_shard_elements=513),
+            blocks,
+            mesh,
+            WeightParallelConfig(**{"min_shard_elements": 513, **settings}),
+            activation_checkpoint=ActivationCheckpointConfig(**(checkpoint or {"mode": "none"})),
             collectives=partial(EmulatedCollectives, link=link),
-        )  # fmt: skip
+        )
+        yield communicator, partial(emulation.trainee, "waits", blocks, model, CUDA)
+        link.close()
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """What makes the host wait raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forward_and_backward_never_make_the_host_wait(form: str) -> None:
+    with emulated(*FORMS[form]) as (_, trainee):
+        made = trainee()
+        for _ in range(2):
+            made.seconds(CUDA)
+        with refused():
+            made.step()
+
+
+@pytest.mark.parametrize("bound", [1.0, None])
+def test_a_fused_step_is_queued_while_the_device_is_behind(bound: float | None) -> None:
+    """The norm decides on the device; what the host reads is the step before."""
+    with emulated({}) as (communicator, trainee):
         zero = ZeroOptimizer(
             communicator, torch.optim.AdamW, lr=1e-3, max_grad_norm=bound, fused=True
         )
-        made = emulation.trainee("waits", blocks, model, CUDA, zero)
+        made = trainee(zero)
         made.norms = [0.0]  # those of gradients are read
         for _ in range(3):
             made.seconds(CUDA)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with refused():
             torch.cuda._sleep(4_000_000_000)  # about two seconds
             ended = torch.cuda.Event()
             ended.record()
             made.step()
             assert not ended.query(), "the host has queued a whole step behind what still runs"
             assert zero.unread is not None
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert not zero.skipped
         assert ended.query(), "asking for the verdict waits for it"
         assert zero.grad_norm > 0
-        link.close()
 
 
 def test_a_value_that_is_read_is_seen() -> None:
     value = torch.ones((), device=CUDA)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchronizing"):
-            float(value)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with refused(), pytest.raises(RuntimeError, match="synchronizing"):
+        float(value)
