@@ -333,14 +333,20 @@ def bytes_printed(line: str) -> float:
 
 def test_a_device_of_ones_own_is_read_and_mistakes_in_it_are_told(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
-    path.write_text(
+    mine_text = (
         '[mine]\nsource = "measured"\npeak = { bf16 = 100 }\nmemory_gib = 40\n'
         "bandwidth_GBps = 1000\nmultiprocessors = 80\nnear_GBps = 50\nnear_ranks = 4\n"
         "far_Gbps = 100\nattention = { flash2 = [40, 30, 50, 40] }\nfitted = { like = 'a100-80' }\n"
     )
+    path.write_text(mine_text)
     mine = device_named("mine", path)
     assert (mine.peak["bf16"], mine.near_ranks) == (1e14, 4)
     assert mine.fitted == device_named("a100-80").fitted
+    for key, value in ("host_GBps", "0"), ("far_Gbps", "-1"), ("bandwidth_GBps", "nan"):
+        kept = [line for line in mine_text.splitlines() if not line.startswith(key)]
+        path.write_text("\n".join([*kept, f"{key} = {value}"]))
+        with pytest.raises(ConfigError, match=f"mine: {key} = .* is not above 0"):
+            device_named("mine", path)
     path.write_text("[mine]\npeak = { bf16 = 100 }\n")
     with pytest.raises(ConfigError, match=r"write each device as in devices\.toml"):
         device_named("mine", path)

@@ -13,6 +13,10 @@ from internsp.app.config import Config
 from internsp.errors import ConfigError
 
 TERA, GIGA = 1e12, 1e9
+_ABOVE_ZERO = (
+    "memory_gib", "bandwidth_GBps", "multiprocessors", "near_GBps", "near_ranks", "far_Gbps",
+    "host_GBps",
+)  # fmt: skip
 BUILT_IN = Path(__file__).with_name("devices.toml")
 GENERAL = "flash2"  # the kernel that each device has
 FITTED_FILE = "device.toml"  # what ``--calibrate`` writes, beside the folders of runs
@@ -137,6 +141,9 @@ def _read(path: Path, known: Mapping[str, Device]) -> dict[str, Device]:
 
 
 def _device(name: str, entry: Mapping[str, Any], known: Mapping[str, Device]) -> Device:
+    for key in _ABOVE_ZERO:
+        if not entry.get(key, 1) > 0:
+            raise ValueError(f"{name}: {key} = {entry[key]!r} is not above 0")
     values = entry["fitted"]
     fitted = (
         known[values["like"]].fitted
