@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 
-from internsp.config import ActivationCheckpointConfig
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import LayoutError, StaleWeightError, StructureError
 from internsp.optim import ZeroOptimizer
+from internsp.parallel.parallelize import parallelize
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, Tiny, Twin, raises
 from tests.support.ranks import ranks
+from tests.support.zero import batch, little, share
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 Way = Callable[[nn.Module], None]
@@ -266,3 +268,40 @@ def test_random_numbers_that_every_rank_would_draw_for_itself_are_refused() -> N
                 raises(StructureError, lambda d=draw, p=parameter: d(p), *told)  # type: ignore[misc]
             assert torch.equal(parameter.full_tensor(), before[name])  # type: ignore[operator]
             nn.init.constant_(parameter, 0.5)  # the same on every rank
+
+
+NAME = "layers.0.w1.weight"
+MASTERS: dict[str, tuple[dict[str, Any], bool]] = {
+    "by itself": ({}, False), "fused": ({}, True),
+    "offloaded": ({"offload": ("optimizer",)}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", MASTERS)
+@ranks(2)
+def test_masters_go_on_from_what_was_written_into_16_bit_weights(form: str, rank: int) -> None:
+    settings, fused = MASTERS[form]
+    model = little(torch.bfloat16)
+    config = WeightParallelConfig(min_shard_elements=20, **settings)
+    communicator = parallelize(model, mesh_of(2), config)
+    zero = ZeroOptimizer(communicator, torch.optim.SGD, lr=1e-6, fused=fused)
+    part = local(model.get_parameter(NAME)).data
+
+    def step() -> Tensor:
+        """This rank's masters of the weight, after a step that is below a 16-bit weight's ulp."""
+        ids, labels = batch(0, 2)
+        model(share(ids, rank), share(labels, rank)).backward()
+        zero.step()
+        zero.zero_grad()
+        entry = zero.local_state_dict()["state"][NAME]
+        return torch.cat([each.flatten() for each in entry["master"].parts.values()])
+
+    before = step()
+    assert (before != before.bfloat16()).any(), "masters have more bits"
+    old = part.clone()
+    part[0].fill_(0.5)
+    zero.param_groups[0]["lr"] = 0.0
+    after, written = step(), part.numel() // len(part)
+    assert torch.equal(part, torch.cat([torch.full_like(part[:1], 0.5), old[1:]]))
+    assert torch.equal(after[:written], torch.full_like(after[:written], 0.5))
+    assert torch.equal(after[written:], before[written:]), "the other masters have kept their bits"
