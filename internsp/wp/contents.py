@@ -43,6 +43,7 @@ class Contents:
         self.promised = True
         try:
             yield
+            self._state.wait_for_gathers()  # of weights that nothing used: they may be written now
         finally:
             self._promised, self.promised = None, False
 

@@ -139,8 +139,7 @@ class Events:
             return
         self.order.root_post_forward()
         self._forward_open = False
-        if self._chunk.link is not None:
-            self._chunk.link.synchronize()  # from here on a program may write weights
+        self._shards_are_read()
 
     def pre_forward(self, block: Block) -> None:
         """A block's pre-forward, in forward or in a recompute."""
@@ -294,9 +293,19 @@ class Events:
         chunk.queue.backward.end_pass()
         chunk.consumer.backward_ended(chunk.accumulation.goes_on)
         self.backward, self._graphs = -1, 0
+        self._shards_are_read()
+        self.order.backward_ended()
+
+    def _shards_are_read(self) -> None:
+        """From here on a program may write weights: wait for gathers that nothing has used.
+
+        Another rank may use such a weight, and would get rows of before and after the write.
+        """
+        chunk = self._chunk
+        if chunk.handles and not self.contents.promised:
+            chunk.wait_for_gathers()
         if chunk.link is not None:
             chunk.link.synchronize()
-        self.order.backward_ended()
 
     def begin_backward_part(self, weights: bool) -> None:
         """Begin one part of a split backward.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
+from tests.support.compare import close
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, SOME, VOCABULARY, Tiny, Twin
 from tests.support.ranks import ranks, run_ranks
@@ -373,3 +376,72 @@ def test_blocks_by_themselves_between_a_forward_and_its_backward_leave_the_rest_
             twin.ours.blocks(torch.ones(1, 2, 6, dtype=torch.float64))  # type: ignore[operator]
         loss.backward()
         twin.check_gradients(f"{config}")
+
+
+class Chooser(nn.Module):
+    """A block whose first and last weight are frozen, and skipped by even ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out_proj, self.last = (nn.Linear(6, 6, bias=False) for _ in range(3))
+        self.first.requires_grad_(False)
+        self.last.requires_grad_(False)
+
+    def forward(self, x: Tensor, odd: bool) -> Tensor:
+        x = x + torch.tanh(self.first(x)) if odd else x
+        x = x + torch.tanh(self.out_proj(x))
+        return x + torch.tanh(self.last(x)) if odd else x
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(VOCABULARY, 6), nn.Linear(6, 6, bias=False)
+        self.layers = nn.ModuleList(Chooser() for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, odd = self.embed(ids), bool(ids[0, 0] % 2)
+        for layer in self.layers:
+            x = layer(x, odd)
+        return (self.last(x) if odd else x).square().mean()
+
+
+def late(gathers: Any) -> None:
+    """Make this rank late in receiving what the other one does not use."""
+    launch = gathers.all_gather
+
+    def all_gather(outputs: Any, shards: Any, unit: str, weights: Any, phase: str) -> Any:
+        if "out_proj" not in weights[0]:
+            time.sleep(0.05)
+        return launch(outputs, shards, unit, weights, phase)
+
+    gathers.all_gather = all_gather
+
+
+@ranks(2)
+def test_a_program_writes_at_once_what_another_rank_has_not_received_yet(
+    rank: int, world_size: int
+) -> None:
+    """Rank 0 does not use some weights, and writes all of them as soon as its pass has ended."""
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    for how in ("no_grad", "thrown", "no_sync", "unchanged"):
+        twin = Twin(Choosing, mesh)
+        for gathers in twin.communicator.state.gathers.values() if rank else ():
+            late(gathers)
+        ids, losses = torch.arange(3)[None] + rank, []
+        for model in (twin.plain, twin.ours):
+            context: Any = nullcontext()
+            if model is twin.ours and how in ("unchanged", "no_sync"):
+                context = getattr(twin.communicator, how)()
+            with context, torch.set_grad_enabled(how in ("thrown", "no_sync")):
+                loss = model(ids)
+                if how == "no_sync":
+                    loss.backward()
+            for p in model.parameters():
+                p.data.mul_(3.0)
+            losses.append(loss.detach())
+            model(ids).backward()
+        close(losses[1], losses[0], f"loss, {how}")
+        total = twin.plain.embed.weight.grad
+        torch.distributed.all_reduce(total)
+        close(twin.ours.embed.weight.grad.full_tensor(), total, f"gradient, {how}")
