@@ -178,10 +178,10 @@ class HostLink:
         self._last_to_device.synchronize()
         self._last_to_host.synchronize()
 
-    def iterate_on_device(self, values: Tensor) -> Iterator[Tensor]:
-        """Iterate over parts of ``values``, flat, on the device; each is copied one part ahead."""
+    def iterate_on_device(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Iterate over ``parts`` on the device; each is copied one part ahead."""
         ahead: tuple[CopyHandle, Tensor] | None = None
-        for part in (*values.split(max(PIECE_BYTES // values.element_size(), 1)), None):
+        for part in (*parts, None):
             coming = None
             if part is not None:
                 there = torch.empty_like(part, device=self.device)

@@ -297,22 +297,35 @@ class Bucket:
         """One step of the inner optimizer as ``verdict`` says."""
         if self.inner is None:
             return
-        inner: Any = self.inner
-        inner.found_inf, inner.grad_scale = verdict.found_inf, None
-        if isinstance(verdict.factor, Tensor) and self.master.dtype == torch.float32:
-            inner.grad_scale = verdict.divisor  # it divides: no pass of its own over the gradient
-        else:
-            self.scale_gradient(verdict.factor)
+        inner = self.inner
+        self.scale_gradient(self.take(verdict))
         assert self.gradient is not None, "finish_reductions gives each bucket a gradient"
         for segment in self.segments:
             if segment.member in used:  # unused parameters are skipped, as torch skips `.grad` None
                 segment.tensor.grad = self.gradient[segment.start : segment.stop]
         inner.step()
+        if verdict.found_inf is not None:
+            self.note_stepped([s for s in self.segments if s.tensor.grad is not None])
         for segment in self.segments:
-            if verdict.found_inf is not None and segment.tensor.grad is not None:
-                inner.state[segment.tensor]  # an entry for SGD without momentum, too: see `begins`
             segment.tensor.grad = None
         self.copy_master_to_owned()
+
+    def take(self, verdict: Verdict) -> float | Tensor:
+        """Let ``inner``'s steps take ``verdict`` from the device. Returns the factor that is left
+        for the gradient."""
+        inner: Any = self.inner
+        inner.found_inf, inner.grad_scale = verdict.found_inf, None
+        if isinstance(verdict.factor, Tensor) and self.master.dtype == torch.float32:
+            inner.grad_scale = verdict.divisor  # it divides: no pass of its own over the gradient
+            return 1.0
+        return verdict.factor
+
+    def note_stepped(self, segments: Sequence[Segment]) -> None:
+        """Give ``segments`` an entry in ``inner``'s state, also those of SGD without momentum: a
+        later step is not their first (:meth:`begins`)."""
+        assert self.inner is not None, "it has stepped"
+        for segment in segments:
+            self.inner.state[segment.tensor]
 
     def scale_gradient(self, factor: float | Tensor) -> None:
         """Multiply the gradient by ``factor``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from internsp.base.host import PIECE_BYTES
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
 from internsp.wp.collectives import all_reduce
@@ -32,7 +33,8 @@ def squared_norm(buckets: list[Bucket], mesh: ParallelMesh) -> Tensor:
         if _counts(bucket, mesh) and bucket.gradient is not None:
             parts: Iterable[Tensor] = (bucket.gradient,)
             if bucket.host_sum is not None and bucket.link is not None:
-                parts = bucket.link.iterate_on_device(bucket.gradient)
+                size = max(PIECE_BYTES // bucket.gradient.element_size(), 1)
+                parts = bucket.link.iterate_on_device(bucket.gradient.split(size))
             for part in parts:
                 total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
     for group in (mesh.stage_group, mesh.tensor_group, mesh.pipeline_group):
@@ -59,10 +61,8 @@ def norm_and_flags(
     names, each, nothing = list[str](), list[Tensor](), head.new_zeros(())
     for bucket in buckets:
         norms: dict[Member, Tensor] = {}
-        if bucket.segments and (gradient := bucket.gradient) is not None:
-            parts = [gradient[segment.start : segment.stop] for segment in bucket.segments]
-            found = torch._foreach_norm(parts, 2, torch.float64)
-            norms = {s.member: norm for s, norm in zip(bucket.segments, found, strict=True)}
+        if bucket.segments and bucket.gradient is not None:
+            norms = dict(zip([s.member for s in bucket.segments], _norms(bucket), strict=True))
         names += [member.name_in_model for member in bucket.offsets]
         each.append(torch.stack([norms.get(member, nothing) for member in bucket.offsets]))
         if _counts(bucket, mesh):
@@ -73,6 +73,16 @@ def norm_and_flags(
         if work is not None:
             work.wait()
     return total, names
+
+
+def _norms(bucket: Bucket) -> Sequence[Tensor]:
+    """The norm of each segment's gradient, fp64."""
+    assert bucket.gradient is not None, "the caller has looked"
+    parts = [bucket.gradient[segment.start : segment.stop] for segment in bucket.segments]
+    if bucket.host_sum is not None and bucket.link is not None:
+        there = bucket.link.iterate_on_device(parts)
+        return [torch.linalg.vector_norm(part, dtype=torch.float64) for part in there]
+    return torch._foreach_norm(parts, 2, torch.float64)
 
 
 def _counts(bucket: Bucket, mesh: ParallelMesh) -> bool:

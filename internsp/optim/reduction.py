@@ -135,7 +135,7 @@ class ZeroReducer:
         self._finish_sums(self._replica_sums)
         self._replica_sums.clear()
         if self._state.link is not None:
-            self._state.link.synchronize()
+            self._state.link.finish_copies_to_host()  # they are read on the device next
         collectives.wait(flat, "small", "", "finish")
         for bucket in self._buckets:
             if bucket.replicated:
@@ -357,6 +357,8 @@ class ZeroReducer:
     def _add_autograd_gradient(bucket: Bucket, member: Member, gradient: Tensor) -> None:
         """Add it to the bucket's slice, without an exchange: every rank has it already."""
         assert bucket.gradient is not None, "it has been exchanged"
+        if bucket.host_sum is not None and bucket.link is not None:
+            bucket.link.synchronize()  # the host adds
         for segment in bucket.segments:
             if segment.member is member:
                 part = gradient.flatten()[segment.offset :][: segment.tensor.numel()]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from internsp.base.host import OPTIMIZER, PIECE_BYTES, HostLink
 from internsp.optim.bucket import Bucket, Segment
+from internsp.optim.verdict import Verdict
 from internsp.wp.parameter import Member
 
 
@@ -29,18 +30,27 @@ def step(
     link: HostLink,
     used: set[Member],
     settings: list[dict[str, Any]],
-    factor: float,
+    verdict: Verdict,
+    merges: bool,
 ) -> None:
-    """One step of ``bucket``'s segments with ``factor`` times the gradient.
+    """One step of ``bucket``'s segments as ``verdict`` says.
 
     The results are complete in host memory only after :meth:`HostLink.synchronize`.
+
+    Args:
+        merges: masters take over what a program has written to 16-bit weights.
     """
+    if bucket.inner is None:
+        return
+    factor = bucket.take(verdict)
     current: _Piece | None = None
     for segments in (*_pieces(bucket, used), None):
-        following = None if segments is None else _Piece(bucket, link, segments)
+        following = None if segments is None else _Piece(bucket, link, segments, merges)
         if current is not None:
             bucket.set_settings(settings)
             current.step(factor)
+            if verdict.found_inf is not None:
+                bucket.note_stepped(current.segments)
         current = following
 
 
@@ -64,11 +74,14 @@ class _Piece:
     """Some segments of a bucket, copied to the device when created; :meth:`step` steps them and
     copies them back."""
 
-    def __init__(self, bucket: Bucket, link: HostLink, segments: Sequence[Segment]) -> None:
+    def __init__(
+        self, bucket: Bucket, link: HostLink, segments: Sequence[Segment], merges: bool
+    ) -> None:
         assert bucket.inner is not None, "a bucket with segments has an inner optimizer"
         assert bucket.gradient is not None, "finish_reductions gives each bucket a gradient"
         self.bucket, self.link, self.segments = bucket, link, segments
         self._inner: Any = bucket.inner
+        self._merges = merges and bucket.has_master
         pairs: list[tuple[Tensor, Tensor]] = []
 
         def on_device(values: Tensor, hosted: bool) -> Tensor:
@@ -81,7 +94,7 @@ class _Piece:
         for s in segments:
             index = slice(s.start, s.stop)
             self.values.append(on_device(s.tensor.data, bucket.master_hosted))
-            self.owned.append(on_device(bucket.owned[index], bucket.has_master and bucket.hosted))
+            self.owned.append(on_device(bucket.owned[index], self._merges and bucket.hosted))
             self.gradients.append(on_device(bucket.gradient[index], bucket.host_sum is not None))
             state = self._inner.state.get(s.tensor, {})
             self.states.append({
@@ -91,16 +104,17 @@ class _Piece:
             })  # fmt: skip
         self._copy_handle = link.copy_to_device(pairs)
 
-    def step(self, factor: float) -> None:
+    def step(self, factor: float | Tensor) -> None:
         """Step, and start to copy values and state, also new state, back to host memory."""
         bucket, segments = self.bucket, self.segments
         self._copy_handle.wait()
         host_values = [s.tensor.data for s in segments]
         for i, s in enumerate(segments):
-            if bucket.has_master:
+            if self._merges:
                 bucket.merge_into_master(self.values[i], self.owned[i])
             s.tensor.data = self.values[i]
-            s.tensor.grad = self.gradients[i].mul_(factor) if factor != 1.0 else self.gradients[i]
+            scaled = isinstance(factor, Tensor) or factor != 1.0
+            s.tensor.grad = self.gradients[i].mul_(factor) if scaled else self.gradients[i]
             if self.states[i]:
                 self._inner.state[s.tensor].update(self.states[i])
         try:

@@ -55,7 +55,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Of a class of torch's own with ``fused=True`` the update takes clip and verdict from the device:
     the host waits for no step (but a parameter's first), and reads what became of it when the next
-    one begins, or when an attribute below is asked for. Not with pipelines and offload.
+    one begins, or when an attribute below is asked for. Not with pipelines.
 
     Args:
         communicator: what ``parallelize`` returned. The storage of its parameters moves.
@@ -263,16 +263,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def decides_on_device(self) -> bool:
         """Whether every optimizer takes its verdict from the device. The same on all ranks.
 
-        A pipeline's stages have names of their own to exchange, and the host waits anyway for what
-        is offloaded.
+        A pipeline's stages have names of their own to exchange.
         """
-        return (
-            self._communicator.mesh.pipeline == 1
-            and self._communicator.state.link is None
-            and all(
-                group.get("fused") and method.takes_verdict
-                for group, method in zip(self.param_groups, self._methods, strict=True)
-            )
+        return self._communicator.mesh.pipeline == 1 and all(
+            group.get("fused") and method.takes_verdict
+            for group, method in zip(self.param_groups, self._methods, strict=True)
         )
 
     def group_of_name(self) -> dict[str, int]:
@@ -515,8 +510,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         slices = partial(self._update_slices, settings, verdict)
         self._matrices.step(self._reducer.used, settings, slices)
         self._step_groups(settings)
-        if self._communicator.state.link is not None:
-            self._communicator.state.link.synchronize()  # the host may read the new shards now
+        self._communicator.events.hand_over(state=True)
 
     def _step_groups(self, settings: list[dict[str, Any]]) -> None:
         """Find what the optimizers keep in their groups after this step, the same on all ranks."""
@@ -569,17 +563,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _update_slices(self, settings: list[dict[str, Any]], verdict: Verdict) -> None:
         trace, used = self._communicator.state.trace, self._reducer.used
+        # Then weights are the rounded masters: 30 bytes an element to find nothing.
+        alone = self._communicator.events.contents.left_alone
         for bucket in self._buckets:
             if bucket.method.whole_matrix:
                 continue
             start = trace.now()
-            bucket.merge_external_writes(masters=bucket.link is None)
+            if not alone:
+                bucket.merge_external_writes(masters=bucket.link is None)
             if bucket.link is None:
                 bucket.set_settings(settings)
                 bucket.step(used, verdict)
             else:
-                assert isinstance(verdict.factor, float), "the host decides where a step offloads"
-                streamed.step(bucket, bucket.link, used, settings, verdict.factor)
+                streamed.step(bucket, bucket.link, used, settings, verdict, merges=not alone)
             if trace.enabled:
                 trace.record("STEP", bucket.name, start=start, end=trace.now())
             bucket.publish(self._communicator.state)

@@ -32,6 +32,9 @@ class Contents:
         self._promised: list[tuple[Member, int]] | None = None
         # Promised by unchanged(); if false, a promise is a prefetch's, until the next pass begins.
         self.promised = False
+        # The program has not used parameters or state since the last step, nor will it until all
+        # that the next one queues is done: nothing it wrote is looked for, nothing handed to it.
+        self.left_alone = False
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

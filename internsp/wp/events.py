@@ -139,7 +139,7 @@ class Events:
             return
         self.order.root_post_forward()
         self._forward_open = False
-        self._shards_are_read()
+        self.hand_over()
 
     def pre_forward(self, block: Block) -> None:
         """A block's pre-forward, in forward or in a recompute."""
@@ -293,19 +293,8 @@ class Events:
         chunk.queue.backward.end_pass()
         chunk.consumer.backward_ended(chunk.accumulation.goes_on)
         self.backward, self._graphs = -1, 0
-        self._shards_are_read()
+        self.hand_over()
         self.order.backward_ended()
-
-    def _shards_are_read(self) -> None:
-        """From here on a program may write weights: wait for gathers that nothing has used.
-
-        Another rank may use such a weight, and would get rows of before and after the write.
-        """
-        chunk = self._chunk
-        if chunk.handles and not self.contents.promised:
-            chunk.wait_for_gathers()
-        if chunk.link is not None:
-            chunk.link.synchronize()
 
     def begin_backward_part(self, weights: bool) -> None:
         """Begin one part of a split backward.
@@ -380,6 +369,26 @@ class Events:
         return len(queue.passes.order.blocks)
 
     # between two passes
+
+    def hand_over(self, state: bool = False) -> None:
+        """The program goes on, and may write weights: wait for gathers that nothing has used, since
+        another rank may use them, and would get rows of before and after the write. In host memory
+        the host waits until no copy uses it; where the program uses nothing there, the current
+        stream waits instead.
+
+        Args:
+            state: what an optimizer keeps there has changed, too.
+        """
+        chunk, link = self._chunk, self._chunk.link
+        if chunk.handles and not self.contents.promised:
+            chunk.wait_for_gathers()
+        if link is None:
+            return
+        seen = state or any(weight.hosted for weight in self._replicated.sharded)
+        if seen and not self.contents.left_alone:
+            link.synchronize()
+        else:
+            link.finish_copies_to_host()
 
     def hold_full_params(self, context: str) -> None:
         """Let parameters be plain tensors within ``context``; empty: they are sharded again."""

@@ -201,8 +201,8 @@ class PlainLoop:
                 else:
                     _accumulate(weight, value)
             weight.reduced.drop()
-        if state.link is not None:
-            state.link.synchronize()
+        if state.link is not None and hosted:
+            state.link.synchronize()  # a program reads `.grad`
         for weight, value in hosted:
             _accumulate(weight, value)
         replicated.reset()

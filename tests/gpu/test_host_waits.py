@@ -83,10 +83,15 @@ def test_forward_and_backward_never_make_the_host_wait(form: str) -> None:
             made.step()
 
 
+@pytest.mark.parametrize("offload", [(), ("weights", "optimizer", "gradients")])
 @pytest.mark.parametrize("bound", [1.0, None])
-def test_a_fused_step_is_queued_while_the_device_is_behind(bound: float | None) -> None:
-    """The norm decides on the device; what the host reads is the step before."""
-    with emulated({}) as (communicator, trainee):
+def test_a_fused_step_is_queued_while_the_device_is_behind(
+    bound: float | None, offload: tuple[str, ...]
+) -> None:
+    """The norm decides on the device; what the host reads is the step before. What is offloaded is
+    left alone, as a run does."""
+    with emulated({"offload": offload}) as (communicator, trainee):
+        communicator.events.contents.left_alone = True
         zero = ZeroOptimizer(
             communicator, torch.optim.AdamW, lr=1e-3, max_grad_norm=bound, fused=True
         )

@@ -19,7 +19,9 @@ from internsp.app.process.stop import StopRequest
 from internsp.app.train.step import StepRunner
 from internsp.base import accelerator
 from internsp.base.accelerator import HostCopy
+from internsp.base.host import HostLink
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.optim.bucket import Bucket
 from tests.ranks.test_train import config
 from tests.support.models import VOCABULARY, Tiny
 from tests.support.ranks import ranks
@@ -78,7 +80,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "offload": ({"offload": ("weights", "optimizer")}, {"mode": "full", "offload": "all"}),
     "quantized": ({"quantize": "int8", "coalesce_bytes": 0}, {}),
     "fused": ({}, {}),
-    "fused, offload": ({"offload": ("optimizer",)}, {}),  # its copies are waited for anyway
+    "fused, offload": ({"offload": ("weights", "optimizer", "gradients")}, {}),
 }
 
 
@@ -110,7 +112,7 @@ def test_a_step_reads_no_value_but_the_norm(form: str) -> None:
         zero.step()
         zero.zero_grad()
     found = {**waits(backward), **waits(zero.step)}
-    assert found == (LATE if form == "fused" else ZERO), found
+    assert found == (LATE if form.startswith("fused") else ZERO), found
 
 
 def test_a_step_of_a_run_reads_its_tokens_its_norm_and_its_figures(tmp_path: Path) -> None:
@@ -120,10 +122,18 @@ def test_a_step_of_a_run_reads_its_tokens_its_norm_and_its_figures(tmp_path: Pat
         assert waits(lambda: runner.step(1, StopRequest())) == TRAINER
 
 
+@pytest.mark.parametrize("offload", [(), ("weights", "optimizer", "gradients")])
 def test_a_step_of_a_run_with_a_fused_optimizer_reads_the_step_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    offload: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of its own it reads the tokens, whose sum is the first thing that it queues."""
+    """Of its own it reads the tokens, whose sum is the first thing that it queues. Behind a step
+    that is unread it waits for no copy to the host, and looks for nothing that a program wrote."""
+    calls: Counter[str] = Counter()
+    for kind, name in ((HostLink, "synchronize"), (Bucket, "merge_external_writes")):
+        real = getattr(kind, name)
+        monkeypatch.setattr(
+            kind, name, lambda *a, r=real, n=name, **k: (calls.update([n]), r(*a, **k))[1]
+        )
     queued: list[HostCopy] = []
     own: list[bool] = []
     init, read = HostCopy.__init__, HostCopy.read
@@ -138,16 +148,23 @@ def test_a_step_of_a_run_with_a_fused_optimizer_reads_the_step_before(
 
     monkeypatch.setattr(HostCopy, "__init__", noted)
     monkeypatch.setattr(HostCopy, "read", asked)
-    made = config(train={"steps": 4}, optimizer={"options": ["fused = true"]})
+    made = config(
+        train={"steps": 4}, optimizer={"options": ["fused = true"]},
+        weight_parallel={"offload": offload},
+    )  # fmt: skip
     with internsp.Trainer(made, output=tmp_path / "run") as trainer:
         runner = StepRunner(trainer._session)
         runner.step(0, StopRequest())
         assert runner.queue(1, StopRequest()) is None
+        assert calls["merge_external_writes"]
+        assert bool(calls["synchronize"]) == bool(offload)
+        calls.clear()
         queued.clear()
         own.clear()
         ticks = itertools.count(float(runner._end) + 5)
         monkeypatch.setattr(accelerator, "moment", lambda _: next(ticks))
         assert waits(lambda: runner.queue(2, StopRequest())) == {"base/accelerator.py: read": 3}
+        assert not calls
         assert own == [True, False, False], "its tokens; figures and norm of the step before"
         done = runner.finish()
         assert done is not None

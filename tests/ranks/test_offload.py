@@ -132,6 +132,39 @@ def test_a_zero_optimizer_steps_to_the_same_bits_whatever_is_offloaded(
                 assert norm == pytest.approx(other, rel=1e-12), f"{case} {offload}: norm"
 
 
+@ranks(2)
+def test_a_verdict_on_the_device_steps_what_lies_on_the_host_to_the_same_bits(rank: int) -> None:
+    """Also where the program leaves all alone, so that the host waits for no copy, and nothing that
+    it wrote is looked for. Two of five steps are skipped."""
+    small_pieces()
+    install(LateLink)
+    for name in ("adamw", "sgd"):
+        ends: list[Any] = []
+        for offload, alone in (((), False), (EVERYTHING, False), (EVERYTHING, True), ((), True)):
+            s = setup(
+                Case(
+                    zero=2, optimizer=name, dtype=torch.bfloat16, max_grad_norm=0.5,
+                    options={"fused": True}, config={"offload": offload},
+                )
+            )  # fmt: skip
+            s.communicator.events.contents.left_alone = alone
+            told = []
+            for step in range(5):
+                ids, labels = (share(part, rank) for part in batch(step, 2))
+                (s.model(ids, labels) * (torch.inf if step in (0, 3) and rank else 1)).backward()
+                s.optimizer.step()
+                assert (s.optimizer.unread is None) == (step < 2), "a first step is read in itself"
+                if step == 1:
+                    told.append(s.optimizer.skipped_steps)
+            told += [s.optimizer.skipped_steps, s.optimizer.grad_norm]
+            s.communicator.events.contents.left_alone = False
+            s.communicator.events.hand_over(state=True)
+            ends.append((told, whole(s.model)))
+        for told, values in ends[1:]:
+            assert told == pytest.approx([1, 2, ends[0][0][2]], rel=1e-12)
+            assert all(torch.equal(values[each], ends[0][1][each]) for each in values), name
+
+
 @pytest.mark.unmeasured
 @ranks(4)
 def test_slices_of_replicas_experts_and_pipelines_are_exact(rank: int) -> None:

@@ -40,7 +40,7 @@ class Trained:
 
     def __init__(
         self, mesh: ParallelMesh, zero: bool = True, checkpoint: Any = None, freeze: bool = False,
-        kind: Any = torch.optim.SGD, settings: Any = None, **config: Any,
+        kind: Any = torch.optim.SGD, settings: Any = None, left_alone: bool = False, **config: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
         self.model = Tiny(layers=3)
@@ -52,6 +52,7 @@ class Trained:
             WeightParallelConfig(**{"min_shard_elements": 1, **config}),
             activation_checkpoint=ActivationCheckpointConfig(**(checkpoint or {"mode": "none"})),
         )
+        self.communicator.events.contents.left_alone = left_alone
         self.ids = torch.randint(VOCABULARY, (2, 3))
         if zero:
             self.optimizer: Any = ZeroOptimizer(
@@ -215,6 +216,15 @@ FORMS: dict[str, tuple[Callable[..., None], dict[str, int], dict[str, Any]]] = {
     "crossed passes, offload": (crossed_passes, NEAR, {"offload": OFFLOAD}),
     "offload": (one, NEAR, {"offload": OFFLOAD, "checkpoint": {"mode": "full", "offload": "all"}}),
     "offload, whole sums": (one, NEAR, {"offload": OFFLOAD, "accumulation": "full"}),
+    "crossed passes, offload, left alone": (
+        crossed_passes, NEAR, FUSED | {"offload": OFFLOAD, "left_alone": True}
+    ),
+    "offload, left alone": (
+        one, NEAR, {
+            "offload": OFFLOAD, "left_alone": True,
+            "checkpoint": {"mode": "full", "offload": "all"},
+        },
+    ),
     "offload, plain loop": (one, NEAR, {"offload": ("weights", "gradients"), "zero": False}),
     "pipeline": (a_pipeline, STAGES, {"schedule": "Interleaved1F1B", "micro_batches": 4}),
     "pipeline with a split backward": (a_pipeline, STAGES, {"schedule": "InterleavedZeroBubble"}),
@@ -277,22 +287,34 @@ def test_every_conflicting_access_is_ordered(form: str) -> None:
 
 
 # Before 2.13 a fake group does not write what it reduces: seldom finite, so that steps are skipped.
-@pytest.mark.parametrize("fused", [True, False] if since("2.13") else [False])
-def test_the_host_stands_behind_nothing_of_a_step_that_it_queues(fused: bool) -> None:
+@pytest.mark.parametrize(
+    ("waits", "options"),
+    [
+        pytest.param(False, FUSED, id="fused"),
+        pytest.param(False, FUSED | {"offload": OFFLOAD, "left_alone": True}, id="offload"),
+        pytest.param(True, FUSED | {"offload": OFFLOAD}, id="offload, a program's own loop"),
+        pytest.param(True, {}, id="unfused"),
+    ][0 if since("2.13") else 3 :],
+)
+def test_the_host_stands_behind_nothing_of_a_step_that_it_queues(
+    waits: bool, options: dict[str, Any]
+) -> None:
     """An unfused optimizer takes its verdict from the host, which therefore stands behind the norm
-    of the same step; of a fused one's step the next one reads it."""
+    of the same step; of a fused one's step the next one reads it. What is offloaded is waited for
+    only where a program may use it."""
     with alone(4), device() as here:
-        made = Trained(ParallelMesh.create(weight=2, device_type="cpu"), **FUSED if fused else {})
+        made = Trained(ParallelMesh.create(weight=2, device_type="cpu"), **options)
         main, ends = here.here, 0
         for step in range(4):
             begins = main.clock.get(main, 0)
             made.whole_step()
             behind = here.host.clock.get(main, 0)
-            if step > 1 and fused:
+            if step > 1 and not waits:
                 assert ends < behind <= begins, "the norm of the step before was read"
-            if not fused:
+            if waits:
                 assert behind > begins
             ends = behind
+        assert not here.races
         made.optimizer.grad_norm  # noqa: B018 - asked for: now the host waits
         assert here.host.clock.get(main, 0) > begins
 
@@ -353,8 +375,6 @@ ARGUED: dict[str, tuple[str, ...]] = {
     "the host: one of these calls, or the wait for the last copy, comes before it writes": (
         "base/host.py: HostLink.synchronize: finish_copies_to_host",
         "base/host.py: HostLink.synchronize: synchronize",
-        "wp/events.py: Events.root_post_forward: synchronize",
-        "wp/events.py: Events._gradients_complete: synchronize",
         "wp/plain_loop.py: PlainLoop._finalize_gradients: synchronize",
     ),
     "copies of one direction are on one stream, in order": (
@@ -377,7 +397,9 @@ ARGUED: dict[str, tuple[str, ...]] = {
         "optim/guarded.py: GuardedParameter.full_tensor: wait_until_ready",
         "optim/guarded.py: GuardedParameter.redistribute: wait_until_ready",
     ),
-    "not in these forms: schedule-free optimizers, and whole matrices whose state is in slices": (
+    "not in these forms: schedule-free optimizers, whole matrices whose state is in slices, and a "
+    "loss with a term of an offloaded parameter itself, to whose sum the host adds": (
+        "optim/reduction.py: ZeroReducer._add_autograd_gradient: synchronize",
         "optim/zero.py: ZeroOptimizer._switch: synchronize",
         "optim/matrices.py: MatrixSteps._step_own: wait",
         "optim/matrices.py: MatrixSteps.state_from_slices: wait",
@@ -412,8 +434,7 @@ SEEN = [site for site in SITES if str(site) not in ALL_ARGUED]
 TOGETHER = {
     "offload": ARGUED["each covers the other: copies to the host are waited for before those back"],
     "offload, plain loop": (
-        "wp/events.py: Events.root_post_forward: synchronize",
-        "wp/events.py: Events._gradients_complete: synchronize",
+        "wp/events.py: Events.hand_over: synchronize",
         "wp/plain_loop.py: PlainLoop._finalize_gradients: synchronize",
     ),
 }

@@ -190,7 +190,7 @@ class OptimizerConfig(Section):
     the same, and adamw beside muon."""
     options: Annotated[tuple[Option, ...], Field(strict=False, max_length=100)] = ()
     """More arguments of the class, each a text "name = value", as TOML. On a device adamw and sgd
-    have "fused = true" (without offload), so that the host waits for no step."""
+    have "fused = true", so that the host waits for no step."""
     lr: Rate = 3e-4
     """Highest learning rate, reached after the warm-up."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)

@@ -87,9 +87,8 @@ def _fused(cls: Any, arguments: dict[str, Any], communicator: ISPCommunicator) -
     """On a device: torch's fused step, which takes the verdict on a step there, so that the host
     waits for none. Not if the configuration chooses a form, nor where torch has none."""
     device = communicator.mesh.device
-    if not has_streams(device) or communicator.state.link is not None:
-        return {}
-    if cls not in (torch.optim.AdamW, torch.optim.SGD) or _FORMS & arguments.keys():
+    known = cls in (torch.optim.AdamW, torch.optim.SGD) and not _FORMS & arguments.keys()
+    if not known or not has_streams(device):
         return {}
     tensor = torch.zeros(1, device=device)
     tensor.grad = torch.zeros_like(tensor)

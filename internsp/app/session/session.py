@@ -79,6 +79,11 @@ class Session:
         schedule = self.schedules[0]
         return self.config.optimizer.lr * float(schedule.lr_lambdas[0](schedule.last_epoch))
 
+    def leave_alone(self, alone: bool) -> None:
+        """See :attr:`internsp.wp.contents.Contents.left_alone`."""
+        for communicator in self.communicators:
+            communicator.events.contents.left_alone = alone
+
     def step(self) -> None:
         """Run one step of optimizers, experts' balance and learning rate schedules."""
         step_together(self.optimizers, log=False)

@@ -126,6 +126,10 @@ class StepRunner:
         # The host reads this sum, the first that a step queues, behind forward and backward.
         count = self._sum(valid)
         copied = HostCopy(count)
+        # Nothing has run since the last step, and nothing will until this one is read behind all
+        # that it has queued: no program sees what lies in host memory, or writes a weight.
+        alone = self._unread is not None and not session.hooks
+        session.leave_alone(alone)
         loss = self._passes.train(layouts, count[0].clamp(min=1))
         (tokens,) = copied.read()
         if not tokens:  # the same on every rank
@@ -138,6 +142,7 @@ class StepRunner:
         if before is not None:  # its row must not be lost if this step fails
             self._unread = lambda: before
         session.step()
+        session.leave_alone(False)
         saves = stop.saves
         flags = float(stop.requested), float(saves > self._saves)
         self._saves = saves
