@@ -140,7 +140,8 @@ def test_a_verdict_on_the_device_steps_what_lies_on_the_host_to_the_same_bits(ra
     install(LateLink)
     for name in ("adamw", "sgd"):
         ends: list[Any] = []
-        for offload, alone in (((), False), (EVERYTHING, False), (EVERYTHING, True), ((), True)):
+        others = (EVERYTHING, False), (EVERYTHING, True), (("weights",), True), ((), True)
+        for offload, alone in (((), False), *others):
             s = setup(
                 Case(
                     zero=2, optimizer=name, dtype=torch.bfloat16, max_grad_norm=0.5,
