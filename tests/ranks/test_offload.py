@@ -138,14 +138,14 @@ def test_a_verdict_on_the_device_steps_what_lies_on_the_host_to_the_same_bits(ra
     it wrote is looked for. Two of five steps are skipped."""
     small_pieces()
     install(LateLink)
-    for name in ("adamw", "sgd"):
+    for name, more in (("adamw", {}), ("sgd", {"momentum": 0.0})):
         ends: list[Any] = []
         others = (EVERYTHING, False), (EVERYTHING, True), (("weights",), True), ((), True)
         for offload, alone in (((), False), *others):
             s = setup(
                 Case(
                     zero=2, optimizer=name, dtype=torch.bfloat16, max_grad_norm=0.5,
-                    options={"fused": True}, config={"offload": offload},
+                    options={"fused": True, **more}, config={"offload": offload},
                 )
             )  # fmt: skip
             s.communicator.events.contents.left_alone = alone
