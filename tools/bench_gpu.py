@@ -6,7 +6,8 @@ runs with tiny sizes on the CPU, which tests the code but says nothing about spe
     python -m tools.bench_gpu --json gpu.json --markdown docs/dev/results/h200.md
     python -m tools.bench_gpu --device cpu
 
-Losses are compared with those of one plain process before any time is printed.
+With `--rows FILE` each result is in a file as soon as it is there, and the same command goes on
+after a time limit. Losses are compared with those of one plain process before any time is printed.
 docs/dev/results/h200.md explains the columns.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +27,33 @@ if __package__ in (None, ""):
 from tools.bench.report import say, write
 from tools.gpu import emulation, overhead, ranks, report, runs
 from tools.gpu.device import choose, name_of
+from tools.gpu.kept import Kept
 from tools.gpu.options import Options
 from tools.gpu.rounds import Differs
 
 
-def run(options: Options, device: torch.device) -> dict[str, Any]:
-    """Run every requested part, one after another."""
+def run(options: Options, device: torch.device, kept: Kept) -> dict[str, Any]:
+    """Run every requested part, one after another, but for results that are ``kept``."""
     summary: dict[str, Any] = {
         "device": name_of(device),
         "torch": torch.__version__,
         "options": options.to_json(),
     }
-    parts: dict[str, Callable[[Options, torch.device], Any]] = {
-        "overhead": overhead.run,
-        "link": emulation.run_link,
-        "streams": emulation.run_streams,
-        "ranks": ranks.run,
-        "runs": runs.run,
-    }
-    for part in dict.fromkeys(options.parts):
+    by_case: dict[str, Callable[[Options, torch.device, Kept], Any]] = {
+        "overhead": overhead.run, "streams": emulation.run_streams, "runs": runs.run,
+    }  # fmt: skip
+    whole: dict[str, Callable[[Options, torch.device], Any]] = {
+        "link": emulation.run_link, "memory": emulation.run_memory, "ranks": ranks.run,
+    }  # fmt: skip
+    wanted = [
+        p for part in options.parts for p in ((part, "memory") if part == "link" else (part,))
+    ]
+    for part in dict.fromkeys(wanted):
         say(f"{part} ...")
-        summary[part] = parts[part](options, device)
-        if part == "link":
-            summary["memory"] = emulation.run_memory(options, device)
+        if part in by_case:
+            summary[part] = by_case[part](options, device, kept)
+        else:
+            summary[part] = kept.result(part, "", partial(whole[part], options, device))
     return summary
 
 
@@ -63,12 +69,17 @@ def main(arguments: Sequence[str]) -> int:
     try:
         device = choose(options.device)
         options = options.resolve(device.type)
+        given = options.to_json() | {"parts": None}  # a file may have those of several calls
+        kept = Kept(
+            options.rows,
+            {"device": name_of(device), "torch": torch.__version__, "options": given},
+        )
     except ValueError as error:
         say(error)
         return 2
     say(f"device: {name_of(device)}")
     try:
-        summary = run(options, device)
+        summary = run(options, device, kept)
     except Differs as error:
         say(f"no time is printed: {error}")
         return 1

@@ -17,7 +17,7 @@ import torch
 from tests.support.ranks import start_server
 from tools import bench_gpu
 from tools.bench.model import initial_weights, repeated
-from tools.gpu import device, emulation, overhead, report, rounds
+from tools.gpu import device, emulation, overhead, report, rounds, runs
 from tools.gpu.link import Pace, ThreadLink
 from tools.gpu.model import (
     Trainee,
@@ -208,6 +208,34 @@ def test_all_parts_run_and_the_page_gets_them_between_its_marks(
     assert text.endswith("<!-- /gpu -->\nafter\n")
     assert "old" not in text
     assert "| 16, eager | internsp |" in text
+
+
+def test_what_was_measured_before_a_time_limit_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[str] = []
+    times = {"median": 1.0, "low": 1.0, "high": 1.0, "predicted": None, "peak": None}
+
+    def row(case: runs.Case, *_: Any) -> dict[str, Any]:
+        made.append(case.name)
+        if len(made) == 3:
+            raise TimeoutError
+        return {"name": case.name, "tokens": 1, "planned": 1, **times}
+
+    monkeypatch.setattr(runs, "_row", row)
+    kept = tmp_path / "rows.jsonl"
+    arguments = ["--device", "cpu", "--parts", "runs", "--rows", str(kept)]
+    with pytest.raises(TimeoutError):
+        bench_gpu.main(arguments)
+    assert len(kept.read_text().splitlines()) == 3
+    with kept.open("a") as file:
+        file.write('{"part": "runs", "case": "cut o')
+    assert bench_gpu.main(arguments) == 0
+    names = [case.name for case in runs.CASES]
+    assert made == [*names[:3], *names[2:]]
+    assert all(name in capsys.readouterr().out for name in names[:1])
+    assert bench_gpu.main([*arguments, "--seed", "1"]) == 2
+    assert "has results of" in capsys.readouterr().err
 
 
 def test_a_variant_that_trains_something_else_gets_no_time(

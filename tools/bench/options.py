@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import tyro
 
-OUTPUTS = ("json", "markdown", "mark", "picture")
+OUTPUTS = ("json", "markdown", "mark", "picture", "rows")
 
 
 @dataclass(frozen=True)

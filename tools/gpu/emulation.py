@@ -19,6 +19,7 @@ from tools.bench.model import initial_weights, process_group, repeated
 from tools.bench.options import Sizes
 from tools.gpu import rounds
 from tools.gpu.device import allocated, peak_of
+from tools.gpu.kept import NOTHING, Kept
 from tools.gpu.link import EmulatedCollectives, Link, Pace, make_link
 from tools.gpu.model import (
     Trainee,
@@ -104,9 +105,7 @@ def _bound(communicator: ISPCommunicator, compute: float, rate: float) -> float:
     assert plan is not None, "parallelize always makes a plan"
     actions = simulate(plan).actions
     lines = [Line(a.kind, a.phase, a.weight, a.nbytes) for a in actions]
-    numels = {
-        w.name: w.layout.padded_numel for unit in communicator.blocks for w in unit.weights
-    }
+    numels = {w.name: w.layout.padded_numel for unit in communicator.blocks for w in unit.weights}
     spent = shares(numels, {"forward": compute / 3, "backward": compute * 2 / 3})
     return play(lines, spent, rate / MBIT).step
 
@@ -178,7 +177,9 @@ def _pass_bytes(model: Sizes, weights: Weights, device: torch.device) -> int | N
     return None if peak is None or before is None else peak - before
 
 
-def run_streams(options: Options, device: torch.device) -> list[dict[str, Any]]:
+def run_streams(
+    options: Options, device: torch.device, kept: Kept = NOTHING
+) -> list[dict[str, Any]]:
     """Losses with random delays on the side stream, and NaN in buffers until their data arrives.
 
     Returns:
@@ -187,25 +188,27 @@ def run_streams(options: Options, device: torch.device) -> list[dict[str, Any]]:
     """
     ranks = options.size("emulated_ranks")
     model, weights = _model(options)
-    rows = []
     with process_group("fake", ranks):
         mesh = ParallelMesh.create(weight=ranks, device_type=device.type)
         alike = _tied(model, weights, device, ranks)
         for _ in range(options.steps + 1):
             alike.seconds(device)
-        for number, (name, (settings, checkpoint)) in enumerate(STREAMS.items()):
+
+        def row(number: int, name: str) -> dict[str, Any]:
             delay = (0.0 if options.delay_ms is None else options.delay_ms) / 1e3
             link = make_link(device, Pace(None, delay, poison=True, seed=options.seed + number))
             try:
-                made, _ = _ours(
-                    name, model, weights, device, mesh, link, settings, checkpoint,
-                )  # fmt: skip
+                made, _ = _ours(name, model, weights, device, mesh, link, *STREAMS[name])
                 for _ in range(options.steps + 1):
                     made.seconds(device)
             finally:
                 link.close()
-            rows.append({"name": name, "losses": made.losses, "reason": _reason(made, alike)})
-    return rows
+            return {"name": name, "losses": made.losses, "reason": _reason(made, alike)}
+
+        return [
+            kept.result("streams", name, partial(row, number, name))
+            for number, name in enumerate(STREAMS)
+        ]
 
 
 def _reason(made: Trainee, alike: Trainee) -> str | None:
@@ -266,9 +269,7 @@ def _ours(
     return trainee(name, blocks, model, device), communicator
 
 
-def _payload(
-    model: Sizes, weights: Weights, device: torch.device, mesh: ParallelMesh
-) -> float:
+def _payload(model: Sizes, weights: Weights, device: torch.device, mesh: ParallelMesh) -> float:
     """Bytes of one step over the link, according to the schedule."""
     link = make_link(device, Pace())
     _, communicator = _ours("plan", model, weights, device, mesh, link)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from tools.bench import options
@@ -31,6 +32,8 @@ class Options(options.Trained):
     """overhead: one rank, the plain model and FSDP2. link: an EMULATED link. streams: losses with
     random delays on the side streams. ranks: several ranks on the device, gloo. runs: internsp
     train beside its plan."""
+    rows: Path | None = None
+    """Write each result to this file as it comes; one that is there is not measured again."""
     sequences: tuple[int, ...] | None = None
     """Tokens per sequence; overhead uses each value, the other parts the first."""
     compile: Compile | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from tools.bench.model import initial_weights, process_group
 from tools.bench.options import Sizes
 from tools.gpu import rounds
 from tools.gpu.device import known_peak, matmul_peak, name_of
+from tools.gpu.kept import NOTHING, Kept
 from tools.gpu.model import (
     Trainee,
     Weights,
@@ -27,7 +29,7 @@ from tools.gpu.options import Options
 PLAIN, OURS, FSDP2 = "plain", "internsp", "FSDP2"
 
 
-def run(options: Options, device: torch.device) -> list[dict[str, Any]]:
+def run(options: Options, device: torch.device, kept: Kept = NOTHING) -> list[dict[str, Any]]:
     """A row for each sequence length and each choice of ``torch.compile``."""
     rows = []
     peak = known_peak(name_of(device))
@@ -39,7 +41,9 @@ def run(options: Options, device: torch.device) -> list[dict[str, Any]]:
                 options.compile or "off"
             ]:
                 row = {"sequence": sequence, "compile": compiled, "peak": peak, "reached": reached}
-                rows.append({**row, **_row(options, sequence, compiled, device, mesh)})
+                make = partial(_row, options, sequence, compiled, device, mesh)
+                case = f"{sequence}{' compiled' * compiled}"
+                rows.append({**row, **kept.result("overhead", case, make)})
                 gc.collect()
                 torch.compiler.reset()
                 if device.type == "cuda":
@@ -72,9 +76,7 @@ def _row(
     return {"flops": flops, "variants": found}
 
 
-def _plain(
-    model: Sizes, weights: Weights, device: torch.device, compiled: bool
-) -> Trainee:
+def _plain(model: Sizes, weights: Weights, device: torch.device, compiled: bool) -> Trainee:
     blocks = on_device(model, weights, device)
     _compile(blocks, compiled)
     return trainee(PLAIN, blocks, model, device)
@@ -90,9 +92,7 @@ def _ours(
     return trainee(OURS, blocks, model, device)
 
 
-def _fsdp2(
-    model: Sizes, weights: Weights, device: torch.device, compiled: bool
-) -> Trainee:
+def _fsdp2(model: Sizes, weights: Weights, device: torch.device, compiled: bool) -> Trainee:
     blocks = on_device(model, weights, device)
     _compile(blocks, compiled)
     mesh = dist.init_device_mesh(device.type, (1,))

@@ -13,6 +13,7 @@ import sysconfig
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from internsp.app.plan.replayed import replayed
 from internsp.base.accelerator import device_name
 from internsp.mesh import MeshShape
 from tools.bench.rounds import Spread
+from tools.gpu.kept import NOTHING, Kept
 from tools.gpu.options import Options
 
 BATCH, STEPS, COUNTED = 4, 9, 5
@@ -56,13 +58,16 @@ CASES = (
 )
 
 
-def run(options: Options, device: torch.device) -> list[dict[str, Any]]:
+def run(options: Options, device: torch.device, kept: Kept = NOTHING) -> list[dict[str, Any]]:
     """A row for each of ``CASES``: spread of its seconds, peak bytes, and both predicted."""
     with tempfile.TemporaryDirectory(prefix="runs-") as folder:
         text = Path(folder) / "document.txt"
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         text.write_text("".join(file.read_text(errors="replace") for file in files))
-        return [_row(case, options, device, text) for case in CASES]
+        return [
+            kept.result("runs", case.name, partial(_row, case, options, device, text))
+            for case in CASES
+        ]
 
 
 def _row(case: Case, options: Options, device: torch.device, text: Path) -> dict[str, Any]:
