@@ -24,7 +24,7 @@ from internsp.base.autograd import refuse_transformed
 from internsp.config import WeightParallelConfig
 from internsp.errors import MeshError, StructureError
 from internsp.fsdp.torchs import gives_zeros, input_buffers, param_groups
-from internsp.fsdp.units import ProgramUnit, groups_of, holders, shardings_of, units_of
+from internsp.fsdp.units import ProgramUnit, groups_of, params_of, shardings_of, units_of
 from internsp.mesh import ParallelMesh
 from internsp.mesh.program import mesh_of_program
 from internsp.modules.adopted import adopt
@@ -137,30 +137,32 @@ def attach(root: Any) -> None:
         )
     units = units_of(root, noted._state_ctx.all_states)
     for unit in units:
-        _require_ours(unit)
+        if isinstance(getattr(unit.state, "_pre_forward", None), MethodType):
+            raise StructureError(
+                f"{unit.name} was sharded by torch's fully_shard: call internsp.fsdp's, or "
+                "internsp.fsdp.install() before, for all modules of a model"
+            )
     modules = modules_of(units)
-    if not any(unit.groups for unit in units):  # nothing to gather: torch accepts it, too
+    if not params_of(units):  # nothing to gather: torch accepts it, too
         for module in modules:
             vars(module)[ATTRIBUTE] = None
         return
     mesh, config, notes = _mesh(units), _config(root, units), list[str]()
-    shardings = shardings_of(root, units, config)
-    for param, sharding in shardings.items():
-        param._setattr_on_modules(sharding.parameter)
     try:
+        shardings = shardings_of(root, units, config)
         communicator = parallelize_as(
             root, mesh, config,
             lambda: structure_of(units, config.keep_unsharded is not None, notes),
             [*shardings.values()],
         )  # fmt: skip
     except BaseException:
-        for param in shardings:
+        for param in params_of(units):
             param._setattr_on_modules(param.sharded_param)
         raise
-    for param in shardings:  # the program's parameter is the library's; torch's copy is freed
-        adopt(member_of(communicator, param), param.sharded_param, holders(param))
+    for param, sharding in shardings.items():  # the program's parameter is the library's;
+        adopt(member_of(communicator, param), param.sharded_param, sharding.owners)
         param._post_load_hook_handle.remove()  # ours copies loaded values into the shard
-        param._sharded_param_data = param._sharded_param_data.new_empty(0)
+        param._sharded_param_data = param._sharded_param_data.new_empty(0)  # torch's copy is freed
     register_casts(_casts(units))
     if mesh.device.type != "cpu":  # FSDP2's root moves its inputs, as DDP does
         move = partial(_moved, mesh.device)
@@ -219,7 +221,7 @@ def _mesh(units: Sequence[ProgramUnit]) -> ParallelMesh:
     Raises:
         MeshError: units are on different meshes, or see :func:`mesh_of_program`.
     """
-    params = [param for group in groups_of(units) for param in group.fsdp_params]
+    params = params_of(units)
     data = params[0].mesh_info.mesh
     for param in params:
         ranks = param.mesh_info.mesh.mesh.tolist()
@@ -230,15 +232,6 @@ def _mesh(units: Sequence[ProgramUnit]) -> ParallelMesh:
                 "have an axis of their own in internsp.parallelize (docs/howto/experts.md)"
             )
     return mesh_of_program(data, [param._spmd_mesh for param in params])
-
-
-def _require_ours(unit: ProgramUnit) -> None:
-    """Refuse a unit that torch's ``fully_shard`` has made, with the line to write."""
-    if isinstance(getattr(unit.state, "_pre_forward", None), MethodType):
-        raise StructureError(
-            f"{unit.name} was sharded by torch's fully_shard: call internsp.fsdp's, or "
-            "internsp.fsdp.install() before, for all modules of a model"
-        )
 
 
 def _casts(units: Sequence[ProgramUnit]) -> list[ModuleCasts]:
@@ -286,12 +279,10 @@ def at_rest(module: Any) -> tuple[ISPCommunicator, Sequence[Unit[ShardedParamete
     found = attached_to(module)
     if found is None or found.communicator.events.busy:
         return None
-    groups = param_groups(module._get_fsdp_state())
-    members = (member_of(found.communicator, p) for group in groups for p in group.fsdp_params)
-    own = dict.fromkeys(member.unit for member in members)
-    if module is not found.root:
-        own = {unit: None for unit in own if unit.name != found.units[0].name}
-    return found.communicator, [*own]
+    root, params = found.units[0].name, param_groups(module._get_fsdp_state())
+    units = [member_of(found.communicator, p).unit for group in params for p in group.fsdp_params]
+    own = [unit for unit in units if module is found.root or unit.name != root]
+    return found.communicator, [*dict.fromkeys(own)]
 
 
 def show(module: Any) -> None:

@@ -76,7 +76,6 @@ def install(**chosen: Any) -> None:
             part.__dict__.setdefault(OPTIONS, chosen)
         return made
 
-    installed.state = torch_fully_shard.state  # type: ignore[attr-defined]
     installed.of_internsp = True  # type: ignore[attr-defined]
     places = [replace_everywhere(old, new, "internsp.") for old, new in _replaced(installed)]
     if os.environ.get("RANK", "0") == "0":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, cast
 
 import torch
@@ -66,7 +66,9 @@ class FSDPModule(TorchFSDPModule):
             communicator, units = found
             with suppress(OrderError):  # no room in the slots: gathered when it is used
                 communicator.unshard_units(units)
-        return _Unsharding(self)
+        handle = UnshardHandle()
+        handle.wait = partial(show, self)  # type: ignore[method-assign]
+        return handle
 
     def reshard(self) -> None:
         """Let the module hold its shards, and drop what is unsharded between two passes."""
@@ -77,36 +79,20 @@ class FSDPModule(TorchFSDPModule):
 
     def reset_iter_state(self) -> None:
         """Drop the gradients of an iteration that failed; the next forward recovers by itself."""
-        state: Any = self._get_fsdp_state()
-        if state._is_root is False:
+        if self._get_fsdp_state()._is_root is False:
             raise RuntimeError("reset_iter_state() must be called on the root FSDP module")
-        found = attached_to(self)
-        if found is not None:
+        if found := attached_to(self):
             for member in found.communicator.replicated.all_parameters():
                 if isinstance(raw_grad.__get__(member.parameter), UnfinishedGradient):
                     member.parameter.grad = None
             found.loop.placeholders.drop_removed()
-
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True
-    ) -> None:
-        """Reductions have a process group of their own in any case."""
 
     def set_post_optim_event(self, event: Any) -> None:
         """Let the current stream wait for ``event``; gathers wait for the current stream."""
         torch.accelerator.current_stream().wait_event(event)
 
 
-class _Unsharding(UnshardHandle):
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def wait(self) -> None:
-        show(self._module)
-
-
 _OWN = "write internsp.parallelize(..., communicator=yours) (docs/howto/own_communicator.md)"
-
 _SLOTS = "leave it out: slots are allocated once, before training"
 _FOLLOWED = (
     "set_requires_gradient_sync", "set_requires_all_reduce", "set_gradient_divide_factor",
@@ -227,8 +213,7 @@ def _refuse_torchs(*_: Any) -> Any:
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let ``module.method_name(...)`` run as a forward; of another module, do nothing, as torch."""
-    if not isinstance(module, FSDPModule):
-        return
-    if not hasattr(module, method_name):
-        raise ValueError(f"{type(module)} does not have a method {method_name}")
-    as_forward(module, method_name)
+    if isinstance(module, FSDPModule):
+        if not hasattr(module, method_name):
+            raise ValueError(f"{type(module)} does not have a method {method_name}")
+        as_forward(module, method_name)

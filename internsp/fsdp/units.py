@@ -19,7 +19,7 @@ from internsp.structure.assign import (
     ParameterOwner,
     ParameterSharding,
     WeightOptions,
-    names_by_module,
+    owners_of,
 )
 from internsp.structure.dtypes import WeightDtypes
 from internsp.structure.inner import Named
@@ -68,45 +68,47 @@ def groups_of(units: Sequence[ProgramUnit]) -> list[Any]:
     return [group for unit in units for group in unit.groups]
 
 
+def params_of(units: Sequence[ProgramUnit]) -> list[Any]:
+    """torch's ``FSDPParam`` of every parameter."""
+    return [param for group in groups_of(units) for param in group.fsdp_params]
+
+
 def shardings_of(
     root: nn.Module, units: Sequence[ProgramUnit], config: WeightParallelConfig
 ) -> dict[Any, ParameterSharding]:
     """How each parameter is sharded, by torch's ``FSDPParam``, in the order of registration, but
     small ones first: those of a unit share a launch if neighbors.
 
-    The modules hold the parameters of :func:`stand_in` after this call.
+    The modules hold a :func:`stand_in` of each parameter after this call.
 
     Raises:
         StructureError: a parameter has a class of its own with all-gather functions.
     """
-    places = names_by_module(root)
-    registered = [(module, name) for module in places for name in module._parameters]
-    order = {held: number for number, held in enumerate(registered)}
-    found = {
-        param: _sharding(unit, units[0], param, places, order, config)
-        for unit in units
-        for group in unit.groups
-        for param in group.fsdp_params
-    }
+    told = {}
+    for unit in units:
+        for param in params_of([unit]):
+            like = stand_in(param)
+            param._setattr_on_modules(like)
+            told[like] = unit, param
+    found = []
+    for like, owners in owners_of(root).items():
+        if like in told:
+            unit, param = told[like]
+            found.append((param, _sharding(unit, units[0], param, like, owners, config)))
 
-    def place(param: Any) -> tuple[bool, bool, int]:
-        own = found[param]
-        nbytes = own.parameter.numel() * own.dtypes.compute.itemsize
-        large = nbytes > config.coalesce_bytes
-        return large, not large and own.autocasts, order[holders(param)[0]]
+    def place(item: tuple[Any, ParameterSharding]) -> tuple[bool, bool]:
+        own = item[1]
+        large = own.parameter.numel() * own.dtypes.compute.itemsize > config.coalesce_bytes
+        return large, not large and own.autocasts
 
-    return {param: found[param] for param in sorted(found, key=place)}
+    return dict(sorted(found, key=place))
 
 
 def _sharding(
-    unit: ProgramUnit, root: ProgramUnit, param: Any, places: dict[nn.Module, list[str]],
-    order: dict[tuple[nn.Module, str], int], config: WeightParallelConfig,
+    unit: ProgramUnit, root: ProgramUnit, param: Any, like: nn.Parameter,
+    owners: tuple[ParameterOwner, ...], config: WeightParallelConfig,
 ) -> ParameterSharding:  # fmt: skip
     parameter = param.sharded_param
-    owners = tuple(
-        ParameterOwner(places[module][0], module, name, tuple(places[module][1:]))
-        for module, name in sorted(holders(param), key=order.__getitem__)
-    )
     if hasattr(parameter._local_tensor, "fsdp_pre_all_gather"):
         raise StructureError(
             f"{owners[0].full_name} is a {type(parameter._local_tensor).__name__} with "
@@ -114,8 +116,6 @@ def _sharding(
             "give both functions to a rule of internsp.WeightParallelConfig (pre_all_gather, "
             "post_all_gather; docs/howto/rules.md), or take internsp.fsdp.options(quantize=...)"
         )
-    offload = ("weights",) if param.offload_to_cpu else ()
-    grad = parameter.grad_dtype or parameter.dtype
     compute, reduce = param.param_dtype or parameter.dtype, param.reduce_dtype
     if compute.itemsize == 1 and compute.is_floating_point:
         if parameter.requires_grad:
@@ -124,26 +124,19 @@ def _sharding(
                 "it, or give it to fully_shard(ignored_params={...}); it stays whole then"
             )
         reduce = torch.float32  # never used, but in plans
-    dtypes = WeightDtypes(compute, reduce, grad)
+    dtypes = WeightDtypes(compute, reduce, parameter.grad_dtype or parameter.dtype)
     # FSDP2 shards norms and biases, too. The root's launch at the model's entry takes them along,
     # in the place of one of a few bytes for each block in forward, in backward and for gradients.
     if parameter.ndim < 2 and parameter.numel() * compute.itemsize <= config.coalesce_bytes:
         unit = root
-    near = unit.near_ranks or config.near_ranks
-    options = WeightOptions(config.coalesce_bytes, offload, near, config.quantize)
+    options = WeightOptions(
+        config.coalesce_bytes, ("weights",) if param.offload_to_cpu else (),
+        unit.near_ranks or config.near_ranks, config.quantize,
+    )  # fmt: skip
     block = unit.number if unit.kind == "block" else -1
     linear = getattr(owners[0].module, "autocasts", isinstance(owners[0].module, nn.Linear))
-    return ParameterSharding(
-        stand_in(param), owners, unit.name, block, param.fsdp_placement.dim, False, linear,
-        dtypes, options,
-    )  # fmt: skip
-
-
-def holders(param: Any) -> list[tuple[nn.Module, str]]:
-    """The modules that hold torch's ``FSDPParam``, and its names in them."""
-    info = param._module_info
-    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-    return [(info.module, info.param_name), *shared]
+    dim = param.fsdp_placement.dim
+    return ParameterSharding(like, owners, unit.name, block, dim, False, linear, dtypes, options)
 
 
 def stand_in(param: Any) -> nn.Parameter:

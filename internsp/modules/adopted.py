@@ -10,20 +10,20 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
 from internsp.dtensor.parameter import make_shard_parameter
 from internsp.modules.parameters import Weights, put
+from internsp.structure.assign import ParameterOwner
 from internsp.wp.parameter import ShardedParameter
 
 
-def adopt(member: ShardedParameter, given: Any, holders: Iterable[tuple[nn.Module, str]]) -> None:
+def adopt(member: ShardedParameter, given: Any, owners: Iterable[ParameterOwner]) -> None:
     """Let ``given`` be the parameter of ``member``. Not collective.
 
     Args:
         given: a ``DTensor`` parameter whose local tensor has this rank's values; its local tensor
             moves into ``member``'s shard.
-        holders: modules that hold the parameter, and its names in them.
+        owners: the modules that hold the parameter.
     """
     local, before = member.local(member.storage), member.parameter
     with torch.no_grad():
@@ -32,11 +32,11 @@ def adopt(member: ShardedParameter, given: Any, holders: Iterable[tuple[nn.Modul
     member._counter = given.detach()  # shares the version counter
     member.parameter = make_shard_parameter(given, member)
     member.parameter.grad_dtype = before.grad_dtype
-    for module, name in holders:
-        held = module._parameters
+    for owner in owners:
+        held, name = owner.module._parameters, owner.name
         assert isinstance(held, Weights), "of a parallel model"
         assert held.get(name) is before, "of a parallel model"
         held[name] = given
         for path, copied in held.copies:
             if copied == name:
-                put(module, path, given)
+                put(owner.module, path, given)

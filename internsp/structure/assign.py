@@ -143,6 +143,17 @@ def names_by_module(model: nn.Module) -> dict[nn.Module, list[str]]:
     return found
 
 
+def owners_of(model: nn.Module) -> dict[nn.Parameter, tuple[ParameterOwner, ...]]:
+    """The modules that hold each parameter, in the order of registration."""
+    found: dict[nn.Parameter, tuple[ParameterOwner, ...]] = {}
+    for module, (module_name, *others) in names_by_module(model).items():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owner = ParameterOwner(module_name, module, name, tuple(others))
+                found[parameter] = (*found.get(parameter, ()), owner)
+    return found
+
+
 def plan_sharding(
     model: nn.Module, structure: Structure, config: WeightParallelConfig, expert: int = 1
 ) -> list[ParameterSharding]:
@@ -159,22 +170,11 @@ def plan_sharding(
         StructureError: when an expert's weight is shared with another module, or two rules of the
             plan set the same option of one parameter.
     """
-    shared: dict[int, list[ParameterOwner]] = {}
-    parameters: dict[int, nn.Parameter] = {}
-    places = names_by_module(model)
-    for module, (module_name, *others) in places.items():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            owner = ParameterOwner(module_name, module, name, tuple(others))
-            parameters[id(parameter)] = parameter
-            shared.setdefault(id(parameter), []).append(owner)
     found = []
-    for key, owners in shared.items():
+    for parameter, owners in owners_of(model).items():
         rule_options = structure.rules.options_for([o.full_name for o in owners], WEIGHT_KEYS)
         if not rule_options.get("ignore"):
-            of = _sharding(parameters[key], tuple(owners), structure, config, expert, rule_options)
-            found.append(of)
+            found.append(_sharding(parameter, owners, structure, config, expert, rule_options))
     require_own_experts(model, found, expert)
     return found
 
