@@ -110,6 +110,8 @@ class ISPPipelineStage(PipelineStage):
         self.bwd_cache.clear()
         self.backward_state.clear()
         self.dw_runner.clear()
+        if getattr(self, "_outputs_meta", ()) is None:  # torch 2.11: an inference that failed
+            self.inputs_meta = None
 
     def action(self, micro_batch: int, part: str = "") -> ComputeAction:
         """The action of this chunk for ``micro_batch``."""

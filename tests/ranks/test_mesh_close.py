@@ -24,6 +24,7 @@ from internsp.optim import ZeroOptimizer
 from tests.support.compare import check, parameters
 from tests.support.models import Tiny, Twin, raises
 from tests.support.ranks import ranks
+from tests.support.versions import since
 
 
 def threads() -> set[str]:
@@ -31,13 +32,13 @@ def threads() -> set[str]:
     return set(os.listdir("/proc/self/task"))
 
 
-def left(before: set[str], seconds: float = 10.0) -> set[str]:
-    """The threads that have come since and do not end.
+def left(before: set[str], seconds: float = 10.0, but: int = 0) -> set[str]:
+    """The threads that have come since and do not end, if they are more than ``but``.
 
     Linux lists a thread for a moment after another one has joined it: until it is off its core.
     """
     end = time.monotonic() + seconds
-    while (found := threads() - before) and time.monotonic() < end:
+    while len(found := threads() - before) > but and time.monotonic() < end:
         time.sleep(0.01)
     return found
 
@@ -63,14 +64,16 @@ def test_a_closed_mesh_ends_its_threads_and_connections() -> None:
     trained(create()).communicator.mesh.close()  # the threads of a first use
     gc.collect()
     before = threads()
-    for _ in range(3):
+    for number in range(1, 4):
         with create() as mesh:
             trained(mesh)
             assert threads() - before
         assert mesh.is_closed
         mesh.close()  # once more
         gc.collect()
-        assert not left(before)
+        # Before 2.13 torch keeps the mesh of a DTensor for ever once that is detached: two groups.
+        kept = 0 if since("2.13") else 6 * number
+        assert len(left(before, but=kept)) <= kept
 
 
 @pytest.mark.thorough(4)
