@@ -171,11 +171,13 @@ def test_a_users_own_pair_is_read_where_it_lies(least: int, tmp_path: Path) -> N
             r"a\.bin was cut, or is another file: it has 158 bytes, and its \.idx lists 40 tok",
         ),
         ("longer", r"a\.bin was cut, or is another file: it has 164 bytes"),
-        ("cut index", r"a\.idx was cut, or is of another kind: it has 57 bytes"),
+        ("cut index", r"a\.idx was cut, or is of another kind: it has 89 bytes"),
         ("empty index", r"a\.idx is no index of tokens as Megatron writes it"),
         ("another kind", r"a\.idx is no index of tokens as Megatron writes it"),
         ("of floats", r"a\.idx is no index of tokens as Megatron writes it"),
         ("documents", r"a\.idx lists documents that are not its sequences"),
+        ("backwards", r"a\.idx lists documents that are not its sequences"),
+        ("below none", r"a\.idx lists documents that are not its sequences"),
         ("no index", r"data\.paths: .*a\.idx cannot be read: No such file or directory"),
         (
             "large",
@@ -187,7 +189,7 @@ def test_a_users_own_pair_is_read_where_it_lies(least: int, tmp_path: Path) -> N
 def test_a_pair_that_is_not_whole_is_refused_when_it_is_opened(
     damage: str, message: str, least: int, tmp_path: Path
 ) -> None:
-    path = pair(tmp_path / "a.bin", [[1, 2, 3, 3] * 10])
+    path = pair(tmp_path / "a.bin", [[1, 2, 3, 3] * 9], [[1, 2], [3, 3]])
     index = path.with_suffix(".idx")
     content, listed = path.read_bytes(), index.read_bytes()
     changed = {
@@ -196,6 +198,8 @@ def test_a_pair_that_is_not_whole_is_refused_when_it_is_opened(
         "another kind": (content, b"TNTIDX" + listed[6:]),
         "of floats": (content, listed[:17] + b"\7" + listed[18:]),
         "documents": (content, listed[:-8] + bytes(8)),
+        "backwards": (content, listed[:-16] + b"\x09" + listed[-15:]),
+        "below none": (content, listed[:34] + struct.pack("<3i", 36, 6, -2) + listed[46:]),
         "large": (content[:-4] + (300).to_bytes(4, "little"), listed),
         "negative": (content[:-4] + b"\xff" * 4, listed),
     }  # fmt: skip

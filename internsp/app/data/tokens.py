@@ -101,7 +101,8 @@ class TokenStore:
                 f"{pair} was cut, or is another file: it has {size} bytes, and its .idx lists "
                 f"{tokens} tokens of {dtype.itemsize}"
             )
-        if not ends or documents[0] != 0 or documents[-1] != count:
+        in_order = ends and documents[0] == 0 and bool((documents[1:] >= documents[:-1]).all())
+        if not in_order or documents[-1] != count or (count and sequences.min() < 0):
             raise ValueError(f"{index} lists documents that are not its sequences")
         numbers = 0 if digests is None else digests.stat().st_size // 8
         found = _map(digests or pair, ">u8", numbers).reshape(-1, 2)
