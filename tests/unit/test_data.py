@@ -275,22 +275,23 @@ def test_rows_of_jsonl_and_parquet_files_are_documents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end_name", ["</s>", "unusual"])
+@pytest.mark.parametrize("last", [4, 300], ids=["without gaps", "ids have a gap"])
 def test_a_tokenizers_file_gives_ids_and_text_and_the_end_of_a_document(
-    end_name: str, tmp_path: Path
+    last: int, end_name: str, tmp_path: Path
 ) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="the extra 'data' is not installed")
-    words = {"<unk>": 0, end_name: 1, "cut": 2, "every": 3, "weight": 4}
+    words = {"<unk>": 0, end_name: 1, "cut": 2, "every": 3, "weight": last}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
-    end = 1 if end_name == "</s>" else 5
-    assert (tokenizer.end_of_document, tokenizer.vocab_size) == (end, max(5, end + 1))
+    end = 1 if end_name == "</s>" else last + 1
+    assert (tokenizer.end_of_document, tokenizer.vocab_size) == (end, max(last, end) + 1)
     assert tokenizer.encode("cut every head") == [2, 3, 0]
-    assert tokenizer.decode([2, 4, end]) == "cut weight"
+    assert tokenizer.decode([2, last, end]) == "cut weight"
     pieces = [Piece(b"weight", True), Piece(b"cut every", False)] * 300
     found = [(ids.tolist(), ends) for ids, ends in tokenizer.encode_pieces(pieces)]
-    assert found == [([4], True), ([2, 3], False)] * 300
+    assert found == [([last], True), ([2, 3], False)] * 300
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(ConfigError, match="is not a tokenizer"):
         load_tokenizer(str(tmp_path / "broken.json"))

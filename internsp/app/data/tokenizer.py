@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,12 +78,13 @@ class _OfALibrary:
 
     Args:
         path: the tokenizer's file or folder.
-        size: number of its ids.
+        ids: id of each token; may have gaps.
         end: the id that ends a document; ``None``: one more id after its last.
     """
 
-    def __init__(self, path: str, size: int, end: int | None) -> None:
+    def __init__(self, path: str, ids: Mapping[str, int], end: int | None) -> None:
         self.path = path
+        size = max(ids.values(), default=-1) + 1
         self.end_of_document = size if end is None else end
         self.vocab_size = max(size, self.end_of_document + 1)
 
@@ -142,7 +143,7 @@ class FileTokenizer(_OfALibrary):
             self._own = tokenizers.Tokenizer.from_file(path)
         known = (self._own.token_to_id(name) for name in _END_OF_DOCUMENT_NAMES)
         end = next((i for i in known if i is not None), None)
-        super().__init__(path, int(self._own.get_vocab_size(with_added_tokens=True)), end)
+        super().__init__(path, self._own.get_vocab(with_added_tokens=True), end)
 
     def _ids(self, texts: list[str]) -> Iterable[Sequence[int]]:
         return (found.ids for found in self._own.encode_batch(texts, add_special_tokens=False))
@@ -175,7 +176,8 @@ class FolderTokenizer(_OfALibrary):
             self.transformers = library.AutoTokenizer.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False
             )
-        super().__init__(path, len(self.transformers), self.transformers.eos_token_id)
+            ids = self.transformers.get_vocab()
+        super().__init__(path, ids, self.transformers.eos_token_id)
 
     def _ids(self, texts: list[str]) -> Iterable[Sequence[int]]:
         ids: list[list[int]] = self.transformers(
