@@ -324,8 +324,8 @@ def test_ticks_are_round_and_labels_short():
     assert ticks(0.0, 10.0) == [0, 2, 4, 6, 8, 10]
     assert ticks(-0.03, 0.21, 5) == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2])
     assert ticks(3.0, 3.0) == [3.0]
-    shown = [number(v) for v in (0, 0.25, 3e-4, 9999, 12_500, 2.5e6, -3e9, math.nan)]
-    assert shown == ["0", "0.25", "0.0003", "9999", "12.5k", "2.5M", "-3G", "not finite"]
+    shown = [number(v) for v in (0, 0.25, 3e-4, 9999, 9999.7, 12_500, 2.5e6, -3e9, math.nan)]
+    assert shown == ["0", "0.25", "0.0003", "9999", "10k", "12.5k", "2.5M", "-3G", "not finite"]
 
 
 def test_values_over_several_powers_of_ten_get_a_logarithmic_axis():

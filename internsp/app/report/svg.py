@@ -41,7 +41,7 @@ def number(value: float) -> str:
     if not math.isfinite(value):
         return "not finite"
     size = abs(value)
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (9999.5, "k")):
         if size >= limit:
             scale = 1e3 if unit == "k" else limit
             return f"{value / scale:.4g}{unit}"
