@@ -95,3 +95,8 @@ def test_folders_of_one_name_are_told_apart_and_what_is_no_run_is_refused(
     (runs[0] / "report.json").write_text('{"title": 3}')
     assert cli.main(["report", str(runs[0])]) == 2
     assert "report.json is damaged" in capsys.readouterr().err
+    for content in (b"[train\n", b"\xff\xfe\n", b"train = 1\n"):
+        (runs[1] / "config.toml").write_bytes(content)
+        assert cli.main(["report", str(runs[1])]) == 0, "its page is of its metrics"
+        assert cli.main(["report", *map(str, runs), "--to", str(tmp_path / "page.html")]) == 2
+        assert "y/run/config.toml is damaged" in capsys.readouterr().err

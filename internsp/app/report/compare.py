@@ -37,9 +37,16 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Settings by ``"section.key"``."""
-        content = tomllib.loads(self.config_toml)
-        return {f"{s}.{k}": v for s, keys in content.items() for k, v in keys.items()}
+        """Settings by ``"section.key"``.
+
+        Raises:
+            ConfigError: ``config_toml`` is no configuration.
+        """
+        try:
+            content = tomllib.loads(self.config_toml)
+            return {f"{s}.{k}": v for s, keys in content.items() for k, v in keys.items()}
+        except (tomllib.TOMLDecodeError, AttributeError) as error:
+            raise ConfigError(f"{self.path / 'config.toml'} is damaged: {error}") from None
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -56,7 +63,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         if not (path / "metrics.jsonl").is_file():
             raise ConfigError(f"{path} is not the folder of a run: it has no metrics.jsonl")
         config = path / "config.toml"
-        text = config.read_text() if config.is_file() else ""
+        text = config.read_text(errors="replace") if config.is_file() else ""
         same = [other for other in full if other.name == own.name]
         name = own.name if len(same) == 1 else str(path)
         found.append(Run(path, name, read_metrics(path / "metrics.jsonl"), text))
