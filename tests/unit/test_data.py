@@ -149,6 +149,8 @@ def test_of_few_documents_the_tail_of_each_is_held_out() -> None:
     assert [part.tolist() for part in train] == [[0, 101], [95, 2]]
     assert [part.tolist() for part in held] == [[95], [6]]
     assert store.ids[95:101].tolist() == [*range(95, 100), END]
+    train, held = split(store.lengths(), store.digests, 0.9, 1)
+    assert sorted([*train[1], *held[1]]) == [2, 101], "one is held out, and one is trained on"
 
 
 def test_held_out_batches_spread_over_the_text_and_repeat_only_when_it_is_short() -> None:

@@ -380,8 +380,8 @@ def split(
 
     Documents are ranked by a digest of their tokens and the first ``held_out`` of them are held
     out. The split thus depends neither on the seed nor on file names, and copies of a document are
-    mostly on the same side. With fewer than ``1 / held_out`` documents, the last ``held_out`` of
-    each document is held out instead.
+    mostly on the same side. One document at least is trained on. With fewer than ``1 / held_out``
+    documents, the last ``held_out`` of each document is held out instead.
 
     Args:
         lengths: ``[n]``, tokens of each document with its end.
@@ -395,7 +395,7 @@ def split(
         tail = cut < content
         train = begins, np.where(tail, cut, lengths)  # a cut document has no end token
         return train, (begins[tail] + cut[tail], (lengths - cut)[tail])
-    count = round(held_out * len(lengths))
+    count = min(round(held_out * len(lengths)), len(lengths) - 1)
     held = np.zeros(len(lengths), bool)
     ranked = np.zeros(0, np.int64)
     if count:
