@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from internsp.app import cli
+from internsp.app.checkpoint import export
 from internsp.app.checkpoint.continuation import _Text, continuation, load_run
 from internsp.app.checkpoint.saver import save
 from internsp.app.config import Config
+from internsp.app.config.resume import saved_config
 from internsp.app.session.session import Session
 from internsp.errors import ConfigError
 from internsp.sp import SequenceLayout
@@ -113,13 +116,10 @@ def test_characters_are_given_whole_as_soon_as_their_bytes_are_there() -> None:
 def test_a_checkpoint_of_a_programs_own_model_is_refused_by_name(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Config.model_validate
+    def smaller(saved: dict[str, Any]) -> Config:
+        return saved_config({**saved, "model": {**saved["model"], "layers": 1}})
 
-    def smaller(*given: object) -> Config:
-        made = real(*given)
-        return made.model_copy(update={"model": made.model.model_copy(update={"layers": 1})})
-
-    monkeypatch.setattr(Config, "model_validate", smaller)
+    monkeypatch.setattr(export, "saved_config", smaller)
     with pytest.raises(ConfigError, match=r"has another model .*layers\.1"):
         load_run(runs[0] / "0")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from internsp.app.config import Config, sections
-from internsp.app.config.resume import RULES, Rule, compare, parse_saved
+from internsp.app.config.resume import RULES, Rule, compare, parse_saved, saved_config
 from internsp.config.former import GONE, MOVED
 from internsp.errors import ConfigError
 
@@ -130,6 +130,17 @@ def test_a_kept_configuration_is_refused_by_name_if_only_the_old_release_can_do_
     gone = r"weight_parallel\.rules\.replicate_below = 101 has gone"
     with pytest.raises(ConfigError, match=gone):
         parse_saved(saved)
+
+
+def test_what_a_run_of_today_may_not_combine_is_read_unless_it_describes_no_model() -> None:
+    saved = Config().model_dump(mode="json")
+    saved["optimizer"]["decay_steps"] = 5  # of no effect: refused since a later release
+    with pytest.raises(ValueError, match='unused with schedule = "cosine"'):
+        Config.model_validate(saved)
+    assert saved_config(saved).model == Config().model
+    saved["model"]["heads"] = 3
+    with pytest.raises(ConfigError, match=r"its configuration: model\.heads: 3 heads .*; the"):
+        saved_config(saved)
 
 
 @pytest.mark.parametrize("plan", [[3], {"match": "x"}, 3, [{"match": ["x"], "quantize": 3}]])

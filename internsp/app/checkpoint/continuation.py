@@ -10,7 +10,6 @@ import torch
 from internsp.app.checkpoint.export import newest
 from internsp.app.checkpoint.files import Reader
 from internsp.app.config import Config
-from internsp.app.config.resume import parse_saved
 from internsp.app.data.tokenizer import Tokenizer, load_tokenizer
 from internsp.app.models.factory import Model, build_for_load, device_type, generate
 from internsp.errors import ConfigError
@@ -27,10 +26,7 @@ def load_run(run: Path) -> tuple[Model, Config, list[str]]:
     Raises:
         ConfigError: there is no complete checkpoint, or it is of a model that is not configured.
     """
-    folder, content, notes = newest(run)
-    config = Config.model_validate(parse_saved(content.config))
-    if config.model.family == "hf" and not Path(str(config.model.path)).is_dir():
-        raise ConfigError(f"{folder} was trained from {config.model.path}, which does not exist")
+    folder, content, config, notes = newest(run)
     model = build_for_load(config)
     saved = {name for name in content.tensors if name.startswith("model.")}
     reader = Reader(folder, content)

@@ -19,9 +19,9 @@ from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint import manifest
 from internsp.app.checkpoint.disk import PARTIAL, sync
 from internsp.app.checkpoint.files import Reader, header_of
-from internsp.app.checkpoint.manifest import Manifest
+from internsp.app.checkpoint.manifest import MANIFEST, Manifest
 from internsp.app.config import Config
-from internsp.app.config.resume import parse_saved
+from internsp.app.config.resume import saved_config
 from internsp.app.data.tokenizer import ByteTokenizer, byte_tokenizer_files, tokenizer_files
 from internsp.app.models.factory import form_of
 from internsp.app.session.own import CustomData
@@ -59,11 +59,8 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
     """
     if to.exists():
         raise ConfigError(f"--to: there is something at {to} already")
-    folder, content, notes = newest(run)
-    config = Config.model_validate(parse_saved(content.config))
+    folder, content, config, notes = newest(run)
     hf = config.model.family == "hf"
-    if hf and not Path(str(config.model.path)).is_dir():
-        raise ConfigError(f"{folder} was trained from {config.model.path}, which does not exist")
     if not hf and (why := form_of(config.model).why_not(config.model)):
         raise ConfigError(
             f"transformers has no family that computes what this {config.model.family} of the zoo "
@@ -95,11 +92,12 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
     return [*notes, f"{folder} (step {content.step}) is now in {to}: {len(parts)} tensors"]
 
 
-def newest(run: Path) -> tuple[Path, Manifest, list[str]]:
-    """The newest complete checkpoint of a run's (or checkpoint's) folder, and which were skipped.
+def newest(run: Path) -> tuple[Path, Manifest, Config, list[str]]:
+    """The newest complete checkpoint of a run's (or checkpoint's) folder, its configuration, and
+    which were skipped.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or what its model was made from is missing.
     """
 
     def read(folder: Path) -> Manifest:
@@ -108,7 +106,15 @@ def newest(run: Path) -> tuple[Path, Manifest, list[str]]:
             raise ConfigError(damaged[0])
         return content
 
-    return checkpoint_folder.newest_whole(run, checkpoint_folder.candidates(run), read)
+    found = checkpoint_folder.candidates(run)
+    folder, content, notes = checkpoint_folder.newest_whole(run, found, read)
+    try:
+        config = saved_config(content.config)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / MANIFEST}: {error}") from None
+    if config.model.family == "hf" and not Path(str(config.model.path)).is_dir():
+        raise ConfigError(f"{folder} was trained from {config.model.path}, which does not exist")
+    return folder, content, config, notes
 
 
 def _weights(content: Manifest) -> dict[str, tuple[int, ...]]:

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from internsp.app.config import Config, sections
+from internsp.app.config.checks import combinations
 from internsp.config.former import GONE, translated
 from internsp.config.words import mistakes
 from internsp.errors import ConfigError
@@ -140,6 +141,22 @@ def compare(
         else:
             taken.append(f"{key}: {_text(old)} in the checkpoint, {_text(value)} from now on")
     return refused, taken
+
+
+def saved_config(saved: Mapping[str, Any]) -> Config:
+    """The configuration ``saved``, to read its model; what a run of today may not combine is no
+    mistake of a run that has ended.
+
+    Raises:
+        ConfigError: see :func:`parse_saved`; or ``[model]`` describes no model.
+    """
+    config = Config.model_construct(
+        None, **{name: sections()[name](**values) for name, values in parse_saved(saved).items()}
+    )
+    for problem in combinations(config):
+        if problem.keys[0].startswith("model."):
+            raise ConfigError(f"its configuration: {problem}; the release that wrote it reads it")
+    return config
 
 
 def parse_saved(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
