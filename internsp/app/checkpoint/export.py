@@ -22,7 +22,7 @@ from internsp.app.checkpoint.files import Reader, header_of
 from internsp.app.checkpoint.manifest import MANIFEST, Manifest
 from internsp.app.config import Config
 from internsp.app.config.resume import saved_config
-from internsp.app.data.tokenizer import ByteTokenizer, byte_tokenizer_files, tokenizer_files
+from internsp.app.data.tokenizer import byte_tokenizer_files, load_tokenizer, tokenizer_files
 from internsp.app.models.factory import form_of
 from internsp.app.session.own import CustomData
 from internsp.errors import ConfigError
@@ -68,6 +68,7 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
             'transformers (model.family = "hf"), which is exported'
         )
     parts = list(_of_transformers(content) if hf else _of_zoo(config, content))
+    end = _end_of_document(config)
     aside = to.with_name(to.name + PARTIAL)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -80,7 +81,7 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
         # The texts of a program's own data were tokenized by the program.
         own = content.data.fingerprint == CustomData.fingerprint
         why = "the run was trained on a program's own batches" if own else ""
-        if missing := why or _write_tokenizer(aside, config.data.tokenizer):
+        if missing := why or _write_tokenizer(aside, config.data.tokenizer, end):
             kept = f"the tokenizer in {to} is that of {config.model.path}" if hf else ""
             notes.append(f"{kept or 'no tokenizer was written'}: {missing}")
         sync(aside)
@@ -188,8 +189,20 @@ def _write_config(to: Path, config: Config) -> None:
     (to / "config.json").write_text(json.dumps(made, indent=2) + "\n")
 
 
-def _write_tokenizer(to: Path, tokenizer: str) -> str:
+def _end_of_document(config: Config) -> int | None:
+    """The id with which the model was trained to end a text; ``None``: a model of transformers has
+    its own, or the tokenizer is gone."""
+    tokenizer = config.data.tokenizer
+    if tokenizer != "bytes" and (config.model.family == "hf" or not Path(tokenizer).exists()):
+        return None
+    return load_tokenizer(tokenizer).end_of_document
+
+
+def _write_tokenizer(to: Path, tokenizer: str, end: int | None) -> str:
     """Write the tokenizer that made the run's ids, in the place of a model folder's own.
+
+    Args:
+        end: the id at which ``generate`` of transformers stops; ``None``: as the folder says.
 
     Returns:
         Why it was not written; empty if it was.
@@ -210,10 +223,10 @@ def _write_tokenizer(to: Path, tokenizer: str) -> str:
     for name, data in files.items():
         (to / name).parent.mkdir(exist_ok=True)
         (to / name).write_bytes(data)
-    end = {"eos_token_id": ByteTokenizer.end_of_document} if tokenizer == "bytes" else {}
     for path in (to / "config.json", to / "generation_config.json"):
-        if end and path.exists():
-            path.write_text(json.dumps({**json.loads(path.read_text()), **end}, indent=2) + "\n")
+        if end is not None and path.exists():
+            content = {**json.loads(path.read_text()), "eos_token_id": end}
+            path.write_text(json.dumps(content, indent=2) + "\n")
     return ""
 
 
