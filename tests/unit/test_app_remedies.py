@@ -49,6 +49,10 @@ SKIPPED = (
 )
 LATEST = "tests/unit/test_checkpoint_folder.py::"
 CHECKPOINT: Table = {
+    "is not UTF-8: give the text as UTF-8": {
+        "give the text as UTF-8":
+            "tests/ranks/test_generate.py::test_one_process_continues_what_any_mesh_has_saved",
+    },
     "transformers has no family that computes what": {
         "use the run itself (internsp generate)":
             "tests/ranks/test_generate.py::test_one_process_continues_what_any_mesh_has_saved",

@@ -73,8 +73,14 @@ def continuation(
         Prompt and continuation.
 
     Raises:
-        ConfigError: see :func:`load_run`; or the text has a token that the model lacks.
+        ConfigError: see :func:`load_run`; or the text is none, or has a token that the model lacks.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # a terminal's bytes that are not UTF-8
+        raise ConfigError(
+            f"--prompt: character {error.start + 1} is not UTF-8: give the text as UTF-8"
+        ) from None
     model, config, _ = load_run(run)
     tokenizer = load_tokenizer(config.data.tokenizer)
     model.to(device_type(config) if device is None else device)
