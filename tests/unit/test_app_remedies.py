@@ -162,8 +162,8 @@ APP_CONFIG: Table = {
     "is the name of another figure; choose": {
         "choose one": accepted(data=TABLE_OF),
     },
-    "another is called {part.called}, too: give": {
-        "give it a name": accepted(
+    "another is called {name}, too: give": {
+        "give it a name of its own": accepted(
             data={"mixture": [{"name": n, "weight": 1.0, **JSONL} for n in "ab"]}
         ),
     },

@@ -114,8 +114,9 @@ def reweighted(source: DataSource):
     ("data", "message"),
     [
         ({"mixture": [{}], "paths": ["a"]}, r"data.paths: unused with data.mixture"),
+        ({"mixture": [{}], "format": "chat"}, r"data.format: unused with data.mixture"),
         ({"mixture": [{"source": "text"}]}, r"table 1: paths: source = \"text\" needs at least"),
-        ({"mixture": [{}, {}]}, r"table 2: another is called 'stdlib', too: give it a name"),
+        ({"mixture": [{}, {}]}, r"table 2: name: another is called 'stdlib', too: give it"),
         ({"mixture": [{"source": "text", "paths": ["a"], "format": "chat"}]},
          r"table 1: format: \"chat\" needs rows: set source to \"jsonl\""),
         ({"format": "chat", "source": "jsonl", "paths": ["a"]},

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from internsp.app.config.errors import Problem
 from internsp.app.config.optimizers import OPTIMIZERS
+from internsp.app.config.sections import DocumentsConfig
 from internsp.app.config.sizes import too_large
 from internsp.config import hf_folder
 from internsp.config.combinations import mistakes, mistakes_of_blocks
 from internsp.config.degrees import impossible
 
 if TYPE_CHECKING:
-    from internsp.app.config import Config, DataConfig, DocumentsConfig
+    from internsp.app.config import Config, DataConfig
 
 HELD_OUT = "held-out"
 """Names of evaluations that no table defines."""
@@ -58,11 +59,17 @@ def _unused(config: Config) -> Iterator[Problem]:
 
     Not where a feature is said to be off: its details may stay in the file.
     """
-    data, train = config.data, config.train
+    train, optimizer = config.train, config.optimizer
     scales = train.dtype == "float16" or "dtype" in train.model_fields_set
     keep = config.checkpoint
     needs = {
         "optimizer.loss_scale_init": (scales, 'train.dtype = "float16"'),
+        "optimizer.min_lr_ratio": (
+            optimizer.schedule != "constant", "another optimizer.schedule than constant",
+        ),
+        "train.profile_steps": (
+            train.profile != "timeline", 'train.profile = "torch" or "memory"',
+        ),
         "checkpoint.keep_every": (
             keep.keep_last > 0 or "keep_last" in keep.model_fields_set,
             "checkpoint.keep_last; without it all are kept",
@@ -83,16 +90,9 @@ def _unused(config: Config) -> Iterator[Problem]:
         holder = getattr(config, section)
         if not there and getattr(holder, key) != type(holder).model_fields[key].default:
             yield Problem((name,), f"of no effect here: it needs {what}")
-    if not data.mixture:
-        for key, text in documents_unused(data, "data."):
-            yield Problem((f"data.{key}", "data.source", "data.format"), text)
-    for kind, tables in (("mixture", data.mixture), ("evaluation", data.evaluation)):
-        for number, table in enumerate(tables, 1):
-            for key, text in documents_unused(table, ""):
-                yield Problem((f"data.{kind}",), f"table {number}: {key}: {text}")
 
 
-def documents_unused(given: DocumentsConfig, prefix: str) -> Iterator[tuple[str, str]]:
+def _documents_unused(given: DocumentsConfig, prefix: str) -> Iterator[tuple[str, str]]:
     """(key, mistake) for names of columns that are not read."""
     for key, format_ in {"text_field": "text", "messages_field": "chat"}.items():
         usual = type(given).model_fields[key].default
@@ -210,15 +210,18 @@ def _folder(config: Config) -> Iterator[Problem]:
 
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
-    if data.mixture and (data.source != "stdlib" or data.paths):
-        keys = ("data.source" if data.source != "stdlib" else "data.paths", "data.mixture")
-        yield Problem(keys, "unused with data.mixture, whose tables have it; leave it out")
-    elif data.mixture:
-        yield from _mixture(data)
+    if data.mixture:
+        for key, field in DocumentsConfig.model_fields.items():
+            if getattr(data, key) != field.default:
+                text = "unused with data.mixture, whose tables have it; leave it out"
+                yield Problem((f"data.{key}", "data.mixture"), text)
     else:
-        for key, text in documents_mistakes(data, "data.", data.tokenizer):
+        for key, text in _documents_mistakes(data, "data.", data.tokenizer):
             lead = (f"data.{key}", "data.source" if key != "format" else "data.tokenizer")
             yield Problem(tuple(dict.fromkeys(lead)), text)
+        for key, text in _documents_unused(data, "data."):
+            yield Problem((f"data.{key}", "data.source", "data.format"), text)
+    yield from _tables(data)
     if data.tokenizer == "bytes" and config.model.vocab_size < 257:
         text = f"bytes need 257 ids (256 and the end of a document), got {config.model.vocab_size}"
         yield Problem(("model.vocab_size", "data.tokenizer"), text)
@@ -228,7 +231,23 @@ def _data(config: Config) -> Iterator[Problem]:
         yield Problem(("data.sequence_length", "parallel.sequence"), text)
 
 
-def documents_mistakes(
+def _tables(data: DataConfig) -> Iterator[Problem]:
+    """Mistakes in the texts that are mixed, and in those that are evaluated."""
+    for kind, tables, names in (
+        ("mixture", data.mixture, [part.called for part in data.mixture]),
+        ("evaluation", data.evaluation, [text.name for text in data.evaluation]),
+    ):
+        for at, (given, name) in enumerate(zip(tables, names, strict=True)):
+            found = [*_documents_mistakes(given, "", data.tokenizer), *_documents_unused(given, "")]
+            if name in names[:at]:
+                found.append(
+                    ("name", f"another is called {name!r}, too: give it a name of its own")
+                )
+            for key, text in found:
+                yield Problem((f"data.{kind}",), f"table {at + 1}: {key}: {text}")
+
+
+def _documents_mistakes(
     given: DocumentsConfig, prefix: str, tokenizer: str
 ) -> Iterator[tuple[str, str]]:
     """(key, mistake) for where documents come from."""
@@ -247,32 +266,14 @@ def documents_mistakes(
 
 
 def _evaluation(config: Config) -> Iterator[Problem]:
-    data, train = config.data, config.train
-    names: set[str] = set()
-    for number, given in enumerate(data.evaluation, 1):
-        for key, text in documents_mistakes(given, "", data.tokenizer):
-            yield Problem(("data.evaluation",), f"table {number}: {key}: {text}")
-        if given.name in names:
-            text = f"table {number}: another is called {given.name!r}, too"
-            yield Problem(("data.evaluation",), text)
+    texts = config.data.evaluation
+    for number, given in enumerate(texts, 1):
         if given.name == HELD_OUT:
             text = f"table {number}: {given.name!r} is the name of another figure; choose one"
             yield Problem(("data.evaluation",), text)
-        names.add(given.name)
-    if names and not train.eval_batches:
+    if texts and not config.train.eval_batches:
         text = "set it above 0, or leave the tables out: nothing is evaluated"
         yield Problem(("train.eval_batches", "data.evaluation"), text)
-
-
-def _mixture(data: DataConfig) -> Iterator[Problem]:
-    names: set[str] = set()
-    for number, part in enumerate(data.mixture, 1):
-        for key, text in documents_mistakes(part, "", data.tokenizer):
-            yield Problem(("data.mixture",), f"table {number}: {key}: {text}")
-        if part.called in names:
-            text = f"table {number}: another is called {part.called!r}, too: give it a name"
-            yield Problem(("data.mixture",), text)
-        names.add(part.called)
 
 
 def _memory_and_order(config: Config) -> Iterator[Problem]:
@@ -335,16 +336,21 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         betas = "optimizer.betas, or " if name == "adamw" else ""
         text = f'{name} has no momentum; set {betas}optimizer.name = "sgd"'
         yield Problem(("optimizer.momentum", "optimizer.name"), text)
-    unused = {"betas": rest != "adamw", "eps": rest != "adamw"}
-    if name not in OPTIMIZERS:
-        unused["momentum"] = True
-    for key, is_unused in unused.items():
-        if is_unused and name != "adamw" and getattr(optimizer, key) != fields[key].default:
+    unused = ["betas", "eps"] if rest != "adamw" else []
+    unused += ["momentum"] if name not in OPTIMIZERS else []
+    for key in unused:
+        if getattr(optimizer, key) != fields[key].default:
             text = f"{name} has none; leave it out"
             if name not in OPTIMIZERS:
                 text = "only for adamw and sgd; for a class set it in optimizer.options"
             yield Problem((f"optimizer.{key}", "optimizer.name"), text)
-    yield from _rest(config)
+    for number, group in enumerate(optimizer.groups, start=1):
+        if group.optimizer not in (None, name, rest):
+            both = f"{name} (optimizer.name)" + (f" or {rest} (optimizer.other)" * (rest != name))
+            text = f"group {number}: {group.optimizer} is neither: give {both}"
+            if rest == name:
+                text = f"group {number}: optimizer.name is {name}; set optimizer.other, too"
+            yield Problem(("optimizer.groups", "optimizer.other"), text)
     if optimizer.decay_steps is not None and optimizer.schedule != "wsd":
         text = f'unused with schedule = "{optimizer.schedule}"; set it to "wsd"'
         yield Problem(("optimizer.decay_steps", "optimizer.schedule"), text)
@@ -362,18 +368,6 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             )
             yield Problem(("optimizer.weight_decay", "optimizer.lr"), text)
             return
-
-
-def _rest(config: Config) -> Iterator[Problem]:
-    optimizer = config.optimizer
-    name, rest = optimizer.name, optimizer.other_name
-    for number, group in enumerate(optimizer.groups, start=1):
-        if group.optimizer not in (None, name, rest):
-            both = f"{name} (optimizer.name)" + (f" or {rest} (optimizer.other)" * (rest != name))
-            text = f"group {number}: {group.optimizer} is neither: give {both}"
-            if rest == name:
-                text = f'group {number}: optimizer.name is {name}; set optimizer.other, too'
-            yield Problem(("optimizer.groups", "optimizer.other"), text)
 
 
 def _train(config: Config) -> Iterator[Problem]:
@@ -426,11 +420,14 @@ def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
 def _files(config: Config) -> Iterator[Problem]:
     yield from _folder(config)
     data, resume = config.data, config.checkpoint.named
-    unfit = [mistake for path in data.paths if (mistake := _unfit_text(path))]
-    if len(unfit) > _MOST_PATHS:
-        unfit[_MOST_PATHS:] = [f"and {len(unfit) - _MOST_PATHS} more that cannot be read"]
-    for mistake in unfit:
-        yield Problem(("data.paths",), mistake)
+    named = {"paths": [data], "mixture": data.mixture, "evaluation": data.evaluation}
+    for key, tables in named.items():
+        paths = [path for given in tables for path in given.paths]
+        unfit = [mistake for path in paths if (mistake := _unfit_text(path))]
+        if len(unfit) > _MOST_PATHS:
+            unfit[_MOST_PATHS:] = [f"and {len(unfit) - _MOST_PATHS} more that cannot be read"]
+        for mistake in unfit:
+            yield Problem((f"data.{key}",), mistake)
     if data.tokenizer != "bytes" and (mistake := _unfit_text(data.tokenizer)):
         yield Problem(("data.tokenizer",), f'{mistake} (or "bytes" for no tokenizer)')
     if resume is not None and (mistake := _missing(resume, "checkpoint")):
