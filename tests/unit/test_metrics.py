@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import resource
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from tests.support.metrics import step
 
 def test_rows_read_back_equal_and_are_on_disk_before_the_writer_closes(tmp_path):
     rows = [step(1), step(2, eval_loss=2.25), step(3, comm_seconds=0.2)]
-    with MetricsWriter(tmp_path / "deep" / "metrics.jsonl") as writer:
+    with closing(MetricsWriter(tmp_path / "deep" / "metrics.jsonl")) as writer:
         for row in rows:
             writer.write(row)
         assert read_metrics(writer.path) == rows
@@ -36,7 +37,7 @@ def test_rows_read_back_equal_and_are_on_disk_before_the_writer_closes(tmp_path)
 
 
 def test_values_that_json_lacks_are_written_as_valid_json_and_read_back(tmp_path):
-    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+    with closing(MetricsWriter(tmp_path / "m.jsonl")) as writer:
         writer.write(step(1, loss=math.nan, grad_norm=math.inf, lr=-math.inf))
 
     def refuse(name: str) -> float:
@@ -51,12 +52,12 @@ def test_values_that_json_lacks_are_written_as_valid_json_and_read_back(tmp_path
 @pytest.mark.parametrize("torn", ['{"step": 5, "lo', '{"step": 5, "loss": 1.0}', "\x00\x00", "7"])
 def test_resuming_removes_later_rows_and_a_torn_last_line(tmp_path, torn):
     path = tmp_path / "m.jsonl"
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         for number in range(1, 5):
             writer.write(step(number, loss=float(number)))
     path.write_text(path.read_text() + torn)
     assert [m.step for m in read_metrics(path)] == [1, 2, 3, 4]
-    with MetricsWriter(path, resume_step=3) as writer:
+    with closing(MetricsWriter(path, resume_step=3)) as writer:
         writer.write(step(3, loss=30.0))
     assert [(m.step, m.loss) for m in read_metrics(path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
@@ -64,11 +65,11 @@ def test_resuming_removes_later_rows_and_a_torn_last_line(tmp_path, torn):
 @pytest.mark.parametrize("resumed", [False, True])
 def test_the_last_step_written_again_takes_the_place_of_its_row(tmp_path, resumed):
     path = tmp_path / "m.jsonl"
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         writer.write(step(1, loss=1.0))
         if not resumed:
             writer.write(step(2, loss=2.0))
-    with MetricsWriter(path, resume_step=2) as writer:
+    with closing(MetricsWriter(path, resume_step=2)) as writer:
         for loss in (2.25, 2.25, 2.5):
             writer.write(step(2, loss=loss))
             assert [(m.step, m.loss) for m in read_metrics(path)] == [(1, 1.0), (2, loss)]
@@ -78,7 +79,7 @@ def test_the_last_step_written_again_takes_the_place_of_its_row(tmp_path, resume
 
 def test_a_new_run_does_not_keep_rows_of_an_older_one(tmp_path):
     for number in (1, 9):
-        with MetricsWriter(tmp_path / "m.jsonl") as writer:
+        with closing(MetricsWriter(tmp_path / "m.jsonl")) as writer:
             writer.write(step(number))
     assert [m.step for m in read_metrics(tmp_path / "m.jsonl")] == [9]
 
@@ -98,7 +99,7 @@ def test_keys_of_later_versions_are_ignored_and_stay_in_the_file(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text(json.dumps(json.loads(step(1).model_dump_json()) | {"later": [1]}) + "\n")
     assert read_metrics(path) == [step(1)]
-    with MetricsWriter(path, resume_step=2, run="an id") as writer:
+    with closing(MetricsWriter(path, resume_step=2, run="an id")) as writer:
         writer.write(step(2))
     kept, fresh = map(json.loads, path.read_text().splitlines())
     assert kept["later"] == [1]

@@ -7,6 +7,7 @@ import random
 import re
 import tomllib
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def write_run(
 ) -> Path:  # fmt: skip
     folder.mkdir()
     (folder / "config.toml").write_text(given.to_toml())
-    with MetricsWriter(folder / "metrics.jsonl") as writer:
+    with closing(MetricsWriter(folder / "metrics.jsonl")) as writer:
         for step, taken in enumerate(seconds, 1):
             writer.write(row(step, taken, **more))
     if messages is not None:

@@ -340,10 +340,9 @@ def _exchanges(figures: _Figures, setting: Setting) -> Iterator[Advice]:
     (unit, phase), worst = next(iter(waited.items()))
     text = (
         f"Sequence all-to-alls were waited for {_ms(total)}, most in {unit or 'attention'} in "
-        f"{phase} ({_ms(worst)}): keep each sequence group on the fastest links"
+        f"{phase} ({_ms(worst)}): keep each sequence group on the fastest links, or lower "
+        f"parallel.sequence from {setting.sequence} where memory allows"
     )
-    if setting.sequence > 1:
-        text += f", or lower parallel.sequence from {setting.sequence} where memory allows"
     if setting.weights.gather_before == "qkv":
         text += '; weight_parallel.gather_before = "out_proj" leaves them the link'
     yield Advice(total, text + ".")
@@ -363,4 +362,3 @@ def _parameter_gathers(figures: _Figures, setting: Setting) -> Iterator[Advice]:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-

@@ -14,7 +14,7 @@ from typing import Any
 
 from internsp.app.config import HELD_OUT
 from internsp.app.report.metrics import StepMetrics, read_metrics
-from internsp.app.report.page import COLORS, Chart, clean, evaluated, template
+from internsp.app.report.page import COLORS, Chart, evaluated, rendered, write_page
 from internsp.app.report.svg import Series, line_chart
 from internsp.base.sizes import human
 from internsp.errors import ConfigError
@@ -111,24 +111,20 @@ def write_comparison(runs: Sequence[Run], path: Path) -> Path:
     Raises:
         OSError: it cannot be written.
     """
-    page = template("compare.html.j2").render(
-        names={COLORS[i % len(COLORS)]: run.name for i, run in enumerate(runs[: len(COLORS)])},
+    page = rendered(
+        "compare.html.j2",
+        names={style: run.name for style, run in zip(COLORS, runs, strict=False)},
         title=" · ".join(run.name for run in runs),
         table=table(runs),
         differences=differences(runs),
         charts=_charts(runs),
         beyond=max(len(runs) - len(COLORS), 0),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(clean(page), encoding="utf-8")
-    os.replace(fresh, path)
-    return path
+    return write_page(page, path)
 
 
 def _charts(runs: Sequence[Run]) -> list[Chart]:
     shown = list(zip(COLORS, runs, strict=False))
-    legend = {style: run.name for style, run in shown}
 
     def chart(title: str, column: str, zero: bool = False) -> Chart:
         lines = [
@@ -136,7 +132,7 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
             for style, run in shown
             if run.metrics
         ]
-        return Chart(title, line_chart(lines, label=title, zero=zero), legend)
+        return Chart(title, line_chart(lines, label=title, zero=zero))
 
     def evaluation(name: str) -> Chart:
         lines = [
@@ -144,7 +140,7 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
             for style, run in shown
             if (points := evaluated(run.metrics).get(name))
         ]
-        return Chart(f"Evaluation: {name} (nats per token)", line_chart(lines, label=name), legend)
+        return Chart(f"Evaluation: {name} (nats per token)", line_chart(lines, label=name))
 
     if not any(run.metrics for _, run in shown):
         return []

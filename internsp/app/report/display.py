@@ -1,11 +1,6 @@
 """Progress of a run while it trains: a line of figures, and on a terminal a bar below the lines.
 
-Only rank 0 has a display::
-
-    display = Display(total_steps=300, title="demo")
-    for ...:
-        display.update(metrics)
-    display.finish(sample=text, files={"report": path})
+Only rank 0 has a display.
 """
 
 from __future__ import annotations

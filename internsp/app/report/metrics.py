@@ -165,12 +165,6 @@ class MetricsWriter:
         """Close the file; may be called more than once."""
         self._file.close()
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def read_metrics(path: str | Path) -> list[StepMetrics]:
     """Read a ``metrics.jsonl``, also of a run that is still writing or was killed.

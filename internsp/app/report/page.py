@@ -100,18 +100,13 @@ class Report:
         Raises:
             OSError: the page cannot be written.
         """
-        path = Path(path)
-        page = self.render()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_text(page, encoding="utf-8")
-        os.replace(fresh, path)
-        return path
+        return write_page(self.render(), Path(path))
 
     def render(self) -> str:
         """The page as HTML text."""
         waits, blocks = waiting(self.timeline)
-        page = template("report.html.j2").render(
+        return rendered(
+            "report.html.j2",
             run=self,
             lead=_lead(self.metrics, self.mesh),
             cards=_cards(self.metrics, self.timeline),
@@ -127,7 +122,6 @@ class Report:
             stages=mesh_grids(self.ranks),
             coordinates=["rank", *(c for c in COORDINATES if any(c in row for row in self.ranks))],
         )
-        return clean(page)
 
 
 def load_report(folder: Path) -> Report:
@@ -162,14 +156,22 @@ def load_report(folder: Path) -> Report:
     return Report(config_toml=text, metrics=metrics, **content)
 
 
-def clean(page: str) -> str:
-    """The page without characters that HTML or UTF-8 do not allow."""
-    return _FORBIDDEN.sub("\ufffd", page)
+def write_page(page: str, path: Path) -> Path:
+    """Write a page into ``path``, atomically replacing an older one; its folder is created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(page, encoding="utf-8")
+    os.replace(fresh, path)
+    return path
+
+
+def rendered(name: str, **content: Any) -> str:
+    """One of ``templates/`` with its content, without characters that HTML or UTF-8 lack."""
+    return _FORBIDDEN.sub("\ufffd", _template(name).render(**content))
 
 
 @cache
-def template(name: str) -> Template:
-    """Load one of ``templates/``."""
+def _template(name: str) -> Template:
     environment = Environment(
         loader=PackageLoader("internsp.app.report"),
         autoescape=True,

@@ -441,9 +441,7 @@ def _grid(seconds: float, bottom: float) -> list[str]:
     return parts
 
 
-def _lane(
-    name: str, bars: Sequence[Bar], seconds: float, top: float
-) -> tuple[list[str], float]:
+def _lane(name: str, bars: Sequence[Bar], seconds: float, top: float) -> tuple[list[str], float]:
     """The lane's SVG elements and its height; bars in flight together are stacked."""
     # One thread computes: its bars are never stacked, even if waits enclose each other.
     rows, count = ([0] * len(bars), 1) if name == "compute" else _stack(bars)

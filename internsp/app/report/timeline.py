@@ -71,18 +71,8 @@ def measure(intervals: Iterable[Interval]) -> float:
 
 def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
     """The intersection of both unions."""
-    left, right = merge(a), merge(b)
-    out: list[Interval] = []
-    i = j = 0
-    while i < len(left) and j < len(right):
-        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
-        if end > start:
-            out.append((start, end))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return out
+    first = merge(a)
+    return subtract(first, subtract(first, b))
 
 
 def subtract(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
@@ -147,11 +137,6 @@ class CommunicationRow:
     exposed: float
     hidden: float
 
-    @property
-    def in_flight(self) -> float:
-        """Time with at least one of the row's collectives in flight."""
-        return self.exposed + self.hidden
-
 
 @dataclass(frozen=True, slots=True)
 class WaitRow:
@@ -160,7 +145,6 @@ class WaitRow:
     kind: str
     unit: str
     phase: str
-    count: int
     seconds: float
 
 
@@ -237,7 +221,7 @@ def where_waited(events: Sequence[Event]) -> list[WaitRow]:
             kind = _awaited(event, flights.get((event.unit, event.weight), []), window)
             groups.setdefault((kind, event.unit, event.phase), []).append(_span(event, window))
     rows = [
-        WaitRow(kind, unit, phase, len(waited), measure(waited))
+        WaitRow(kind, unit, phase, measure(waited))
         for (kind, unit, phase), waited in groups.items()
     ]
     return sorted(rows, key=lambda row: -row.seconds)

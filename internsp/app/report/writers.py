@@ -96,9 +96,7 @@ class Writers:
 class _TensorBoard:
     """Event files in ``tensorboard/``. Each row is on the disk when :meth:`write` returns."""
 
-    def __init__(
-        self, config: Config, folder: Path, run: str, rows: Sequence[StepMetrics]
-    ) -> None:
+    def __init__(self, config: Config, folder: Path, run: str, rows: Sequence[StepMetrics]) -> None:
         # Imported here, as wandb is: the package is optional and takes a second to import.
         from torch.utils.tensorboard import SummaryWriter
 
@@ -125,9 +123,7 @@ class _WeightsAndBiases:
     that there is one folder to sync. Online, steps that the server has are not sent again.
     """
 
-    def __init__(
-        self, config: Config, folder: Path, run: str, rows: Sequence[StepMetrics]
-    ) -> None:
+    def __init__(self, config: Config, folder: Path, run: str, rows: Sequence[StepMetrics]) -> None:
         mode: Any = os.environ.get("WANDB_MODE", "offline")
         if mode != "online":  # read at import; else it sends reports of errors and of use
             os.environ["WANDB_ERROR_REPORTING"] = "false"
