@@ -101,10 +101,11 @@ class Config(Section):
 
     def to_toml(self) -> str:
         """The full configuration as TOML; :func:`load_config` of it gives an equal one."""
-        dumped = self.model_dump()
+        dumped, model = self.model_dump(), self.model
+        of_folder = sizes(model.path, model.family)[0] if model.path else {}
         for name, values in dumped.items():
             cls = sections()[name]
-            told = _told(self.model) if name == "model" else {}
+            told = of_folder if name == "model" else {}
             for key in cls.model_fields.keys() - keys_of(cls):  # a file may not have these
                 if values[key] == told.get(key, cls.model_fields[key].get_default()):
                     del values[key]
@@ -117,19 +118,10 @@ class Config(Section):
         return tomli_w.dumps(dumped)
 
 
-def _told(model: ModelConfig) -> dict[str, Any]:
-    return sizes(model.path, model.family)[0] if model.path else {}
-
-
 @cache
 def sections() -> Mapping[str, type[Section]]:
     """Names and classes of the sections, in the order of the file."""
-    return {name: _section_class(field) for name, field in Config.model_fields.items()}
-
-
-def _section_class(field: FieldInfo) -> type[Section]:
-    assert isinstance(field.annotation, type), "every field of Config is a section"
-    return field.annotation
+    return {name: type(field.get_default()) for name, field in Config.model_fields.items()}
 
 
 def load_config(

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from internsp.app.config import Config, sections
+from internsp.app.config import Config, OptimizerConfig, sections
 from internsp.app.config.checks import combinations
 from internsp.config.former import GONE, translated
 from internsp.config.words import mistakes
@@ -205,16 +205,14 @@ def _resolved(dumped: dict[str, dict[str, Any]], world_size: int) -> dict[str, A
     ]
     values["weight_parallel.rules"] = [rule for rule in rules if len(rule) > 1]
     unused = ["pipeline.schedule"] if stages == 1 else []
-    name = values["optimizer.name"]
-    other = values["optimizer.other"] or {"muon": "adamw"}.get(name, name)
-    values["optimizer.other"] = other
+    optimizer = OptimizerConfig(**dumped["optimizer"])
+    name, other = optimizer.name, optimizer.other_name
+    values["optimizer.other"], values["optimizer.momentum"] = other, optimizer.momentum_used
     # Optimizer state differs, too, if a group assigns parameters to the other of the two.
     moved = [(g["match"], g["optimizer"]) for g in values["optimizer.groups"] if g["optimizer"]]
     if moved and other != name:
         given = "; ".join(f"{by} for {', '.join(match)}" for match, by in moved)
         values["optimizer.other"] = f"{other}, by groups {given}"
-    if values["optimizer.momentum"] is None:
-        values["optimizer.momentum"] = {"muon": 0.95}.get(name, 0.0)
     unused += ["optimizer.betas", "optimizer.eps"] if other != "adamw" else []
     unused += [] if name in ("sgd", "muon") else ["optimizer.momentum"]
     if "float16" not in (values["train.dtype"], values["weight_parallel.compute_dtype"]):

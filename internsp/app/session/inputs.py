@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -31,20 +32,16 @@ def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
     if tokenizer.vocab_size > config.model.vocab_size:
         raise vocabulary_mistake(config, tokenizer)
     cached, notes = _prepare_tokens(config, tokenizer, mesh)
+    create = partial(
+        DataSource.create,
+        config.data,
+        global_batch=config.train.global_batch,
+        seed=config.train.seed,
+        tokenizer=tokenizer,
+        cached=cached,
+    )
     made: list[DataSource] = []
-
-    def open_data() -> None:
-        made.append(
-            DataSource.create(
-                config.data,
-                global_batch=config.train.global_batch,
-                seed=config.train.seed,
-                tokenizer=tokenizer,
-                cached=cached,
-            )
-        )
-
-    Objects().on_every(open_data)
+    Objects().on_every(lambda: made.append(create()))
     source = made[0]
     source.notes = tuple(notes)
     return source

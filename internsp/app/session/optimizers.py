@@ -103,7 +103,9 @@ def _block_matrices(communicator: ISPCommunicator) -> set[Member]:
     """Parameters of blocks with two or more dimensions, without embeddings."""
     blocks = [b.name for b in communicator.blocks]
     blocks += [b.name for b in communicator.queue.backward.enclosing.blocks]
-    looked_up = {m for (module, _), m in communicator.parameters_of.items() if _embeds(module)}
+    embeds = nn.Embedding, nn.EmbeddingBag
+    parameters = communicator.parameters_of.items()
+    looked_up = {member for (module, _), member in parameters if isinstance(module, embeds)}
     return {
         member
         for member in trainable_members(communicator)
@@ -111,10 +113,6 @@ def _block_matrices(communicator: ISPCommunicator) -> set[Member]:
         and member not in looked_up
         and any(member.name.startswith(f"{block}.") for block in blocks)
     }
-
-
-def _embeds(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
 def check_group_patterns(config: Config, names: Iterable[str]) -> None:

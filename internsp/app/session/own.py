@@ -51,15 +51,14 @@ class Custom:
             raise ConfigError(
                 "train.batch_tokens: a program's own data determines its batches; set it to 0"
             )
-        if self.model is not None:
-            if config.model.dropout:
-                raise ConfigError(
-                    "model.dropout: a model of your own applies its own dropout; set it to 0"
-                )
         if self.model is None:
             if self.loss is not None:
                 raise ConfigError("Trainer: loss is for a model of your own; give model, too")
             return
+        if config.model.dropout:
+            raise ConfigError(
+                "model.dropout: a model of your own applies its own dropout; set it to 0"
+            )
         if config.parallel.pipeline > 1:
             raise ConfigError(
                 "Trainer: a model of your own is not split into stages; set parallel.pipeline = 1, "
@@ -190,7 +189,7 @@ class CustomData:
         mesh = self._mesh
         digest = hashlib.sha256()
         for batch in self._ready if not mistake else ():
-            digest.update(batch.ids.contiguous().numpy().tobytes())
+            digest.update(batch.ids.cpu().numpy().tobytes())
         everyone = Objects().gather((mesh.data_rank, digest.hexdigest(), mistake))
         for rank, (_, _, problem) in enumerate(everyone):
             if problem:

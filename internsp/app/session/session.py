@@ -142,7 +142,8 @@ class Session:
             fill_parameters(config, model, modules, communicators, mesh.device)
         else:
             move_buffers(model, mesh.device)
-        scaler = _scaler(config)
+        halves = "float16" in (config.train.dtype, config.weight_parallel.compute_dtype)
+        scaler = LossScaler(config.optimizer.loss_scale_init) if halves else None
         make = custom.optimizer or (lambda each: make_optimizer(config, each, scaler))
         optimizers = [custom.checked_optimizer(make(each)) for each in communicators]
         for optimizer in optimizers:
@@ -180,13 +181,6 @@ def _pipeline(
         hooks=hooks,
         trace=trace,
     )
-
-
-def _scaler(config: Config) -> LossScaler | None:
-    settings = config.optimizer
-    if config.train.dtype == "float16" or config.weight_parallel.compute_dtype == "float16":
-        return LossScaler(settings.loss_scale_init)
-    return None
 
 
 def steps_of(config: Config, source: DataSource | CustomData) -> int:
