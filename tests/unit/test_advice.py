@@ -85,6 +85,7 @@ def test_ways_that_do_not_exist_are_left_out_of_them() -> None:
     one = advise({0: events}, setting())[0]
     assert 'keep_unsharded = "all"' not in one, "with one micro-batch nothing is kept"
     assert "parallel.weight =" not in one, "a group of two has no smaller one that still cuts"
+    assert "parallel.weight =" not in advise({0: events}, setting(weight=5))[0], "no half divides"
     kept = setting(micro_batches=2, weights={"keep_unsharded": "all"})
     assert "keep_unsharded" not in advise({0: events}, kept)[0], "all of them are kept"
     assert "accumulation" not in one

@@ -224,7 +224,7 @@ def _full_link(figures: _Figures, setting: Setting) -> Iterator[Advice]:
             f"more blocks in weight_parallel.keep_unsharded (now {now}), which are gathered once "
             "a step, as far as memory allows"
         )
-    if setting.weight > 2:
+    if setting.weight > 2 and setting.weight % 2 == 0:
         fewer = setting.weight // 2
         saved = 1 - (fewer - 1) / fewer * setting.weight / (setting.weight - 1)
         ways.append(
