@@ -77,7 +77,9 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
         if hf:
             _copy_folder(Path(str(config.model.path)), aside, config.train.dtype)
         else:
-            _write_config(aside, config)
+            form, length = form_of(config.model), config.data.sequence_length
+            made = form.exported_config(config.model, config.train.dtype, length)
+            (aside / "config.json").write_text(json.dumps(made, indent=2) + "\n")
         # The texts of a program's own data were tokenized by the program.
         own = content.data.fingerprint == CustomData.fingerprint
         why = "the run was trained on a program's own batches" if own else ""
@@ -181,12 +183,6 @@ def _write_file(path: Path, folder: Path, content: Manifest, parts: list[_Export
                 value = part.convert(held[part.source]).to(value.dtype)
             assert value.shape == part.shape, "planned so"
             file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def _write_config(to: Path, config: Config) -> None:
-    form, length = form_of(config.model), config.data.sequence_length
-    made = form.exported_config(config.model, config.train.dtype, length)
-    (to / "config.json").write_text(json.dumps(made, indent=2) + "\n")
 
 
 def _end_of_document(config: Config) -> int | None:

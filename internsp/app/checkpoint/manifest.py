@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, overload
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
@@ -188,16 +188,13 @@ def write_manifest(folder: Path, content: dict[str, Any] | str) -> None:
 Kind = TypeVar("Kind", bound=State)
 
 
-@overload
-def read(folder: Path) -> Manifest: ...
+def read(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint's folder; raises as :func:`read_as`."""
+    return read_as(folder, Manifest)
 
 
-@overload
-def read(folder: Path, kind: type[Kind]) -> Kind: ...
-
-
-def read(folder: Path, kind: type[State] = Manifest) -> State:
-    """Read the manifest of a checkpoint's folder, or of another folder that holds a state.
+def read_as(folder: Path, kind: type[Kind]) -> Kind:
+    """Read the manifest of a folder that holds a state.
 
     Raises:
         ConfigError: the manifest is missing, damaged or no manifest; the message names the file.

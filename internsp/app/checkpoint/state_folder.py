@@ -70,7 +70,7 @@ def load_state(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         ConfigError: on every rank, before anything is overwritten: the folder is damaged, or has
             other tensors; the message names the file or the tensor.
     """
-    content = Objects().on_first(lambda: manifest.read(folder, State))
+    content = Objects().on_first(lambda: manifest.read_as(folder, State))
     check_complete(folder, content)
     wanted = {
         name: value
