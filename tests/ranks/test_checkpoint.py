@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from internsp.app.checkpoint import checkpoint, manifest
 from internsp.app.checkpoint.manifest import MANIFEST, write_manifest
-from internsp.app.checkpoint.saver import Saver, save
+from internsp.app.checkpoint.saver import Saver
 from internsp.app.config import Config
 from internsp.app.report.metrics import read_metrics
 from internsp.app.session.rates import RateFactor
@@ -30,6 +30,7 @@ from internsp.app.train.run_lock import RunLock
 from internsp.errors import ConfigError, InternspError, MachineError
 from internsp.failure.objects import Objects
 from tests.support.ranks import run_ranks
+from tests.support.saved import save
 
 TEXT = Path(__file__).parents[1] / "data" / "text"
 Changes = dict[str, dict[str, Any]]

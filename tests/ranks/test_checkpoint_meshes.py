@@ -13,13 +13,13 @@ import torch
 
 from internsp.app.checkpoint import checkpoint, manifest
 from internsp.app.checkpoint.manifest import write_manifest
-from internsp.app.checkpoint.saver import save
 from internsp.app.config import Config
 from internsp.app.process.stop import StopRequest
 from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
 from internsp.errors import ConfigError
 from tests.support.ranks import ranks, run_ranks
+from tests.support.saved import save
 
 TEXT = Path(__file__).parents[1] / "data" / "text"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}

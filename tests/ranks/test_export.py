@@ -13,7 +13,6 @@ from torch.distributed.tensor import distribute_tensor
 from internsp.app.checkpoint.checkpoint import load
 from internsp.app.checkpoint.export import export
 from internsp.app.checkpoint.manifest import MANIFEST, write_manifest
-from internsp.app.checkpoint.saver import save
 from internsp.app.cli.command import main
 from internsp.app.config import Config
 from internsp.app.data.tokenizer import ByteTokenizer, byte_tokenizer_files, tokenizer_files
@@ -23,6 +22,7 @@ from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
 from tests.ranks.test_checkpoint_meshes import config
 from tests.support.ranks import run_ranks
+from tests.support.saved import save
 
 IDS = torch.arange(24).view(2, 12) % 250
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}  # transformers rotates in fp32

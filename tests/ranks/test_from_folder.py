@@ -14,7 +14,6 @@ from torch.distributed.tensor import distribute_tensor
 
 from internsp import model_zoo
 from internsp.app.checkpoint.export import export
-from internsp.app.checkpoint.saver import save
 from internsp.app.config import Config, read_config
 from internsp.app.models.factory import build_for_training
 from internsp.app.process.stop import StopRequest
@@ -26,6 +25,7 @@ from internsp.values import load
 from tests.ranks.test_checkpoint_meshes import config
 from tests.ranks.test_export import CASES, IDS, MIXTURES
 from tests.support.ranks import run_ranks
+from tests.support.saved import save
 from tests.support.zero import whole
 
 files = pytest.importorskip("safetensors.torch")

@@ -12,7 +12,6 @@ import torch
 from internsp.app import cli
 from internsp.app.checkpoint import export
 from internsp.app.checkpoint.continuation import _Text, continuation, load_run
-from internsp.app.checkpoint.saver import save
 from internsp.app.config import Config
 from internsp.app.config.resume import saved_config
 from internsp.app.session.session import Session
@@ -21,6 +20,7 @@ from internsp.sp import SequenceLayout
 from tests.ranks.test_train import config
 from tests.support.command import begin
 from tests.support.ranks import run_ranks
+from tests.support.saved import save
 
 PROMPT = "The first"
 TOKENS = 8

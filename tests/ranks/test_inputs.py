@@ -31,6 +31,7 @@ from internsp.app.train.run import train
 from internsp.app.train.step import StepRunner
 from internsp.errors import ConfigError, InternspError
 from internsp.failure.objects import Objects
+from tests.support.batches import train_batch
 from tests.support.ranks import ranks, run_ranks
 from tests.support.sections import mesh_sections
 from tests.support.zero import whole
@@ -75,7 +76,7 @@ def by_documents(config: Config, before: dict[str, Tensor], source: DataSource) 
     model = model_zoo.build(config.model, device="cpu", dtype=torch.float64)
     model.load_state_dict(before)
     total, count = torch.zeros((), dtype=torch.float64), 0
-    batch = source.train_batch(0)
+    batch = train_batch(source, 0)
     assert batch.boundaries is None
     lengths = [out[-1][0] if out else batch.ids.shape[1] for out in batch.ignored]
     assert len(set(lengths)) > 3, "of several lengths"
@@ -265,7 +266,7 @@ def test_of_a_sequence_longer_than_a_ranks_share_only_token_ids_are_whole_on_a_r
     )
     session = Session.create(settings)
     runner = StepRunner(session)
-    batch = session.source.train_batch(0)
+    batch = train_batch(session.source, 0)
     with _Sizes() as sizes:
         layout = runner._layout(batch)
         runner._passes.train([layout], torch.tensor(layout.total_valid_tokens))

@@ -18,6 +18,7 @@ from internsp.app.train.step import StepRunner
 from internsp.errors import ConfigError
 from internsp.sp import SequenceLayout
 from tests.ranks.test_train import TEXT, config
+from tests.support.batches import train_batch
 from tests.support.command import internsp
 from tests.support.ranks import run_ranks
 
@@ -76,7 +77,7 @@ def one_process(
             factor = 1 + (chosen.optimizer.min_lr_ratio - 1) * step / STEPS
             optimizer.param_groups[0]["lr"] = rate * factor
         size = chosen.train.global_batch
-        batch = session.source.train_batch(step * size, slice(0, size))
+        batch = train_batch(session.source, step * size, slice(0, size))
         layout = SequenceLayout.create(batch.ids, rank=0, size=1, boundaries=batch.boundaries)
         loss, count = model(layout.input_ids, layout=layout, labels=layout.labels)
         (loss / count).backward()

@@ -21,7 +21,7 @@ from internsp.app.checkpoint.checkpoint import derived_seed
 from internsp.app.checkpoint.disk import PARTIAL, discard_partial, steps_in, write_part
 from internsp.app.checkpoint.files import FilePlan
 from internsp.app.checkpoint.manifest import MANIFEST, write_manifest
-from internsp.app.checkpoint.saver import THREAD, Saver, save
+from internsp.app.checkpoint.saver import THREAD, Saver
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import read_metrics
 from internsp.app.session.session import Session
@@ -32,7 +32,9 @@ from internsp.failure.objects import Objects
 from internsp.optim.slices import Slices
 from tests.ranks.test_checkpoint import names
 from tests.ranks.test_checkpoint_meshes import bits, config, whole
+from tests.support.batches import train_batch
 from tests.support.ranks import ranks, run_ranks
+from tests.support.saved import save
 
 
 def steps(runner: StepRunner, saver: Saver, numbers: range) -> list[Path]:
@@ -248,8 +250,8 @@ def test_another_batch_goes_on_at_the_next_row_and_random_states_follow_a_rule(
     assert (found.step, found.sequences) == (3, 36)
     assert torch.equal(torch.rand(3), wanted)
     assert "train.global_batch: 12 in the checkpoint, 18 from now on" in found.notes
-    batch = larger.source.train_batch(found.sequences).ids
-    parts = [session.source.train_batch(36).ids, session.source.train_batch(48).ids[:6]]
+    batch = train_batch(larger.source, found.sequences).ids
+    parts = [train_batch(session.source, 36).ids, train_batch(session.source, 48).ids[:6]]
     assert torch.equal(batch, torch.cat(parts))
     # As if two ranks had saved it.
     content = json.loads((path / MANIFEST).read_text())["content"]

@@ -25,6 +25,7 @@ from internsp.app.train.step import StepRunner
 from internsp.errors import StructureError
 from internsp.values import load
 from tests.ranks.test_train import TEXT
+from tests.support.batches import train_batch
 from tests.support.compare import check
 from tests.support.ranks import run_ranks
 from tests.support.sections import mesh_sections
@@ -102,7 +103,7 @@ def one_by_one(settings: Config) -> tuple[float, float]:
 
     model = AutoModelForCausalLM.from_pretrained(settings.model.path, dtype=torch.float64)
     source = DataSource.create(settings.data, global_batch=4, seed=settings.train.seed)
-    batch = source.train_batch(0, slice(0, 4))
+    batch = train_batch(source, 0, slice(0, 4))
     total, count, documents = torch.zeros((), dtype=torch.float64), 0, 0
     for ids, starts in zip(batch.ids, batch.boundaries, strict=True):
         for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):

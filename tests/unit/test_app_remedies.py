@@ -16,6 +16,7 @@ from internsp.app.data.batches import DataSource
 from internsp.app.plan.devices import device_named, on_device
 from internsp.app.plan.search import search
 from internsp.errors import ConfigError
+from tests.support.batches import train_batch
 from tests.support.remedies import (
     NO_ADVICE,
     NOT_RUN,
@@ -243,7 +244,7 @@ def data(text: str, **settings: Any) -> Remedy:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "t.txt").write_text(text)
             given = DataConfig(source="text", paths=(folder,), sequence_length=8, **settings)
-            assert DataSource.create(given, global_batch=1).train_batch(0).ids.numel() > 1
+            assert train_batch(DataSource.create(given, global_batch=1), 0).ids.numel() > 1
 
     return made
 

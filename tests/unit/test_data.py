@@ -17,6 +17,7 @@ from internsp.app.data.order import Documents, PackedRows
 from internsp.app.data.tokenizer import ByteTokenizer, Piece, load_tokenizer
 from internsp.app.data.tokens import TokenStore, documents
 from internsp.errors import ConfigError, MissingDependencyError
+from tests.support.batches import train_batch
 
 OWN_TEXT = Path(__file__).parents[1] / "data" / "text"
 END = 256
@@ -86,14 +87,14 @@ def test_a_row_is_the_stream_from_its_begin_and_knows_the_documents_that_start_i
 
 def test_the_rows_of_all_ranks_and_micro_batches_together_are_the_global_batch() -> None:
     source = own_text(batch=12)
-    whole = source.train_batch(36)
+    whole = train_batch(source, 36)
     seen: list[list[int]] = []
     for micro_batch in range(3):
         for rank in range(2):
             rows = rows_of(
                 12, micro_batches=3, micro_batch=micro_batch, data=2, data_rank=rank
             )
-            part = source.train_batch(36, rows)
+            part = train_batch(source, 36, rows)
             assert part.boundaries == whole.boundaries[rows]
             seen += part.ids.tolist()
     assert seen == whole.ids.tolist()
@@ -109,7 +110,7 @@ def test_one_pass_sees_no_token_twice_and_the_next_pass_is_cut_and_ordered_anew(
         assert max(begins) + 64 <= len(packed(source).documents)
     assert passes[0] != passes[1]
     assert passes[0][0] % 64 != passes[1][0] % 64
-    last, following = source.train_batch(rows - 1).ids[0], source.train_batch(rows).ids[0]
+    last, following = train_batch(source, rows - 1).ids[0], train_batch(source, rows).ids[0]
     tokens = torch.tensor(tokens_of(packed(source)))
     assert torch.equal(last, tokens[passes[0][-1] :][:64])
     assert torch.equal(following, tokens[passes[1][0] :][:64])
@@ -117,10 +118,10 @@ def test_one_pass_sees_no_token_twice_and_the_next_pass_is_cut_and_ordered_anew(
 
 def test_order_depends_on_the_seed_and_on_the_rows_taken_alone() -> None:
     one, same, other = own_text(seed=1), own_text(seed=1), own_text(seed=2)
-    same.train_batch(40)  # no state: earlier calls change nothing
-    assert torch.equal(one.train_batch(7).ids, same.train_batch(7).ids)
-    assert not torch.equal(one.train_batch(7).ids, other.train_batch(7).ids)
-    assert not torch.equal(one.train_batch(7).ids, one.train_batch(8).ids)
+    train_batch(same, 40)  # no state: earlier calls change nothing
+    assert torch.equal(train_batch(one, 7).ids, train_batch(same, 7).ids)
+    assert not torch.equal(train_batch(one, 7).ids, train_batch(other, 7).ids)
+    assert not torch.equal(train_batch(one, 7).ids, train_batch(one, 8).ids)
     assert one.fingerprint == same.fingerprint
     assert tokens_of(packed(one, held_out=True)) == tokens_of(packed(other, held_out=True))
     assert one.fingerprint != other.fingerprint, "another order"
@@ -171,7 +172,7 @@ def test_held_out_batches_spread_over_the_text_and_repeat_only_when_it_is_short(
 def test_nothing_is_held_out_when_the_share_is_zero(tmp_path: Path) -> None:
     source = DataSource.create(text_folder(tmp_path, "abcdefgh"), global_batch=1)
     assert list(source.held_out_batches(3)) == []
-    assert source.train_batch(0).ids.shape == (1, 4)
+    assert train_batch(source, 0).ids.shape == (1, 4)
 
 
 def test_the_standard_library_starts_quickly_and_is_the_same_every_time() -> None:
@@ -228,19 +229,14 @@ def test_empty_text_is_an_error_that_names_where(tmp_path: Path) -> None:
 
 def test_batches_of_any_sizes_take_every_row_once_and_each_place_is_that_of_its_row() -> None:
     one, other = own_text(batch=2), own_text(batch=6)
-    wanted = torch.cat([one.train_batch(taken).ids for taken in range(0, 12, 2)])
-    found = torch.cat([other.train_batch(taken).ids for taken in (0, 6)])
+    wanted = torch.cat([train_batch(one, taken).ids for taken in range(0, 12, 2)])
+    found = torch.cat([train_batch(other, taken).ids for taken in (0, 6)])
     assert torch.equal(wanted, found)
     for row in range(12):
         document, token = one.position_of(row)
         begin = int(packed(one).documents.starts[document]) + token
         assert 0 <= begin < packed(one).documents.starts[document + 1]
         assert packed(one).documents.read(begin, 64).tolist() == wanted[row].tolist()
-
-
-def test_a_negative_number_of_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="not -1"):
-        own_text().train_batch(-1)
 
 
 def test_without_the_extra_the_install_line_names_the_packages_themselves(

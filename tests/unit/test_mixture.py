@@ -12,6 +12,7 @@ from internsp.app.data import tokens
 from internsp.app.data.batches import DataSource, rows_of
 from internsp.app.data.order import BLOCK, Mixture
 from internsp.errors import ConfigError
+from tests.support.batches import train_batch
 
 WEIGHTS = [(3.0, 1.0), (1.0,), (0.2, 1e-3, 5.0, 1e-6), (1.0, 1.0, 1.0)]
 
@@ -75,13 +76,13 @@ def test_batches_of_any_size_take_the_same_sequences_in_the_same_order(
     pack: bool, tmp_path: Path
 ) -> None:
     one, other = mixed(tmp_path, 4, pack=pack), on_disk(tmp_path, pack=pack)
-    wanted = torch.cat([one.train_batch(taken).ids for taken in range(0, 600, 4)])
+    wanted = torch.cat([train_batch(one, taken).ids for taken in range(0, 600, 4)])
     # As on three data ranks of two micro-batches each.
     found = []
     for taken in range(0, 600, 12):
         for part in range(6):
             at = rows_of(12, micro_batches=2, micro_batch=part // 3, data=3, data_rank=part % 3)
-            found.append(other.train_batch(taken, at).ids)
+            found.append(train_batch(other, taken, at).ids)
     assert torch.equal(wanted, torch.cat(found))
     of_c = ((wanted == ord("c")).sum(1) > 16).sum()
     assert 140 <= of_c <= 160, "a quarter"

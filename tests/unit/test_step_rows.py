@@ -19,6 +19,7 @@ from internsp.app.data.order import counted
 from internsp.app.train.rows import StepRows
 from internsp.errors import ConfigError
 from internsp.sp import SequenceLayout
+from tests.support.batches import train_batch
 from tests.unit.test_chat import CHAT, source, tokenizer_folder
 
 TEXT = Path(__file__).parents[1] / "data" / "text"
@@ -131,7 +132,7 @@ def test_a_global_batch_is_dealt_as_before() -> None:
     assert StepRows.of_batch(40, train, place) == (12, [[42, 43], [48, 49]])
     more = replace(text(), global_batch=12)
     batch = more.batch([42, 43])
-    assert torch.equal(batch.ids, more.train_batch(40, slice(2, 4)).ids)
+    assert torch.equal(batch.ids, train_batch(more, 40, slice(2, 4)).ids)
 
 
 def test_rows_of_chats_are_read_where_tokens_say_what_counts(tmp_path: Path) -> None:
@@ -154,13 +155,13 @@ def test_the_next_batch_is_made_meanwhile_one_ahead_and_the_same() -> None:
     (thread,) = [t for t in threading.enumerate() if t.name == "next batch"]
     assert thread.daemon, "a process that ends does not wait for it"
     go.set()
-    assert torch.equal(ahead.take(4), source.train_batch(4).ids)
+    assert torch.equal(ahead.take(4), train_batch(source, 4).ids)
     thread.join(20)
     assert not thread.is_alive(), "it ends with its batch"
     assert asked == [(4, False)], "one batch, and none behind it"
-    assert torch.equal(ahead.take(0), source.train_batch(0).ids), "a first batch, or another one"
+    assert torch.equal(ahead.take(0), train_batch(source, 0).ids), "a first batch, or another one"
     ahead.begin(8)
-    assert torch.equal(ahead.take(40), source.train_batch(40).ids)
+    assert torch.equal(ahead.take(40), train_batch(source, 40).ids)
     assert asked[1:] in ([(0, True), (8, False), (40, True)], [(0, True), (40, True), (8, False)])
 
 

@@ -24,6 +24,7 @@ from internsp.app.data.batches import DataSource, Part
 from internsp.app.data.tokenizer import ByteTokenizer, smallest_dtype
 from internsp.app.data.tokens import TokenStore
 from internsp.errors import ConfigError, InternspError, MachineError
+from tests.support.batches import train_batch
 
 TEXTS = [f"document {i}: " + "some words of it, " * (i % 7) for i in range(60)]
 END = 256
@@ -78,7 +79,7 @@ def folders(folder: Path) -> list[Path]:
 def require_same(one: DataSource, other: DataSource) -> None:
     assert one.fingerprint == other.fingerprint
     for taken in (0, 8, 800):
-        batches = [given.train_batch(taken) for given in (one, other)]
+        batches = [train_batch(given, taken) for given in (one, other)]
         assert torch.equal(batches[0].ids, batches[1].ids)
         assert batches[0][1:] == batches[1][1:]
     held = [next(given.held_out_batches(1)).ids for given in (one, other)]
@@ -264,13 +265,13 @@ def test_tokens_are_reused_until_their_data_or_what_made_them_change(tmp_path: P
 @pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx", "digests", "all"])
 def test_tokens_of_which_a_file_is_cut_are_made_anew(name: str, tmp_path: Path) -> None:
     path = write(tmp_path, "jsonl")
-    wanted = source(path).train_batch(0).ids
+    wanted = train_batch(source(path), 0).ids
     (folder,) = folders(tmp_path)
     for file in folder.iterdir() if name == "all" else [folder / name]:
         os.truncate(file, file.stat().st_size // 2)
     again = source(path)
     assert "made in" in again.notes[0]
-    assert torch.equal(again.train_batch(0).ids, wanted)
+    assert torch.equal(train_batch(again, 0).ids, wanted)
     assert source(path).notes[0].endswith("reused")
 
 
@@ -295,7 +296,7 @@ def test_tokens_that_cannot_be_written_say_where_else_and_leave_nothing(
     elsewhere = source(path, cache_dir=str(tmp_path / "place"))
     assert [p.name for p in (tmp_path / "data").iterdir()] == ["a.jsonl"]
     assert len(list((tmp_path / "place").iterdir())) == 1
-    assert torch.equal(elsewhere.train_batch(0).ids, source(path).train_batch(0).ids)
+    assert torch.equal(train_batch(elsewhere, 0).ids, train_batch(source(path), 0).ids)
 
 
 def test_a_folder_that_is_a_file_is_no_place(tmp_path: Path) -> None:
@@ -337,7 +338,7 @@ def test_data_that_change_meanwhile_are_refused_and_tokens_opened_before_stay_as
 ) -> None:
     path = write(tmp_path, "jsonl")
     first = source(path)
-    wanted = first.train_batch(0).ids
+    wanted = train_batch(first, 0).ids
     own = tokens.encoded
 
     def changing(*given: object) -> Iterator[object]:
@@ -353,7 +354,7 @@ def test_data_that_change_meanwhile_are_refused_and_tokens_opened_before_stay_as
     assert not list(tmp_path.glob("*.partial"))
     source(path)
     assert len(folders(tmp_path)) == 1, "of the file as it is now"
-    assert torch.equal(first.train_batch(0).ids, wanted)
+    assert torch.equal(train_batch(first, 0).ids, wanted)
 
 
 def test_several_that_make_the_same_tokens_at_once_all_read_them(
@@ -365,7 +366,7 @@ def test_several_that_make_the_same_tokens_at_once_all_read_them(
 
     def make() -> None:
         try:
-            found.append(source_of(path).train_batch(0).ids.tolist())
+            found.append(train_batch(source_of(path), 0).ids.tolist())
         except Exception as error:
             found.append(error)
 
@@ -374,7 +375,7 @@ def test_several_that_make_the_same_tokens_at_once_all_read_them(
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [source(path, least=IN_MEMORY).train_batch(0).ids.tolist()] * 6
+    assert found == [train_batch(source(path, least=IN_MEMORY), 0).ids.tolist()] * 6
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -400,7 +401,7 @@ except MemoryError:
     pass
 made = source(path, kind, int(sys.argv[4]), sequence_length=1 << 16)
 rows = made.parts[0].train.per_epoch
-total = sum(int(made.train_batch(taken).ids.sum()) for taken in range(0, rows, 8))
+total = sum(int(made.batch(range(taken, taken + 8)).ids.sum()) for taken in range(0, rows, 8))
 print(rows, total)
 """
 
@@ -437,9 +438,9 @@ def test_a_file_several_times_larger_than_the_memory_that_is_left_is_tokenized_a
 
 def test_tokens_of_a_long_name_have_a_place_and_what_is_no_file_has_none(tmp_path: Path) -> None:
     path = write(tmp_path, "jsonl").rename(tmp_path / ("x" * 240 + ".jsonl"))
-    wanted = source(path, least=IN_MEMORY).train_batch(0).ids
-    assert torch.equal(source(path).train_batch(0).ids, wanted)
-    assert torch.equal(source(path, cache_dir=str(tmp_path / "i")).train_batch(0).ids, wanted)
+    wanted = train_batch(source(path, least=IN_MEMORY), 0).ids
+    assert torch.equal(train_batch(source(path), 0).ids, wanted)
+    assert torch.equal(train_batch(source(path, cache_dir=str(tmp_path / "i")), 0).ids, wanted)
     with pytest.raises(ConfigError, match="/dev/zero is no regular file and has more than"):
         source(Path("/dev/zero"), "text", IN_MEMORY)
 

@@ -182,9 +182,7 @@ class Saver:
             pause = min(2 * pause, 0.1)
         return None
 
-    def _start_commit(
-        self, save: _Save, found: list[_RankRecord], content: dict[str, Any]
-    ) -> None:
+    def _start_commit(self, save: _Save, found: list[_RankRecord], content: dict[str, Any]) -> None:
         """Let rank 0 commit what all ranks have written."""
         save.committing = True
         if self._session.mesh.rank:
@@ -265,15 +263,3 @@ def _require_finite(save: _Save, found: list[_RankRecord]) -> None:
             f"weights or optimizer state are {NotFinite(tuple(names), ranks)}: no checkpoint of "
             f"step {save.step} is written"
         )
-
-
-def save(session: Session, folder: Path, step: int, run: str, sequences: int = 0) -> Path:
-    """Write ``folder/step-N`` and wait until it is valid. Collective; raises as :class:`Saver`."""
-    saver = Saver(session, folder, run)
-    try:
-        saver.start(step, sequences)
-        path = saver.finish()
-    finally:
-        saver.close()
-    assert path is not None, "finish() raises, or there is a checkpoint"
-    return path

@@ -245,13 +245,6 @@ class DataSource:
         digest.update(f"{self.seed} {self.held_out_share!r}".encode())
         return digest.hexdigest()
 
-    def train_batch(self, taken: int, rows: slice | None = None) -> Batch:
-        """The global batch after ``taken`` rows, or only its rows ``rows``."""
-        if taken < 0:
-            raise ValueError(f"rows count from 0, not {taken}")
-        wanted = range(self.global_batch)[rows if rows is not None else slice(None)]
-        return Batch.of([self.row(taken + row) for row in wanted])
-
     def batch(self, numbers: Sequence[int]) -> Batch:
         """The rows with these numbers; :data:`FILLER`: a row from which nothing is learned."""
         return Batch.of([self._filler if n == FILLER else self.row(n) for n in numbers])
