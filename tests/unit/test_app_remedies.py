@@ -402,9 +402,7 @@ REPORT: Table = {
     "keep each sequence group on the fastest links": {
         "keep each sequence group on the fastest links":
             ADVICE + "test_exchanges_name_their_block_and_leave_the_link_to_them",
-    },
-    ", or lower parallel.sequence from": {
-        "lower parallel.sequence":
+        "or lower parallel.sequence":
             ADVICE + "test_exchanges_name_their_block_and_leave_the_link_to_them",
     },
     "Set weight_parallel.overlap = true": {
