@@ -10,32 +10,24 @@ from internsp.app.config.load import (
     sections,
 )
 from internsp.app.config.sections import (
-    CheckpointConfig,
     DataConfig,
     DocumentsConfig,
-    EvaluationText,
     LaunchConfig,
     MixturePart,
     OptimizerConfig,
     ParallelConfig,
-    PipelineConfig,
-    ReportConfig,
     TrainConfig,
 )
 
 __all__ = [
     "HELD_OUT",
-    "CheckpointConfig",
     "Config",
     "DataConfig",
     "DocumentsConfig",
-    "EvaluationText",
     "LaunchConfig",
     "MixturePart",
     "OptimizerConfig",
     "ParallelConfig",
-    "PipelineConfig",
-    "ReportConfig",
     "TrainConfig",
     "read_config",
     "documented",

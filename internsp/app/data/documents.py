@@ -42,18 +42,10 @@ def paths_of(given: DocumentsConfig) -> list[Path]:
     folder of tokens, the files in it.
 
     Raises:
-        ConfigError: there is none, or paths are missing (all are listed, one a line), or none of
-            them has a file of the source's type.
+        ConfigError: none of the paths has a file of the source's type.
     """
     if given.source == "stdlib":
         return [Path(sysconfig.get_path("stdlib"))]
-    if not given.paths:
-        raise ConfigError(f"data.paths: source {given.source!r} needs at least one path")
-    missing = [path for path in given.paths if not os.path.exists(path)]
-    if missing:
-        raise ConfigError(
-            "\n".join(f"data.paths: there is no file or folder {path!r}" for path in missing)
-        )
     paths = [Path(path) for path in given.paths]
     if not any(next(files_of(given, path), None) for path in paths) and given.source in _SUFFIXES:
         suffixes = " or ".join(_SUFFIXES[given.source])
