@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -92,9 +93,18 @@ def test_folders_of_one_name_are_told_apart_and_what_is_no_run_is_refused(
     ):
         assert cli.main(["report", *words]) == 2
         assert wanted in capsys.readouterr().err
-    (runs[0] / "report.json").write_text('{"title": 3}')
-    assert cli.main(["report", str(runs[0])]) == 2
-    assert "report.json is damaged" in capsys.readouterr().err
+    report(runs[0]).save(runs[0] / "report.json")
+    saved = json.loads((runs[0] / "report.json").read_text())
+    for change, wanted in (
+        ({"timeline": {"0": [["AG"]]}}, "zip() argument 2 is shorter"),
+        ({"timeline": {"0": [["AG", 1, "", "", 0, 1, 2]]}}, "timeline.0.0.unit: Input should be a"),
+        ({"memory": [["weights", "many"]]}, "memory.0.1: Input should be a valid integer"),
+        ({"mesh": [2]}, "mesh: Input should be a valid dictionary"),
+    ):
+        (runs[0] / "report.json").write_text(json.dumps({**saved, **change}))
+        assert cli.main(["report", str(runs[0])]) == 2
+        assert f"report.json is damaged: {wanted}" in capsys.readouterr().err
+    (runs[0] / "report.json").unlink()
     for content in (b"[train\n", b"\xff\xfe\n", b"train = 1\n"):
         (runs[1] / "config.toml").write_bytes(content)
         assert cli.main(["report", str(runs[1])]) == 0, "its page is of its metrics"

@@ -21,6 +21,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
+from pydantic import TypeAdapter, ValidationError
 
 from internsp.app.config import HELD_OUT
 from internsp.app.report.metrics import StepMetrics, read_metrics
@@ -35,8 +36,6 @@ COLORS = ("s1", "s2", "s3", "s4")
 """CSS classes for the lines of a chart; a chart has at most this many lines."""
 
 _MAX_TEXT = 100_000
-_KEPT = ("title", "mesh", "ranks", "memory", "sample", "notes", "schedule", "advice")
-_LATER = {"predicted": [], "device": ""}  # of fields that older runs have not
 _OFF = 0.02  # share of a step from which a component's prediction is called wrong
 _EVENT = tuple(field.name for field in dataclasses.fields(Event))
 
@@ -81,7 +80,7 @@ class Report:
 
     def save(self, path: Path) -> None:
         """Write the content, without configuration and metrics, as JSON for :func:`load_report`."""
-        content = {name: getattr(self, name) for name in (*_KEPT, *_LATER)}
+        content = {name: getattr(self, name) for name in _kept()}
         content["timeline"] = {
             rank: [[getattr(event, name) for name in _EVENT] for event in events]
             for rank, events in self.timeline.items()
@@ -142,18 +141,27 @@ def load_report(folder: Path) -> Report:
     path = folder / "report.json"
     if path.is_file():
         try:
-            content = json.loads(path.read_text())
-            content = {name: content[name] for name in (*_KEPT, "timeline")} | {
-                name: content.get(name, absent) for name, absent in _LATER.items()
-            }
+            saved = json.loads(path.read_text())
+            content = {name: saved[name] for name in _kept() if name in saved}  # some came later
             content["timeline"] = {
-                int(rank): [Event(*event) for event in events]
-                for rank, events in content["timeline"].items()
+                rank: [dict(zip(_EVENT, event, strict=True)) for event in events]
+                for rank, events in saved["timeline"].items()
             }
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{path} is damaged: {error}") from None
-    metrics = read_metrics(folder / "metrics.jsonl")
-    return Report(config_toml=text, metrics=metrics, **content)
+    content |= {"config_toml": text, "metrics": read_metrics(folder / "metrics.jsonl")}
+    try:
+        return TypeAdapter(Report).validate_python(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path} is damaged: {where}: {first['msg']}") from None
+
+
+def _kept() -> list[str]:
+    """What ``report.json`` has of a report: the rest is in files of its own."""
+    names = [field.name for field in dataclasses.fields(Report)]
+    return [name for name in names if name not in ("config_toml", "metrics")]
 
 
 def write_page(page: str, path: Path) -> Path:
