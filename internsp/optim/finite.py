@@ -15,11 +15,11 @@ from torch import Tensor
 
 from internsp.failure.objects import Objects
 from internsp.mesh import ParallelMesh
-from internsp.optim.bucket import Bucket
 from internsp.wp.collectives import all_reduce
 from internsp.wp.parameter import Member
 
 _SHOWN = 6  # names in a message
+_LATER = ("parameters of a group that was added",)
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,42 @@ class NotFinite:
         ranks = ", ".join(map(str, self.ranks))
         on = f" on rank{'s' * (len(self.ranks) > 1)} {ranks}" if ranks else ""
         return f"not finite{on}: {names or 'only the norm of all parameters together'}"
+
+
+class Marks:
+    """What may be not finite in a step: each rank, then each parameter, of all stages.
+
+    Stages tell each other their names once; parameters of groups that are added later share a mark.
+
+    Args:
+        members: those of this rank's stage, the same on all ranks of the stage. Collective; blocks.
+
+    Attributes:
+        all: ranks (numbers), and names of parameters.
+        rank: the index of this rank.
+        start, stop: the indices of this stage's parameters.
+    """
+
+    def __init__(self, mesh: ParallelMesh, members: Sequence[Member]) -> None:
+        mine = list(mesh.stage_ranks), [*(m.name_in_model for m in members), *_LATER]
+        stages = Objects(mesh.pipeline_group).gather(mine)
+        ranks = [rank for stage, _ in stages for rank in stage]
+        names = [names for _, names in stages]
+        self.all: list[int | str] = [*ranks, *(name for each in names for name in each)]
+        self.rank = ranks.index(mine[0][dist.get_rank(mesh.stage_group)])
+        self.start = len(ranks) + sum(map(len, names[: mesh.pipeline_rank]))
+        self.stop = self.start + len(mine[1])
+        self._places = {member: at for at, member in enumerate(members)}
+
+    def place_of(self, member: Member) -> int:
+        """The index of a parameter of this stage, from ``start`` on."""
+        return self._places.get(member, len(self._places))
+
+    def not_finite(self, flags: Sequence[float]) -> NotFinite:
+        """What the flags that ranks have summed say."""
+        bad = [mark for mark, flag in zip(self.all, flags, strict=True) if flag]
+        names = dict.fromkeys(mark for mark in bad if isinstance(mark, str))
+        return NotFinite(tuple(names), tuple(sorted(m for m in bad if isinstance(m, int))))
 
 
 def gather_not_finite(
@@ -82,14 +118,3 @@ def not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         if tensor.is_floating_point():
             found |= ~tensor.isfinite().all().to(device)
     return found
-
-
-def not_finite_gradients(buckets: Sequence[Bucket], own: Tensor, mesh: ParallelMesh) -> NotFinite:
-    """Which gradients, as they are in the ranks' slices, are not finite. Collective; blocks."""
-    parts: dict[Member, list[Tensor]] = {m: [] for bucket in buckets for m in bucket.offsets}
-    for bucket in buckets:
-        if bucket.gradient is not None:
-            for segment in bucket.segments:
-                parts[segment.member].append(bucket.gradient[segment.start : segment.stop])
-    bad = [not_finite(tensors, mesh.device) for tensors in parts.values()]
-    return gather_not_finite(mesh, [member.name_in_model for member in parts], bad, own)

@@ -11,68 +11,50 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from internsp.base.host import PIECE_BYTES
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
+from internsp.optim.finite import Marks
 from internsp.wp.collectives import all_reduce
-from internsp.wp.parameter import Member
 
 N = TypeVar("N", float, Tensor)
 
 
-def squared_norm(buckets: list[Bucket], mesh: ParallelMesh) -> Tensor:
-    """The sum of squares of all gradients of all stages, fp64; not finite if any gradient is not.
+def norm_and_flags(
+    buckets: Sequence[Bucket], mesh: ParallelMesh, own: Tensor, marks: Marks
+) -> Tensor:
+    """The square of all gradients' norm, over all stages, and what is not finite. Collective.
 
     Slices of sharded weights differ between weight ranks and expert ranks, slices of replicated
     parameters do not. Tensor ranks hold the same slices of parameters that are not sharded over
     them, and ranks of one ``zero_replica_group`` hold the same slices of all. Of a weight tied over
-    stages the first stage's copy counts. Collective (one number); blocks.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for bucket in buckets:
-        if _counts(bucket, mesh) and bucket.gradient is not None:
-            parts: Iterable[Tensor] = (bucket.gradient,)
-            if bucket.host_sum is not None and bucket.link is not None:
-                size = max(PIECE_BYTES // bucket.gradient.element_size(), 1)
-                parts = bucket.link.iterate_on_device(bucket.gradient.split(size))
-            for part in parts:
-                total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
-    for group in (mesh.stage_group, mesh.tensor_group, mesh.pipeline_group):
-        work = all_reduce(total, group)
-        if work is not None:
-            work.wait()
-    return total
-
-
-def norm_and_flags(
-    buckets: list[Bucket], mesh: ParallelMesh, own: Tensor
-) -> tuple[Tensor, list[str]]:
-    """:func:`squared_norm` of one stage, and what is not finite, in one pass and one collective.
+    stages the first stage's copy counts.
 
     Args:
         own: whether such values arose on this rank (:class:`internsp.optim.finite.NotFinite`).
 
     Returns:
-        fp64: the norm's square; for each rank of the stage, and then for each parameter, a number
-        above zero if it has such values. And the parameters' names.
+        fp64: the norm's square; then for each of ``marks`` a number above zero if it has values
+        that are not finite.
     """
-    head = torch.zeros(1 + len(mesh.stage_ranks), dtype=torch.float64, device=mesh.device)
-    head[1 + dist.get_rank(mesh.stage_group)] = own
-    names, each, nothing = list[str](), list[Tensor](), head.new_zeros(())
+    nothing = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    counted, each = [nothing], [nothing] * (marks.stop - marks.start)
     for bucket in buckets:
-        norms: dict[Member, Tensor] = {}
         if bucket.segments and bucket.gradient is not None:
-            norms = dict(zip([s.member for s in bucket.segments], _norms(bucket), strict=True))
-        names += [member.name_in_model for member in bucket.offsets]
-        each.append(torch.stack([norms.get(member, nothing) for member in bucket.offsets]))
-        if _counts(bucket, mesh):
-            head[0] += each[-1].square().sum()
-    total = torch.cat([head, *(norms.isfinite().logical_not() for norms in each)])
-    for part, group in ((total, mesh.stage_group), (total[:1], mesh.tensor_group)):
+            norms, counts = _norms(bucket), _counts(bucket, mesh)
+            for segment, norm in zip(bucket.segments, norms, strict=True):
+                at = marks.place_of(segment.member)
+                each[at] = norm if each[at] is nothing else each[at] + norm
+            counted += norms if counts else ()
+    found = nothing.new_zeros(1 + len(marks.all))
+    found[0] = torch.stack(counted).square().sum()
+    found[1 + marks.rank] = own
+    found[1 + marks.start : 1 + marks.stop] = torch.stack(each).isfinite().logical_not()
+    parts = (found, mesh.stage_group), (found[:1], mesh.tensor_group), (found, mesh.pipeline_group)
+    for part, group in parts:
         work = all_reduce(part, group)
         if work is not None:
             work.wait()
-    return total, names
+    return found
 
 
 def _norms(bucket: Bucket) -> Sequence[Tensor]:

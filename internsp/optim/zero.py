@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from internsp.dtensor.parameter import StepCount
 from internsp.failure.recovery import reporting_refusals
 from internsp.optim import group_state, streamed
 from internsp.optim.bucket import Bucket, make_buckets
-from internsp.optim.finite import NotFinite, not_finite_gradients
+from internsp.optim.finite import Marks, NotFinite
 from internsp.optim.groups import (
     ParamGroups,
     members_of,
@@ -29,7 +29,7 @@ from internsp.optim.groups import (
 from internsp.optim.guarded import guard_parameter
 from internsp.optim.matrices import MatrixSteps
 from internsp.optim.methods import Method, methods_of, require_steppable
-from internsp.optim.norm import clip_factor, norm_and_flags, squared_norm
+from internsp.optim.norm import clip_factor, norm_and_flags
 from internsp.optim.reduction import ZeroReducer
 from internsp.optim.scaler import LossScaler
 from internsp.optim.state import OptimizerState, StateView
@@ -55,7 +55,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Of a class of torch's own with ``fused=True`` the update takes clip and verdict from the device:
     the host waits for no step (but a parameter's first), and reads what became of it when the next
-    one begins, or when an attribute below is asked for. Not with pipelines.
+    one begins, or when an attribute below is asked for.
 
     Args:
         communicator: what ``parallelize`` returned. The storage of its parameters moves.
@@ -155,6 +155,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._matrices = MatrixSteps(communicator)
         self._reducer = ZeroReducer(communicator, self._before_pass, reduce_dtype)
         self._reducer.unfinished = communicator.attach(self._reducer)
+        self._marks: Marks | None = None
         self._add_buckets(trainable_members(communicator))
 
     @property
@@ -261,11 +262,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         }
 
     def decides_on_device(self) -> bool:
-        """Whether every optimizer takes its verdict from the device. The same on all ranks.
-
-        A pipeline's stages have names of their own to exchange.
-        """
-        return self._communicator.mesh.pipeline == 1 and all(
+        """Whether every optimizer takes its verdict from the device. The same on all ranks of a
+        stage."""
+        return all(
             group.get("fused") and method.takes_verdict
             for group, method in zip(self.param_groups, self._methods, strict=True)
         )
@@ -450,6 +449,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.defaults = defaults
         self._methods += methods
         self._group_index |= dict.fromkeys(added, index)
+        if communicator.mesh.pipeline == 1:  # stages do not add at the same time
+            self._marks = None
 
     # inside
 
@@ -596,42 +597,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         mean = 1.0 / communicator.mesh.shape.stage_size if communicator.mean else 1.0
         return mean if self.loss_scaler is None else mean / self.loss_scaler.scale
 
-    def _step_on_device(self, log: bool) -> None:
-        """The host reads nothing of the step that it queues, but for a parameter's first."""
-        communicator, factor = self._communicator, self._gradient_factor()
-        own = self._reducer.local_not_finite
-        found, names = norm_and_flags(self._buckets, communicator.mesh, own)
-        communicator.recovery.check_lost("the gradient norm")
-        self.unread = partial(self._read_step, HostCopy(found), names, factor, log)
-        if self.loss_scaler is not None:
-            settle(self.loss_scaler)
-            self.loss_scaler.unread = partial(settle, self)
-        norm = found[0].sqrt() * factor
-        skipped = norm.isfinite().logical_not().to(torch.float32) if self.skip_not_finite else None
-        used = self._reducer.used
-        # State that a skipped step makes need not be what an optimizer has before its first step:
-        # torch's SGD takes a momentum that nothing has filled.
-        if skipped is not None and any(b.begins(used) for b in self._buckets) and self.skipped:
-            used.clear()
-        self._update(Verdict(factor * clip_factor(norm, self.max_grad_norm), skipped))
-
-    def _read_step(self, copy: HostCopy, names: list[str], factor: float, log: bool) -> None:
-        """Learn what became of a step from what :func:`norm_and_flags` has found."""
-        square, *flags = copy.read()
-        norm = math.sqrt(square) * factor
-        skipped, why = self.skip_not_finite and not math.isfinite(norm), None
-        mesh, scaler = self._communicator.mesh, self.loss_scaler
-        if skipped and (scaler is None or scaler.scale <= scaler.min_scale):
-            marked = [*mesh.stage_ranks, *names]
-            bad = [what for what, flag in zip(marked, flags, strict=True) if flag]
-            ranks = tuple(what for what in bad if isinstance(what, int))
-            why = NotFinite(tuple(what for what in bad if isinstance(what, str)), ranks)
-            if log and mesh.rank == 0:
-                _LOG.warning("the last step was skipped: gradients are %s", why)
-        self._record_step(norm, skipped, why)
-        if scaler is not None:
-            scaler.update(skipped)
-
     def _record_step(self, norm: float, skipped: bool, why: NotFinite | None) -> None:
         """Record a step's result in the public attributes."""
         self.grad_norm, self.skipped, self.not_finite = norm, skipped, why
@@ -661,35 +626,87 @@ def _step_together(optimizers: Sequence[ZeroOptimizer], log: bool) -> None:
         # and the slices are about to change.
         optimizer._communicator.wait_until_ready()
         optimizer._communicator.state.wait_for_gathers()
-    if len(optimizers) == 1 and optimizers[0].decides_on_device():
-        optimizers[0]._step_on_device(log)
-    else:
-        _step_on_host(optimizers, log)
+    verdict = _verdict(optimizers, log)
     for optimizer in optimizers:
+        if verdict is not None:
+            optimizer._update(verdict)
         # torch's learning-rate schedules warn if `step` was never called.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         optimizer._reducer.clear()
 
 
-def _step_on_host(optimizers: Sequence[ZeroOptimizer], log: bool) -> None:
-    """The host reads the norm, and decides."""
+def _verdict(optimizers: Sequence[ZeroOptimizer], log: bool) -> Verdict | None:
+    """What the norm decides, ``None`` if the host has read that the step is skipped. It reads what
+    came of the step now, or when it is asked for, if the optimizers decide on the device."""
     first = optimizers[0]
-    mesh, scaler = first._communicator.mesh, first.loss_scaler
+    mesh, factor, scaler = first._communicator.mesh, first._gradient_factor(), first.loss_scaler
+    reducers = [optimizer._reducer for optimizer in optimizers]
     buckets = [bucket for optimizer in optimizers for bucket in optimizer._buckets]
-    norm = math.sqrt(squared_norm(buckets, mesh).item()) * first._gradient_factor()
-    for optimizer in optimizers:  # the host has waited for the device: this norm may be no number
-        optimizer._communicator.recovery.check_lost("the gradient norm")
-    skipped = first.skip_not_finite and not math.isfinite(norm)
-    why = None
-    if skipped and (scaler is None or scaler.scale <= scaler.min_scale):
-        local_not_finite = [optimizer._reducer.local_not_finite for optimizer in optimizers]
-        why = not_finite_gradients(buckets, torch.stack(local_not_finite).any(), mesh)
-        if log and mesh.rank == 0:
-            _LOG.warning("this step is skipped: gradients are %s", why)
-    verdict = Verdict(first._gradient_factor() * clip_factor(norm, first.max_grad_norm))
+    own = torch.stack([reducer.local_not_finite for reducer in reducers]).any()
+    if first._marks is None:
+        first._marks = Marks(mesh, [m for each in optimizers for m in each._group_index])
+    found = norm_and_flags(buckets, mesh, own, first._marks)
+    result = _Result(first, HostCopy(found), factor, log)
+    late = all(optimizer.decides_on_device() for optimizer in optimizers)
+    if not late:
+        result.found  # noqa: B018 - the host waits; if a rank has failed meanwhile, it is any number
     for optimizer in optimizers:
-        optimizer._record_step(norm, skipped, why)
-        if not skipped:
-            optimizer._update(verdict)
+        optimizer._communicator.recovery.check_lost("the gradient norm")
+    for optimizer in optimizers:
+        optimizer.unread = partial(result.tell, optimizer)
     if scaler is not None:
-        scaler.update(skipped)
+        settle(scaler)
+        scaler.unread = partial(settle, first)
+    if not late:
+        for optimizer in optimizers:
+            settle(optimizer)
+        clip = clip_factor(first.grad_norm, first.max_grad_norm)
+        return None if first.skipped else Verdict(factor * clip)
+    total = found[0].sqrt() * factor
+    found_inf = total.isfinite().logical_not().to(torch.float32) if first.skip_not_finite else None
+    # State that a skipped step makes need not be what an optimizer has before its first step:
+    # torch's SGD takes a momentum that nothing has filled.
+    begins = any(b.begins(each.used) for each in reducers for b in each.bucket_of.values())
+    if found_inf is not None and begins and first.skipped:
+        for reducer in reducers:
+            reducer.used.clear()
+    return Verdict(factor * clip_factor(total, first.max_grad_norm), found_inf)
+
+
+class _Result:
+    """What became of a step, for the optimizers that share it.
+
+    Args:
+        first: the optimizer whose settings count for all.
+        copy: what :func:`norm_and_flags` has found.
+        factor: from sums to gradients.
+    """
+
+    def __init__(self, first: ZeroOptimizer, copy: HostCopy, factor: float, log: bool) -> None:
+        assert first._marks is not None, "made before the norm"
+        self._first, self._copy, self._factor, self._log = first, copy, factor, log
+        self._marks = first._marks
+
+    def tell(self, optimizer: ZeroOptimizer) -> None:
+        """Let ``optimizer`` know; the first of them adapts the loss scale."""
+        settle(self._first)
+        norm, skipped, why = self._read
+        optimizer._record_step(norm, skipped, why)
+        if optimizer is self._first and optimizer.loss_scaler is not None:
+            optimizer.loss_scaler.update(skipped)
+
+    @cached_property
+    def found(self) -> list[float]:
+        """What :func:`norm_and_flags` has found; the host waits for it."""
+        return self._copy.read()
+
+    @cached_property
+    def _read(self) -> tuple[float, bool, NotFinite | None]:
+        square, *flags = self.found
+        norm, scaler = math.sqrt(square) * self._factor, self._first.loss_scaler
+        skipped, why = self._first.skip_not_finite and not math.isfinite(norm), None
+        if skipped and (scaler is None or scaler.scale <= scaler.min_scale):
+            why = self._marks.not_finite(flags)
+            if self._log and self._first._communicator.mesh.rank == 0:
+                _LOG.warning("the last step was skipped: gradients are %s", why)
+        return norm, skipped, why

@@ -149,12 +149,12 @@ def experts_have_no_divisor(patched: pytest.MonkeyPatch, twin: OwnersTwin) -> No
 
 
 def the_norm_forgets_experts(patched: pytest.MonkeyPatch, twin: OwnersTwin) -> None:
-    real = zero.squared_norm
+    real = zero.norm_and_flags
 
-    def dense(buckets: Any, mesh: Any) -> Tensor:
-        return real([b for b in buckets if b.axis is mesh.dense], mesh)
+    def dense(buckets: Any, mesh: Any, *args: Any) -> Tensor:
+        return real([b for b in buckets if b.axis is mesh.dense], mesh, *args)
 
-    patched.setattr(zero, "squared_norm", dense)
+    patched.setattr(zero, "norm_and_flags", dense)
 
 
 FAULTS: dict[Fault, tuple[Callable[[Fault, pytest.MonkeyPatch], None], str]] = {

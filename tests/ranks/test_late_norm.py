@@ -267,15 +267,21 @@ def test_one_group_that_takes_no_verdict_leaves_all_to_the_host(rank: int) -> No
 
 
 @ranks(2)
-def test_two_optimizers_that_share_a_norm_are_both_decided_by_the_host(rank: int) -> None:
+def test_two_optimizers_that_share_a_norm_are_decided_alike(rank: int) -> None:
     pairs = [made("sgd", 2, None) for _ in range(2)]
+    first, second = (zero for _, zero in pairs)
     for step, bad in enumerate((False, True)):
         before = [whole(model) for model, _ in pairs]
         for number, (model, _) in enumerate(pairs):
             ids, labels = batch(step, 2)
             loss = model(share(ids, rank), share(labels, rank), side=True)
             (loss * (math.inf if bad and number == rank == 1 else 1.0)).backward()
-        step_together([zero for _, zero in pairs])
+        step_together([first, second])
+        assert (first.unread is None) == (step == 0)
+        # The second is asked before the first one, whose norm it shares.
+        assert (second.skipped, first.skipped) == (bad, bad)
+        assert (second.not_finite is not None) == bad
+        assert first.not_finite == second.not_finite
         for (model, _), values in zip(pairs, before, strict=True):
             assert all(torch.equal(v, values[n]) for n, v in whole(model).items()) == bad
 

@@ -177,11 +177,12 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_from(tmp_path
         assert "step-000006 is not resumed from; give the path of an earlier checkpoint" in second
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.thorough(1))])
 @pytest.mark.unmeasured
-def test_a_pipeline_skips_on_all_stages_and_names_those_of_all(tmp_path: Path) -> None:
+def test_a_pipeline_skips_on_all_stages_and_names_those_of_all(fused: bool, tmp_path: Path) -> None:
     made = settings(
         parallel={"pipeline": 2}, train={"micro_batches": 2}, model={"layers": 4},
+        optimizer={"options": ["fused = true"] * fused},
     )  # fmt: skip
     ranks = run_ranks(run, 2, made, str(tmp_path / "run"), 1, "gradient", (2, 4, 5, 6))
     for _, raised in ranks:

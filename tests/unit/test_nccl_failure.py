@@ -83,10 +83,9 @@ def test_a_cause_that_came_with_the_norm_leaves_weights_and_replicas_as_they_are
 
         def aborted(*_: Any) -> Any:
             communicator.recovery.guard.fatal_cause = "rank 1 failed first: ValueError"
-            left = torch.tensor(2.0)  # what an aborted collective leaves
-            return (left.expand(99), []) if fused else left
+            return torch.full((99,), 2.0)  # what an aborted collective leaves
 
-        monkeypatch.setattr(zero, "norm_and_flags" if fused else "squared_norm", aborted)
+        monkeypatch.setattr(zero, "norm_and_flags", aborted)
         sent = communicator.state.collectives.counters.gathers
         with pytest.raises(CollectiveError, match=r"gradient norm.*rank 1 failed first"):
             optimizer.step()

@@ -22,7 +22,9 @@ from internsp import (
 )
 from internsp.config import ActivationCheckpointConfig
 from internsp.failure.consensus import Consensus
+from internsp.failure.objects import Objects
 from internsp.optim.zero import step_together
+from internsp.pipeline import Pipeline
 from tests.support.few import some
 from tests.support.left_out import ROOT, Site, functions_called, left_out, sites
 from tests.support.models import ALL, ROLLING, SOME, VOCABULARY, Tiny
@@ -172,7 +174,7 @@ def within_unchanged(mesh: ParallelMesh, here: Device, **options: Any) -> None:
         b.wait_stream(a)
 
 
-def a_pipeline(mesh: ParallelMesh, here: Device, **options: Any) -> None:
+def a_pipeline(mesh: ParallelMesh, here: Device, fused: bool = False, **options: Any) -> None:
     """The first of two stages; what the other one would say of its tensors is this one's own."""
     from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta
 
@@ -192,10 +194,11 @@ def a_pipeline(mesh: ParallelMesh, here: Device, **options: Any) -> None:
         kind = next(each for each in PipelineStage.__mro__ if "_recv_meta" in vars(each))
         patch.setattr(kind, "_send_meta", tell)
         patch.setattr(kind, "_recv_meta", hear)
+        patch.setattr(Objects, "gather", lambda _, mine: [mine] * mesh.pipeline)  # of names
         pipeline, _ = make(case, mesh=mesh)
         given = batches(case, mesh)
         chunks = pipeline.communicators
-        optimizers = [ZeroOptimizer(chunk, torch.optim.SGD, lr=0.1) for chunk in chunks]
+        optimizers = [ZeroOptimizer(c, torch.optim.SGD, lr=0.1, fused=fused) for c in chunks]
         for _ in range(3):
             pipeline.step(given)
             step_together(optimizers)
@@ -292,8 +295,13 @@ def test_every_conflicting_access_is_ordered(form: str) -> None:
     [
         pytest.param(False, FUSED, id="fused"),
         pytest.param(False, FUSED | {"offload": OFFLOAD, "left_alone": True}, id="offload"),
-        pytest.param(True, FUSED | {"offload": OFFLOAD}, id="offload, a program's own loop"),
-        pytest.param(True, {}, id="unfused"),
+        pytest.param(
+            True,
+            FUSED | {"offload": OFFLOAD},
+            id="offload, a program's own loop",
+            marks=pytest.mark.thorough(1),
+        ),
+        pytest.param(True, {}, id="unfused", marks=pytest.mark.thorough(1)),
     ][0 if since("2.13") else 3 :],
 )
 def test_the_host_stands_behind_nothing_of_a_step_that_it_queues(
@@ -317,6 +325,25 @@ def test_the_host_stands_behind_nothing_of_a_step_that_it_queues(
         assert not here.races
         made.optimizer.grad_norm  # noqa: B018 - asked for: now the host waits
         assert here.host.clock.get(main, 0) > begins
+
+
+@pytest.mark.skipif(not since("2.13"), reason="a fake group does not write what it reduces")
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.thorough(2))])
+def test_nor_does_it_in_a_pipeline_but_for_the_question_whether_all_ranks_can_run_the_step(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ask = list[int](), Pipeline._step_consensus
+    with alone(4), device() as here:
+
+        def noted(*args: Any) -> Any:
+            found = ask(*args)
+            asked.append(here.here.clock[here.here])
+            return found
+
+        monkeypatch.setattr(Pipeline, "_step_consensus", noted)
+        mesh = ParallelMesh.create(**STAGES, device_type="cpu")
+        a_pipeline(mesh, here, fused, schedule="Interleaved1F1B", micro_batches=4)
+        assert (here.host.clock[here.here] <= asked[-1]) == fused
 
 
 FILES = [
