@@ -268,20 +268,21 @@ def test_one_group_that_takes_no_verdict_leaves_all_to_the_host(rank: int) -> No
 
 @ranks(2)
 def test_two_optimizers_that_share_a_norm_are_decided_alike(rank: int) -> None:
-    pairs = [made("sgd", 2, None) for _ in range(2)]
+    scaler = LossScaler(64.0, min_scale=32.0)
+    pairs = [made("sgd", 2, None, loss_scaler=scaler) for _ in range(2)]
     first, second = (zero for _, zero in pairs)
     for step, bad in enumerate((False, True)):
         before = [whole(model) for model, _ in pairs]
         for number, (model, _) in enumerate(pairs):
             ids, labels = batch(step, 2)
             loss = model(share(ids, rank), share(labels, rank), side=True)
-            (loss * (math.inf if bad and number == rank == 1 else 1.0)).backward()
+            (first.scale(loss) * (math.inf if bad and number == rank == 1 else 1.0)).backward()
         step_together([first, second])
         assert (first.unread is None) == (step == 0)
         # The second is asked before the first one, whose norm it shares.
         assert (second.skipped, first.skipped) == (bad, bad)
-        assert (second.not_finite is not None) == bad
-        assert first.not_finite == second.not_finite
+        assert second.not_finite is first.not_finite is None, "it lowered the scale"
+        assert scaler.scale == (32.0 if bad else 64.0)
         for (model, _), values in zip(pairs, before, strict=True):
             assert all(torch.equal(v, values[n]) for n, v in whole(model).items()) == bad
 
