@@ -56,7 +56,8 @@ class Marks:
     Attributes:
         all: ranks (numbers), and names of parameters.
         rank: the index of this rank.
-        start, stop: the indices of this stage's parameters.
+        start, stop: the indices of this stage's parameters; the last is for those added later.
+        places: a parameter's index from ``start`` on.
     """
 
     def __init__(self, mesh: ParallelMesh, members: Sequence[Member]) -> None:
@@ -68,11 +69,7 @@ class Marks:
         self.rank = ranks.index(mine[0][dist.get_rank(mesh.stage_group)])
         self.start = len(ranks) + sum(map(len, names[: mesh.pipeline_rank]))
         self.stop = self.start + len(mine[1])
-        self._places = {member: at for at, member in enumerate(members)}
-
-    def place_of(self, member: Member) -> int:
-        """The index of a parameter of this stage, from ``start`` on."""
-        return self._places.get(member, len(self._places))
+        self.places = {member: at for at, member in enumerate(members)}
 
     def not_finite(self, flags: Sequence[float]) -> NotFinite:
         """What the flags that ranks have summed say."""

@@ -38,11 +38,12 @@ def norm_and_flags(
     """
     nothing = torch.zeros((), dtype=torch.float64, device=mesh.device)
     counted, each = [nothing], [nothing] * (marks.stop - marks.start)
+    places, last = marks.places, marks.stop - marks.start - 1
     for bucket in buckets:
         if bucket.segments and bucket.gradient is not None:
             norms, counts = _norms(bucket), _counts(bucket, mesh)
             for segment, norm in zip(bucket.segments, norms, strict=True):
-                at = marks.place_of(segment.member)
+                at = places.get(segment.member, last)
                 each[at] = norm if each[at] is nothing else each[at] + norm
             counted += norms if counts else ()
     found = nothing.new_zeros(1 + len(marks.all))
