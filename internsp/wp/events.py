@@ -379,16 +379,15 @@ class Events:
         Args:
             state: what an optimizer keeps there has changed, too.
         """
-        chunk, link = self._chunk, self._chunk.link
+        chunk = self._chunk
         if chunk.handles and not self.contents.promised:
             chunk.wait_for_gathers()
-        if link is None:
-            return
-        seen = state or any(weight.hosted for weight in self._replicated.sharded)
-        if seen and not self.contents.left_alone:
-            link.synchronize()
-        else:
-            link.finish_copies_to_host()
+        if (link := chunk.link) is not None:
+            seen = state or any(weight.hosted for weight in self._replicated.sharded)
+            if seen and not self.contents.left_alone:
+                link.synchronize()
+            else:
+                link.finish_copies_to_host()
 
     def hold_full_params(self, context: str) -> None:
         """Let parameters be plain tensors within ``context``; empty: they are sharded again."""

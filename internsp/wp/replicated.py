@@ -60,6 +60,7 @@ class ReplicatedParameters:
         self._views: Sequence[Tensor] = ()  # of the flat gradient, one a parameter
         self.given: set[int] = set()
         self._mine: list[bool] = []  # this rank's flags in the last reduction
+        self._sent, self._there = list[bool](), torch.empty(0)  # the last copied to the device
         self._current, self._turns = current_stream(mesh.device), Turns()
 
     def bind(self, events: BackwardEvents) -> None:
@@ -100,6 +101,7 @@ class ReplicatedParameters:
                 dtype = torch.promote_types(dtype, member.dtype)
             length = self.numel + len(self.members) + len(self.sharded)
             self.flat = torch.zeros(length, dtype=dtype, device=self._mesh.device)
+            self._there = self.flat.new_empty(length - self.numel)
             self._views = self._shaped(self.flat)
             for member, view in zip(self.members, self._views, strict=True):
                 member.total = view
@@ -130,7 +132,10 @@ class ReplicatedParameters:
         if all(flags):
             region.fill_(1)
             return
-        region.copy_(copy_to(region.device, torch.tensor(flags, dtype=region.dtype)))
+        if flags != self._sent:  # a step that is like the one before copies nothing from the host
+            self._there.copy_(copy_to(region.device, torch.tensor(flags, dtype=region.dtype)))
+            self._sent = flags
+        region.copy_(self._there)
 
     def reduce(
         self, had_gradient: dict[ShardedParameter, bool], collectives: Collectives
