@@ -17,6 +17,13 @@ _KEPT = "_internsp_meshes"
 """Attribute of a program's mesh: the library's groups for it, which end with it."""
 
 
+class _Kept(dict[str, ParallelMesh]):
+    """Empty in a copy or a pickle of the program's mesh: groups are this process's."""
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
 def mesh_of_program(data: DeviceMesh, others: Sequence[DeviceMesh] = ()) -> ParallelMesh:
     """The groups for ``data``: made at the first call (collective), then the same again.
 
@@ -35,7 +42,7 @@ def mesh_of_program(data: DeviceMesh, others: Sequence[DeviceMesh] = ()) -> Para
             "shard), and parallelize_module one of one dimension"
         )
     # Two slices of one mesh are two objects, of the same groups.
-    kept: dict[str, ParallelMesh] = vars(data._get_root_mesh()).setdefault(_KEPT, {})
+    kept = vars(data._get_root_mesh()).setdefault(_KEPT, _Kept())
     key = f"{data.mesh.tolist()} {widest.mesh.tolist()}"
     if key not in kept or kept[key].is_closed:
         names = ["replicate", "shard"][-data.ndim :] + ["tensor"] * (widest.ndim - data.ndim)

@@ -117,6 +117,8 @@ def test_a_full_state_dict_of_the_first_rank_reaches_all(rank: int) -> None:
     for begun in (range(0), range(1)):
         model, optimizer = build(ours.fully_shard, (2,))
         train(model, optimizer, rank, begun)
+        mesh = model.head.weight.device_mesh  # accelerate's is in the Trainer's pickled arguments
+        assert pickle.loads(pickle.dumps(mesh)) == mesh
         set_model_state_dict(
             model, dict(full) if rank == 0 else {},  # which torch changes
 
