@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import internsp.fsdp
 from tests.support.accelerated import PLUGIN, on_processors
+from tests.support.fsdp import require_same
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
@@ -26,15 +28,27 @@ Log = list[dict[str, float]]
 
 
 def train(
-    rank: int, world: int, folder: Path, kind: str, ours: bool
+    rank: int, world: int, folder: Path, kind: str, ours: bool, replicas: int = 1
 ) -> list[tuple[Log, dict[str, Tensor]]]:
-    """Four steps with a checkpoint after two, and the last two again from that checkpoint."""
+    """Four steps with a checkpoint after two, and the last two again from that checkpoint.
+
+    Args:
+        replicas: with several, the state of our optimizer is over them, too.
+    """
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {**PLUGIN, "FSDP_STATE_DICT_TYPE": kind, "MASTER_ADDR": "127.0.0.1"}
     if ours:
         internsp.fsdp.install()
     on_processors()
+    from accelerate import ParallelismConfig
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    kind_of, more = Trainer, dict[str, Any]()
+    if replicas > 1:
+        shards = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=world // replicas)
+        more["parallelism_config"] = shards
+        if ours:
+            from examples.fsdp_trainer import StateOverAllRanks as kind_of  # noqa: N813
 
     draw = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 64, (64, 12), generator=draw)
@@ -48,12 +62,12 @@ def train(
                 num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False,
             )
         ).double()  # fmt: skip
-        trainer = Trainer(
+        trainer = kind_of(
             model,
             TrainingArguments(
                 output_dir=str(folder), per_device_train_batch_size=2, max_steps=4, save_steps=2,
                 gradient_accumulation_steps=2, logging_steps=1, learning_rate=1e-2, report_to=[],
-                use_cpu=True, seed=1, max_grad_norm=0.5, disable_tqdm=True,
+                use_cpu=True, seed=1, max_grad_norm=0.5, disable_tqdm=True, **more,
             ),
             train_dataset=data,
         )  # fmt: skip
@@ -63,10 +77,25 @@ def train(
         keys = {"loss", "grad_norm", "learning_rate"}
         log = [{k: v for k, v in e.items() if k in keys} for e in trainer.state.log_history]
         found.append((log, weights))
-        assert type(next(trainer.model.parameters())).__name__ == (
-            "ShardParameter" if ours else "DTensor"
-        )
+        assert (type(next(trainer.model.parameters())) is DTensor) != ours
+        if ours and replicas > 1:
+            told = f"optimizer state is over {world} ranks"
+            assert told in internsp.fsdp.report(trainer.model)
     return found
+
+
+@pytest.mark.thorough(60)
+def test_the_state_of_the_trainers_optimizer_is_over_the_replicas_too(tmp_path: Path) -> None:
+    both = [
+        run_ranks(
+            train, 4, tmp_path / str(ours), "FULL_STATE_DICT", ours, 2, timeout=240, fresh=True
+        )[0]
+        for ours in (False, True)
+    ]
+    for (wanted, other), (log, weights) in zip(*both, strict=True):
+        losses = [[entry.get("loss") for entry in one] for one in (log, wanted)]
+        assert losses[0] == losses[1]
+        require_same(weights, other)
 
 
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
