@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from internsp.base.sizes import human
-from internsp.fsdp.attach import Attached, plan_of
+from internsp.fsdp.attach import plan_of
 from internsp.fsdp.units import ProgramUnit
 from internsp.schedule.described import described
 
@@ -17,30 +17,25 @@ def report(model: nn.Module) -> str:
         ValueError: ``model`` is no module of ``fully_shard``, or has not run.
     """
     found = plan_of(model, "report")
-    plan, remarks = found.communicator.plan, {unit.name: _while(unit) for unit in found.units}
+    mesh, plan = found.communicator.mesh, found.communicator.plan
     sizes = {u.name: sum(w.unsharded_bytes for w in u.weights) for u in plan.units}
     own = [(unit.kind, sizes.get(unit.name, 0)) for unit in found.units]
     most = sorted(size for kind, size in own if kind != "root")[-2:]
     peak = sum(most) + sum(size for kind, size in own if kind == "root")
-    return "\n".join([
-        f"{type(found.root).__name__}: {found.communicator.mesh.describe()}",
-        *described(plan, remarks),
+    told = [
+        f"{type(found.root).__name__}: {mesh.describe()}",
+        *described(plan, {unit.name: _while(unit) for unit in found.units}),
         f"FSDP2 would hold {human(peak)} of whole weights at its peak, and "
         f"{human(max(sizes.values()))} in the buffer of a gather",
-        *_state(found),
-        *(f"taken from the program: {note}" for note in found.notes),
-    ])  # fmt: skip
-
-
-def _state(found: Attached) -> list[str]:
-    mesh = found.communicator.mesh
+    ]
     if found.zero:
-        return [f"optimizer state is over {mesh.zero * mesh.weight} ranks"]
-    told = (
-        f"each of {mesh.replicas} replicas has all optimizer state, which "
-        "internsp.fsdp.zero_optimizer(model, optimizer) would shard"
-    )
-    return [told] if mesh.replicas > 1 else []
+        told.append(f"optimizer state is over {mesh.zero * mesh.weight} ranks")
+    elif mesh.replicas > 1:
+        told.append(
+            f"each of {mesh.replicas} replicas has all optimizer state, which "
+            "internsp.fsdp.zero_optimizer(model, optimizer) would shard"
+        )
+    return "\n".join([*told, *(f"taken from the program: {note}" for note in found.notes)])
 
 
 def _while(unit: ProgramUnit) -> str:
