@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,9 @@ def test_the_command_writes_the_text_and_the_same_seed_the_same(
     assert cli.main(["generate", run, "--tokens", "-1", "--top_p", "0", "--temperature=-1"]) == 2
     said = capsys.readouterr().err
     assert [name in said for name in ("--tokens", "--top_p", "--temperature")] == [True] * 3
+    for device, why in (("lathe", "Expected one of cpu"), ("meta", "no data")):
+        assert cli.main(["generate", run, "--device", device]) == 2
+        assert re.search(f"--device: '{device}' cannot .*{why}.*cpu", capsys.readouterr().err)
     assert cli.main(["generate", str(runs[0]), "--prompt", "x"]) == 2
     assert "no checkpoint at" in capsys.readouterr().err
 

@@ -82,6 +82,7 @@ def test_mistakes_of_the_file_and_the_options_are_one_report_with_status_2(capsy
         (["train", "good.toml", "--resume", "gone"], "checkpoint.resume: no such checkpoint"),
         (["plan", "good.toml", "--output", "x"], "--output: unknown option of plan"),
         (["plan", "good.toml", "--train.steps", "0"], "--train.steps: must be at least 1, got"),
+        (["generate", "gone", "--seed", str(1 << 70)], "--seed: 1180591620717411303424 is out"),
         (["generate", "gone", "--prompt", "a\udcff"], "--prompt: character 2 is not UTF-8"),
     ],
 )

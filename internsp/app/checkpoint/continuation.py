@@ -73,7 +73,8 @@ def continuation(
         Prompt and continuation.
 
     Raises:
-        ConfigError: see :func:`load_run`; or the text is none, or has a token that the model lacks.
+        ConfigError: see :func:`load_run`; or the text is none, or has a token that the model lacks;
+            or the machine has no such device.
     """
     try:
         prompt.encode()
@@ -83,8 +84,8 @@ def continuation(
         ) from None
     model, config, _ = load_run(run)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    model.to(device_type(config) if device is None else device)
-    where = next(model.parameters()).device
+    where = _usable(device_type(config) if device is None else device)
+    model.to(where)
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
     text = _Text(tokenizer, ids if prompt else [], on_text)
     on_text(prompt)
@@ -94,6 +95,18 @@ def continuation(
         stop_id=tokenizer.end_of_document, on_token=text.add,
     )  # fmt: skip
     return prompt + text.finish()
+
+
+def _usable(device: str) -> torch.device:
+    """The device, if it can compute here."""
+    try:
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--device: {device!r} cannot compute here: {reason}; give another, as cpu"
+        ) from None
+    return torch.device(device)
 
 
 class _Text:

@@ -105,6 +105,7 @@ class Generate:
             "tokens": self.tokens < 0,
             "temperature": not 0 <= self.temperature < float("inf"),
             "top_k": self.top_k is not None and self.top_k < 1,
+            "seed": abs(self.seed) >= 1 << 63,
             "top_p": self.top_p is not None and not 0 < self.top_p <= 1,
         }
         if mistakes := [name for name, found in wrong.items() if found]:
