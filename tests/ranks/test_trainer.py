@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,9 @@ def listed(rank: int, world: int, folder: str) -> tuple[list[list[float]], list[
 
     return [run("iterator"), run("list", data=lambda mesh: list(own_data(mesh)))], [
         refused("short", data=short),
+        refused("parts", data=lambda mesh: [(rows(0, mesh.data_rank, 2), [[0]] * 2, 1)]),
+        refused("starts", data=lambda mesh: [(rows(0, mesh.data_rank, 2), torch.zeros(2, 1))]),
+        refused("many", data=lambda _: [rows(0, 0, 2) + 300], model=None, loss=None),
         refused("mean", loss=lambda model, at: loss(model, at).expand(2)),
         refused("detached", loss=lambda model, at: loss(model, at).detach()),
         refused("plain", optimizer=lambda _: torch.optim.SGD(Tiny().parameters(), lr=0.1)),
@@ -279,11 +283,15 @@ def listed(rank: int, world: int, folder: str) -> tuple[list[list[float]], list[
 
 
 def test_a_list_of_batches_is_gone_through_once_and_wrong_parts_are_named(tmp_path: Path) -> None:
-    for (iterated, listed_), (short, mean, detached, plain) in run_ranks(listed, 2, str(tmp_path)):
+    for (iterated, listed_), errors in run_ranks(listed, 2, str(tmp_path)):
+        short, parts, starts, many, mean, detached, plain = errors
         assert len(iterated) == 3
         assert listed_ == iterated
         assert "rank 1: data gives 1 rows where" in short
         assert "drop_last=True" in short
+        assert "rank 0: data gives no int64 tensor [rows, tokens]" in parts
+        assert "rank 0: data gives document starts that are no list of whole numbers" in starts
+        assert re.search(r"data gives ids from 3\d\d to .* below model.vocab_size = ", many)
         assert "loss gives [2], no scalar tensor" in mean
         assert "loss gives a value without gradients" in detached
         assert "optimizer gives SGD, no ZeroOptimizer" in plain

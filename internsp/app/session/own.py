@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,19 @@ class CustomData:
     ``[rows, s]``, or a pair of ids and the document starts of each row. All ranks with the same
     data rank (ranks of a sequence group, pipeline stages) must give the same rows, which is checked
     in the first step. A resumed run skips the batches that were used before.
+
+    Args:
+        vocabulary: number of the model's ids; ``None``: of a model of one's own it is not known.
     """
 
     tokenizer = None
     evaluations = ()
     fingerprint = "of a program"
 
-    def __init__(self, data: Data, config: Config, mesh: ParallelMesh) -> None:
-        self._config, self._mesh = config, mesh
+    def __init__(
+        self, data: Data, config: Config, mesh: ParallelMesh, vocabulary: int | None
+    ) -> None:
+        self._config, self._mesh, self._vocabulary = config, mesh, vocabulary
         self._batches = iter(data(mesh))  # once: a list or a DataLoader would begin anew each step
         self._ready: deque[Batch] = deque()
         self._taken = 0  # batches
@@ -139,8 +145,11 @@ class CustomData:
             self._taken += 1
         mistake = ""
         for given in islice(self._batches, train.micro_batches - len(self._ready)):
-            ids, boundaries = given if isinstance(given, tuple) else (given, None)
-            mistake = mistake or self._mistake(ids)
+            ids: Any = given
+            boundaries: Any = None
+            if isinstance(given, tuple) and len(given) == 2:
+                ids, boundaries = given
+            mistake = mistake or self._mistake(ids, boundaries)
             self._ready.append(Batch(ids, boundaries, [] if mistake else [[] for _ in ids]))
             self._taken += 1
         enough = len(self._ready) == train.micro_batches
@@ -172,7 +181,7 @@ class CustomData:
         """(0, 0): the position in the data is unknown."""
         return 0, 0
 
-    def _mistake(self, ids: Any) -> str:
+    def _mistake(self, ids: Any, boundaries: Any) -> str:
         train = self._config.train
         rows = train.global_batch // (train.micro_batches * self._mesh.data)
         if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2:
@@ -182,6 +191,18 @@ class CustomData:
                 f"data gives {len(ids)} rows where global_batch / (micro_batches x data degree) = "
                 f"{rows} (a DataLoader's last batch is shorter without drop_last=True)"
             )
+        lists = isinstance(boundaries, list) and all(isinstance(row, list) for row in boundaries)
+        if boundaries is not None and not (
+            lists and all(isinstance(at, Integral) for row in boundaries for at in row)
+        ):
+            return "data gives document starts that are no list of whole numbers for each row"
+        if self._vocabulary is not None and ids.is_cpu and ids.numel():  # on a device it would wait
+            least, greatest = (int(found) for found in ids.aminmax())
+            if least < 0 or greatest >= self._vocabulary:
+                return (
+                    f"data gives ids from {least} to {greatest}, but the model has those below "
+                    f"model.vocab_size = {self._vocabulary}"
+                )
         return ""
 
     def _compare(self, mistake: str) -> None:

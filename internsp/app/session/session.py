@@ -116,7 +116,8 @@ class Session:
         if custom.data is None:
             source = open_source(config, mesh)
         else:
-            source = CustomData(custom.data, config, mesh)
+            vocabulary = config.model.vocab_size if custom.model is None else None
+            source = CustomData(custom.data, config, mesh, vocabulary)
         steps = steps_of(config, source)
         model: Any = build_for_training(config) if custom.model is None else custom.model
         parameters = sum(p.numel() for p in model.parameters())
