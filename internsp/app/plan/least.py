@@ -2,8 +2,8 @@
 
 A search leaves out what does not fit by it; what is left is counted by the budget itself. Weights
 are counted from the model, and what a block keeps is measured once for each way to recompute and to
-share sequences. What only adds is left out: small weights, most of what a block works in, and
-gradients that a split backward keeps.
+share sequences, and once where a backward is split. What only adds is left out: small weights, and
+most of what a block works in.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from internsp.app.plan.workload import Workload
 from internsp.mesh import MeshShape
 from internsp.parallel.experts import take_experts
 from internsp.pipeline.chunks import partition_costs
+from internsp.pipeline.pipeline import can_split_backward
 from internsp.structure.assign import plan_sharding
 from internsp.structure.blocks import read_structure
 
 _MEASURED = (1024, 2048)  # positions of measured steps
+_ENDS = (2048, 1024, 64)  # of those that tell what the loss works in
 _SIZES = {"fp32": 4, "fp64": 8}
 
 
@@ -49,6 +51,39 @@ class _Kept(NamedTuple):
     more: float
 
 
+class _Halves(NamedTuple):
+    """A stage in the middle whose backward has two parts, one for gradients of weights.
+
+    Attributes:
+        between: bytes of a token from the first part to the second.
+        working: bytes at work, beside those that are kept, at the measured positions.
+    """
+
+    between: _Kept
+    working: tuple[float, float]
+
+    def at_work(self, tokens: int) -> float:
+        """Bytes at least: the peak is the highest of several that are linear in the tokens."""
+        (few, more), (low, high) = self.working, _MEASURED
+        if low < tokens < high:
+            return min(few, more)
+        return max(0.0, few + (more - few) / (high - low) * (tokens - low))
+
+
+class Moment(NamedTuple):
+    """When a pipeline rank has most micro-batches, or most gradients of weights are put off.
+
+    Attributes:
+        whole: of each chunk, micro-batches that have had no backward.
+        between: of each chunk, those between the two parts of their backward.
+        next: the chunk that has a backward then.
+    """
+
+    whole: Sequence[int]
+    between: Sequence[int]
+    next: int
+
+
 class Stages(NamedTuple):
     """How blocks are divided among pipeline ranks."""
 
@@ -69,17 +104,29 @@ class Stages(NamedTuple):
             return rank, 2 * self.ranks - 1 - rank
         return range(rank, self.ranks * self.chunks, self.ranks)
 
-    def in_flight(self, rank: int, number: int) -> Sequence[int]:
-        """Of each chunk of a rank, micro-batches that have had no backward when the first one has,
-        or, of a V, when most are: torch's orders of 1F1B, Interleaved1F1B and ZBVZeroBubble."""
+    def moments(self, rank: int, number: int) -> list[Moment]:
+        """Of torch's orders of 1F1B, Interleaved1F1B and ZBVZeroBubble, of so many micro-batches:
+        each chunk's first backward; of a V that of its turn, and when its first chunk has its last.
+        """
         behind = self.ranks - 1 - rank
         if self.v_shaped:
-            return min(self.ranks + behind, number), min(rank + 1, number)
+            turn = min(self.ranks + behind, number), min(rank + 1, number)
+            total = max(2 * self.ranks - 1, number)  # torch leaves out the later ones
+
+            def among(first: int, end: int) -> int:
+                return max(0, min(end, number) - first)
+
+            first = total - self.ranks
+            left, put_off = among(first + rank, total), among(first, first + rank)
+            ended = Moment((left, 0), (put_off, among(total - rank, total)), 0 if left else 1)
+            return [Moment(turn, (0, 0), 1), ended]
         if self.chunks == 1:
-            return (min(behind + 1, number),)
+            return [Moment((min(behind + 1, number),), (0,), 0)]
         passes = min((self.chunks - 1) * self.ranks + 2 * behind + 1, self.chunks * number)
         each = Counter(one // self.ranks % self.chunks for one in range(passes))
-        return [each[chunk] for chunk in range(self.chunks)]
+        none = [0] * self.chunks  # of later chunks some have had theirs
+        whole = [[each[one] for one in range(chunk + 1)] for chunk in range(self.chunks)]
+        return [Moment([*some, *none][: self.chunks], none, len(some) - 1) for some in whole]
 
 
 class LeastBytes:
@@ -102,7 +149,10 @@ class LeastBytes:
         )  # fmt: skip
         blocks = [[0, 0, 0] for _ in structure.blocks]
         outer: Counter[str] = Counter()
-        for one in plan_sharding(model, structure, weights, 1):
+        shardings = plan_sharding(model, structure, weights, 1)
+        cut = {id(one.parameter) for one in shardings if one.unit is not None}
+        self.splits = can_split_backward(model, cut, weights.compile)
+        for one in shardings:
             elements = math.prod(one.shape)
             if one.unit is None:
                 continue
@@ -119,6 +169,7 @@ class LeastBytes:
         self._weights = lru_cache(maxsize=None)(self._weight_bytes)
         self._activations = lru_cache(maxsize=None)(self._activation_bytes)
         self._kept = lru_cache(maxsize=None)(self._kept_bytes)
+        self._halves = lru_cache(maxsize=None)(self._halves_bytes)
         self._loss = lru_cache(maxsize=None)(self._loss_bytes)
 
     def of(self, load: Workload) -> float:
@@ -216,26 +267,44 @@ class LeastBytes:
         few = whole if mode == "none" else self._kept(mode, tiled, context, ring)
         recomputing = round(again.products * len(self.blocks))
         tokens = rows * self.base.sequence // context
-        message = tokens * self.base.model.hidden * _SIZES.get(self.base.dtype, 2)
+        size = _SIZES.get(self.base.dtype, 2)
+        message = tokens * self.base.model.hidden * size
         last = stages.ranks * stages.chunks - 1
         found = []
         for rank, chunks in enumerate(self._split(stages)):
-            nbytes, working = 0.0, 0.0
-            own, flying = stages.of(rank), stages.in_flight(rank, number)
-            for stage, blocks, passes in zip(own, chunks, flying, strict=True):
+            buffers, kept, between, working = 0.0, [], [], []
+            own = stages.of(rank)
+            for stage, blocks in zip(own, chunks, strict=True):
                 those = len(range(blocks.start, min(blocks.stop, recomputing)))
-                kept = (len(blocks) - those) * whole.block
-                kept += 0.0 if away and those else (few if those else whole).more
-                kept += 0.0 if away else those * few.block
-                within = message if stages.v_shaped else 0  # a V's turn receives what it sent
-                nbytes += passes * max(0.0, kept * tokens - within)
+                each = (len(blocks) - those) * whole.block
+                each += 0.0 if away and those else (few if those else whole).more
+                each += 0.0 if away else those * few.block
+                within = message if stage + 1 in own else 0  # a V's turn receives what it sent
+                embedded = 0 if stage or stages.ranks == 1 or (away and those) else message
+                kept.append(max(0.0, each * tokens + embedded - within))
                 if stages.ranks > 1:
-                    nbytes += number * message * ((stage > 0) + (stage < last))
+                    buffers += number * message * ((stage > 0) + (stage < last))
+                # Its last block is computed again when it has its backward.
+                work = (whole.block - few.block) * tokens if blocks.stop <= recomputing else 0.0
+                if stage == 0:  # the gradient of an embedding comes when two blocks are freed
+                    freed = 2 * (few if those else whole).block + (few if those else whole).more
+                    work = max(work, self.first * size - freed * tokens - 2 * message)
+                splits = stages.v_shaped and self.splits and stage > 0 and not those
                 if stage == last:
-                    working = self._loss() * min(1.0, tokens / _MEASURED[0])
-            if chunks[-1].stop <= recomputing:  # it is computed again when it has its backward
-                working = max(working, (whole.block - few.block) * tokens)
-            found.append(nbytes + working)
+                    at = next((n for n in _ENDS if n <= tokens), _ENDS[-1])
+                    work = max(work, self._loss(at, splits) * min(1.0, tokens / at))
+                later = 0.0
+                if splits:
+                    halves = self._halves()
+                    later = len(blocks) * halves.between.block + halves.between.more
+                    work = max(work, halves.at_work(tokens))
+                between.append(max(0.0, later * tokens - within))
+                working.append(work)
+            moments = [
+                _product(one.whole, kept) + _product(one.between, between) + working[one.next]
+                for one in stages.moments(rank, number)
+            ]
+            found.append(buffers + max(moments))
         return found
 
     def _kept_bytes(self, mode: str, tiled: bool, context: int, ring: int) -> _Kept:
@@ -257,14 +326,40 @@ class LeastBytes:
             )
             for positions in _MEASURED
         ]  # fmt: skip
-        longer = _MEASURED[1] - _MEASURED[0]
-        kept, block = steps[1].kept - steps[0].kept, steps[1].block - steps[0].block
-        return _Kept(block / longer, (kept - 2 * block) / longer)
+        block = [step.block for step in steps]
+        return _of_a_token(block, [step.kept for step in steps])
 
-    def _loss_bytes(self) -> float:
-        """Bytes that head and loss work in: more tokens are computed in chunks."""
-        step = self.observations.of(self.config, 1, _MEASURED[0], 1, 2, 0, None)
-        return step.phases[0] - step.kept
+    def _halves_bytes(self) -> _Halves:
+        """Those of sequences on one rank each: more that share them keep no less."""
+        part = ModelPart(MeshShape(2, pipeline=2), False, False, split=True)
+        two, three = (
+            [self.observations.of(self.config, 1, n, 1, blocks, 0, None, part) for n in _MEASURED]
+            for blocks in (2, 3)
+        )
+        kept = [step.between_parts for step in two]
+        block = [step.between_parts - one for step, one in zip(three, kept, strict=True)]
+        few, more = (step.peak - step.kept for step in two)
+        return _Halves(_of_a_token(block, kept), (few, more))
+
+    def _loss_bytes(self, positions: int, splits: bool) -> float:
+        """Bytes that head and loss work in, of weights' gradients most: more tokens take more."""
+        if not splits:
+            step = self.observations.of(self.config, 1, positions, 1, 2, 0, None)
+            return step.phases[0] - step.kept
+        part = ModelPart(MeshShape(2, pipeline=2), False, split=True)
+        step = self.observations.of(self.config, 1, positions, 1, 2, 0, None, part)
+        return step.peak - step.kept
+
+
+def _of_a_token(block: Sequence[int], two: Sequence[int]) -> _Kept:
+    """Of what a block, and a stage of two blocks, keep at the measured positions."""
+    longer = _MEASURED[1] - _MEASURED[0]
+    one = (block[1] - block[0]) / longer
+    return _Kept(one, (two[1] - two[0]) / longer - 2 * one)
+
+
+def _product(numbers: Sequence[int], nbytes: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(numbers, nbytes, strict=True))
 
 
 def _buffers(lengths: Sequence[float], owners: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -131,9 +132,16 @@ class MemoryBudget:
             [(name, nbytes), *last.rows(self.micro_batches)],
         ]
 
-    def most(self, length: int) -> int:
-        """Bytes that the fullest rank's device needs with sequences of ``length`` tokens."""
-        return max(_sum(self.at(length, rank)[0]) for rank in range(len(self.ranks)))
+    def most(self, length: int, limit: float = math.inf) -> int:
+        """Bytes that the fullest rank's device needs with sequences of ``length`` tokens; or those
+        of a rank that needs more than ``limit``."""
+        most = 0
+        order = sorted(range(len(self.ranks)), key=lambda rank: -_sum(self.ranks[rank].fixed))
+        for rank in order:  # the first one tells most, and each kind of chunk has to be measured
+            most = max(most, _sum(self.at(length, rank)[0]))
+            if most > limit:
+                break
+        return most
 
     def longest(self, memory: int, host_memory: int | None = None) -> LongestSequence:
         """The longest multiple of the sequence degree that fits on every rank."""

@@ -245,7 +245,7 @@ def _print_stages(plan: PipelinePlan, config: Config, console: Console) -> None:
         for name, nbytes in traffic(config, plan.shape, blocks, again).rows(plan.shape):
             console.print(f"Pipeline rank {number}: {name}: {human(nbytes)} a step")
         if any(chunk.plan.policy.kept for chunk in rank.chunks):
-            line = rank.kept(config.weight_parallel.overlap).line()
+            line = rank.kept().line()
             console.print(f"Pipeline rank {number}: {line}")
     console.print("Simulated with the messages between ranks: no rank waits forever.")
 

@@ -224,7 +224,7 @@ class Space:
         if config is None or config.check(self.ranks):
             return None
         budget = MemoryBudget(config, self.ranks, observations=self.observations)
-        nbytes = budget.most(config.data.sequence_length)
+        nbytes = budget.most(config.data.sequence_length, self.memory)
         if nbytes > self.memory:
             return None
         return Found(one.layout, self.load(one.layout), one.seconds, config, nbytes)

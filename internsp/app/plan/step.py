@@ -6,7 +6,7 @@ The model is built on the meta device, so that a plan of any size takes a second
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from internsp.app.config import Config
@@ -85,7 +85,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         parameters,
         chunk,
         schedule,
-        tuple(_memory(config, shape, chunk, shardings, schedule)),
+        tuple(_memory(config, shape, chunk, shardings, lambda: schedule)),
         traffic(config, shape, config.model.layers, len(recomputed)),
         MatrixTraffic.of(config, shape, shardings),
         KeptBlocks.of(
@@ -102,7 +102,7 @@ def _memory(
     shape: MeshShape,
     chunk: ChunkLayout,
     shardings: Sequence[ParameterSharding],
-    schedule: Schedule,
+    schedule: Callable[[], Schedule],
 ) -> list[tuple[str, int]]:
     """(component, bytes) of one rank; slots are exact, reductions an upper bound (WP-1, WP-6)."""
     units = [*chunk.blocks, *chunk.others]
@@ -135,7 +135,8 @@ def _memory(
     if config.optimizer.name in ("adafactor", "muon"):  # state by parameter
         values = matrices.state
     device_state = values + owned * wide * masters
-    encoded = encoder_bytes(chunk, schedule, shape)
+    quantized = any(w.encoding is not None for w in weights)
+    encoded = encoder_bytes(chunk, schedule(), shape) if quantized else 0
     return [
         ("weight shards", shards - off.shards[WEIGHTS]),
         ("replicated parameters", small_bytes),
@@ -173,5 +174,6 @@ def rank_memory(config: Config, plan: PipelinePlan, rank: RankPlan) -> dict[str,
     """Bytes by component, of all chunks of a pipeline rank, without activations."""
     found: Counter[str] = Counter()
     for chunk in rank.chunks:
-        found.update(dict(_memory(config, plan.shape, chunk.plan, chunk.shardings, rank.schedule)))
+        told = config, plan.shape, chunk.plan, chunk.shardings
+        found.update(dict(_memory(*told, lambda: rank.schedule)))
     return dict(found)
