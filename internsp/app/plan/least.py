@@ -312,8 +312,9 @@ class LeastBytes:
 
         More ranks that share heads keep no less, nor do more in a ring.
         """
-        heads = 2 if context > ring else 1
-        around = 2 if ring > 1 else 1
+        inputs = mode == "full"  # alone are kept, which no other rank has
+        heads = 2 if context > ring and not inputs else 1
+        around = 2 if ring > 1 and not inputs else 1
         size, parts = heads * around, 1 if self.config.model.family == "hf" else 2
         shape = MeshShape(parts * size, sequence=size, ring=around, pipeline=parts)
         part = ModelPart(shape, parts == 1, parts == 1)
