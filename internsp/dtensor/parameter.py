@@ -72,7 +72,7 @@ class Member(Protocol):
     """Counts the steps that have written it."""
 
     aliases: Aliases
-    """Results of ``detach`` that are still alive, by ``id``."""
+    """Results of ``detach`` and ``to_local`` that are still alive, by ``id``."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,9 +96,16 @@ class ShardParameter(ParameterTensor):
         found: Any = super().detach()
         found.__class__ = ShardParameter
         found._member = self._member
-        aliases, key = self._member.aliases, id(found)
-        aliases[key] = weakref.ref(found, lambda _: aliases.pop(key, None))
+        note_alias(self._member.aliases, found)
         return found  # type: ignore[no-any-return]
+
+    def to_local(self, **options: Any) -> Tensor:
+        """This rank's rows, which share the memory of the parameter as long as they are held."""
+        local = super().to_local(**options)
+        if local is self._local_tensor:
+            local = local.detach()  # an object of its own: whether it is held can be known
+        note_alias(self._member.aliases, local)
+        return local
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -171,6 +178,27 @@ class ShardParameter(ParameterTensor):
         return found.clone()  # type: ignore[no-any-return]
 
 
+def note_alias(aliases: Aliases, found: Tensor) -> None:
+    """Note that the program has ``found``, as long as something holds it."""
+    key = id(found)
+    aliases[key] = weakref.ref(found, lambda _: aliases.pop(key, None))
+
+
+def _of_parameter(aliases: Aliases, local: Tensor) -> list[tuple[Any, Tensor]]:
+    """The aliases that are alive and lie where ``local`` does, each with its own local tensor."""
+    alive = [alias for alias in (known() for known in list(aliases.values())) if alias is not None]
+    found = [(alias, getattr(alias, "_local_tensor", alias)) for alias in alive]
+    return [(alias, own) for alias, own in found if own.data_ptr() == local.data_ptr()]
+
+
+def move_aliases(parameter: nn.Parameter, aliases: Aliases, to: Tensor) -> None:
+    """Let ``aliases`` of ``parameter``, whose local tensor is about to lie ``to``, follow it there:
+    a state dict that a program keeps stays that of the model."""
+    local: Tensor = parameter._local_tensor  # type: ignore[attr-defined]
+    for _, own in _of_parameter(aliases, local):
+        own.data = to
+
+
 def detach_aliases(parameter: nn.Parameter, aliases: Aliases, values: Tensor) -> None:
     """Give ``aliases`` of ``parameter`` a copy of its values, before ``values`` are copied into it.
 
@@ -178,8 +206,7 @@ def detach_aliases(parameter: nn.Parameter, aliases: Aliases, values: Tensor) ->
     values; here the parameter must stay in its own memory.
     """
     local: Tensor = parameter._local_tensor  # type: ignore[attr-defined]
-    held = [alias for alias in (known() for known in list(aliases.values())) if alias is not None]
-    held = [alias for alias in held if alias._local_tensor.data_ptr() == local.data_ptr()]
+    held = [alias for alias, own in _of_parameter(aliases, local) if alias is not own]
     if any(alias is values for alias in held):  # the parameter's own values: nothing changes
         return
     old = local.detach().clone() if held else local

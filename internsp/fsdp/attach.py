@@ -160,9 +160,10 @@ def attach(root: Any) -> None:
             param._setattr_on_modules(param.sharded_param)
         raise
     for param, sharding in shardings.items():  # the program's parameter is the library's;
-        adopt(member_of(communicator, param), param.sharded_param, sharding.owners)
+        memory = param._sharded_param_data
+        adopt(member_of(communicator, param), param.sharded_param, sharding.owners, memory)
         param._post_load_hook_handle.remove()  # ours copies loaded values into the shard
-        param._sharded_param_data = param._sharded_param_data.new_empty(0)  # torch's copy is freed
+        param._sharded_param_data = memory.new_empty(0)  # torch's is ours, or freed
     register_casts(_casts(units))
     if mesh.device.type != "cpu":  # FSDP2's root moves its inputs, as DDP does
         move = partial(_moved, mesh.device)

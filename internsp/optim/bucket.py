@@ -398,6 +398,8 @@ class Bucket:
         ready = None if all_gather.done else all_gather
         for member in self.offsets:
             member.ready = ready
+        if any(member.aliases for member in self.offsets):  # which are read without a call of ours
+            all_gather.wait()
 
     def state_nbytes(self) -> int:
         """Bytes of the master values, and of state with one element for each of a weight's."""

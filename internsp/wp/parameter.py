@@ -21,6 +21,7 @@ from internsp.dtensor.parameter import (
     StepCount,
     detach_aliases,
     make_shard_parameter,
+    move_aliases,
 )
 from internsp.dtensor.placed import dtensor_like, dtensor_over, local_values
 from internsp.dtensor.tensor_parallel import TensorPart, own_part
@@ -63,7 +64,7 @@ class ModelParameter:
             call it (:func:`internsp.parallel.checks.register_read_checks`). With ``everyone``:
             before a sum, of all ranks that hold a part or a replica of it. ``None``: no check.
         reads: reads it in a forward (:class:`internsp.modules.reads.ForwardReads`).
-        aliases: tensors that ``p.data`` and ``p.detach()`` returned
+        aliases: tensors that ``p.data``, ``p.detach()`` and ``p.to_local()`` returned
             (:mod:`internsp.dtensor.parameter`).
     """
 
@@ -178,6 +179,7 @@ class ModelParameter:
         """Move the values into ``storage`` (same shape), a part of an optimizer's flat bucket."""
         storage.copy_(self.storage)
         self.storage = storage
+        move_aliases(self.parameter, self.aliases, self.local(storage))
         # `.data =` on a DTensor leaves its local tensor where it was.
         self.parameter._local_tensor.data = self.local(storage)  # type: ignore[attr-defined]
         self._counter._local_tensor = self.parameter._local_tensor  # type: ignore[attr-defined]
@@ -336,7 +338,11 @@ class ShardedParameter(ModelParameter):
     def relocate(self, storage: Tensor) -> None:
         """See :class:`ModelParameter`."""
         super().relocate(storage)
-        self._flat = storage.data.view(-1)
+        self.hold(storage)
+
+    def hold(self, storage: Tensor) -> None:
+        """Let ``storage``, in which the parameter lies, be the shard."""
+        self.storage, self._flat = storage, storage.data.view(-1)
 
     def current_version(self) -> VersionAndDtype:
         """Version and dtype that contents of a slot must have to be this weight's (WP-11)."""

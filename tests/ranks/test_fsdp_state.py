@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import fsdp as torchs
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import internsp.fsdp as ours
 from internsp.fsdp.torchs import param_groups
@@ -135,3 +135,35 @@ def test_a_full_state_dict_of_the_first_rank_reaches_all(rank: int) -> None:
         assert model.head.weight is next(
             p for n, p in model.named_parameters() if n == "head.weight"
         )
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@ranks(2)
+def test_a_state_dict_of_before_the_first_forward_stays_the_models(
+    dim: int, rank: int, world_size: int
+) -> None:
+    """torchtitan keeps one from its start, and saves it: also where an optimizer moves weights."""
+
+    def place(parameter: Any) -> Any:
+        return Shard(dim if parameter.ndim > dim else 0)
+
+    for sizes, zero in (((2,), False), ((2, 1), True)):
+        torch.manual_seed(1)
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).double()
+        for part in (*model, model):
+            ours.fully_shard(part, mesh=mesh_of(sizes), shard_placement_fn=place)
+        kept, data = dict(model.state_dict()), {n: p.data for n, p in model.named_parameters()}
+        own = {n: p.to_local() for n, p in model.named_parameters()}
+        first = {n: p.full_tensor().clone() for n, p in kept.items()}
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if zero:
+            optimizer = ours.zero_optimizer(model, optimizer)
+        for _ in range(2):
+            model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            saved = {n: p.to_local().clone() for n, p in kept.items()}
+            for name, p in model.named_parameters():
+                for held in (saved[name], data[name].to_local(), own[name].detach()):
+                    assert torch.equal(held, p.to_local()), f"{name}, {sizes}, dimension {dim}"
+        assert not any(torch.equal(kept[n].full_tensor(), first[n]) for n in first)

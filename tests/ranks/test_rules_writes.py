@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -305,3 +306,47 @@ def test_masters_go_on_from_what_was_written_into_16_bit_weights(form: str, rank
     assert torch.equal(part, torch.cat([torch.full_like(part[:1], 0.5), old[1:]]))
     assert torch.equal(after[:written], torch.full_like(after[:written], 0.5))
     assert torch.equal(after[written:], before[written:]), "the other masters have kept their bits"
+
+
+def kept_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What a program may keep of a model's weights, which torch's optimizers leave in place."""
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        without_graph = {n: local(p) for n, p in named.items()}
+    return {
+        "state_dict()": dict(model.state_dict()), "data": {n: p.data for n, p in named.items()},
+        "to_local()": {n: local(p) for n, p in named.items()}, "no_grad": without_graph,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("weight", [1, 2])
+@ranks(2)
+def test_what_a_program_keeps_of_weights_has_the_new_values_when_a_step_returns(
+    weight: int, rank: int, world_size: int
+) -> None:
+    mesh = mesh_of(weight=weight)
+    twin = Twin(Tiny, mesh)
+    before = kept_of(twin.ours)
+    optimizer = ZeroOptimizer(twin.communicator, torch.optim.SGD, lr=0.1)
+    after = kept_of(twin.ours)
+    for gathers in {b.publication for b in twin.communicator.state.between.values()}:
+        if rank:  # late with its new values
+            publish = gathers.all_gather_parameters
+            gathers.all_gather_parameters = lambda *a, f=publish: time.sleep(0.02) or f(*a)
+    for _ in range(2):
+        twin.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found = {
+            (when, how): {name: local(value).detach().clone() for name, value in kept.items()}
+            for when, everything in (("before", before), ("after", after))
+            for how, kept in everything.items()
+        }  # before the model's own are read, which waits for them
+        for name, p in twin.ours.named_parameters():
+            for what, values in found.items():
+                assert torch.equal(values[name], local(p)), f"{name}, {what}, weight {weight}"
+    del before, after
+    twin.backward()
+    optimizer.step()
+    members = twin.communicator.replicated.all_parameters()
+    assert weight == 2 or any(m.ready for m in members), "nothing is kept: no step waits"
