@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from internsp.layers.experts import grouped_product
 from internsp.modules.parameters import open_weights, plain, weights_of
 
 _OURS = open_weights.__module__  # where forwards are wrapped
@@ -137,8 +138,7 @@ class GroupedLinearWithCommExt(nn.Module):
         weight = self.weight
         if counts is None:
             return torch.bmm(input, weight)
-        pieces = input.split(counts.tolist())
-        return torch.cat([piece @ weight[g] for g, piece in enumerate(pieces)])
+        return grouped_product(input, weight, counts)
 
 
 @plain(saves=False)

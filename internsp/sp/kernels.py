@@ -86,8 +86,9 @@ def _match_kv_heads(k: Tensor, v: Tensor, kv_index: tuple[int, ...]) -> tuple[Te
     group = group_size(kv_index, k.shape[2])
     if group is not None:
         return k, v, group > 1
-    index = torch.tensor(kv_index, device=k.device)
-    return k.index_select(2, index), v.index_select(2, index), False
+    # By views: an index would come from host memory, for which the host waits.
+    keys, values = (torch.stack([x.select(2, head) for head in kv_index], 2) for x in (k, v))
+    return keys, values, False
 
 
 class SdpaKernel:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from internsp.base.accelerator import copy_to
 from internsp.sp.kernels import group_size, row_starts
 from internsp.sp.ranges import BAND, CAUSAL, KernelCall, MaskSpec
 
@@ -261,7 +262,7 @@ class BlockAttention:
         rows, there = _row_slice(call), slice(*call.k)
         keys, values = k[rows, there], v[rows, there]
         if group_size(self.kv_index, k.shape[2]) is None:
-            index = torch.tensor(self.kv_index, device=k.device)
+            index = copy_to(k.device, torch.tensor(self.kv_index))
             keys, values = keys.index_select(2, index), values.index_select(2, index)
         band = None
         if call.kind == BAND:
@@ -275,7 +276,7 @@ class BlockAttention:
         if group_size(self.kv_index, total.shape[2]) is not None:
             total += gradient
         else:
-            index = torch.tensor(self.kv_index, device=total.device)
+            index = copy_to(total.device, torch.tensor(self.kv_index))
             total.index_add_(2, index, gradient.to(total.dtype))
 
 
