@@ -184,11 +184,8 @@ def _config(root: nn.Module, units: Sequence[ProgramUnit]) -> WeightParallelConf
     given: dict[str, Any] = {
         "unexpected_order": "gather", "gather_before": "qkv", "compare_ranks": False,
         "reduction": "mean",
+        "reductions_in_flight": max(2, *map(input_buffers, groups_of(units))),  # 2: the default
     }  # fmt: skip
-    groups = groups_of(units)
-    buffers = max((input_buffers(group) for group in groups), default=1)
-    if buffers > 2:  # the library's default
-        given["reductions_in_flight"] = buffers
     return WeightParallelConfig(**given | vars(root).get(OPTIONS, {}))
 
 
