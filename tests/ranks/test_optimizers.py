@@ -345,3 +345,17 @@ def test_weight_decay_is_of_matrices_whether_they_are_sharded_or_not() -> None:
     assert {name for name, decay in sharded.items() if not decay} == {
         name for name in sharded if "norm" in name
     }
+
+
+def scaled(rank: int, world_size: int, dtypes: list[str]) -> list[bool]:
+    found = []
+    for dtype in dtypes:
+        train = {"dtype": "float32", "seed": 5}
+        session = Session.create(config(weight_parallel={"compute_dtype": dtype}, train=train))
+        assert session.source.seed == 5, "the data are in the order of the run's seed"
+        found.append(session.optimizer.loss_scaler is not None)
+    return found
+
+
+def test_the_loss_is_scaled_where_weights_are_computed_with_in_float16() -> None:
+    assert run_ranks(scaled, 1, ["float16", "bfloat16"]) == [[True, False]]

@@ -78,6 +78,7 @@ def test_runs_side_by_side_have_a_table_curves_and_the_settings_that_differ(
     assert len(re.findall(r'class="line[^"]*s2"', page)) >= 1
     assert "Settings that differ" in page
     assert "<td>0.002</td>" in page
+    assert '<i class="s1"></i>a<' in page
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
 
 

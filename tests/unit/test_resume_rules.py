@@ -165,6 +165,12 @@ def test_what_has_no_bearing_is_not_mentioned() -> None:
         parallel={"optimizer_ranks": 1, "expert_weight": 1},
     )
     assert same == ([], [])
+    for name, momentum in (("sgd", 0.0), ("muon", 0.95)):
+        plain, written = (
+            Config.model_validate({"optimizer": {"name": name, **more}})
+            for more in ({}, {"momentum": momentum})
+        )
+        assert compare(plain.model_dump(mode="json"), written, 1, 1) == ([], [])
 
 
 def test_the_zero_degree_is_that_of_the_ranks_that_saved() -> None:
