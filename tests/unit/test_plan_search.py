@@ -23,6 +23,8 @@ from internsp.app.plan.layout import SCHEDULES, Layout
 from internsp.app.plan.least import LeastBytes, Stages
 from internsp.app.plan.links import Group
 from internsp.app.plan.longest import MemoryBudget
+from internsp.app.plan.observations import Observations
+from internsp.app.plan.pipeline import PipelinePlan
 from internsp.app.plan.replayed import messages, replayed
 from internsp.app.plan.search import Family, Space, Variant, chosen, neighbors, search
 from internsp.app.plan.searched import print_search
@@ -274,6 +276,29 @@ def test_bytes_that_a_search_prunes_by_are_never_more_than_those_of_the_plan(
     assert [budget.at(4096, rank) for rank in range(len(alone.ranks))] == [
         alone.at(4096, rank) for rank in range(len(alone.ranks))
     ]
+
+
+@pytest.mark.parametrize(("at", "mode", "number"), [
+    (2, "half", 16), pytest.param(1, "full", 8, marks=pytest.mark.thorough(2)),
+])  # fmt: skip
+def test_the_bound_is_near_a_plan_that_measures_no_more_than_it_has_to(
+    at: int, mode: str, number: int
+) -> None:
+    """A search plans each layout that its bound lets through: a second or more for each."""
+    given = config(train={"global_batch": 64})
+    space = Space(given, 8, H100)
+    layout = Layout(8, SCHEDULES[at], 1, 1, 1, 0, number, mode, False)
+    other = changed(given, layout.settings())
+    assert other is not None
+    counted = Observations()
+    budget = MemoryBudget(other, 8, observations=counted)
+    over = budget.most(4096, 2**20)
+    few, whole = len(counted._known), budget.most(4096)
+    assert few < len(counted._known), "the first rank that is too full is enough"
+    assert 2**20 < over <= whole
+    assert space.least.of(space.load(layout)) > 0.94 * whole
+    assert isinstance(budget.plan, PipelinePlan)
+    assert not any("_simulated" in vars(rank) for rank in budget.plan.ranks), "no bytes need it"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda one: str(one[0]))
