@@ -27,7 +27,6 @@ from internsp.schedule.terms import FORWARD, Policy
 from internsp.structure.assign import ParameterSharding, require_experts
 from internsp.structure.blocks import Structure, trigger_position
 from internsp.structure.effect import require_effect
-from internsp.structure.kept import choose_kept_blocks
 from internsp.structure.prefetch import KEYS
 
 if TYPE_CHECKING:
@@ -73,6 +72,32 @@ def make_policy(config: WeightParallelConfig, structure: Structure) -> Policy:
         depths=tuple(depths) if set(depths) != {most} else (),
         named=counts,
     )
+
+
+def _kept_blocks(
+    structure: Structure, sizes: Sequence[int], config: WeightParallelConfig, depth: int,
+    whole: bool,
+) -> frozenset[int]:  # fmt: skip
+    """The blocks that stay unsharded until the optimizer step; ``whole``: of the whole model.
+
+    Raises:
+        ConfigError: the configured size holds none of the blocks.
+    """
+    rules_keep = [block.rule_options.get("keep_unsharded") for block in structure.blocks]
+    decided = {i: bool(keep) for i, keep in enumerate(rules_keep) if keep is not None}
+    if not (config.keep_unsharded or decided):
+        return frozenset()
+    from internsp.structure.kept import choose_kept_blocks  # few programs keep blocks
+
+    kept = choose_kept_blocks(config, sizes, depth, decided)
+    if isinstance(config.keep_unsharded, str) and any(sizes) and whole:
+        if not any(block not in decided for block in kept):
+            raise ConfigError(
+                f'weight_parallel.keep_unsharded = "{config.keep_unsharded}" has no effect: it '
+                f"holds none of the blocks, the smallest of which takes {human(min(sizes))}; give "
+                "more, a number of blocks, or leave it out"
+            )
+    return kept
 
 
 def chunk_layout(
@@ -122,20 +147,11 @@ def chunk_layout(
         for name, own in members.items()
     }
     sizes = [slot_bytes(weights_of[block.name]) for block in structure.blocks]
-    rules_keep = [block.rule_options.get("keep_unsharded") for block in structure.blocks]
-    decided = {i: bool(keep) for i, keep in enumerate(rules_keep) if keep is not None}
     exchanges = shape.sequence > 1 or shape.expert > 1 or shape.tensor > 1
     # Ranks ask each other for the order between launches that each waits for at once.
     asks = config.unexpected_order != "error" and not config.overlap
     one_order = asks or (exchanges and (device != "cpu" or not config.overlap))
-    kept = choose_kept_blocks(config, sizes, policy.depth, decided)
-    if isinstance(config.keep_unsharded, str) and any(sizes) and shape.pipeline == 1:
-        if not any(block not in decided for block in kept):
-            raise ConfigError(
-                f'weight_parallel.keep_unsharded = "{config.keep_unsharded}" has no effect: it '
-                f"holds none of the blocks, the smallest of which takes {human(min(sizes))}; give "
-                "more, a number of blocks, or leave it out"
-            )
+    kept = _kept_blocks(structure, sizes, config, policy.depth, shape.pipeline == 1)
     policy = replace(policy, kept=kept, one_order=one_order)
     units: dict[str, UnitLayout] = {}
     slot = policy.slots

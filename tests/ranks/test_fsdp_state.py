@@ -142,7 +142,7 @@ def test_a_full_state_dict_of_the_first_rank_reaches_all(rank: int) -> None:
 def test_a_state_dict_of_before_the_first_forward_stays_the_models(
     dim: int, rank: int, world_size: int
 ) -> None:
-    """torchtitan keeps one from its start, and saves it: also where an optimizer moves weights."""
+    """A program may make what it saves once, as it starts; an optimizer may move weights later."""
 
     def place(parameter: Any) -> Any:
         return Shard(dim if parameter.ndim > dim else 0)

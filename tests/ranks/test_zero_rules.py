@@ -89,7 +89,9 @@ def messages(rank: int, world: int, weight: int, zero: int) -> dict[str, Any]:
     finally:
         dist.all_reduce, Collectives.exchange = real  # type: ignore[method-assign]
     buckets = s.optimizer._buckets
+    mine = [*s.model.parameters()]
     return {
+        "norm": 1 + world + len(mine) + 1,  # the square, a flag of each rank and parameter
         "summed": summed,
         "exchanged": exchanged,
         "flat": s.communicator.replicated.gradient().numel(),
@@ -102,7 +104,7 @@ def messages(rank: int, world: int, weight: int, zero: int) -> dict[str, Any]:
 
 def test_gradients_go_by_reduce_scatter_and_only_small_ones_by_all_reduce() -> None:
     for found in run_ranks(messages, 2, 1, 2):
-        assert found["summed"] == [found["flat"], 1]  # the replicated parameters, and the norm
+        assert found["summed"] == [found["flat"], found["norm"]]  # the replicated parameters first
         assert found["exchanged"] == found["big"][::-1]  # in the order of backward
         assert found["reduced"] == 4 * sum(found["big"]) // 2 + 4 * found["flat"]
         assert found["gathered"] == 4 * sum(found["all"]) // 2
@@ -112,7 +114,7 @@ def test_with_fewer_zero_ranks_than_replicas_slices_alone_are_summed_between_the
     for found in run_ranks(messages, 4, 1, 2):
         assert found["exchanged"] == found["big"][::-1]
         slices = [n // 2 for n in found["big"]]
-        assert sorted(found["summed"]) == sorted([found["flat"], 1, *slices])
+        assert sorted(found["summed"]) == sorted([found["flat"], found["norm"], *slices])
 
 
 def reading(rank: int, world: int) -> tuple[list[str], list[bool]]:

@@ -391,6 +391,9 @@ ARGUED: dict[str, tuple[str, ...]] = {
         "optim/zero.py: ZeroOptimizer._switch: wait_until_ready",
         "wp/parameter.py: ModelParameter.load: wait_until_ready",
     ),
+    "of what a program keeps of weights: here it keeps none (ranks/test_rules_writes.py does)": (
+        "optim/bucket.py: Bucket.publish: wait 3",
+    ),
     "what the reducer performs takes a turn (Chunk._reduce), and the pool's buffers within it": (
         "wp/communicator.py: ChunkWeights._keep_gradients: take_turn",
         "wp/events.py: Events._gradients_complete: take_turn",
