@@ -511,7 +511,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         slices = partial(self._update_slices, settings, verdict)
         self._matrices.step(self._reducer.used, settings, slices)
         self._step_groups(settings)
-        self._communicator.events.hand_over(state=True)
+        self._communicator.events.contents.hand_over(state=True)
 
     def _step_groups(self, settings: list[dict[str, Any]]) -> None:
         """Find what the optimizers keep in their groups after this step, the same on all ranks."""

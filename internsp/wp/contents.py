@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from internsp.base.host import WEIGHTS
 from internsp.errors import StaleWeightError
 from internsp.wp.parameter import Member
 from internsp.wp.perform import Chunk
@@ -49,6 +50,25 @@ class Contents:
             self._state.wait_for_gathers()  # of weights that nothing used: they may be written now
         finally:
             self._promised, self.promised = None, False
+
+    def hand_over(self, state: bool = False) -> None:
+        """The program goes on, and may write weights: wait for gathers that nothing has used, since
+        another rank may use them, and would get rows of before and after the write. In host memory
+        the host waits until no copy uses it; where the program uses nothing there, the current
+        stream waits instead.
+
+        Args:
+            state: what an optimizer keeps there has changed, too.
+        """
+        chunk = self._state
+        if chunk.handles and not self.promised:
+            chunk.wait_for_gathers()
+        if (link := chunk.link) is not None:
+            seen = state or any(WEIGHTS in member.offload for member in self._members)
+            if seen and not self.left_alone:
+                link.synchronize()
+            else:
+                link.finish_copies_to_host()
 
     def renew(self) -> None:
         """Note the versions again: the library has raised some without writing values."""

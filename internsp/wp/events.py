@@ -139,7 +139,7 @@ class Events:
             return
         self.order.root_post_forward()
         self._forward_open = False
-        self.hand_over()
+        self.contents.hand_over()
 
     def pre_forward(self, block: Block) -> None:
         """A block's pre-forward, in forward or in a recompute."""
@@ -293,7 +293,7 @@ class Events:
         chunk.queue.backward.end_pass()
         chunk.consumer.backward_ended(chunk.accumulation.goes_on)
         self.backward, self._graphs = -1, 0
-        self.hand_over()
+        self.contents.hand_over()
         self.order.backward_ended()
 
     def begin_backward_part(self, weights: bool) -> None:
@@ -369,25 +369,6 @@ class Events:
         return len(queue.passes.order.blocks)
 
     # between two passes
-
-    def hand_over(self, state: bool = False) -> None:
-        """The program goes on, and may write weights: wait for gathers that nothing has used, since
-        another rank may use them, and would get rows of before and after the write. In host memory
-        the host waits until no copy uses it; where the program uses nothing there, the current
-        stream waits instead.
-
-        Args:
-            state: what an optimizer keeps there has changed, too.
-        """
-        chunk = self._chunk
-        if chunk.handles and not self.contents.promised:
-            chunk.wait_for_gathers()
-        if (link := chunk.link) is not None:
-            seen = state or any(weight.hosted for weight in self._replicated.sharded)
-            if seen and not self.contents.left_alone:
-                link.synchronize()
-            else:
-                link.finish_copies_to_host()
 
     def hold_full_params(self, context: str) -> None:
         """Let parameters be plain tensors within ``context``; empty: they are sharded again."""

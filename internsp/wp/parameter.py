@@ -178,11 +178,15 @@ class ModelParameter:
     def relocate(self, storage: Tensor) -> None:
         """Move the values into ``storage`` (same shape), a part of an optimizer's flat bucket."""
         storage.copy_(self.storage)
-        self.storage = storage
+        self.hold(storage)
         move_aliases(self.parameter, self.aliases, self.local(storage))
         # `.data =` on a DTensor leaves its local tensor where it was.
         self.parameter._local_tensor.data = self.local(storage)  # type: ignore[attr-defined]
         self._counter._local_tensor = self.parameter._local_tensor  # type: ignore[attr-defined]
+
+    def hold(self, storage: Tensor) -> None:
+        """Let ``storage``, in which the parameter lies, be its storage."""
+        self.storage = storage
 
     def wait_until_ready(self) -> None:
         """Wait on the current stream until ``storage`` holds the last step's values (WP-3)."""
@@ -335,14 +339,10 @@ class ShardedParameter(ModelParameter):
             values = values.narrow(0, self.axis.expert_rank * count, count)
         return self.layout.cut(values, self.rank).movedim(0, self.layout.dim)
 
-    def relocate(self, storage: Tensor) -> None:
-        """See :class:`ModelParameter`."""
-        super().relocate(storage)
-        self.hold(storage)
-
     def hold(self, storage: Tensor) -> None:
-        """Let ``storage``, in which the parameter lies, be the shard."""
-        self.storage, self._flat = storage, storage.data.view(-1)
+        """See :class:`ModelParameter`."""
+        super().hold(storage)
+        self._flat = storage.data.view(-1)
 
     def current_version(self) -> VersionAndDtype:
         """Version and dtype that contents of a slot must have to be this weight's (WP-11)."""

@@ -159,7 +159,7 @@ def test_a_verdict_on_the_device_steps_what_lies_on_the_host_to_the_same_bits(ra
                     told.append(s.optimizer.skipped_steps)
             told += [s.optimizer.skipped_steps, s.optimizer.grad_norm]
             s.communicator.events.contents.left_alone = False
-            s.communicator.events.hand_over(state=True)
+            s.communicator.events.contents.hand_over(state=True)
             ends.append((told, whole(s.model)))
         for told, values in ends[1:]:
             assert told == pytest.approx([1, 2, ends[0][0][2]], rel=1e-12)

@@ -464,7 +464,7 @@ SEEN = [site for site in SITES if str(site) not in ALL_ARGUED]
 TOGETHER = {
     "offload": ARGUED["each covers the other: copies to the host are waited for before those back"],
     "offload, plain loop": (
-        "wp/events.py: Events.hand_over: synchronize",
+        "wp/contents.py: Contents.hand_over: synchronize",
         "wp/plain_loop.py: PlainLoop._finalize_gradients: synchronize",
     ),
 }
