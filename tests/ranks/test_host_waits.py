@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -119,6 +120,36 @@ def test_a_step_of_a_run_reads_its_tokens_its_norm_and_its_figures(tmp_path: Pat
         runner = StepRunner(trainer._session)
         runner.step(0, StopRequest())
         assert waits(lambda: runner.step(1, StopRequest())) == TRAINER
+
+
+SPREAD: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    # On a CPU alone: later batches are compared beside the pass, and read at its end.
+    "ring": (
+        {"parallel": {"weight": 2, "sequence": 2}, "sequence": {"ring": 2}},
+        {"sp/same_batch.py: require_same": 1},
+    ),
+    # Sizes of an exchange, once a layer and once a recompute; the loads of a row, with its figures.
+    "experts": (
+        {
+            "model": {"family": "mixtral", "experts": 4, "top_k": 2},
+            "parallel": {"weight": 2, "expert": 2, "expert_weight": 1},
+        },
+        {"experts/exchange.py: exchange_counts": 3 + 2, "base/accelerator.py: read": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", [pytest.param("ring", marks=pytest.mark.thorough(1)), "experts"])
+@ranks(2)
+def test_a_step_of_a_ring_or_with_owners_reads_what_is_listed(form: str, rank: int) -> None:
+    sections, more = SPREAD[form]
+    made = config(train={"steps": 8}, **sections)
+    with tempfile.TemporaryDirectory() as own, internsp.Trainer(made, output=own) as trainer:
+        runner = StepRunner(trainer._session)
+        for step in range(3):  # the first forwards compare batches at once
+            runner.step(step, StopRequest())
+        found = waits(lambda: runner.step(3, StopRequest()))
+    assert found == Counter(TRAINER) + Counter(more)
 
 
 @pytest.mark.parametrize(
