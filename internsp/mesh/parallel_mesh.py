@@ -374,6 +374,7 @@ class ParallelMesh:
         if _require_same_request(requested, rank):
             collect_garbage()
         groups = make_groups(shape, timedelta(seconds=timeout_seconds))
+        _connect(shape, groups, device)
         mesh = cls(shape, rank, device, groups, timeout_seconds)
         mesh.own(groups.values())
         return mesh
@@ -583,6 +584,18 @@ def make_groups(
             single_rank_group = dist.new_group(own, timeout=timeout, use_local_synchronization=True)
         groups[name] = single_rank_group
     return groups
+
+
+def _connect(shape: MeshShape, groups: dict[str, dist.ProcessGroup], device: torch.device) -> None:
+    """Make the communicators of groups in which ranks send to each other. Collective; blocks.
+
+    NCCL makes one in a group's first call, unless the default group was bound to a device, and all
+    ranks of the group must make that call: with a window or documents not all send.
+    """
+    if dist.get_backend() != "gloo":
+        for name, ranks in (("ring", shape.ring), ("pipeline", shape.pipeline)):
+            if ranks > 1:
+                dist.all_reduce(torch.zeros(1, device=device), group=groups[name])
 
 
 def _initialize(device_type: str | None, timeout_seconds: float) -> None:

@@ -92,3 +92,27 @@ def test_a_bad_degree_is_one_clear_error_on_every_rank_and_nothing_hangs() -> No
         assert "weight=3 does not divide the 2 ranks" in impossible
         assert "ranks ask for different meshes" in different
         assert f"this is rank {rank}" in different
+
+
+def first_calls(rank: int, world_size: int) -> list[list[int]]:
+    """The ranks of each group on which making a mesh has called a collective."""
+    called: list[list[int]] = []
+    reduce = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        called.append(dist.get_process_group_ranks(group))
+        reduce(tensor, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", all_reduce)
+        for backend in ("gloo", "nccl"):
+            patch.setattr(dist, "get_backend", lambda *_, named=backend: named)
+            for degrees in ({"sequence": 2, "ring": 2}, {"sequence": 2}, {"pipeline": 2}):
+                ParallelMesh.create(**degrees, device_type="cpu", timeout_seconds=30)
+                called.append([])
+    return called
+
+
+def test_all_ranks_of_a_group_call_nccl_before_some_send_to_each_other() -> None:
+    for found in run_ranks(first_calls, 2):
+        assert found == [[], [], [], [0, 1], [], [], [0, 1], []], "with NCCL: a ring, a pipeline"
