@@ -27,7 +27,7 @@ from internsp.fsdp.torchs import gives_zeros, input_buffers, param_groups
 from internsp.fsdp.units import ProgramUnit, groups_of, params_of, shardings_of, units_of
 from internsp.mesh import ParallelMesh
 from internsp.mesh.program import mesh_of_program
-from internsp.modules.adopted import adopt
+from internsp.modules.adopted import adopt, follow
 from internsp.modules.casts import ModuleCasts, register_casts
 from internsp.parallel.planned import parallelize_as
 from internsp.schedule.terms import Unit
@@ -159,11 +159,15 @@ def attach(root: Any) -> None:
         for param in params_of(units):
             param._setattr_on_modules(param.sharded_param)
         raise
-    for param, sharding in shardings.items():  # the program's parameter is the library's;
-        memory = param._sharded_param_data
-        adopt(member_of(communicator, param), param.sharded_param, sharding.owners, memory)
+    moved: dict[torch.Tensor, ShardedParameter] = {}
+    for param, sharding in shardings.items():  # the program's parameter is the library's
+        member, memory = member_of(communicator, param), param._sharded_param_data
+        before = adopt(member, param.sharded_param, sharding.owners, memory)
+        if before is not None:
+            moved[before] = member
         param._post_load_hook_handle.remove()  # ours copies loaded values into the shard
         param._sharded_param_data = memory.new_empty(0)  # torch's is ours, or freed
+    follow(moved)
     register_casts(_casts(units))
     if mesh.device.type != "cpu":  # FSDP2's root moves its inputs, as DDP does
         move = partial(_moved, mesh.device)

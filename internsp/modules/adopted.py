@@ -7,12 +7,11 @@ library sees them: they must stay the objects that they are, on the program's me
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from internsp.dtensor.parameter import make_shard_parameter, note_alias
 from internsp.modules.parameters import Weights, put
@@ -22,7 +21,7 @@ from internsp.wp.parameter import ShardedParameter
 
 def adopt(
     member: ShardedParameter, given: Any, owners: Iterable[ParameterOwner], memory: Tensor
-) -> None:
+) -> Tensor | None:
     """Let ``given`` be the parameter of ``member``. Not collective.
 
     Args:
@@ -31,18 +30,19 @@ def adopt(
         memory: what the local tensor lies in, flat and padded. Where it is a shard like
             ``member``'s it becomes that, so that a state dict that the program has kept stays the
             model's; otherwise (another dimension than 0) the values move.
+
+    Returns:
+        The local tensor that it had, if the values have moved, for :func:`follow`.
     """
     before, local = member.parameter, given._local_tensor
     fits = memory.numel() == member.storage.numel() and memory.data_ptr() == local.data_ptr()
-    if fits and member.layout.dim == 0:
-        member.hold(memory.view(member.storage.shape))
-    else:
-        own = member.local(member.storage)
+    moves = not fits or member.layout.dim != 0
+    if moves:
+        given._local_tensor = member.local(member.storage)
         with torch.no_grad():
-            own.copy_(local)
-        for _, kept in _tensors_over([given]):
-            getattr(kept, "_local_tensor", kept).data = own
-        given._local_tensor = own
+            given._local_tensor.copy_(local)
+    else:
+        member.hold(memory.view(member.storage.shape))
     member._counter = given.detach()  # shares the version counter
     member.parameter = make_shard_parameter(given, member)
     member.parameter.grad_dtype = before.grad_dtype
@@ -54,32 +54,39 @@ def adopt(
         for path, copied in held.copies:
             if copied == name:
                 put(owner.module, path, given)
+    return local if moves and local.numel() else None
+
+
+def follow(moved: Mapping[Tensor, ShardedParameter]) -> None:
+    """Let what the program took of the local tensors that adopted parameters had lie where these
+    lie now."""
+    for local, held in _tensors_over(moved):
+        to = moved[local].parameter._local_tensor  # type: ignore[attr-defined]
+        getattr(held, "_local_tensor", held).data = to
 
 
 def note_held(members: Iterable[ShardedParameter]) -> None:
     """Note what the program took of adopted parameters before (a state dict): it follows them where
     an optimizer moves them."""
-    owner = {member.parameter: member for member in members}
-    for parameter, held in _tensors_over(owner):
-        member = owner[parameter]
-        known = member._counter, getattr(member._counter, "_local_tensor", None), member.storage
+    owner: dict[Tensor, Any] = {m.parameter._local_tensor: m for m in members}  # type: ignore[attr-defined]
+    for local, held in _tensors_over(owner):
+        member = owner[local]
+        known = member.parameter, member._counter, member._counter._local_tensor, member.storage
         if not any(held is each for each in known):
             note_alias(member.aliases, held)
 
 
-def _tensors_over(parameters: Iterable[Any]) -> Iterator[tuple[Any, Tensor]]:
-    """Each parameter with what else lies as its local tensor does, as far as Python holds it."""
-    lying = {parameter._local_tensor.data_ptr(): parameter for parameter in parameters}
-    for held in gc.get_objects():
+def _tensors_over(locals_: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each of ``locals_`` with each other tensor, or ``DTensor``, that lies where it does, as far
+    as Python holds them. Looks at all objects once."""
+    lying = {local.data_ptr(): local for local in locals_ if local.numel()}
+    for held in gc.get_objects() if lying else ():
         if not issubclass(type(held), Tensor):
             continue
-        own = getattr(held, "_local_tensor", held) if isinstance(held, DTensor) else held
+        own = getattr(held, "_local_tensor", held)
         try:
-            parameter = lying.get(own.data_ptr())
+            local = lying.get(own.data_ptr())
         except RuntimeError:  # a tensor without memory
             continue
-        if parameter is None or not own.numel() or held is parameter:
-            continue
-        local = parameter._local_tensor
-        if own is not local and own.shape == local.shape:
-            yield parameter, held
+        if local is not None and own is not local and own.shape == local.shape:
+            yield local, held
