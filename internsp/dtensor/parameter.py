@@ -9,7 +9,9 @@ shard. Results of operations on it outside of a forward keep its name
 
 from __future__ import annotations
 
+import gc
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -182,6 +184,22 @@ def note_alias(aliases: Aliases, found: Tensor) -> None:
     """Note that the program has ``found``, as long as something holds it."""
     key = id(found)
     aliases[key] = weakref.ref(found, lambda _: aliases.pop(key, None))
+
+
+def tensors_over(locals_: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each of ``locals_`` with each other tensor, or ``DTensor``, that lies where it does, as far
+    as Python holds them. Looks at all objects once."""
+    lying = {local.data_ptr(): local for local in locals_ if local.numel()}
+    for held in gc.get_objects() if lying else ():
+        if not issubclass(type(held), Tensor):
+            continue
+        own = getattr(held, "_local_tensor", held)
+        try:
+            local = lying.get(own.data_ptr())
+        except RuntimeError:  # a tensor without memory
+            continue
+        if local is not None and own is not local and own.shape == local.shape:
+            yield local, held
 
 
 def _of_parameter(aliases: Aliases, local: Tensor) -> list[tuple[Any, Tensor]]:

@@ -11,7 +11,6 @@ from torch import nn
 from internsp.errors import ConfigError
 from internsp.fsdp.attach import ATTRIBUTE, attach, plan_of
 from internsp.fsdp.module import FSDPModule
-from internsp.modules.adopted import note_held
 
 if TYPE_CHECKING:
     from internsp.optim.zero import ZeroOptimizer
@@ -61,7 +60,6 @@ def zero_optimizer(
     if others and any(each.state for each in every):
         raise ValueError("zero_optimizer: give several optimizers before their first steps")
     found.require_unchanged()
-    note_held(found.communicator.replicated.sharded)
     groups = list(optimizer.param_groups)
     for other in others:
         own = {"optimizer": type(other)}

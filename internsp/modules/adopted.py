@@ -6,14 +6,13 @@ library sees them: they must stay the objects that they are, on the program's me
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from internsp.dtensor.parameter import make_shard_parameter, note_alias
+from internsp.dtensor.parameter import make_shard_parameter, tensors_over
 from internsp.modules.parameters import Weights, put
 from internsp.structure.assign import ParameterOwner
 from internsp.wp.parameter import ShardedParameter
@@ -60,33 +59,6 @@ def adopt(
 def follow(moved: Mapping[Tensor, ShardedParameter]) -> None:
     """Let what the program took of the local tensors that adopted parameters had lie where these
     lie now."""
-    for local, held in _tensors_over(moved):
+    for local, held in tensors_over(moved):
         to = moved[local].parameter._local_tensor  # type: ignore[attr-defined]
         getattr(held, "_local_tensor", held).data = to
-
-
-def note_held(members: Iterable[ShardedParameter]) -> None:
-    """Note what the program took of adopted parameters before (a state dict): it follows them where
-    an optimizer moves them."""
-    owner: dict[Tensor, Any] = {m.parameter._local_tensor: m for m in members}  # type: ignore[attr-defined]
-    for local, held in _tensors_over(owner):
-        member = owner[local]
-        known = member.parameter, member._counter, member._counter._local_tensor, member.storage
-        if not any(held is each for each in known):
-            note_alias(member.aliases, held)
-
-
-def _tensors_over(locals_: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each of ``locals_`` with each other tensor, or ``DTensor``, that lies where it does, as far
-    as Python holds them. Looks at all objects once."""
-    lying = {local.data_ptr(): local for local in locals_ if local.numel()}
-    for held in gc.get_objects() if lying else ():
-        if not issubclass(type(held), Tensor):
-            continue
-        own = getattr(held, "_local_tensor", held)
-        try:
-            local = lying.get(own.data_ptr())
-        except RuntimeError:  # a tensor without memory
-            continue
-        if local is not None and own is not local and own.shape == local.shape:
-            yield local, held

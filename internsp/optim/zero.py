@@ -35,7 +35,7 @@ from internsp.optim.scaler import LossScaler
 from internsp.optim.state import OptimizerState, StateView
 from internsp.optim.verdict import Outcome, Verdict, settle
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.parameter import Member
+from internsp.wp.parameter import Member, note_held
 
 _LOG = logging.getLogger("internsp.optim")
 
@@ -488,6 +488,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _add_buckets(self, members: Sequence[Member]) -> None:
         """Move the storage of ``members`` into buckets of their own, with state to come."""
         communicator, settings = self._communicator, self._settings()
+        note_held(members)
         made = make_buckets(communicator, members, self._group_index, self._methods)
         for bucket in made:
             bucket.make_inner(settings)

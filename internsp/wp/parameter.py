@@ -22,6 +22,8 @@ from internsp.dtensor.parameter import (
     detach_aliases,
     make_shard_parameter,
     move_aliases,
+    note_alias,
+    tensors_over,
 )
 from internsp.dtensor.placed import dtensor_like, dtensor_over, local_values
 from internsp.dtensor.tensor_parallel import TensorPart, own_part
@@ -226,6 +228,17 @@ class ModelParameter:
         """Count steps in ``stepped`` from now on. The version only rises."""
         self._unseen_writes += self.stepped.steps + 1
         self.stepped = stepped
+
+
+def note_held(members: Iterable[ModelParameter]) -> None:
+    """Note what the program has of parameters that are about to move, also what no call showed
+    (``p.to_local().detach()``, a state dict of before :mod:`internsp.fsdp`'s first forward)."""
+    owner: dict[Tensor, Any] = {m.parameter._local_tensor: m for m in members}  # type: ignore[attr-defined]
+    for local, held in tensors_over(owner):
+        member = owner[local]
+        known = member.parameter, member._counter, member._counter._local_tensor, member.storage
+        if not any(held is each for each in known):
+            note_alias(member.aliases, held)
 
 
 class ShardedParameter(ModelParameter):
