@@ -221,9 +221,9 @@ class WeightParallelConfig(Section):
     near_ranks: Amount = 0
     """After a step's first gather, so many ranks keep the weights among themselves; 0: none do.
     Backward then gathers over the fast links only, for the memory of those slices."""
-    reduce_near_ranks: Amount = 0
+    reduce_near_ranks: Literal["auto"] | Amount = "auto"
     """Gradients are summed among so many near ranks first, then between those groups; 0: at once.
-    Sends fewer bytes over the slow links between machines, in one more message for each weight."""
+    "auto" takes a machine's ranks; give 0 where links between machines are as fast as within."""
     keep_unsharded: Kept = None
     """Blocks that stay whole from forward to backward: a number, a size ("2 GiB"), or all. Spends
     memory to save the second gather."""

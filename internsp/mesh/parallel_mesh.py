@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from numbers import Real
 from types import TracebackType
@@ -371,8 +372,10 @@ class ParallelMesh:
         except MeshError as error:
             _require_same_request(str(error), rank)
             raise
-        if _require_same_request(requested, rank):
+        many, machines = _require_same_request(requested, rank)
+        if many:
             collect_garbage()
+        shape = replace(shape, machines=dict(enumerate(machines)))
         groups = make_groups(shape, timedelta(seconds=timeout_seconds))
         _connect(shape, groups, device)
         mesh = cls(shape, rank, device, groups, timeout_seconds)
@@ -634,7 +637,7 @@ def _require_sends(shape: MeshShape, device: torch.device) -> None:
         raise MeshError(
             f"{degree}={getattr(shape, degree)} sends tensors of {device} from rank to rank, which "
             "gloo cannot: leave out init_process_group, or call it with torch's backend for "
-            f"{device.type}, or make the mesh with device_type=\"cpu\""
+            f'{device.type}, or make the mesh with device_type="cpu"'
         )
 
 
@@ -659,21 +662,26 @@ def device_of(device_type: str | None) -> torch.device:
     return accelerator.local_device(device_type)
 
 
-def _require_same_request(requested: RequestedDegrees | str, rank: int) -> bool:
+def machine() -> str:
+    """What the ranks of this rank's machine have in common: torchrun's number, or the name."""
+    return os.environ.get("GROUP_RANK") or socket.gethostname()
+
+
+def _require_same_request(requested: RequestedDegrees | str, rank: int) -> tuple[bool, list[str]]:
     """Check that all ranks request the same mesh. Collective; blocks.
 
     Args:
         requested: degrees, or the error text for the arguments of this rank.
 
     Returns:
-        Whether some rank has many groups.
+        Whether some rank has many groups; and each rank's machine.
 
     Raises:
         MeshError: requests differ; raised on every rank, so that none waits (WP-10).
     """
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (requested, has_many_groups()))
-    everyone = [request for request, _ in told]
+    dist.all_gather_object(told, (requested, has_many_groups(), machine()))
+    everyone = [request for request, _, _ in told]
     odd = [r for r, other in enumerate(everyone) if other != everyone[0]]
     if odd:
         first, other = everyone[0], everyone[odd[0]]
@@ -684,4 +692,4 @@ def _require_same_request(requested: RequestedDegrees | str, rank: int) -> bool:
             f"{odd[0]} {texts[1]} (this is rank {rank}); start every rank with the same "
             "configuration"
         )
-    return any(many for _, many in told)
+    return any(many for _, many, _ in told), [name for _, _, name in told]

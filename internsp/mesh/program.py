@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from internsp.errors import MeshError
 from internsp.mesh.named_group import new_group
-from internsp.mesh.parallel_mesh import ParallelMesh, device_of, make_groups
+from internsp.mesh.parallel_mesh import ParallelMesh, device_of, machine, make_groups
 from internsp.mesh.shape import MeshShape
 
 _KEPT = "_internsp_meshes"
@@ -64,17 +64,21 @@ def _of_part(mesh: DeviceMesh, data: int) -> ParallelMesh:
 
     Other ranks come to their meshes at another time. ``data`` dimensions are of data.
     """
-    name: list[str | None] = [mesh.get_group(0).group_name]
-    for dim in reversed(range(mesh.ndim)):  # the first rank's reaches all
-        dist.broadcast_object_list(name, group=mesh.get_group(dim), group_src=0)
+    told = [(str(mesh.get_group(0).group_name), dist.get_rank(), machine())]
+    for dim in reversed(range(mesh.ndim)):  # all ranks' reach all, the first rank's first
+        group = mesh.get_group(dim)
+        parts: list[list[tuple[str, int, str]]] = [[]] * group.size()
+        dist.all_gather_object(parts, told, group=group)
+        told = [one for part in parts for one in part]
 
     def make(ranks: list[list[int]], timeout: timedelta) -> tuple[dist.ProcessGroup, None]:
         mine = next(group for group in ranks if dist.get_rank() in group)
-        return new_group(mine, str(name[0]), timeout), None
+        return new_group(mine, told[0][0], timeout), None
 
     sizes, ranks = mesh.mesh.shape, tuple(mesh.mesh.flatten().tolist())
     tensor = sizes[data] if mesh.ndim > data else 1
-    shape = MeshShape(len(ranks), sizes[data - 1], tensor=tensor, order=ranks)
+    machines = {rank: name for _, rank, name in told}
+    shape = MeshShape(len(ranks), sizes[data - 1], tensor=tensor, order=ranks, machines=machines)
     groups = make_groups(shape, timedelta(minutes=5), make)
     made = ParallelMesh(shape, dist.get_rank(), device_of(mesh.device_type), groups)
     made.own(groups.values())

@@ -276,7 +276,7 @@ def _make_chunk(
     sizes = examined.plan.slots()
     pool = MemoryPool(sizes if library else [0] * len(sizes), mesh.device, config.memory_pool)
     buffers = Buffers(mesh.device, config.memory_pool)
-    reductions = _make_reductions(mesh, config.reduce_near_ranks, buffers, over)
+    reductions = _make_reductions(mesh, examined.plan.reduce_near, buffers, over)
     reducer = GradientReducer(reductions, trace, buffers)
     return Chunk(
         units, gathers[mesh.dense], gathers, between, pool, reducer, queue, trace,

@@ -197,6 +197,8 @@ class ChunkLayout:
     """Whether several replicas hold the same weights, and so exchange reduced gradients."""
     order: tuple[int, ...] = ()
     """Indices of the blocks in the order learned from a first step; empty: as declared."""
+    reduce_near: int = 0
+    """Ranks among which gradients are summed before their sums go to others; 0: none are."""
 
     @property
     def run_order(self) -> tuple[UnitLayout, ...]:

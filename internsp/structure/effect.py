@@ -133,7 +133,8 @@ def _without_effect(facts: _Facts) -> Iterator[tuple[str, str]]:
             "slices; leave one of them out"
         )
     sizes = {facts.shape.axis(s.expert).size for s in facts.sharded}
-    if config.reduce_near_ranks and 1 < max(sizes, default=1) <= config.reduce_near_ranks:
+    near = config.reduce_near_ranks
+    if near != "auto" and near and 1 < max(sizes, default=1) <= near:
         yield "reduce_near_ranks", (
             f"the weight group has {max(sizes)} ranks, all of them near, and gradients are summed "
             "at once; leave it out"

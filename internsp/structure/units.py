@@ -142,9 +142,11 @@ def chunk_layout(
     for assignment in shardings:
         if assignment.unit is not None:
             members.setdefault(assignment.unit, []).append(assignment)
+    sent = [a.dtypes.reduce or a.dtypes.compute for a in shardings if a.unit is not None]
+    asked = config.reduce_near_ranks
+    near = shape.ranks_near(sent) if asked == "auto" else asked
     weights_of = {
-        name: tuple(_weight_layout(a, shape, config.reduce_near_ranks) for a in own)
-        for name, own in members.items()
+        name: tuple(_weight_layout(a, shape, near) for a in own) for name, own in members.items()
     }
     sizes = [slot_bytes(weights_of[block.name]) for block in structure.blocks]
     exchanges = shape.sequence > 1 or shape.expert > 1 or shape.tensor > 1
@@ -189,6 +191,7 @@ def chunk_layout(
         tuple(u for u in units.values() if u.block < 0 and u not in (embedding, head)),
         _enclosing(structure, weights_of, recomputed, slot, 2 if policy.depth else 1),
         exchanged=max(shape.dense.replicas, shape.experts.replicas) > 1,
+        reduce_near=near,
     )
 
 

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
+from torch.distributed.device_mesh import init_device_mesh
 
 import internsp.fsdp
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError
 from internsp.fsdp.module import attached_to
+from internsp.mesh import ParallelMesh
+from internsp.mesh.program import mesh_of_program
 from internsp.schedule.simulate import simulate
 from tests.ranks.test_pipeline_parity import run
 from tests.support import fsdp, parity
@@ -130,6 +133,33 @@ def test_zero_micro_batches_and_weights_idle_on_a_rank_are_right(rank: int) -> N
             optimizer.step()
             optimizer.zero_grad()
         twin.check_parameters(f"step {step}")
+
+
+@ranks(4)
+def test_auto_takes_the_ranks_of_a_machine_where_that_sends_less(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for machine, narrow, near in ((rank // 2, False, 2), (rank // 2, True, 0), (7, False, 0)):
+            patch.setenv("GROUP_RANK", str(machine))
+            with ParallelMesh.create(weight=4, device_type="cpu") as mesh:
+                own = {"compute_dtype": "bfloat16"} if narrow else {}
+                twin = Twin(Tiny, mesh, None, torch.float32 if narrow else torch.float64, **own)
+                assert twin.communicator.plan.reduce_near == near  # type: ignore[union-attr]
+                twin.backward()
+                levels = sum(e.kind == "RS" for e in twin.trace.events)
+                assert levels == (2 if near else 1) * len(twin.communicator.replicated.sharded)
+                if not narrow:
+                    twin.check_gradients(f"on machine {machine}")
+
+
+@ranks(4)
+def test_two_ranks_of_a_job_on_two_machines_know_it(rank: int) -> None:
+    """As stages of a program's pipeline: each mesh is made by its own ranks."""
+    ours = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GROUP_RANK", f"node {rank}")
+        assert mesh_of_program(ours).shape.machines == {
+            other: f"node {other}" for other in (rank // 2 * 2, rank // 2 * 2 + 1)
+        }
 
 
 @ranks(4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,6 +65,29 @@ def test_experts_are_cut_inside_and_owned_outside_of_an_expert_weight_group() ->
     assert [shape.experts.coordinates(inside) for inside in (0, 1, 2, 7, 11)] == [
         (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 1), (1, 2, 1),
     ]  # fmt: skip
+
+
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+NEAR: list[tuple[dict[str, Any], int, int, int]] = [
+    ({"weight": 16}, 8, 2, 8), ({"weight": 16}, 4, 2, 4),
+    ({"weight": 8}, 8, 2, 0),  # every group is on one machine
+    ({"weight": 16, "tensor": 2}, 8, 2, 4), ({"weight": 2, "tensor": 8}, 8, 2, 0),
+    ({"weight": 16}, 2, 4, 2), ({"weight": 16}, 2, 2, 0),  # two bytes thrice, or four once
+    ({"weight": 16}, 6, 4, 2),  # the fifth and sixth of a group are on one machine, too
+    ({"weight": 16}, 5, 4, 0), ({"weight": 16}, 1, 4, 0),
+    ({"weight": 16, "expert": 4, "expert_weight": 8}, 4, 2, 4),
+    ({"weight": 16, "expert": 2, "expert_weight": 16, "near_experts": "expert"}, 8, 2, 4),
+    ({"weight": 16, "pipeline": 2}, 16, 2, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("degrees", "machine", "itemsize", "near"), NEAR)
+def test_a_machines_ranks_are_near_where_a_weight_group_is_on_several(
+    degrees: dict[str, Any], machine: int, itemsize: int, near: int
+) -> None:
+    machines, dtype = {rank: rank // machine for rank in range(32)}, DTYPES[itemsize]
+    assert MeshShape(32, machines=machines, **degrees).ranks_near([dtype]) == near
+    assert MeshShape(32, **degrees).ranks_near([dtype]) == 0  # machines are not known
 
 
 def test_owners_of_experts_are_neighbors_where_that_is_asked_for() -> None:

@@ -13,6 +13,7 @@ from internsp.app.config import Config, sections
 from internsp.app.config.tiles import tile_count
 from internsp.app.models.factory import build_model
 from internsp.app.plan import screen
+from internsp.app.plan.devices import device_named
 from internsp.app.plan.longest import MemoryBudget
 from internsp.app.plan.pipeline import make_pipeline_plan
 from internsp.app.plan.screen import block_lines, listing, print_plan
@@ -165,6 +166,35 @@ def test_the_screen_says_whether_it_fits_and_the_file_has_every_action(tmp_path:
         assert action.weight in text
     assert f"({len(plan.schedule.actions)} actions a rank)" in text
     assert text.count("\n  AG ") == plan.schedule.count("AG")
+
+
+@pytest.mark.parametrize("pipeline", [1, 2], ids=["no pipeline", "a pipeline"])
+def test_it_says_how_gradients_are_summed_between_machines_and_the_other_way(pipeline: int) -> None:
+    device, texts = device_named("h100-sxm"), {}
+    for asked in ("auto", 0, 8):
+        settings = config(
+            model={"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192},
+            parallel={"weight": 32 // pipeline, "sequence": 1, "pipeline": pipeline},
+            weight_parallel={"reduce_near_ranks": asked},
+            train={"micro_batches": pipeline, "global_batch": 32},
+        )  # fmt: skip
+        out = io.StringIO()
+        print_plan(settings, 32, Console(file=out, width=200), device=device)
+        texts[asked] = out.getvalue()
+    assert texts["auto"] == texts[8]
+    line = next(line for line in texts[8].splitlines() if "from other machines" in line)
+    other = next(line for line in texts[0].splitlines() if "from other machines" in line)
+    found, size = r"in two levels (.*); at once (.*) \(weight_parallel.*ranks = 0\)", 32 // pipeline
+    levels, at_once = re.findall(found, line)[0]
+    assert f"at once {at_once}; in two levels {levels} (weight_parallel" in other
+    assert "ranks = 8)" in other
+    block, table = 4 * (4 * 64 * 64 + 3 * 64 * 192), 4 * 512 * 64
+    whole = (4 * block + 2 * table) // pipeline
+    assert levels == human((size // 8 - 1) * whole // size)
+    assert at_once == human((size - 8) * whole // size)
+    out = io.StringIO()
+    print_plan(config(train={"global_batch": 32}), 32, Console(file=out, width=200), device=device)
+    assert "from other machines" not in out.getvalue()  # a weight group of two is on one
 
 
 @pytest.mark.parametrize("near", ["heads", "ring"])

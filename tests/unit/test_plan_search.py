@@ -348,6 +348,7 @@ def test_messages_of_sums_within_a_machine_first_take_what_they_take_in_the_repl
         load = workload_of(given, MeshShape(32, **given.degrees()))
         own = [weight.name for weight in chunk.blocks[0].weights]
         times = 2 if near else 1  # its two messages are alike there
+        assert load.habits.sends_parts
         played = times * sum(messages(load, H100, chunk)["RS"][name] for name in own)
         found.append(dense_messages(load, H100).reduce)
         assert found[-1] == pytest.approx(played, rel=0.03), near

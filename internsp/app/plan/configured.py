@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
+
 from internsp.app.config import Config
 from internsp.app.config.sizes import moments
 from internsp.app.config.tiles import tile_count
@@ -15,6 +17,7 @@ from internsp.base.host import GRADIENTS, OPTIMIZER, WEIGHTS
 from internsp.mesh import MeshShape
 from internsp.mesh.sequence import RING
 from internsp.pipeline.schedules import schedule_kind
+from internsp.structure.dtypes import DTYPES
 
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
@@ -92,6 +95,12 @@ def degrees_of(config: Config, shape: MeshShape, mixed: bool) -> Degrees:
     )
 
 
+def reduce_dtype(config: Config) -> torch.dtype:
+    """In which a gradient travels."""
+    weights = config.weight_parallel
+    return DTYPES[weights.reduce_dtype or weights.compute_dtype or config.train.dtype]
+
+
 def workload_of(config: Config, shape: MeshShape) -> Workload:
     """One step of ``config`` on the ranks of ``shape``."""
     model, train, weights = config.model, config.train, config.weight_parallel
@@ -107,7 +116,7 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         fused="compiled" if weights.compile else "kernels" if on_device else "eager",
         kernel="flash2",
         gather_bytes=1 if weights.quantize != "none" and weights.quantize else size,
-        reduce_bytes=_SIZES[_NAMES[weights.reduce_dtype]] if weights.reduce_dtype else size,
+        reduce_bytes=reduce_dtype(config).itemsize,
         keeps_gathers=weights.keep_unsharded == "all",
         overlaps=weights.overlap,
         launches=_LAUNCHES / (2 if weights.compile else 1),
@@ -115,7 +124,8 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         sends_ahead=True,
         collectives=5 if model.family == "internlm2" else 7,
         balances_head=True,
-        reduce_near=weights.reduce_near_ranks,
+        reduce_near=None if weights.reduce_near_ranks == "auto" else weights.reduce_near_ranks,
+        sends_parts=True,
         shard_bytes=stored,
         sum_bytes=max(stored, 4),
         state_bytes=max(stored, 4) * (moments(config) + (stored < 4)),

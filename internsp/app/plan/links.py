@@ -61,9 +61,14 @@ class Group:
             seconds = max(seconds, nbytes * (self.size - 1) / self.size / far)
         return seconds + self.latency
 
-    def all_reduce(self, nbytes: float) -> float:
-        """Seconds of an all-reduce of ``nbytes``."""
-        return 2 * self.gather(nbytes)
+    def reduce(self, nbytes: float, in_parts: bool = False) -> float:
+        """Seconds of a reduce-scatter of ``nbytes`` on each rank: round a ring, or in parts that
+        are sent to their ranks."""
+        return self.exchange(nbytes) if in_parts else self.gather(nbytes)
+
+    def all_reduce(self, nbytes: float, in_parts: bool = False) -> float:
+        """Seconds of an all-reduce of ``nbytes``: a reduce-scatter and a gather."""
+        return self.reduce(nbytes, in_parts) + self.gather(nbytes)
 
     def exchange(self, nbytes: float) -> float:
         """Seconds of an all-to-all in which each rank has ``nbytes``, for all of them."""

@@ -17,6 +17,7 @@ from internsp.app.plan.compute import head
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device
 from internsp.app.plan.links import Group
+from internsp.app.plan.machines import on_machines
 from internsp.app.plan.replay import (
     EXCHANGE,
     GATHER,
@@ -70,6 +71,7 @@ def replayed(
     Args:
         chunk: the planned chunk, if there is one already; a pipeline needs none.
     """
+    config = on_machines(config, shape.world_size, device)
     load = workload_of(config, shape)
     closed = step_seconds(load, device)
     if shape.pipeline > 1:
@@ -163,7 +165,7 @@ def messages(
     load: Workload, device: Device, chunk: ChunkLayout
 ) -> dict[str, dict[str, float]]:
     """Seconds of each message, by kind and by the name of its weight or parcel."""
-    degrees = load.degrees
+    degrees, parts = load.degrees, load.habits.sends_parts
     group = Group(degrees.sharded, degrees.tensor, device)
     few = Group(degrees.expert_shards, degrees.expert_stride, device)
     others = Group(degrees.copies, degrees.tensor * degrees.sharded, device)
@@ -174,13 +176,13 @@ def messages(
             size = weight.unsharded_bytes * (0.5 if quantized else 1.0)
             among = few if weight.expert and degrees.expert_shards else group
             found[GATHER][weight.name] = among.gather(size)
-            found[REDUCE][weight.name] = among.gather(weight.gradient_bytes)
+            found[REDUCE][weight.name] = among.reduce(weight.gradient_bytes, parts)
             if weight.far_bytes:  # half for each of its two messages
                 groups = round(among.size * (1 - weight.reduce_bytes / weight.gradient_bytes))
                 near = replace(among, size=among.size // groups)
                 far = replace(among, size=groups, stride=among.stride * near.size)
-                both = near.gather(weight.gradient_bytes)
-                both += far.gather(weight.far_bytes * groups / (groups - 1))
+                both = near.reduce(weight.gradient_bytes, parts)
+                both += far.reduce(weight.far_bytes * groups / (groups - 1), parts)
                 found[REDUCE][weight.name] = both / 2
     parcels = chunk.parcels if chunk.exchanged else ()
     alike = others
@@ -189,7 +191,7 @@ def messages(
     names = Counter(parcel.name for parcel in parcels)  # a unit's own, and its experts'
     for parcel in parcels:
         among = alike if parcel.weights[0].expert else others
-        mean = among.all_reduce(parcel.nbytes) / names[parcel.name]
+        mean = among.all_reduce(parcel.nbytes, parts) / names[parcel.name]
         found[EXCHANGE][parcel.name] = found[EXCHANGE].get(parcel.name, 0.0) + mean
     return found
 

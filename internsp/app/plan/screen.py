@@ -25,6 +25,7 @@ from internsp.app.plan.classes import (
 from internsp.app.plan.devices import Device
 from internsp.app.plan.experts import chosen_experts, expert_lines
 from internsp.app.plan.longest import MemoryBudget, Rows
+from internsp.app.plan.machines import on_machines, sums_lines
 from internsp.app.plan.matrices import MatrixTraffic
 from internsp.app.plan.offloaded import with_sums
 from internsp.app.plan.pipeline import PipelinePlan, print_schedules, tables
@@ -86,7 +87,7 @@ def print_plan(
     check_length(config)
     if picture is not None and config.parallel.pipeline == 1:
         raise ConfigError("--picture: there is no pipeline to draw (parallel.pipeline = 1)")
-    config = chosen_experts(config, world_size)
+    config = on_machines(chosen_experts(config, world_size), world_size, device)
     budget = MemoryBudget(config, world_size)
     plan = budget.plan
     if isinstance(plan, PipelinePlan) and picture is not None:
@@ -111,8 +112,7 @@ def print_plan(
         _print_chunk(plan, console)
     else:
         _print_stages(plan, config, console)
-    near = None if device is None else device.near_ranks
-    for line in expert_lines(config, world_size, near):
+    for line in _machine_lines(config, plan, world_size, device):
         console.print(line, markup=False)
     console.print(_memory_table(config, found))
     if predicted is not None:
@@ -132,6 +132,17 @@ def _print_chunk(plan: Plan, console: Console) -> None:
     if plan.kept.blocks:
         console.print(plan.kept.line())
     console.print(_units_line(plan.chunk))
+
+
+def _machine_lines(
+    config: Config, plan: Plan | PipelinePlan, world_size: int, device: Device | None
+) -> Iterator[str]:
+    """What goes between machines: of gradients, and of experts."""
+    if device is not None:
+        chunks = [plan.chunk] if isinstance(plan, Plan) else [c.plan for c in plan.ranks[0].chunks]
+        yield from sums_lines(config, chunks, world_size, device)
+    near = None if device is None else device.near_ranks
+    yield from expert_lines(config, world_size, near)
 
 
 def _predict(

@@ -24,6 +24,7 @@ from internsp.app.plan.devices import Device
 from internsp.app.plan.layout import CHECKPOINTS, INTERLEAVED, SCHEDULES, V_SHAPED, Layout
 from internsp.app.plan.least import LeastBytes
 from internsp.app.plan.longest import MemoryBudget
+from internsp.app.plan.machines import on_machines
 from internsp.app.plan.observations import Observations
 from internsp.app.plan.seconds import (
     Computed,
@@ -223,7 +224,8 @@ class Space:
         config = changed(self.config, keys)
         if config is None or config.check(self.ranks):
             return None
-        budget = MemoryBudget(config, self.ranks, observations=self.observations)
+        run = on_machines(config, self.ranks, self.device)
+        budget = MemoryBudget(run, self.ranks, observations=self.observations)
         nbytes = budget.most(config.data.sequence_length, self.memory)
         if nbytes > self.memory:
             return None

@@ -21,7 +21,7 @@ class WeightMessages:
         gather, again: of one block in a micro-batch, for its forward and for its backward.
         reduce: of its gradients in a micro-batch.
         copies: of its gradients in a step, among ranks that have the same shard.
-        gather_ends, reduce_ends: of the embedding, or of the head.
+        gather_ends, reduce_ends, copies_ends: of the embedding, or of the head.
     """
 
     gather: float = 0.0
@@ -30,12 +30,13 @@ class WeightMessages:
     copies: float = 0.0
     gather_ends: float = 0.0
     reduce_ends: float = 0.0
+    copies_ends: float = 0.0
 
     def __add__(self, other: WeightMessages) -> WeightMessages:
         return WeightMessages(
             self.gather + other.gather, self.again + other.again, self.reduce + other.reduce,
             self.copies + other.copies, self.gather_ends + other.gather_ends,
-            self.reduce_ends + other.reduce_ends,
+            self.reduce_ends + other.reduce_ends, self.copies_ends + other.copies_ends,
         )  # fmt: skip
 
 
@@ -62,9 +63,10 @@ def dense_messages(load: Workload, device: Device) -> WeightMessages:
         gather,
         0.0 if degrees.kind == "zero2" else gather,
         reduce,
-        copies.all_reduce(held * habits.reduce_bytes / over),
+        copies.all_reduce(held * habits.reduce_bytes / over, habits.sends_parts),
         group.gather(rest * habits.gather_bytes),
         _reduced(group, rest, habits),
+        copies.all_reduce(rest * habits.reduce_bytes / over, habits.sends_parts),
     )
 
 
@@ -81,7 +83,9 @@ def expert_messages(load: Workload, device: Device) -> WeightMessages:
         gather,
         0.0 if degrees.kind == "zero2" else gather,
         _reduced(few, own, habits),
-        alike.all_reduce(own * habits.reduce_bytes / degrees.expert_shards),
+        alike.all_reduce(
+            own * habits.reduce_bytes / degrees.expert_shards, habits.sends_parts
+        ),
     )
 
 
@@ -92,13 +96,16 @@ def _reduced(group: Group, elements: float, habits: Habits, more: int = 0) -> fl
         more: further collectives in which ``elements`` are reduced.
     """
     near, nbytes = habits.reduce_near, elements * habits.reduce_bytes
+    parts, wide = habits.sends_parts, max(habits.sum_bytes, habits.reduce_bytes)
+    if near is None:
+        near = group.within if group.within * habits.reduce_bytes > wide else 0
     if not 1 < near < group.size or group.size % near:
-        return group.gather(nbytes) + more * group.latency
+        return group.reduce(nbytes, parts) + more * group.reduce(0, parts)
     among = Group(near, group.stride, group.device)
     between = Group(group.size // near, group.stride * near, group.device)
-    wide = max(habits.sum_bytes, habits.reduce_bytes)
-    later = more * (among.latency + between.latency)
-    return among.gather(nbytes) + between.gather(elements / near * wide) + later
+    later = more * (among.reduce(0, parts) + between.reduce(0, parts))
+    sums = between.reduce(elements / near * wide, parts)
+    return among.reduce(nbytes, parts) + sums + later
 
 
 def exposed(
@@ -123,6 +130,7 @@ def exposed(
     if not habits.overlaps:
         gathers = blocks * (gather * often + again) + found.gather_ends
         reductions = blocks * (reduce + mean) + found.reduce_ends
+        reductions += found.copies_ends / load.micro_batches
         return gathers, reductions, gathers + reductions
     # One block's gather is exposed before the first, one's reduction after the last.
     others = max(blocks - 1, 0)
@@ -132,11 +140,12 @@ def exposed(
     share = again / both if both else 0.0
     # Copies exchange their sums once a step, in the last backward.
     last = others * (beside(backward, both + found.copies, slowdown) - backward) - behind
-    ends = found.gather_ends + found.reduce_ends
+    rest = found.copies_ends / load.micro_batches
+    ends = (found.gather_ends + found.reduce_ends) * often + rest
     early = ahead + behind * share + (gather + found.gather_ends) * often
     late = behind * (1 - share) + last / load.micro_batches
-    late += reduce + mean + found.reduce_ends * often
-    return early, late, blocks * (gather * often + again + reduce + mean) + ends * often
+    late += reduce + mean + found.reduce_ends * often + rest
+    return early, late, blocks * (gather * often + again + reduce + mean) + ends
 
 
 def replicas(load: Workload, device: Device) -> tuple[float, float]:
@@ -149,13 +158,15 @@ def replicas(load: Workload, device: Device) -> tuple[float, float]:
     group = Group(copies, stride, device)
     dense = model.layers * model.dense_parameters / degrees.pipeline
     dense += model.embedding * (1 if degrees.pipeline > 1 or model.tied else 2)
-    reduced = group.gather(dense / degrees.tensor * habits.reduce_bytes)
+    parts = habits.sends_parts
+    reduced = group.reduce(dense / degrees.tensor * habits.reduce_bytes, parts)
     returned = group.gather(dense / degrees.tensor * habits.gather_bytes)
     if degrees.kind != "none" and 0 < degrees.optimizer < copies:
         within = Group(degrees.optimizer, stride, device)
         across = Group(copies // degrees.optimizer, stride * degrees.optimizer, device)
         whole = dense / degrees.tensor * habits.reduce_bytes
-        reduced = within.gather(whole) + across.all_reduce(whole / degrees.optimizer)
+        reduced = within.reduce(whole, parts)
+        reduced += across.all_reduce(whole / degrees.optimizer, parts)
         returned = within.gather(dense / degrees.tensor * habits.gather_bytes)
     if degrees.kind == "none":
         returned = reduced
@@ -163,7 +174,7 @@ def replicas(load: Workload, device: Device) -> tuple[float, float]:
         own = model.layers * model.experts * model.expert_parameters / degrees.pipeline
         among = max(1, copies // degrees.expert)
         few = Group(among, stride * degrees.expert, device)
-        reduced += few.gather(own / degrees.expert * habits.reduce_bytes)
+        reduced += few.reduce(own / degrees.expert * habits.reduce_bytes, parts)
         returned += few.gather(own / degrees.expert * habits.gather_bytes)
     return reduced, returned
 
