@@ -177,6 +177,12 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Names of classes in tables may break between their words."""
+    name = r"(?<=<td><code>)(?:[A-Z][a-z]+){2,}(?=</code>)"
+    return re.sub(name, lambda found: re.sub(r"(?<=[a-z])(?=[A-Z])", "<wbr>", found[0]), html)
+
+
 def on_page_context(context: dict[str, Any], *, page: Page, **_: Any) -> dict[str, Any]:
     """Pages have no edit link, because the URL of the repository is not known here."""
     page.edit_url = None
