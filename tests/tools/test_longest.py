@@ -13,7 +13,6 @@ import pytest
 
 from internsp.app.config import Config
 from internsp.app.plan.longest import MemoryBudget
-from tools.longest import arctic
 from tools.longest.__main__ import attempt, bisect
 from tools.longest.cases import (
     FULL,
@@ -151,21 +150,3 @@ def test_a_rank_takes_what_is_planned_and_dies_with_a_tenth_less(name: str) -> N
         peaks.append(enough.peak)
     assert max(peaks) == pytest.approx(planned, rel=0.03)
     assert attempt(case, length, int(0.9 * planned), 120).died
-
-
-def test_the_model_of_arctics_step_counts_what_its_sources_allocate() -> None:
-    tokens, h, heads, kv = 100_000, 1024, 8, 2
-    found = arctic.at_peak(arctic.Block(tokens, 1, h, heads, kv, 2048))
-    unit = tokens * h * 2
-    assert found["gradient of the block's output (checkpoint's frame)"] == unit
-    assert found["the block's input, back from the host"] == unit
-    assert found["queries, keys, values"] == unit + 2 * unit * kv // heads
-    assert found["attention's output and log-sum-exp"] == unit + tokens * heads * 4
-    sums = 4 * (tokens + 128) * heads * (128 + 1) + 2 * unit  # dq in fp32; dk, dv of every head
-    assert found["flash-attention's own sums in backward"] == sums
-    cut = arctic.at_peak(arctic.Block(tokens // 4, 4, h, heads, kv, 2048))
-    # Four ranks, two key/value heads: each is repeated, so that a rank has two heads and one.
-    assert cut["queries, keys, values after the all-to-alls"] == unit // 4 * 2
-    weights = arctic.weights_at(arctic.Block(tokens, 4, h, heads, kv, 2048), 2, 1000, False)
-    layer = 2 * h * h + 2 * h * kv * 128 + 3 * h * 2048
-    assert weights["weight shards"] == 2 * (2 * layer + 2 * 1000 * h) // 4

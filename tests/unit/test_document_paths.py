@@ -36,8 +36,7 @@ ROOMS = {name.replace(".", "/") for floor in FLOORS for name in floor}
 BASES = (".", "internsp", "internsp/app", "tests", "tests/ranks")
 # What commands write, and examples of a reader's own files.
 WRITTEN = re.compile(r"(?:runs|checkpoints|site|DIR|my_\w+)/.*|my_\w+\.py")
-# Files that speak of another project's files.
-OF_OTHERS = {"tools/longest/arctic.py"}
+
 
 @cache
 def tracked() -> frozenset[str]:
@@ -209,8 +208,7 @@ def test_pages_for_users_are_short() -> None:
 
 
 def test_what_docstrings_and_comments_name_is_there() -> None:
-    ours = [file for file in files(".py") if file not in OF_OTHERS]
-    every = {file: wrong_in_source((ROOT / file).read_text(), file) for file in ours}
+    every = {file: wrong_in_source((ROOT / file).read_text(), file) for file in files(".py")}
     assert {file: wrong for file, wrong in every.items() if wrong} == {}
 
 

@@ -7,14 +7,13 @@ Nothing is run. The lengths, and the devices' memory where given, are those of t
 ``max_length``). The plan is that of internsp with the same mechanisms: weights sharded over all
 ranks, sequences by heads, full activation checkpointing, activations, gradients and optimizer state
 in host memory (weights too on one device), tiled feed-forwards, chunked loss. The longest sequence
-is that for the device's memory and a rank's share of the node's host memory. :mod:`.arctic` models
-the memory of *their* step, printed by component with ``--components``.
+is that for the device's memory and a rank's share of the node's host memory; ``--components`` adds
+the plan's components.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,47 +66,33 @@ def settings(run: Run) -> dict[str, Any]:
     }
 
 
-def theirs(run: Run) -> Counter[str]:
-    """Bytes of their own step at its length, by component, according to :mod:`.arctic`."""
-    from tools.longest.arctic import Block, at_peak, weights_at
-
-    model = LLAMA[run.model]
-    block = Block(
-        run.tokens // run.devices, run.devices, model["hidden_size"], model["heads"], 8,
-        model["intermediate_size"],
-    )  # fmt: skip
-    return at_peak(block) + weights_at(block, model["layers"], 128256, run.devices == 1)
-
-
 def main() -> None:
     """Print a table."""
     from internsp.app.config import Config
     from internsp.app.plan.longest import MemoryBudget  # imports torch
 
-    print("| model | devices | memory, GiB | host, GB | published | theirs, GB | theirs by its "
-          "sources, GB | ours at it, GB | host of ours at it, GB | longest of ours | ratio | bound "
-          "by |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|")  # fmt: skip
+    print("| model | devices | memory, GiB | host, GB | published | theirs, GB | ours at it, "
+          "GB | host of ours at it, GB | longest of ours | ratio | bound by |\n|---|---:|---:|---:|"
+          "---:|---:|---:|---:|---:|---:|---|")  # fmt: skip
     components = []
     for run in RUNS:
         budget = MemoryBudget(Config.model_validate(settings(run)), run.devices)
         rows = budget.at(run.tokens)
         here, there = (sum(n for _, n in each) / GB for each in rows)
         host = HOST // min(run.devices, A_NODE)
-        found, sources = budget.longest(run.has * GIB, host), theirs(run)
+        found = budget.longest(run.has * GIB, host)
         cells = [
             f"Llama {run.model}", str(run.devices), str(run.has), f"{host / GB:.0f}",
             f"{run.tokens:,}", "" if run.used is None else f"{run.used:.1f}",
-            f"{sources.total() / GB:.1f}", f"{here:.1f}", f"{there:.0f}",
+            f"{here:.1f}", f"{there:.0f}",
             f"{found.length:,}", f"{found.length / run.tokens:.2f}", found.bound,
         ]  # fmt: skip
         print(f"| {' | '.join(cells)} |", flush=True)
-        for whose, parts in (("ours", [*rows[0], *rows[1]]), ("theirs", sources.items())):
-            components += [
-                f"{run.model} on {run.devices}, {run.tokens:,} tokens, {whose}: {name}: "
-                f"{nbytes / GB:.2f} GB"
-                for name, nbytes in parts
-                if nbytes >= GB // 100
-            ]
+        components += [
+            f"{run.model} on {run.devices}, {run.tokens:,} tokens: {name}: {nbytes / GB:.2f} GB"
+            for name, nbytes in [*rows[0], *rows[1]]
+            if nbytes >= GB // 100
+        ]
     if "--components" in sys.argv[1:]:
         print("\n" + "\n".join(components))
 
