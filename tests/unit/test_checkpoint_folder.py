@@ -245,6 +245,7 @@ HOSTILE = [
     ("tensors/w/chunks/0/length", 32),
     ("data/sequences", -1),
     ("mesh/world", 0),
+    ("mesh", {}),
     ("tensors/w/chunks/0/offsets", [1, 0]),
     ("tensors/w/chunks/0/offsets", [-2, 0]),
     ("tensors/w/chunks/0/offsets", [0]),

@@ -161,6 +161,12 @@ class Manifest(State):
     data: Position
     loss_scaler: dict[str, float] | None
 
+    @model_validator(mode="after")
+    def _check_mesh(self) -> Manifest:
+        if "world" not in self.mesh:
+            raise ValueError("mesh has no world, the number of ranks")
+        return self
+
 
 def canonical(content: Any) -> str:
     """JSON content as text that is the same whatever the order of keys; its sha256 is its digest.
