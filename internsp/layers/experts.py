@@ -38,9 +38,9 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
         product: Tensor = F.grouped_mm(rows.contiguous(), weight, offs=ends)
         return product
-    # A plan runs this on fake tensors, which have no values: each group has an equal share.
-    number = len(weight)
-    sizes = [len(rows) // number] * number if is_fake(counts) else counts.tolist()
+    # A plan runs this on tensors that have no values: each group has an equal share.
+    number, empty = len(weight), counts.is_meta or is_fake(counts)
+    sizes = [len(rows) // number] * number if empty else counts.tolist()
     rest = len(rows) - sum(sizes)
     *pieces, _ = rows.split([*sizes, rest])
     made = [piece @ matrix for piece, matrix in zip(pieces, weight.unbind(0), strict=True)]

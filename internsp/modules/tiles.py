@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -306,6 +306,8 @@ def _bytes(state: Tensor) -> bytes:
 def _autocast(x: Tensor) -> Callable[[], AbstractContextManager[object]]:
     """A function that returns a context manager for the present autocast state."""
     kind = x.device.type
+    if not torch.amp.is_autocast_available(kind):  # the meta device, on which a plan runs
+        return nullcontext
     on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return lambda: torch.autocast(kind, dtype=dtype, enabled=on)
 

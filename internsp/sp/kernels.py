@@ -26,6 +26,7 @@ from internsp.sp.layout import Documents
 
 _LOG = logging.getLogger("internsp.sp")
 _HALF = (torch.float16, torch.bfloat16)
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True)
@@ -117,15 +118,14 @@ class SdpaKernel:
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             seen = mask.window_mask(q.shape[1], q.device)
-            out = F.scaled_dot_product_attention(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                attn_mask=seen,
-                is_causal=mask.causal and seen is None,
-                scale=scale,
-                enable_gqa=grouped,
-            )
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            if q.is_meta and seen is None:  # where torch would choose to hold all scores
+                out, _ = _FLASH(q, k, v, 0.0, mask.causal, scale=scale)
+            else:
+                out = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=seen, is_causal=mask.causal and seen is None, scale=scale,
+                    enable_gqa=grouped,
+                )  # fmt: skip
             return out.transpose(1, 2)
 
         documents = mask.documents

@@ -194,7 +194,7 @@ class EagerAttention:
 def choose_lse_kernel(device: torch.device, dtype: torch.dtype, d: int, d_of_v: int) -> LseKernel:
     """The kernel for parts."""
     half = dtype in (torch.float16, torch.bfloat16) and d <= 256 and d % 8 == 0
-    if d == d_of_v and device.type == "cpu":
+    if d == d_of_v and device.type in ("cpu", "meta"):  # meta: a plan
         return CpuFlash()
     if d == d_of_v and device.type == "cuda" and half:
         return CudaFlash()

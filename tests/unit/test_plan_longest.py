@@ -331,6 +331,14 @@ def test_a_process_takes_what_is_planned_and_dies_with_a_fifth_less() -> None:
     assert "allocate memory" in child.stderr
 
 
+@pytest.mark.parametrize("ring", [1, 2])
+def test_no_scores_are_in_memory(ring: int) -> None:
+    """On the meta device, on which a step is measured, torch itself would hold them."""
+    place = ModelPart(MeshShape(ring, sequence=ring, ring=ring))
+    few, more = (observe(config(), 1, n, 1, 2, 0, None, place).peak for n in (1024, 2048))
+    assert few < more < 2.05 * few
+
+
 @pytest.mark.thorough(1)
 def test_dropout_keeps_a_byte_an_element_twice_a_block() -> None:
     plain, dropped = config(), config(model={"dropout": 0.1})

@@ -1,4 +1,4 @@
-"""Estimates one rank's activation memory from steps of the model on fake tensors.
+"""Estimates one rank's activation memory from steps of the model without values.
 
 A few forwards and backwards with few blocks and short sequences are measured
 (:mod:`internsp.app.plan.observe`). Memory is linear in the number of blocks, and in the number of
