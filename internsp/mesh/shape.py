@@ -230,7 +230,8 @@ class MeshShape:
         """
         if self.machines is None:
             return 0
-        least = 4 // max((dtype.itemsize for dtype in sent), default=4)
+        widest = max((dtype.itemsize for dtype in sent), default=4)
+        least = 2 if widest < 4 else 1  # and one rank alone is no group
         machines, kinds = self.machines, ["weight", *["expert_weight"] * self.separate]
         groups = [group for kind in kinds for group in self.ranks(kind)]
 

@@ -67,14 +67,14 @@ def test_experts_are_cut_inside_and_owned_outside_of_an_expert_weight_group() ->
     ]  # fmt: skip
 
 
-DTYPES = {2: torch.bfloat16, 4: torch.float32}
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 NEAR: list[tuple[dict[str, Any], int, int, int]] = [
     ({"weight": 16}, 8, 2, 8), ({"weight": 16}, 4, 2, 4),
     ({"weight": 8}, 8, 2, 0),  # every group is on one machine
     ({"weight": 16, "tensor": 2}, 8, 2, 4), ({"weight": 2, "tensor": 8}, 8, 2, 0),
     ({"weight": 16}, 2, 4, 2), ({"weight": 16}, 2, 2, 0),  # two bytes thrice, or four once
     ({"weight": 16}, 6, 4, 2),  # the fifth and sixth of a group are on one machine, too
-    ({"weight": 16}, 5, 4, 0), ({"weight": 16}, 1, 4, 0),
+    ({"weight": 16}, 5, 4, 0), ({"weight": 16}, 1, 4, 0), ({"weight": 16}, 1, 8, 0),
     ({"weight": 16, "expert": 4, "expert_weight": 8}, 4, 2, 4),
     ({"weight": 16, "expert": 2, "expert_weight": 16, "near_experts": "expert"}, 8, 2, 4),
     ({"weight": 16, "pipeline": 2}, 16, 2, 0),
