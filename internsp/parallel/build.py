@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from internsp.modules.recompute import ContextFn
     from internsp.wp.encode import Encoder
     from internsp.wp.near import NearSlices
-    from internsp.wp.two_level import TwoLevels
+    from internsp.wp.two_level import AtOnce, TwoLevels
 
 CollectivesFactory = Callable[..., Collectives]
 
@@ -287,17 +287,17 @@ def _make_chunk(
 
 def _make_reductions(
     mesh: ParallelMesh, near: int, buffers: Buffers, over: Callable[[Any], Collectives]
-) -> Mapping[WeightAxis, Collectives | TwoLevels]:
+) -> Mapping[WeightAxis, Collectives | TwoLevels | AtOnce]:
     """The collectives of each axis's reductions: at once, or in two levels over ``near`` ranks."""
     if not near or all(axis.size <= near for axis in mesh.axes):
         return {axis: over(axis.gradient_group) for axis in mesh.axes}
-    from internsp.wp.two_level import Sum, TwoLevels
+    from internsp.wp.two_level import AtOnce, Sum, TwoLevels
 
     in_flight: deque[Sum] = deque()
-    made: dict[WeightAxis, Collectives | TwoLevels] = {}
+    made: dict[WeightAxis, Collectives | TwoLevels | AtOnce] = {}
     for axis in mesh.axes:
         if axis.size <= near:
-            made[axis] = over(axis.gradient_group)
+            made[axis] = AtOnce(over(axis.gradient_group), in_flight)
         else:
             within, between = (over(mesh.near_group(axis, near, use)) for use in ("sums", "far"))
             made[axis] = TwoLevels(within, between, buffers, in_flight)

@@ -29,7 +29,7 @@ from internsp.wp.parameter import ShardedParameter, trained, unflatten
 from internsp.wp.slots import Unit
 
 if TYPE_CHECKING:  # loaded where weights are reduced so
-    from internsp.wp.two_level import TwoLevels
+    from internsp.wp.two_level import AtOnce, TwoLevels
 
 
 @dataclass
@@ -109,7 +109,7 @@ class GradientReducer:
 
     def __init__(
         self,
-        collectives: Mapping[WeightAxis, Collectives | TwoLevels],
+        collectives: Mapping[WeightAxis, Collectives | TwoLevels | AtOnce],
         trace: Trace,
         buffers: Buffers,
     ) -> None:

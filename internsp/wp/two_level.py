@@ -9,8 +9,9 @@ all::
     1. within near groups, part by part       a0 c0     b1 d1   |  a2 c2     b3 d3     (sums of two)
     2. between ranks of the same place        a = a0 + a2       |  c = c0 + c2         (rank 0, 2)
 
-The second message of a reduction leaves once its first has arrived: before the next reduction is
-launched, or when it is waited for. Both are the same point of the order on all ranks (WP-2).
+The second message of a reduction leaves once its first has arrived: before the next reduction of
+any axis is launched, or when it is waited for. Both are the same point of the order on all ranks
+(WP-2).
 """
 
 from __future__ import annotations
@@ -108,3 +109,24 @@ class TwoLevels:
         total = self.far.total(arrived.output, arrived.sums)
         self.buffers.release(arrived.output)
         return total
+
+
+class AtOnce:
+    """The same of an axis whose groups are near, in a model of which another axis's are not.
+
+    Args:
+        collectives: of the gradient group.
+        in_flight: see :class:`TwoLevels`.
+    """
+
+    def __init__(self, collectives: Collectives, in_flight: deque[Sum]) -> None:
+        self._collectives, self._in_flight = collectives, in_flight
+        self.wait, self.total = collectives.wait, collectives.total
+
+    def reduce_scatter(
+        self, output: Tensor, input: Tensor, unit: str, weights: Mapping[str, int], phase: str
+    ) -> Handle:
+        """As :meth:`Collectives.reduce_scatter`."""
+        if self._in_flight:
+            self._in_flight[-1].go_on()
+        return self._collectives.reduce_scatter(output, input, unit, weights, phase)

@@ -14,7 +14,9 @@ from tests.support.experts import Case, Pair
 from tests.support.ranks import run_ranks
 
 CASES = {
-    "wider groups, three experts on four ranks": Case(2, 4, number=3),
+    "wider groups, three experts on four ranks": Case(
+        2, 4, number=3, config={"reduce_near_ranks": 2}
+    ),
     "narrower groups": Case(4, 2, micro_batches=2),
     "two owners": Case(2, 2, 2),
     "two owners with replicas": Case(4, 1, 2, zero=1, checkpoint={"mode": "full"}),
