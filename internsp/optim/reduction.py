@@ -249,15 +249,22 @@ class ZeroReducer:
             packed = torch.empty(numel, dtype=dtype, device=bucket.device)
         else:
             packed = buffers.acquire(numel, dtype)
+        parts: list[Tensor] = []
+        totals: list[Tensor] = []
         for member, start in bucket.offsets.items():
             assert isinstance(member, ShardedParameter), "replicated parameters have no parcel"
             part = packed[start : start + member.storage.numel()]
             total = member.reduced.on_device()
-            member.reduced.drop()
             if total is None:  # unused on this rank, but perhaps used on others: zeros
                 part.zero_()
-            else:
+            elif member.reduced.link is not None:  # one at a time is on the device
                 part.copy_(total.flatten())
+            else:
+                parts.append(part)
+                totals.append(total.flatten())
+            member.reduced.drop()
+        if parts:
+            torch._foreach_copy_(parts, totals)
         for start, stop in bucket.gaps:
             packed[start:stop].zero_()
         received = packed if alone else buffers.acquire(numel, dtype)
