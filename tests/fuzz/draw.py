@@ -73,6 +73,8 @@ class Case:
     optimizer: str = "sgd"
     clip: str = "none"
     program: tuple[Op, ...] = ()
+    machine: int = 0
+    """Ranks on a machine; 0: all are on one."""
 
     def features(self) -> set[str]:
         """One word per drawn feature: for ``--without`` and for the list of what may be refused."""
@@ -85,6 +87,8 @@ class Case:
         found |= {f"weight={self.weight}", f"world={self.world}"}
         if self.expert_weight is not None:
             found.add("expert_weight")
+        if self.machine:
+            found.add("machines")
         for op in self.program:
             found |= set(words(op))
         return found
@@ -94,6 +98,7 @@ class Case:
         mesh = f"world {self.world} = weight {self.weight} x replicas {self.world // self.weight}"
         mesh += f", zero {self.zero}" if self.zero else ""
         mesh += f", expert_weight {self.expert_weight}" if self.expert_weight else ""
+        mesh += f", machines of {self.machine}" if self.machine else ""
         lines = [mesh, f"width {self.width}, vocabulary {self.vocabulary}"]
         lines[-1] += f", rows {self.rows}, length {self.length}, output {self.output}"
         lines += [f"block {i}: {' '.join(block)}" for i, block in enumerate(self.blocks)]
@@ -141,6 +146,9 @@ def draw(seed: int, number: int, world: int | None = None) -> Case:
     )
     if rng.random() < 0.1:
         case = replace(case, expert_weight=rng.choice([d for d in (1, 2, 3, 4) if world % d == 0]))
+    if weight == 4:  # by numbers of its own: other draws are as they were before it
+        machine = random.Random(f"{seed}:{number}:machine").choice((0, 2))
+        case = replace(case, machine=machine)
     return fitted(replace(case, program=_program(rng, case)))
 
 
@@ -314,12 +322,12 @@ def _simpler(case: Case) -> Iterator[Case]:
             )
     plain = Case()
     for name in ("zero", "expert_weight", "width", "vocabulary", "rows", "length", "output",
-                 "clip", "optimizer"):  # fmt: skip
+                 "clip", "optimizer", "machine"):  # fmt: skip
         if getattr(case, name) != getattr(plain, name):
             yield replace(case, **{name: getattr(plain, name)})
     if case.world > 2 and case.weight in (1, 2, case.world):
         weight = 2 if case.weight == case.world else case.weight
-        yield replace(case, world=2, weight=weight, zero=None, expert_weight=None)
+        yield replace(case, world=2, weight=weight, zero=None, expert_weight=None, machine=0)
 
 
 def _shorter_programs(case: Case) -> Iterator[Case]:

@@ -6,6 +6,7 @@ import faulthandler
 import functools
 import gc
 import io
+import os
 import pickle
 import re
 import tempfile
@@ -108,7 +109,7 @@ def _cases(
     for number, case in enumerate(cases):
         start = time.monotonic()
         faulthandler.dump_traceback_later(STUCK, exit=True, file=stuck)
-        own = run_case(case, rank, fresh(case.weight, case.zero, case.expert_weight))
+        own = run_case(case, rank, fresh(case.weight, case.zero, case.expert_weight, case.machine))
         everyone = [own] * world
         dist.all_gather_object(everyone, own)
         kind, text = verdict(case, everyone)
@@ -129,9 +130,12 @@ def _cases(
     stuck.close()
 
 
-def _meshes() -> Callable[[int, int | None, int | None], ParallelMesh]:
+def _meshes() -> Callable[[int, int | None, int | None, int], ParallelMesh]:
     @functools.cache
-    def mesh(weight: int, zero: int | None, expert_weight: int | None) -> ParallelMesh:
+    def mesh(
+        weight: int, zero: int | None, expert_weight: int | None, machine: int
+    ) -> ParallelMesh:
+        os.environ["GROUP_RANK"] = str(dist.get_rank() // machine if machine else 0)
         return ParallelMesh.create(
             weight, zero=zero, device_type="cpu", timeout_seconds=TIMEOUT,
             expert_weight=expert_weight,
