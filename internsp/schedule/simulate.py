@@ -7,6 +7,7 @@ are the schedule that ``internsp plan`` prints. The queue alone decides what is 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from internsp.schedule.chunk import ChunkLayout, Schedule, ScheduleLine, UnitLayout, WeightLayout
@@ -59,7 +60,8 @@ class Simulator:
         parcels = plan.parcels if plan.exchanged else ()
         self.queue.reductions.exchanges.declare(parcels, limit=0)
         self._accumulated: dict[WeightLayout, Unit[WeightLayout]] = {}
-        self._near: Sequence[WeightLayout] = ()  # the last reduction, while it is in its near group
+        # Reductions that have not left their near groups, oldest first.
+        self._near: deque[tuple[Unit[WeightLayout] | None, Sequence[WeightLayout]]] = deque()
 
     def set_uses(self, data: Sequence[BatchUsage] = ()) -> None:
         """Set how often each weight is used, which the runtime counts in earlier forwards."""
@@ -86,7 +88,10 @@ class Simulator:
                     )
                     self.schedule.actions.append(line)
             elif kind in _PRINTED:
-                if kind == REDUCE_SCATTER or (kind == FINISH_OLDEST and weights is self._near):
+                while self._near and (
+                    (kind == REDUCE_SCATTER and self._near[0][0] is not unit)
+                    or (kind == FINISH_OLDEST and self._near[0][1] is weights)
+                ):
                     self._leave_near()
                 if kind == FINISH_OLDEST and self.overlap and weights[0].reduce_bytes:
                     self.add(WAIT, FINISH, weights[0])
@@ -99,15 +104,14 @@ class Simulator:
                     if kind == REDUCE_SCATTER:
                         self._accumulated.pop(weight, None)
                 if kind == REDUCE_SCATTER and weights[0].far_bytes:
-                    self._near = weights
+                    self._near.append((unit, weights))
                     if not self.overlap:
                         self._leave_near()
 
     def _leave_near(self) -> None:
-        """The last reduction goes on between near groups (:mod:`internsp.wp.two_level`)."""
-        weights, self._near = self._near, ()
-        if weights:
-            self.add(WAIT, BACKWARD, weights[0])
+        """The oldest of them goes on between near groups (:mod:`internsp.wp.two_level`)."""
+        _, weights = self._near.popleft()
+        self.add(WAIT, BACKWARD, weights[0])
         for weight in weights:
             self.add(REDUCE_SCATTER, BACKWARD, weight, weight.far_bytes)
 

@@ -17,7 +17,7 @@ any axis is launched, or when it is waited for. Both are the same point of the o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -59,6 +59,17 @@ class Sum:
         )
 
 
+def go_on_before(in_flight: Iterable[Sum], unit: str) -> None:
+    """Before a reduction of ``unit``: those of other units, which all ranks have launched, go on.
+
+    Within a unit data decide when a rank launches, and a rank that waited here would not come to
+    what another one waits for.
+    """
+    for one in in_flight:
+        if one.unit != unit:
+            one.go_on()
+
+
 class TwoLevels:
     """What a :class:`GradientReducer` asks of the collectives of a gradient group, in two levels.
 
@@ -78,8 +89,7 @@ class TwoLevels:
         self, output: Tensor, input: Tensor, unit: str, weights: Mapping[str, int], phase: str
     ) -> Handle:
         """As :meth:`Collectives.reduce_scatter`; ``output`` receives the near group's message."""
-        if self._in_flight:
-            self._in_flight[-1].go_on()
+        go_on_before(self._in_flight, unit)
         groups, ranks = self.far.size, self.near.size
         packed = self.buffers.acquire(input.numel(), input.dtype)
         packed.view(ranks, groups, -1).copy_(input.view(groups, ranks, -1).transpose(0, 1))
@@ -127,6 +137,5 @@ class AtOnce:
         self, output: Tensor, input: Tensor, unit: str, weights: Mapping[str, int], phase: str
     ) -> Handle:
         """As :meth:`Collectives.reduce_scatter`."""
-        if self._in_flight:
-            self._in_flight[-1].go_on()
+        go_on_before(self._in_flight, unit)
         return self._collectives.reduce_scatter(output, input, unit, weights, phase)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from internsp.mesh import ParallelMesh
 from internsp.mesh.program import mesh_of_program
 from internsp.schedule.simulate import simulate
 from tests.ranks.test_pipeline_parity import run
+from tests.ranks.test_rules_idle import Upwards
 from tests.support import fsdp, parity
 from tests.support.compare import TOLERANCE, check
 from tests.support.few import few
@@ -74,17 +76,20 @@ def test_sums_in_two_levels_train_as_one_process_and_send_what_the_plan_says(
 
 
 @ranks(4)
-def test_a_parts_second_message_leaves_before_the_next_ones_first() -> None:
+def test_a_units_second_messages_leave_before_the_next_ones_first() -> None:
     twin = Twin(Tiny, mesh_of(4), **LEVELS)
     twin.backward()
     twin.trace.clear()
     twin.backward()
-    sent = [(e.weight, e.nbytes) for e in twin.trace.events if e.kind == "RS"]
-    assert [one for one, _ in sent[::2]] == [one for one, _ in sent[1::2]]
+    events = [e for e in twin.trace.events if e.kind == "RS"]
     sizes = {w.name: w.layout.shard_numel * 8 for w in twin.communicator.replicated.sharded}
-    # Of 4 parts each rank gets, from the neighbor, its own and the far group's, then one sum.
-    assert sent[::2] == [(name, 2 * sizes[name]) for name, _ in sent[::2]]
-    assert sent[1::2] == [(name, sizes[name]) for name, _ in sent[::2]]
+    for unit, found in groupby(events, lambda event: event.unit):
+        sent = [(e.weight, e.nbytes) for e in found]
+        names = [name for name, _ in sent[: len(sent) // 2]]
+        # Of 4 parts each rank gets, from the neighbor, its own and the far group's, then one sum.
+        near, far = ([(name, times * sizes[name]) for name in names] for times in (2, 1))
+        assert sent == near + far, unit
+    assert len(events) == 2 * len(sizes)
 
 
 @ranks(4)
@@ -149,6 +154,19 @@ def test_auto_takes_the_ranks_of_a_machine_where_that_sends_less(rank: int) -> N
                 assert levels == (2 if near else 1) * len(twin.communicator.replicated.sharded)
                 if not narrow:
                     twin.check_gradients(f"on machine {machine}")
+
+
+@ranks(4)
+def test_ranks_that_use_other_weights_ask_for_the_next_block_without_a_standstill(
+    rank: int,
+) -> None:
+    """A near rank's data leave weights unused, whose reductions leave it with the block's end."""
+    twin = Twin(Upwards, mesh_of(4), unexpected_order="gather", **LEVELS)
+    ids = torch.tensor([[0, 1, 2], [1, 2, 0], [1, 0, 2], [0, 2, 1]])
+    for step in range(2):
+        twin.plain(ids).backward()
+        twin.ours(ids[rank : rank + 1]).backward()
+        twin.check_gradients(f"backward {step}")
 
 
 @ranks(4)
