@@ -50,6 +50,8 @@ def below(name: str, pattern: str) -> bool:
 
 def matches(name: str, pattern: str) -> bool:
     """Whether a valid ``pattern`` (see :func:`mistake`) matches all of ``name``."""
+    if "*" not in pattern and "?" not in pattern and "{" not in pattern:
+        return name == pattern
     parts = name.split(".")
     reached = {0}  # numbers of name parts that the pattern's parts so far may have matched
     for part in pattern.split("."):

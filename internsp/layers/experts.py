@@ -82,7 +82,8 @@ class Experts(nn.Module):
     def reset_parameters(self) -> None:
         """Give both weights their first values."""
         for weight in (self.gate_up, self.down):
-            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+            if not weight.is_meta:  # where torch takes longer for no values than for some
+                nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def forward(
         self, hidden: Tensor, index: Tensor, weights: Tensor, meanwhile: Any = lambda: None

@@ -121,7 +121,8 @@ class Router(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Give the weight its first values, and the bias and the counters zeros."""
-        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
         for buffer in self.buffers(recurse=False):
             buffer.zero_()
 

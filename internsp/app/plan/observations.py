@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from internsp.app.config import Config
+from internsp.app.plan.live import Outputs
 from internsp.app.plan.observe import ModelPart, Observed, observe
 from internsp.mesh import MeshShape
 
@@ -25,6 +26,7 @@ class Observations:
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], Observed] = {}
+        self._outputs = Outputs()
 
     def of(
         self, config: Config, rows: int, positions: int, tiles: int, layers: int, again: int,
@@ -37,6 +39,7 @@ class Observations:
         key = (told, rows, positions, tiles, layers, again, offload, where, backward)
         if key not in self._known:
             self._known[key] = observe(
-                config, rows, positions, tiles, layers, again, offload, part, backward
-            )
+                config, rows, positions, tiles, layers, again, offload, part, backward,
+                self._outputs,
+            )  # fmt: skip
         return self._known[key]

@@ -10,10 +10,9 @@ the CPU's (:mod:`internsp.app.plan.kernels`).
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from internsp.app.config import Config
@@ -32,7 +30,8 @@ from internsp.app.models.factory import (
     skip_packing_detection,
     to_parallelize,
 )
-from internsp.app.plan.kernels import KernelMemory, fuse_norms, kernel_memory
+from internsp.app.plan.kernels import fuse_norms, kernel_memory
+from internsp.app.plan.live import LiveBytes, Outputs
 from internsp.base.host import HostLink
 from internsp.mesh import MeshShape
 from internsp.mesh.sequence import HEADS, RING, SequenceAxes
@@ -42,19 +41,12 @@ from internsp.modules.tiles import tile_all
 from internsp.pipeline.chunks import Chunk
 from internsp.sp import DistributedAttention, SequenceLayout, checkpoint_context_fn
 from internsp.sp.dispatch import FIXED_BALANCE, rank_ranges, ring_ranges
-from internsp.sp.exchange import OPERATORS as EXCHANGES
 from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.ranges import MaskSpec
-from internsp.sp.ring import OPERATORS as RINGS
 from internsp.sp.routes import Route, routes
 from internsp.structure.blocks import read_structure
 from internsp.structure.dtypes import DTYPES
 from internsp.structure.tiles import find_tiled
-
-_OPERATORS = {
-    **{name: (HEADS, body) for name, body in EXCHANGES.items()},
-    **{name: (RING, body) for name, body in RINGS.items()},
-}
 
 
 @dataclass(frozen=True)
@@ -118,6 +110,7 @@ def observe(
     offload: Any,
     model_part: ModelPart | None = None,
     backward: bool = True,
+    outputs: Outputs | None = None,
 ) -> Observed:
     """Measure a forward and backward of ``layers`` blocks, ``again`` of which recompute.
 
@@ -127,6 +120,7 @@ def observe(
         offload: ``activation_checkpoint.offload``.
         backward: False where only what forward keeps is needed (a third of the time or less):
             then no peak is that of a backward, and ``between_parts`` is 0.
+        outputs: of operators that other steps called.
     """
     model_part = model_part or ModelPart(MeshShape(1))
     model: Any = build_first_layers(config, layers)
@@ -135,7 +129,7 @@ def observe(
     layout = _layout(config, rows, positions, model_part.shape, hf)
     batch = sum(_storages(tensor for _, tensor in _tensors(layout)).values())
     cuda = device_type(config) == "cuda"
-    live = _LiveBytes(kernel_memory(config) if cuda else {})
+    live = LiveBytes(kernel_memory(config) if cuda else {}, None if hf else outputs or Outputs())
     device = "cpu" if hf else "meta"
     with FakeTensorMode(allow_non_fake_inputs=True) if hf else nullcontext():
         _allocate(model, dtype, device)
@@ -186,7 +180,7 @@ def observe(
 
 
 def _backward(
-    model: Any, inputs: Tensor, output: Tensor, model_part: ModelPart, live: _LiveBytes
+    model: Any, inputs: Tensor, output: Tensor, model_part: ModelPart, live: LiveBytes
 ) -> int:
     """Run backward; return the bytes that live between its two parts, 0 if it has one part."""
     gradient = None
@@ -207,7 +201,7 @@ def _backward(
     return between_parts
 
 
-def _register_phase_hooks(model: Any, last: nn.Module, live: _LiveBytes) -> None:
+def _register_phase_hooks(model: Any, last: nn.Module, live: LiveBytes) -> None:
     """Begin a new phase of ``live`` when backward reaches the last norm, and the last block."""
     norm = getattr(model, "norm", None)
 
@@ -356,21 +350,6 @@ class _SingleRankGroup(ExchangeGroup):
 # Memory
 
 
-def _grouped_product(
-    a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any
-) -> Tensor:
-    """What ``grouped_mm`` allocates; its own rule for fake tensors takes bf16 alone.
-
-    A dimension that ``offs`` divides into groups is ``a``'s rows, ``b``'s columns, or the inner one
-    of both.
-    """
-    ends = (a.shape[-2], b.shape[-1])
-    if a.dim() == b.dim():
-        groups = a.shape[0] if offs is None or a.dim() == 3 else offs.shape[0]
-        return a.new_empty(groups, *ends)
-    return a.new_empty(ends)
-
-
 def _tensors(layout: SequenceLayout) -> list[tuple[str, Tensor]]:
     found = ((each.name, getattr(layout, each.name)) for each in fields(layout))
     return [(name, value) for name, value in found if isinstance(value, Tensor)]
@@ -380,95 +359,10 @@ def _storages(tensors: Any) -> dict[int, int]:
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all live storages.
-
-    Args:
-        kernel_memory: temporary bytes of operators, by name.
-    """
-
-    def __init__(self, kernel_memory: KernelMemory) -> None:
-        super().__init__()
-        self._taken = kernel_memory
-        self.now = self.peak = 0
-        self.phases: list[tuple[int, Counter[str]]] = []
-        self.kinds: Counter[str] = Counter()
-        self.at_peak: Counter[str] = Counter()
-        self._counted: set[int] = set()
-        self._paused = False
-        self._kind = ""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kind, body = _OPERATORS.get(func._schema.name, ("", None))
-        if body is not None:
-            before, self._kind = self._kind, kind
-            try:
-                with self:
-                    return body(*args, **(kwargs or {}))
-            finally:
-                self._kind = before
-        run = _grouped_product if func is torch.ops.aten._grouped_mm.default else func
-        output = run(*args, **(kwargs or {}))
-        if not self._paused:
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor):
-                    self._note(tensor.untyped_storage())
-            if (own := self._taken.get(func._schema.name)) is not None:
-                nbytes = own(*args, **(kwargs or {}))
-                self._add(self._kind, nbytes)
-                self._update_peak()
-                self._add(self._kind, -nbytes)
-        return output
-
-    def exclude(self, *tensors: Tensor) -> None:
-        """Do not count these, nor views of them."""
-        for tensor in tensors:
-            if id(tensor.untyped_storage()) not in self._counted:
-                self._count(tensor.untyped_storage(), 0)
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        if id(storage) not in self._counted:
-            self._count(storage, storage.nbytes())
-
-    def _count(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        self._counted.add(id(storage))
-        self._add(self._kind, nbytes)
-        self._update_peak()
-        weakref.finalize(storage, self._freed, id(storage), self._kind, nbytes)
-
-    def _freed(self, key: int, kind: str, nbytes: int) -> None:
-        self._counted.discard(key)
-        self._add(kind, -nbytes)
-
-    def end_phase(self) -> None:
-        """End a phase: record its peak, and start the next from the live bytes."""
-        self.phases.append((self.peak, self.at_peak))
-        self.peak, self.at_peak = self.now, self.kinds.copy()
-
-    def _update_peak(self) -> None:
-        if self.now > self.peak:
-            self.peak, self.at_peak = self.now, self.kinds.copy()
-
-    def _add(self, kind: str, nbytes: int) -> None:
-        self.now += nbytes
-        self.kinds[kind] += nbytes
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count what is allocated inside."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
-
 class _UncountedHost(HostLink):
     """Host memory, which is not counted."""
 
-    def __init__(self, device: torch.device, live: _LiveBytes) -> None:
+    def __init__(self, device: torch.device, live: LiveBytes) -> None:
         super().__init__(device)
         self._live = live
         self.pieces: list[int] = []
