@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,40 @@ def test_host_memory_bounds_what_is_offloaded() -> None:
     assert 0 < bound.length < free.length
     assert sum(n for _, n in bound.host) <= 2 * MIB < sum(n for _, n in free.host)
     assert bound.bound == bound.host[-1][0]
+
+
+@pytest.mark.parametrize(("stages", "dense", "again", "split"), [
+    (2, 1, {"mode": "none"}, {}), (1, 2, {"mode": "full", "fraction": 0.5}, {}),
+    (2, 6, {"mode": "selective"}, {}),
+    (2, 10, {"mode": "none"}, {"pipeline": {"schedule": "ZBVZeroBubble", "chunks": 2}}),
+], ids=str)  # fmt: skip
+def test_each_chunk_is_measured_with_its_own_kinds_of_block(
+    stages: int, dense: int, again: dict[str, Any], split: dict[str, dict[str, Any]]
+) -> None:
+    model = {
+        "family": "deepseek", "layers": 12, "experts": 4, "intermediate_size": 768, "top_k": 2,
+        "dense_layers": dense,
+    }  # fmt: skip
+    given = config(
+        again, model=model, train={"global_batch": 8, "micro_batches": 8},
+        parallel={"pipeline": stages}, **split,
+    )  # fmt: skip
+    budget = MemoryBudget(given, stages)
+    assert budget.plan.kinds == (0,) * dense + (dense,) * (12 - dense)
+    measured = {range(12): budget.activations} if budget.stages is None else {
+        chunk.blocks: budget.stages.models[chunk.stage]
+        for rank in budget.plan.ranks for chunk in rank.chunks
+    }  # fmt: skip
+    for chunk, own in measured.items():
+        part = replace(own.model_part, kinds=tuple(chunk))  # these very blocks
+        step = observe(given, 1, 512, 1, len(chunk), own.recomputing, None, part)
+        planned = own.at(512)
+        assert planned.kept == step.kept, chunk
+        assert planned.between_parts == step.between_parts, chunk
+        assert own.model_part.split == (bool(split) and chunk.start > 0 and chunk.stop <= dense)
+        one_kind = len(set(own.kinds)) == 1 and own.recomputing in (0, len(chunk))
+        if one_kind and not own.model_part.split:  # whose peak is at its last block
+            assert planned.kept + planned.working == step.peak, chunk
 
 
 @pytest.mark.thorough(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,27 @@ def build_model(config: Config) -> nn.Module:
     return _zoo(config)
 
 
-def build_first_layers(config: Config, layers: int) -> Model:
+def build_first_layers(config: Config, layers: int, kinds: Sequence[int] = ()) -> Model:
     """The model of a run with only its first ``layers`` blocks, on the meta device.
 
     :mod:`internsp.app.plan.observe` observes its forward and backward.
+
+    Args:
+        kinds: numbers of a zoo's blocks that it has instead, copied where they repeat.
     """
     if config.model.family != "hf":
-        return _zoo(config.model_copy(update={
-            "model": config.model.model_copy(update={"layers": layers, "attention": "sdpa"})
+        number = max(kinds) + 1 if kinds else layers
+        made = _zoo(config.model_copy(update={
+            "model": config.model.model_copy(update={"layers": number, "attention": "sdpa"})
         }))  # fmt: skip
+        if kinds:
+            blocks = list(made.layers)
+            first = {kind: kinds.index(kind) for kind in kinds}
+            made.layers = nn.ModuleList(
+                blocks[kind] if at == first[kind] else deepcopy(blocks[kind])
+                for at, kind in enumerate(kinds)
+            )
+        return made
     model = _hf(config, "meta")
     for module in model.model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == config.model.layers:

@@ -8,6 +8,7 @@ the memory of any number of blocks and any length.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,8 @@ import torch
 
 from internsp.app.config import Config
 from internsp.app.config.tiles import tile_tokens
-from internsp.app.models.factory import device_type
+from internsp.app.models.factory import build_model, device_type
+from internsp.app.plan.kinds import block_kinds, shown_kinds
 from internsp.app.plan.observations import Observations
 from internsp.app.plan.observe import ModelPart, Observed
 from internsp.base.host import pinned_bytes
@@ -93,7 +95,8 @@ class ActivationModel:
 
     Args:
         model_part: which chunk of a pipeline; ``None``: the complete model.
-        layers, recomputing: blocks of the chunk, and how many of them recompute.
+        kinds: of the blocks of the chunk (:mod:`internsp.app.plan.kinds`); ``None``: of all.
+        recomputing: how many of them recompute, the first ones.
         observations: what was measured before, for models that differ in how weights are sharded.
     """
 
@@ -102,7 +105,7 @@ class ActivationModel:
         config: Config,
         shape: MeshShape,
         model_part: ModelPart | None = None,
-        layers: int | None = None,
+        kinds: Sequence[int] | None = None,
         recomputing: int | None = None,
         observations: Observations | None = None,
     ) -> None:
@@ -110,8 +113,8 @@ class ActivationModel:
         self.observations = observations or Observations()
         self.model_part = model_part or ModelPart(shape)
         self.rows = config.train.global_batch // (config.train.micro_batches * shape.data)
-        self.layers = config.model.layers if layers is None else layers
-        again = len(config.activation_checkpoint.selected(self.layers))
+        self.kinds = block_kinds(config, build_model(config)) if kinds is None else kinds
+        again = len(config.activation_checkpoint.selected(len(self.kinds)))
         self.recomputing = again if recomputing is None else recomputing
         self._steps: dict[int, Activations] = {}
 
@@ -160,46 +163,51 @@ class ActivationModel:
         return self._steps[positions]
 
     def _all_blocks(self, positions: int, tiles: int) -> Activations:
-        """A step of all blocks, computed from steps of two blocks of each kind."""
+        """A step of all blocks, computed from steps of few blocks of each kind."""
         offload = self.config.activation_checkpoint.offload
-        layers, recomputing = self.layers, self.recomputing
+        again, plain = self.kinds[: self.recomputing], self.kinds[self.recomputing :]
 
         def measure(
-            layers: int, again: int, offload: int | None = None, backward: bool = True
+            kinds: tuple[int, ...], again: bool, offload: int | None = None, backward: bool = True
         ) -> Observed:
-            model_part = self.model_part
+            count = len(kinds)
             return self.observations.of(
-                self.config,
-                self.rows,
-                positions,
-                tiles,
-                layers,
-                again,
-                offload,
-                model_part,
-                backward,
-            )
+                self.config, self.rows, positions, tiles, count, count * again, offload,
+                replace(self.model_part, kinds=kinds), backward,
+            )  # fmt: skip
 
-        plain = 0
-        if recomputing < layers:
-            two = measure(2, 0, backward=not recomputing)
-            plain = two.block
-        if not recomputing:
-            found = _activations(two, (layers - 2) * plain)
-            if not self.model_part.split:
-                return found
-            each = measure(3, 0).between_parts - two.between_parts
-            return replace(found, between_parts=two.between_parts + (layers - 2) * each)
-        step = measure(2, 2, 1) if offload else None
-        offloaded = offloaded_blocks(offload, recomputing)
+        def kept(counts: Mapping[int, int], again: bool, known: Mapping[int, int]) -> int:
+            """What so many blocks of each kind keep; of some it is ``known``."""
+            each = (
+                number * known[kind] if kind in known
+                else number * measure((kind, kind), again, backward=False).block
+                for kind, number in counts.items() if number
+            )  # fmt: skip
+            return sum(each)
+
+        shown = shown_kinds(again or plain)
+        others = Counter(again or plain)
+        others.subtract(shown)
+        if not again:
+            step = measure(shown, False)
+            found = _activations(step, kept(others, False, {shown[-1]: step.block}))
+            between = step.between_parts
+            if self.model_part.split:
+                for kind, number in others.items():
+                    if number:
+                        longer = measure((*shown, kind), False).between_parts
+                        between += number * (longer - step.between_parts)
+            return replace(found, between_parts=between if self.model_part.split else 0)
+        one = measure(shown, True, 1) if offload else None
+        offloaded = offloaded_blocks(offload, self.recomputing)
         limit = size_in_bytes(offload) if isinstance(offload, str) else None
-        if step is not None and step.host and limit is not None:
-            offloaded = min(offloaded, limit // sum(step.host))
-        base = step if offloaded else None
-        whole = measure(2, 2, backward=base is None)  # only one step has to measure peaks
+        if one is not None and one.host and limit is not None:
+            offloaded = min(offloaded, limit // sum(one.host))
+        base = one if offloaded else None
+        whole = measure(shown, True, backward=base is None)  # only one step has to measure peaks
         block = whole.block
-        stays = recomputing - 2 - max(offloaded - 1, 0)
-        more = stays * block + (layers - recomputing) * plain
+        more = kept(others, True, {shown[-1]: block}) - max(offloaded - 1, 0) * block
+        more += kept(Counter(plain), False, {})
         return _activations(base or whole, more, base.host if base else (), offloaded, block)
 
     @property

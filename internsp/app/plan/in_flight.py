@@ -45,19 +45,19 @@ class PipelineActivations:
     ) -> None:
         self.config, self.plan = config, plan
         observations = observations or Observations()
-        model_by_part: dict[tuple[ModelPart, int, int], ActivationModel] = {}
+        model_by_part: dict[tuple[ModelPart, tuple[int, ...], int], ActivationModel] = {}
         self.models: dict[int, ActivationModel] = {}
         last = max(chunk.stage for rank in plan.ranks for chunk in rank.chunks)
         for rank in plan.ranks:
             for chunk in rank.chunks:
-                stage, layers = chunk.stage, len(chunk.blocks)
+                stage, kinds = chunk.stage, plan.kinds[chunk.blocks.start : chunk.blocks.stop]
                 parts = {action.part for action in rank.actions if action.stage == stage}
                 model_part = ModelPart(plan.shape, stage == 0, stage == last, INPUT in parts)
                 again = sum(unit.recomputed for unit in chunk.plan.blocks)
-                key = model_part, layers, again
+                key = model_part, kinds, again
                 if key not in model_by_part:
                     model_by_part[key] = ActivationModel(
-                        config, plan.shape, model_part, layers, again, observations
+                        config, plan.shape, model_part, kinds, again, observations
                     )
                 self.models[stage] = model_by_part[key]
 

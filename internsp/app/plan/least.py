@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from internsp.app.config import Config
 from internsp.app.models.factory import build_model
+from internsp.app.plan.kinds import block_kinds, shown_kinds
 from internsp.app.plan.observations import Observations
 from internsp.app.plan.observe import ModelPart
 from internsp.app.plan.workload import Workload
@@ -147,6 +149,7 @@ class LeastBytes:
             model, weights.gather_before, weights.blocks, weights.gather_before_modules,
             weights.rules,
         )  # fmt: skip
+        self.kinds = block_kinds(config, model)
         blocks = [[0, 0, 0] for _ in structure.blocks]
         outer: Counter[str] = Counter()
         shardings = plan_sharding(model, structure, weights, 1)
@@ -263,8 +266,13 @@ class LeastBytes:
             away: what recomputing blocks keep is in host memory.
         """
         mode = "none" if not again.products else "full" if again.attention else "selective"
-        whole = self._kept("none", tiled, context, ring)
-        few = whole if mode == "none" else self._kept(mode, tiled, context, ring)
+        kept_by = {
+            kind: (
+                self._kept("none", tiled, context, ring, kind),
+                self._kept(mode, tiled, context, ring, kind),
+            )
+            for kind in set(self.kinds)
+        }
         recomputing = round(again.products * len(self.blocks))
         tokens = rows * self.base.sequence // context
         size = _SIZES.get(self.base.dtype, 2)
@@ -275,27 +283,34 @@ class LeastBytes:
             buffers, kept, between, working = 0.0, [], [], []
             own = stages.of(rank)
             for stage, blocks in zip(own, chunks, strict=True):
+                kinds = self.kinds[blocks.start : blocks.stop]
                 those = len(range(blocks.start, min(blocks.stop, recomputing)))
-                each = (len(blocks) - those) * whole.block
-                each += 0.0 if away and those else (few if those else whole).more
-                each += 0.0 if away else those * few.block
+                redone, plain = kinds[:those], kinds[those:]
+                each = sum(kept_by[kind][0].block for kind in plain)
+                if not (away and those):
+                    each += min(kept_by[kind][those > 0].more for kind in kinds)
+                if not away:
+                    each += sum(kept_by[kind][1].block for kind in redone)
                 within = message if stage + 1 in own else 0  # a V's turn receives what it sent
                 embedded = 0 if stage or stages.ranks == 1 or (away and those) else message
                 kept.append(max(0.0, each * tokens + embedded - within))
                 if stages.ranks > 1:
                     buffers += number * message * ((stage > 0) + (stage < last))
                 # Its last block is computed again when it has its backward.
-                work = (whole.block - few.block) * tokens if blocks.stop <= recomputing else 0.0
-                if stage == 0:  # the gradient of an embedding comes when two blocks are freed
-                    freed = 2 * (few if those else whole).block + (few if those else whole).more
+                work, (whole, few) = 0.0, kept_by[kinds[-1]]
+                if blocks.stop <= recomputing:
+                    work = (whole.block - few.block) * tokens
+                if stage == 0:  # the gradient of an embedding comes when measured blocks are freed
+                    shown = [kept_by[kind][those > 0] for kind in shown_kinds(redone or plain)]
+                    freed = sum(one.block for one in shown) + max(one.more for one in shown)
                     work = max(work, self.first * size - freed * tokens - 2 * message)
                 splits = stages.v_shaped and self.splits and stage > 0 and not those
                 if stage == last:
                     at = next((n for n in _ENDS if n <= tokens), _ENDS[-1])
                     work = max(work, self._loss(at, splits) * min(1.0, tokens / at))
                 later = 0.0
-                if splits:
-                    halves = self._halves()
+                if splits and len(set(kinds)) == 1:
+                    halves = self._halves(kinds[0])
                     later = len(blocks) * halves.between.block + halves.between.more
                     work = max(work, halves.at_work(tokens))
                 between.append(max(0.0, later * tokens - within))
@@ -307,8 +322,8 @@ class LeastBytes:
             found.append(buffers + max(moments))
         return found
 
-    def _kept_bytes(self, mode: str, tiled: bool, context: int, ring: int) -> _Kept:
-        """What a stage in the middle keeps, which has no embedding and no head.
+    def _kept_bytes(self, mode: str, tiled: bool, context: int, ring: int, kind: int) -> _Kept:
+        """What a stage in the middle, without embedding and head, keeps of blocks of a kind.
 
         More ranks that share heads keep no less, nor do more in a ring.
         """
@@ -317,7 +332,7 @@ class LeastBytes:
         around = 2 if ring > 1 and not inputs else 1
         size, parts = heads * around, 1 if self.config.model.family == "hf" else 2
         shape = MeshShape(parts * size, sequence=size, ring=around, pipeline=parts)
-        part = ModelPart(shape, parts == 1, parts == 1)
+        part = ModelPart(shape, parts == 1, parts == 1, kinds=(kind, kind))
         again = self.config.activation_checkpoint.model_copy(update={"mode": mode})
         config = self.config.model_copy(update={"activation_checkpoint": again})
         steps = [
@@ -330,12 +345,16 @@ class LeastBytes:
         block = [step.block for step in steps]
         return _of_a_token(block, [step.kept for step in steps])
 
-    def _halves_bytes(self) -> _Halves:
-        """Those of sequences on one rank each: more that share them keep no less."""
+    def _halves_bytes(self, kind: int) -> _Halves:
+        """Those of a kind, of sequences on one rank each: more that share them keep no less."""
         part = ModelPart(MeshShape(2, pipeline=2), False, False, split=True)
+        parts = [replace(part, kinds=(kind,) * blocks) for blocks in (2, 3)]
         two, three = (
-            [self.observations.of(self.config, 1, n, 1, blocks, 0, None, part) for n in _MEASURED]
-            for blocks in (2, 3)
+            [
+                self.observations.of(self.config, 1, n, 1, len(part.kinds), 0, None, part)
+                for n in _MEASURED
+            ]
+            for part in parts
         )
         kept = [step.between_parts for step in two]
         block = [step.between_parts - one for step, one in zip(three, kept, strict=True)]
@@ -344,10 +363,12 @@ class LeastBytes:
 
     def _loss_bytes(self, positions: int, splits: bool) -> float:
         """Bytes that head and loss work in, of weights' gradients most: more tokens take more."""
+        kinds = 2 * self.kinds[-1:]
         if not splits:
-            step = self.observations.of(self.config, 1, positions, 1, 2, 0, None)
+            part = ModelPart(MeshShape(1), kinds=kinds)
+            step = self.observations.of(self.config, 1, positions, 1, 2, 0, None, part)
             return step.phases[0] - step.kept
-        part = ModelPart(MeshShape(2, pipeline=2), False, split=True)
+        part = ModelPart(MeshShape(2, pipeline=2), False, split=True, kinds=kinds)
         step = self.observations.of(self.config, 1, positions, 1, 2, 0, None, part)
         return step.peak - step.kept
 

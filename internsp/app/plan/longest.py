@@ -96,7 +96,7 @@ class MemoryBudget:
             plan = self.plan = make_plan(config, world_size)
             self.first = _first_sums(config, plan)
             self.activations = ActivationModel(
-                config, plan.shape, observations=observations
+                config, plan.shape, kinds=plan.kinds, observations=observations
             )
             memory, shape = [list(plan.memory)], plan.shape
         self.multiple, self.micro_batches = shape.sequence, config.train.micro_batches

@@ -58,12 +58,15 @@ class ModelPart:
         first: the chunk has the embedding; else it takes hidden states.
         last: the chunk has norm, head and loss; else it returns hidden states.
         split: input backward and weight backward are computed separately.
+        kinds: of the measured blocks, those of the zoo's model that they are as
+            (:mod:`internsp.app.plan.kinds`); empty: its first ones.
     """
 
     shape: MeshShape
     first: bool = True
     last: bool = True
     split: bool = False
+    kinds: tuple[int, ...] = ()
 
     @property
     def is_whole_model(self) -> bool:
@@ -123,7 +126,7 @@ def observe(
         outputs: of operators that other steps called.
     """
     model_part = model_part or ModelPart(MeshShape(1))
-    model: Any = build_first_layers(config, layers)
+    model: Any = build_first_layers(config, layers, model_part.kinds)
     dtype = DTYPES[config.weight_parallel.compute_dtype or config.train.dtype]
     hf = config.model.family == "hf"
     layout = _layout(config, rows, positions, model_part.shape, hf)

@@ -19,6 +19,7 @@ from rich.table import Table
 from internsp.app.config import Config
 from internsp.app.models.factory import build_model, device_type
 from internsp.app.plan.classes import FEW_PASSES, equal_ranks, ranks_label, table
+from internsp.app.plan.kinds import block_kinds
 from internsp.app.plan.repeats import Item, folded_lines, ranges
 from internsp.base.sizes import human
 from internsp.errors import ConfigError
@@ -128,6 +129,8 @@ class PipelinePlan:
     """Bytes of one micro-batch's hidden states on one rank."""
     parameters: int
     """Elements of the whole model."""
+    kinds: tuple[int, ...]
+    """Of each block, the first one of its kind."""
     tied: tuple[TiedOutline, ...] = ()
 
     def picture(self) -> str:
@@ -167,7 +170,7 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
     rank_of = partial(kind.rank_of, ranks=shape.pipeline, chunks=chunks)
     timed = check_order(order, rank_of, shape.pipeline * chunks)
     ranks = []
-    parameters, outlines, ties = _outlines(config, shape, kind, shape.pipeline * chunks)
+    parameters, kinds, outlines, ties = _outlines(config, shape, kind, shape.pipeline * chunks)
     for rank in range(shape.pipeline):
         stages = kind.stages_of(rank, shape.pipeline, chunks)
         own = tuple(outlines[stage] for stage in stages)
@@ -177,7 +180,9 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
         ranks.append(RankPlan(own, tuple(passed), messages, config.weight_parallel.overlap))
     nbytes = message_bytes(config, shape)
     tied = tuple(_tied(name, tie, outlines, shape, rank_of) for name, tie in ties.items())
-    return PipelinePlan(kind, shape, number, tuple(timed), tuple(ranks), nbytes, parameters, tied)
+    return PipelinePlan(
+        kind, shape, number, tuple(timed), tuple(ranks), nbytes, parameters, kinds, tied
+    )
 
 
 def _tied(
@@ -212,9 +217,11 @@ def message_bytes(config: Config, shape: MeshShape) -> int:
 
 def _outlines(
     config: Config, shape: MeshShape, kind: ScheduleKind, stages: int
-) -> tuple[int, list[ChunkOutline], dict[str, CopyNames]]:
+) -> tuple[int, tuple[int, ...], list[ChunkOutline], dict[str, CopyNames]]:
+    """Elements of the model, kinds of its blocks, its chunks and what they share."""
     model: Any = build_model(config)  # from the model zoo: other models have no pipeline
     parameters = sum(p.numel() for p in model.parameters())
+    kinds = block_kinds(config, model)
     take_experts(model, config.weight_parallel, shape.expert, 0)
     require_patterns_match(model, config.weight_parallel, shape)
     found = []
@@ -242,7 +249,7 @@ def _outlines(
         cut = {id(a.parameter) for a in shardings if a.unit is not None}
         splits = can_split_backward(chunk, cut, bool(again) or weights.compile)
         found.append(ChunkOutline(stage, blocks, plan, tuple(shardings), splits, len(again)))
-    return parameters, found, find_tied(model, chunks)
+    return parameters, kinds, found, find_tied(model, chunks)
 
 
 def tables(config: Config, plan: PipelinePlan) -> list[Table]:

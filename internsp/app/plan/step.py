@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from internsp.app.config import Config
 from internsp.app.config.sizes import moments
 from internsp.app.models.factory import build_model, device_type
+from internsp.app.plan.kinds import block_kinds
 from internsp.app.plan.matrices import MatrixTraffic
 from internsp.app.plan.offloaded import (
     OffloadedMemory,
@@ -43,6 +44,7 @@ class Plan:
 
     Attributes:
         parameters: elements of the whole model.
+        kinds: of each block, the first one of its kind.
     """
 
     shape: MeshShape
@@ -54,6 +56,7 @@ class Plan:
     matrices: MatrixTraffic
     kept: KeptBlocks
     rules: Rules
+    kinds: tuple[int, ...]
 
 
 def make_plan(config: Config, world_size: int) -> Plan:
@@ -69,6 +72,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     shape = MeshShape(world_size, **config.degrees())
     model = build_model(config)
     parameters = sum(p.numel() for p in model.parameters())
+    kinds = block_kinds(config, model)
     take_experts(model, weights, shape.expert, 0)
     structure = read_structure(
         model, weights.gather_before, weights.blocks, weights.gather_before_modules, weights.rules
@@ -94,6 +98,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
             lambda other: simulate(other[0], config.train.micro_batches, weights.overlap),
         ),
         structure.rules,
+        kinds,
     )
 
 
