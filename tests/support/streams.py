@@ -9,8 +9,8 @@ is memory that is freed while a stream may still use it, unless it was recorded 
 race does harm: one run shows all.
 
 Stricter than a device: a collective keeps no reference to its tensors. What cannot be seen: inside
-of an operator that is written in Python, and autograd's own streams (``backward`` is called on the
-stream of its forward).
+of an operator that is written in Python and is not the library's, and autograd's own streams
+(``backward`` is called on the stream of its forward).
 """
 
 from __future__ import annotations
@@ -33,8 +33,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import internsp
 from internsp.base import accelerator
+from internsp.experts import exchange as tokens
+from internsp.sp.exchange import OPERATORS as EXCHANGES
+from internsp.sp.ring import OPERATORS as RINGS
 from internsp.wp.contents import Contents
 
+OPERATORS = (
+    EXCHANGES
+    | RINGS
+    | {
+        "internsp_experts::start": tokens._start_impl,
+        "internsp_experts::finish": tokens._finish_impl,
+        "internsp_experts::counts": tokens._counts_impl,
+    }
+)
+"""Of Python: what they do on streams is seen inside of them."""
 ROOT = f"{Path(internsp.__file__).parent}/"
 
 
@@ -249,6 +262,9 @@ class Device(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(issubclass(kind, Tensor) and kind not in _PLAIN for kind in types):
             return NotImplemented  # a DTensor's operator comes again with its local tensors
+        if not self._quiet and func._schema.name in OPERATORS:  # to see what is inside
+            with self:
+                return OPERATORS[func._schema.name](*args, **kwargs)
         if self._quiet or func.namespace not in ("aten", "internsp", "prims"):
             return func(*args, **kwargs)
         given = _tensors((args, kwargs))
@@ -269,7 +285,7 @@ class Device(TorchDispatchMode):
             if tensor.untyped_storage()._cdata not in known:
                 self.memory(tensor, stream).host |= on_host
                 self.access(tensor, stream, True, name)
-        if name == "aten::_local_scalar_dense" or _blocks(func, args, given, self):
+        if name in _READS or _blocks(func, args, given, self):
             self.host.join(stream)
         return result
 
@@ -293,7 +309,10 @@ class Device(TorchDispatchMode):
             before, self._quiet = self._quiet, True
             try:
                 if name in ("alltoall_base", "all_to_all_single") and len(args) > 2 and args[2]:
-                    first.data.zero_()  # other ranks would send parts of several sizes
+                    if args[2] == args[3]:  # what others send is as this rank's own
+                        first.data.copy_(rest[0])
+                    else:
+                        first.data.zero_()
                 elif name == "recv":
                     for tensor in _tensors(first):
                         tensor.data.zero_()
@@ -306,6 +325,7 @@ class Device(TorchDispatchMode):
         return launch
 
 
+_READS = ("aten::_local_scalar_dense", "aten::item")  # the second inside of an operator
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NO_ACCESS = (
     "aten::detach", "aten::alias", "aten::empty", "aten::empty_like", "aten::new_empty",

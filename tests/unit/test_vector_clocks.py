@@ -18,13 +18,18 @@ from internsp import (
     WeightParallelConfig,
     ZeroOptimizer,
     clip_grad_norm_,
+    model_zoo,
     parallelize,
+    router_loss,
 )
 from internsp.config import ActivationCheckpointConfig
+from internsp.config.model import ModelConfig
 from internsp.failure.consensus import Consensus
 from internsp.failure.objects import Objects
 from internsp.optim.zero import step_together
 from internsp.pipeline import Pipeline
+from internsp.sp import SequenceLayout
+from internsp.sp.same_batch import SameBatch
 from tests.support.few import some
 from tests.support.left_out import ROOT, Site, functions_called, left_out, sites
 from tests.support.models import ALL, ROLLING, SOME, VOCABULARY, Tiny
@@ -206,6 +211,31 @@ def a_pipeline(mesh: ParallelMesh, here: Device, fused: bool = False, **options:
                 optimizer.zero_grad()
 
 
+def of_the_zoo(mesh: ParallelMesh, here: Device, steps: int = 3, **config: Any) -> list[int]:
+    """A sequence that is cut, or tokens that go to the owners of experts and back.
+
+    Returns:
+        Up to where the host stands behind the device, after each step.
+    """
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 8, "layers": 2, "heads": 2}
+    model = model_zoo.build(ModelConfig(**sizes, intermediate_size=8, **config))
+    parallelize(model, mesh, WeightParallelConfig(min_shard_elements=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cut = SequenceLayout.create(
+        torch.randint(VOCABULARY, (1, 8)), rank=mesh.sequence_rank, size=mesh.sequence,
+        ring=mesh.ring,
+    )  # fmt: skip
+    behind = []
+    for _ in range(steps):
+        loss = model(cut.input_ids, layout=cut, labels=cut.labels)[0]
+        (loss + router_loss(model) if mesh.expert > 1 else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        behind.append(here.host.clock.get(here.here, 0))
+    return behind
+
+
 FUSED = {"kind": torch.optim.AdamW, "settings": {"fused": True}}
 NEAR, FAR, STAGES = {"weight": 2}, {"weight": 4}, {"weight": 2, "pipeline": 2}
 FORMS: dict[str, tuple[Callable[..., None], dict[str, int], dict[str, Any]]] = {
@@ -253,10 +283,18 @@ FORMS: dict[str, tuple[Callable[..., None], dict[str, int], dict[str, Any]]] = {
     "waits at once": (one, NEAR, {"overlap": False}),
     "quantized, near slices": (one, FAR, QUANTIZED | {"near_ranks": 2, "checkpoint": FULL}),
     "whole sums": (one, NEAR, {"accumulation": "full"}),
+    "a sequence by heads": (of_the_zoo, {"weight": 2, "sequence": 2}, {}),
+    "a ring": (of_the_zoo, {"weight": 2, "sequence": 2, "ring": 2}, {}),
+    "owners of experts": (
+        of_the_zoo, {"weight": 2, "expert": 2, "expert_weight": 1},
+        {"family": "mixtral", "experts": 4, "top_k": 2, "auxiliary": 0.1},
+    ),
 }  # fmt: skip
 """What trains, its weight degree of four ranks, and options."""
 if not since("2.12"):  # its stages speak otherwise
     FORMS = {name: form for name, form in FORMS.items() if form[0] is not a_pipeline}
+if not since("2.13"):  # a fake group does not write what it sends
+    FORMS = {name: form for name, form in FORMS.items() if form[0] is not of_the_zoo}
 
 
 def run(form: str) -> Device:
@@ -351,17 +389,45 @@ def test_nor_does_it_in_a_pipeline_but_for_the_question_whether_all_ranks_can_ru
         assert (here.host.clock[here.here] <= asked[-1]) == fused
 
 
+@pytest.mark.skipif(not since("2.13"), reason="a fake group does not write what it sends")
+@pytest.mark.parametrize(
+    ("form", "waits"),
+    [
+        pytest.param("a sequence by heads", False, marks=pytest.mark.thorough(1)),
+        ("a ring", False),
+        ("owners of experts", True),
+    ],
+)
+def test_the_host_waits_for_no_message_of_a_sequence_and_for_the_counts_of_experts(
+    form: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SameBatch, "check", lambda *_: None)  # a device: the first three forwards
+    _, degrees, config = FORMS[form]
+    with alone(4), device() as here:
+        mesh = ParallelMesh.create(**degrees, device_type="cpu")
+        *_, before, last = of_the_zoo(mesh, here, steps=6, **config)
+    assert (before < last) == waits
+
+
 FILES = [
     *[ROOT / "base" / name for name in ("accelerator.py", "host.py")],
     *sorted((ROOT / "wp").glob("*.py")),
     *sorted((ROOT / "optim").glob("*.py")),
     *[ROOT / "modules" / "offload.py", ROOT / "pipeline" / "messages.py"],
+    *[ROOT / "sp" / name for name in ("exchange.py", "ring.py", "same_batch.py")],
+    *[ROOT / "experts" / name for name in ("exchange.py", "totals.py")],
 ]
 SITES = sites(FILES)
 ARGUED: dict[str, tuple[str, ...]] = {
     "no device: gloo in host memory": (
         "wp/collectives.py: WorkHandles.wait: wait",
         "wp/collectives.py: FlatGather.wait: wait",
+    ),
+    "a receive of the same group's stream comes later, and has been waited for": (
+        "sp/ring.py: _Transfers.wait_sends: wait",
+    ),
+    "of owners without a communicator, which `parallelize` never makes": (
+        "experts/exchange.py: _plain_wait: wait",
     ),
     "of times: the host's clock, and a stream for which no other one waits": (
         "base/accelerator.py: DeviceClock.restart: synchronize",
