@@ -18,7 +18,7 @@ shard of every layer, and the ranks with the same shard form a stage. Global ran
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -219,20 +219,19 @@ class MeshShape:
         """Number of replicas over which the optimizer state of dense weights is sharded."""
         return self.dense.zero
 
-    def ranks_near(self, sent: Iterable[torch.dtype]) -> int:
+    def ranks_near(self, sent: torch.dtype) -> int:
         """Neighbors whose gradients are best summed before they leave their machine; 0: none are.
 
         The largest number into which all weight groups divide, so that each part is on one machine;
         0 where every group is. Sums travel in 4 bytes at least: two ranks save none of two bytes.
 
         Args:
-            sent: dtypes in which gradients travel.
+            sent: in which most of a gradient travels.
         """
         if self.machines is None:
             return 0
-        widest = max((dtype.itemsize for dtype in sent), default=4)
-        least = 2 if widest < 4 else 1  # and one rank alone is no group
-        machines, kinds = self.machines, ["weight", *["expert_weight"] * self.separate]
+        least = 2 if sent.itemsize < 4 else 1  # and one rank alone is no group
+        machines, kinds = self.machines, ("weight", "expert_weight")[: 1 + self.separate]
         groups = [group for kind in kinds for group in self.ranks(kind)]
 
         def apart(group: list[int], near: int) -> bool:
@@ -242,8 +241,7 @@ class MeshShape:
         if not any(apart(group, len(group)) for group in groups):
             return 0
         for near in range(max(map(len, groups)) // 2, least, -1):
-            spread = [group for group in groups if len(group) > near]
-            if not any(len(group) % near or apart(group, near) for group in spread):
+            if not any(len(g) % near or apart(g, near) for g in groups if len(g) > near):
                 return near
         return 0
 

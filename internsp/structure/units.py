@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -139,12 +140,13 @@ def chunk_layout(
             f"weight_parallel.rules), which {what} does not support: leave the rule out"
         )
     members: dict[str, list[ParameterSharding]] = {b.name: [] for b in structure.blocks}
-    for assignment in shardings:
-        if assignment.unit is not None:
-            members.setdefault(assignment.unit, []).append(assignment)
-    sent = [a.dtypes.reduce or a.dtypes.compute for a in shardings if a.unit is not None]
-    asked = config.reduce_near_ranks
-    near = shape.ranks_near(sent) if asked == "auto" else asked
+    sent = Counter[torch.dtype]()
+    for a in shardings:
+        if a.unit is not None:
+            members.setdefault(a.unit, []).append(a)
+            sent[a.dtypes.reduce or a.dtypes.compute] += a.parameter.numel()
+    asked, most = config.reduce_near_ranks, max(sent, key=sent.__getitem__, default=torch.float32)
+    near = shape.ranks_near(most) if asked == "auto" else asked
     weights_of = {
         name: tuple(_weight_layout(a, shape, near) for a in own) for name, own in members.items()
     }

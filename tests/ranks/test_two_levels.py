@@ -13,7 +13,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import internsp.fsdp
-from internsp.config import ActivationCheckpointConfig
+from internsp.config import ActivationCheckpointConfig, PlanRule
 from internsp.errors import ConfigError
 from internsp.fsdp.module import attached_to
 from internsp.mesh import ParallelMesh
@@ -146,7 +146,10 @@ def test_auto_takes_the_ranks_of_a_machine_where_that_sends_less(rank: int) -> N
         for machine, narrow, near in ((rank // 2, False, 2), (rank // 2, True, 0), (7, False, 0)):
             patch.setenv("GROUP_RANK", str(machine))
             with ParallelMesh.create(weight=4, device_type="cpu") as mesh:
-                own = {"compute_dtype": "bfloat16"} if narrow else {}
+                own: dict[str, Any] = {}
+                if narrow:  # but for one weight
+                    wide = PlanRule(match="head.weight", reduce_dtype="float32")
+                    own = {"compute_dtype": "bfloat16", "rules": (wide,)}
                 twin = Twin(Tiny, mesh, None, torch.float32 if narrow else torch.float64, **own)
                 assert twin.communicator.plan.reduce_near == near  # type: ignore[union-attr]
                 twin.backward()

@@ -86,8 +86,8 @@ def test_a_machines_ranks_are_near_where_a_weight_group_is_on_several(
     degrees: dict[str, Any], machine: int, itemsize: int, near: int
 ) -> None:
     machines, dtype = {rank: rank // machine for rank in range(32)}, DTYPES[itemsize]
-    assert MeshShape(32, machines=machines, **degrees).ranks_near([dtype]) == near
-    assert MeshShape(32, **degrees).ranks_near([dtype]) == 0  # machines are not known
+    assert MeshShape(32, machines=machines, **degrees).ranks_near(dtype) == near
+    assert MeshShape(32, **degrees).ranks_near(dtype) == 0  # machines are not known
 
 
 def test_owners_of_experts_are_neighbors_where_that_is_asked_for() -> None:

@@ -56,4 +56,4 @@ def sums_lines(config: Config, chunks: Sequence[ChunkLayout], world_size: int, d
 def _near(config: Config, world_size: int, device: Device) -> int:
     machines = {rank: rank // device.near_ranks for rank in range(world_size)}
     shape = MeshShape(world_size, machines=machines, **config.degrees())
-    return shape.ranks_near([reduce_dtype(config)])
+    return shape.ranks_near(reduce_dtype(config))
