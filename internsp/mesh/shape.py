@@ -228,22 +228,20 @@ class MeshShape:
         Args:
             sent: in which most of a gradient travels.
         """
-        if self.machines is None:
-            return 0
         least = 2 if sent.itemsize < 4 else 1  # and one rank alone is no group
-        machines, kinds = self.machines, ("weight", "expert_weight")[: 1 + self.separate]
+        machines, kinds = self.machines or {}, ("weight", "expert_weight")[: 1 + self.separate]
         groups = [group for kind in kinds for group in self.ranks(kind)]
 
         def apart(group: list[int], near: int) -> bool:
             parts = [group[first : first + near] for first in range(0, len(group), near)]
             return any(len({machines[rank] for rank in part}) > 1 for part in parts)
 
-        if not any(apart(group, len(group)) for group in groups):
+        def fits(near: int) -> bool:
+            return not any(len(g) % near or apart(g, near) for g in groups if len(g) > near)
+
+        if not machines or not any(apart(g, len(g)) for g in groups):
             return 0
-        for near in range(max(map(len, groups)) // 2, least, -1):
-            if not any(len(g) % near or apart(g, near) for g in groups if len(g) > near):
-                return near
-        return 0
+        return next(filter(fits, range(max(map(len, groups)) // 2, least, -1)), 0)
 
     def degrees(self) -> dict[str, int]:
         """Degrees by name, to print; those of experts only if they have an axis of their own."""
