@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from internsp.schedule.chunk import ChunkLayout, ScheduleLine
+from internsp.schedule.chunk import ChunkLayout, ScheduleLine, UnitLayout
 from internsp.schedule.simulate import simulate
 from internsp.schedule.terms import FINISH
 from internsp.schedule.turns import Turns
@@ -26,7 +26,7 @@ from internsp.schedule.unused import BatchUsage
 from tests.unit.test_wp_order import data
 from tests.unit.test_wp_schedule import chunk, chunks
 
-KINDS = ("AG", "RS", "A2A")  # a communicator each
+KINDS = ("AG", "RS", "A2A", "NEAR")  # a communicator each; NEAR: sums within a machine
 
 Launch = tuple[str, int, str]
 """Kind, number among its kind, weight: ranks that send different weights never end either."""
@@ -54,15 +54,16 @@ class Rank:
         while self.at < len(self.lines):
             line = self.lines[self.at]
             if line.kind in KINDS:
-                if line.kind == "A2A" and any(kind == "A2A" for kind, *_ in self.launched):
+                kind = "NEAR" if line.near and line.kind == "RS" else line.kind
+                if kind == "A2A" and any(kind == "A2A" for kind, *_ in self.launched):
                     break  # each exchange is waited for before the next one
-                new = line.kind, self.counts[line.kind], line.weight
-                self.counts[line.kind] += 1
+                new = kind, self.counts[kind], line.weight
+                self.counts[kind] += 1
                 self.launched.append(new)
-                self.last[line.kind, line.weight] = new
+                self.last[kind, line.weight] = new
             elif line.kind == "WAIT":
-                kind = "RS" if line.phase == FINISH else "AG"
-                if self.last.get((kind, line.weight)) in self.launched:
+                kinds = ("RS",) if line.phase == FINISH else ("AG", "NEAR")
+                if any(self.last.get((kind, line.weight)) in self.launched for kind in kinds):
                     break
             elif line.kind == "USE" and self.last.get(("AG", line.weight)) in self.launched:
                 break
@@ -105,13 +106,28 @@ def lines(plan: ChunkLayout, overlap: bool, used: list[BatchUsage]) -> Sequence[
     return simulate(plan, len(used), overlap, used).actions
 
 
+def in_two_levels(plan: ChunkLayout) -> ChunkLayout:
+    """With sums within a machine before they go to others (``reduce_near_ranks``)."""
+
+    def far(unit: UnitLayout) -> UnitLayout:
+        return replace(unit, weights=tuple(replace(w, far_bytes=8) for w in unit.weights))
+
+    assert plan.embedding is not None
+    assert plan.head is not None
+    return replace(
+        plan, blocks=tuple(map(far, plan.blocks)), embedding=far(plan.embedding),
+        head=far(plan.head), others=tuple(map(far, plan.others)),
+    )  # fmt: skip
+
+
+plans = chunks | chunks.map(in_two_levels)
 ROOMS = [(1, True), (len(KINDS), False)]
 """Room for one kernel, served as launched; room for each communicator, in any order."""
 
 
 @pytest.mark.parametrize(("room", "in_order"), ROOMS)
 @settings(max_examples=25)
-@given(plan=chunks, ranks=st.lists(st.lists(data(), min_size=2, max_size=2), min_size=3,
+@given(plan=plans, ranks=st.lists(st.lists(data(), min_size=2, max_size=2), min_size=3,
                                    max_size=3), overlap=st.booleans(),
        seed=st.integers(0, 99))  # fmt: skip
 def test_gathers_and_reductions_of_idle_weights_never_wait_for_each_other(
@@ -124,7 +140,7 @@ def test_gathers_and_reductions_of_idle_weights_never_wait_for_each_other(
 
 @pytest.mark.parametrize(("room", "in_order"), ROOMS)
 @settings(max_examples=25)
-@given(plan=chunks, positions=st.sets(st.integers(0, 3), min_size=1), source=st.data(),
+@given(plan=plans, positions=st.sets(st.integers(0, 3), min_size=1), source=st.data(),
        seed=st.integers(0, 99))  # fmt: skip
 def test_nor_do_they_with_exchanges_of_sequences_or_tokens_between(
     plan: ChunkLayout, positions: set[int], source: st.DataObject, seed: int, room: int,
@@ -148,6 +164,20 @@ def stands_still_somewhere(rolling: bool, overlap: bool, exchanges: tuple[int, .
 def test_it_is_seen_where_exchanges_come_in_an_order_that_data_change() -> None:
     """Without ``Policy.one_order``, on a device that has room for one kernel."""
     assert stands_still_somewhere(rolling=False, overlap=True, exchanges=(1, 3))
+
+
+def test_it_is_seen_where_the_sums_of_one_rank_leave_a_reduction_later() -> None:
+    late: list[ScheduleLine] = []
+    held: list[ScheduleLine] = []
+    first, other = (lines(in_two_levels(chunk(3)), True, [used]) for used in (IDLE, BatchUsage()))
+    for line in first:
+        if line.kind == "RS" and not line.near:
+            held.append(line)
+            continue
+        leaves = line.near or (line.kind == "WAIT" and line.phase == FINISH)
+        late += [line, *held] if line.near else [*held, line] if leaves else [line]
+        held = [] if leaves else held
+    assert any(standing_still([late, other], 1, True, seed) for seed in range(3))
 
 
 @pytest.mark.parametrize("rolling", [True, False])
