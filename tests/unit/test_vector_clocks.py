@@ -395,7 +395,7 @@ def test_nor_does_it_in_a_pipeline_but_for_the_question_whether_all_ranks_can_ru
     [
         pytest.param("a sequence by heads", False, marks=pytest.mark.thorough(1)),
         ("a ring", False),
-        ("owners of experts", True),
+        pytest.param("owners of experts", True, marks=pytest.mark.thorough(1)),
     ],
 )
 def test_the_host_waits_for_no_message_of_a_sequence_and_for_the_counts_of_experts(
