@@ -51,7 +51,7 @@ def test_a_real_model_fits_and_its_seconds_and_bound_are_said(name: str) -> None
     assert any("is bound by products" in line for line in lines)
 
 
-@pytest.mark.parametrize("name", some([*MODELS], 2))
+@pytest.mark.parametrize("name", some([*MODELS], 1))
 def test_a_real_models_layout_is_the_one_that_the_search_writes(name: str, tmp_path: Path) -> None:
     config, device = load_config(CONFIGS / f"{name}.toml"), device_named(MODELS[name][1])
     path = tmp_path / "best.toml"
