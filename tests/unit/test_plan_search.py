@@ -149,6 +149,9 @@ def test_experts_are_divided_and_sharded_in_every_way_that_a_run_takes(
     found = search(given, 8, device, 1)
     assert found.possible == len(layouts)
     assert found.evaluated < 0.1 * found.possible
+    known = found.space.observations  # measured steps, and calls of torch's functions for sizes
+    assert len(known._known) <= (14 if model["family"] == "deepseek" else 8)
+    assert 200 < len(known._outputs._known) <= 450, "those of all steps"
     moved = replace(found.best[0].layout, expert=4)
     assert any(label.startswith("expert ") for label, _ in neighbors(space, moved))
 
@@ -252,6 +255,7 @@ BOUNDED: dict[str, dict[str, Any]] = {
     "grouped": {**SMALL, "kv_heads": 2},
     "internlm2": {**SMALL, "family": "internlm2", "kv_heads": 4},
     **{str(model["family"]): {**model, "heads": 8, "experts": 8} for model in MIXED},
+    "dense first": {**MIXED[1], "heads": 8, "experts": 8, "layers": 8, "dense_layers": 3},
 }  # fmt: skip
 
 
