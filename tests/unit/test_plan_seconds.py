@@ -19,6 +19,7 @@ from internsp.app.plan.compute import STREAMED
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device, device_named, devices, on_device
 from internsp.app.plan.links import Group, beside
+from internsp.app.plan.machines import on_machines
 from internsp.app.plan.pipeline import make_pipeline_plan
 from internsp.app.plan.replay import GRADIENT, UnitSeconds, computing_actions, replay
 from internsp.app.plan.replayed import messages, replayed
@@ -80,8 +81,9 @@ def test_seconds_of_experts_are_those_of_near_or_far_links_as_ranks_are_placed()
 
 def seconds_of(given: Config, ranks: int = 16) -> tuple[StepSeconds, StepSeconds, Plan]:
     """The closed form's seconds, the replay's, and the plan."""
-    plan = make_plan(given, ranks)
     device = device_named("h100-sxm")
+    given = on_machines(given, ranks, device)
+    plan = make_plan(given, ranks)
     closed = step_seconds(workload_of(given, plan.shape), device)
     return closed, replayed(given, plan.shape, device, plan.chunk), plan
 
@@ -384,7 +386,7 @@ def test_sums_of_experts_copies_have_their_own_ranks_and_come_once_a_step() -> N
         parcels = [one for one in plan.chunk.parcels if one.name == "layers.2"]
         own = {bool(one.weights[0].expert): one.nbytes for one in parcels}
         experts, others = Group(2, 8, device), Group(4, 4, device)
-        both = experts.all_reduce(own[True]) + others.all_reduce(own[False])
+        both = experts.all_reduce(own[True], True) + others.all_reduce(own[False], True)
         assert sent["layers.2"] == pytest.approx(both / 2)
         few = dense_messages(load, device) + expert_messages(load, device)
         assert few.copies == pytest.approx(both, rel=0.01)

@@ -22,6 +22,7 @@ from internsp.app.plan.answer import human_seconds, seconds_lines
 from internsp.app.plan.classes import table
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import FITTED_FILE, GIGA, TERA, Device, Fitted
+from internsp.app.plan.machines import on_machines
 from internsp.app.plan.measured import WARM, MeasuredRun, read_run
 from internsp.app.plan.replayed import FEW, replayed
 from internsp.app.plan.seconds import StepSeconds, step_seconds
@@ -73,7 +74,7 @@ def calibrate(runs: Sequence[MeasuredRun], device: Device) -> Calibration:
                 f"--calibrate {run.name}: {device.name} has no peak of {dtype}; add it in a file "
                 "for --device-file"
             )
-    cases = [(run, _predictor(run)) for run in runs]
+    cases = [(run, _predictor(run, device)) for run in runs]
     free: list[str] = []
     untold: list[str] = []
     for name in CONSTANTS:
@@ -178,9 +179,9 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-def _predictor(run: MeasuredRun) -> Predict:
+def _predictor(run: MeasuredRun, kind: Device) -> Predict:
     """What predicts the run's seconds, as ``internsp plan`` prints them where that is quick."""
-    config, shape = run.config, run.shape
+    config, shape = on_machines(run.config, run.shape.world_size, kind), run.shape
     load = workload_of(config, shape)
     if shape.pipeline > 1:
         return lambda device: replayed(config, shape, device)
