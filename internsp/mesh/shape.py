@@ -219,29 +219,10 @@ class MeshShape:
         """Number of replicas over which the optimizer state of dense weights is sharded."""
         return self.dense.zero
 
-    def ranks_near(self, sent: torch.dtype) -> int:
-        """Neighbors whose gradients are best summed before they leave their machine; 0: none are.
-
-        The largest number into which all weight groups divide, so that each part is on one machine;
-        0 where every group is. Sums travel in 4 bytes at least: two ranks save none of two bytes.
-
-        Args:
-            sent: in which most of a gradient travels.
-        """
-        least = 2 if sent.itemsize < 4 else 1  # and one rank alone is no group
-        machines, kinds = self.machines or {}, ("weight", "expert_weight")[: 1 + self.separate]
-        groups = [group for kind in kinds for group in self.ranks(kind)]
-
-        def apart(group: list[int], near: int) -> bool:
-            parts = [group[first : first + near] for first in range(0, len(group), near)]
-            return any(len({machines[rank] for rank in part}) > 1 for part in parts)
-
-        def fits(near: int) -> bool:
-            return not any(len(g) % near or apart(g, near) for g in groups if len(g) > near)
-
-        if not machines or not any(apart(g, len(g)) for g in groups):
-            return 0
-        return next(filter(fits, range(max(map(len, groups)) // 2, least, -1)), 0)
+    @property
+    def is_spread(self) -> bool:
+        """Whether the ranks are known to be on several machines."""
+        return len({*(self.machines or {}).values()}) > 1
 
     def degrees(self) -> dict[str, int]:
         """Degrees by name, to print; those of experts only if they have an axis of their own."""

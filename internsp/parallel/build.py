@@ -7,7 +7,7 @@ the model runs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from internsp.modules.recompute import ContextFn
     from internsp.wp.encode import Encoder
     from internsp.wp.near import NearSlices
-    from internsp.wp.two_level import AtOnce, TwoLevels
+    from internsp.wp.two_level import Sum, TwoLevels
 
 CollectivesFactory = Callable[..., Collectives]
 
@@ -276,8 +276,8 @@ def _make_chunk(
     sizes = examined.plan.slots()
     pool = MemoryPool(sizes if library else [0] * len(sizes), mesh.device, config.memory_pool)
     buffers = Buffers(mesh.device, config.memory_pool)
-    reductions = _make_reductions(mesh, examined.plan.reduce_near, buffers, over)
-    reducer = GradientReducer(reductions, trace, buffers)
+    reductions, sums = _make_reductions(mesh, examined.plan.reduce_near, buffers, over)
+    reducer = GradientReducer(reductions, trace, buffers, sums)
     return Chunk(
         units, gathers[mesh.dense], gathers, between, pool, reducer, queue, trace,
         _make_encoder(mesh, config, examined, units), link, activations,
@@ -287,21 +287,21 @@ def _make_chunk(
 
 def _make_reductions(
     mesh: ParallelMesh, near: int, buffers: Buffers, over: Callable[[Any], Collectives]
-) -> Mapping[WeightAxis, Collectives | TwoLevels | AtOnce]:
-    """The collectives of each axis's reductions: at once, or in two levels over ``near`` ranks."""
+) -> tuple[Mapping[WeightAxis, Collectives | TwoLevels], Iterable[Sum]]:
+    """The collectives of each axis's reductions, at once or in two levels; sums in flight."""
     if not near or all(axis.size <= near for axis in mesh.axes):
-        return {axis: over(axis.gradient_group) for axis in mesh.axes}
-    from internsp.wp.two_level import AtOnce, Sum, TwoLevels
+        return {axis: over(axis.gradient_group) for axis in mesh.axes}, ()
+    from internsp.wp.two_level import TwoLevels
 
     in_flight: deque[Sum] = deque()
-    made: dict[WeightAxis, Collectives | TwoLevels | AtOnce] = {}
+    made: dict[WeightAxis, Collectives | TwoLevels] = {}
     for axis in mesh.axes:
         if axis.size <= near:
-            made[axis] = AtOnce(over(axis.gradient_group), in_flight)
+            made[axis] = over(axis.gradient_group)
         else:
             within, between = (over(mesh.near_group(axis, near, use)) for use in ("sums", "far"))
             made[axis] = TwoLevels(within, between, buffers, in_flight)
-    return made
+    return made, in_flight
 
 
 def _make_near(

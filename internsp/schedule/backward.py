@@ -21,7 +21,7 @@ from internsp.schedule.passes import Passes
 from internsp.schedule.progress import Phase, Progress
 from internsp.schedule.reductions import Reductions
 from internsp.schedule.slots import SlotContents
-from internsp.schedule.terms import BACKWARD, FORWARD, RECOMPUTE, USE, Action, Unit, W
+from internsp.schedule.terms import BACKWARD, FORWARD, GO_ON, RECOMPUTE, USE, Action, Unit, W
 from internsp.schedule.turns import Turn, Turns
 from internsp.schedule.uses import Uses
 
@@ -171,6 +171,7 @@ class Backward(Generic[W]):
         self.progress.require("end_backward_part")
         out: list[Action[W]] = []
         self._reduce_rest(out)
+        self.go_on(out)
         self.progress.split = ""
         return out
 
@@ -275,6 +276,7 @@ class Backward(Generic[W]):
         self.open.unit = None
         if not self.progress.split:
             self._reduce_rest(out)
+            self.go_on(out)
         self.turns.reduced.clear()
         self.passes.end_run(unit, BACKWARD, out)
 
@@ -288,6 +290,12 @@ class Backward(Generic[W]):
             weights = [weight for weight in group.weights if weight.trained]
             if weights:
                 self.reductions.launch(unit, weights, out, last)
+        self.go_on(out)
+
+    def go_on(self, out: list[Action[W]]) -> None:
+        """All ranks have launched what this one has: sums of near ranks go on to others."""
+        if self.passes.order.policy.two_levels:
+            out.append(Action(GO_ON, BACKWARD, None, ()))
 
     def recompute(self, unit: Unit[W], following: Unit[W] | None) -> list[Action[W]]:
         """The forward of ``unit`` within a recompute of several units: gather it.

@@ -262,6 +262,7 @@ class GatherQueue(Generic[W]):
         """Reduce a sum of gradients that was accumulated and that no backward has reduced."""
         out: list[Action[W]] = []
         self.reductions.launch(unit, (weight,), out, last=True, sums=True)
+        self.backward.go_on(out)
         return out
 
     def reset(self) -> None:

@@ -20,6 +20,7 @@ from internsp.schedule.terms import (
     FINISH,
     FINISH_OLDEST,
     FORWARD,
+    GO_ON,
     NEAR_GATHER,
     NEXT_PASS,
     RECOMPUTE,
@@ -60,8 +61,7 @@ class Simulator:
         parcels = plan.parcels if plan.exchanged else ()
         self.queue.reductions.exchanges.declare(parcels, limit=0)
         self._accumulated: dict[WeightLayout, Unit[WeightLayout]] = {}
-        # Reductions that have not left their near groups, oldest first.
-        self._near: deque[tuple[Unit[WeightLayout] | None, Sequence[WeightLayout]]] = deque()
+        self._near: deque[Sequence[WeightLayout]] = deque()  # sums that have not gone on
 
     def set_uses(self, data: Sequence[BatchUsage] = ()) -> None:
         """Set how often each weight is used, which the runtime counts in earlier forwards."""
@@ -81,6 +81,9 @@ class Simulator:
                 self._accumulated.update(dict.fromkeys(weights, unit))
             elif kind == EXCHANGE and parcel is not None:
                 self.schedule.actions.append(ScheduleLine(kind, phase, parcel.name))
+            elif kind == GO_ON:
+                while self._near:
+                    self._leave_near()
             elif kind == NEAR_GATHER:
                 for weight in weights:
                     line = ScheduleLine(
@@ -88,29 +91,29 @@ class Simulator:
                     )
                     self.schedule.actions.append(line)
             elif kind in _PRINTED:
-                while self._near and (
-                    (kind == REDUCE_SCATTER and self._near[0][0] is not unit)
-                    or (kind == FINISH_OLDEST and self._near[0][1] is weights)
-                ):
-                    self._leave_near()
-                if kind == FINISH_OLDEST and self.overlap and weights[0].reduce_bytes:
-                    self.add(WAIT, FINISH, weights[0])
-                for weight in weights:
-                    nbytes = {
-                        ALL_GATHER: weight.gather_bytes, REDUCE_SCATTER: weight.reduce_bytes
-                    }.get(kind, 0)  # fmt: skip
-                    near = kind == REDUCE_SCATTER and weight.far_bytes > 0
-                    self.add(kind, phase, weight, nbytes, near)
-                    if kind == REDUCE_SCATTER:
-                        self._accumulated.pop(weight, None)
-                if kind == REDUCE_SCATTER and weights[0].far_bytes:
-                    self._near.append((unit, weights))
-                    if not self.overlap:
-                        self._leave_near()
+                self._print(kind, phase, weights)
+
+    def _print(self, kind: str, phase: str, weights: Sequence[WeightLayout]) -> None:
+        if kind == FINISH_OLDEST:
+            if self._near and self._near[0] is weights:
+                self._leave_near()
+            if self.overlap and weights[0].reduce_bytes:
+                self.add(WAIT, FINISH, weights[0])
+        sends = {ALL_GATHER: "gather_bytes", REDUCE_SCATTER: "reduce_bytes"}
+        for weight in weights:
+            near = kind == REDUCE_SCATTER and weight.far_bytes > 0
+            nbytes = getattr(weight, sends[kind]) if kind in sends else 0
+            self.add(kind, phase, weight, nbytes, near)
+            if kind == REDUCE_SCATTER:
+                self._accumulated.pop(weight, None)
+        if kind == REDUCE_SCATTER and weights[0].far_bytes:
+            self._near.append(weights)
+            if not self.overlap:
+                self._leave_near()
 
     def _leave_near(self) -> None:
         """The oldest of them goes on between near groups (:mod:`internsp.wp.two_level`)."""
-        _, weights = self._near.popleft()
+        weights = self._near.popleft()
         self.add(WAIT, BACKWARD, weights[0])
         for weight in weights:
             self.add(REDUCE_SCATTER, BACKWARD, weight, weight.far_bytes)

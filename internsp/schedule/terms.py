@@ -23,7 +23,7 @@ FORWARD, RECOMPUTE, BACKWARD, FINISH = "forward", "recompute", "backward", "fini
 ALL_GATHER, WAIT, USE, FREE = "AG", "WAIT", "USE", "FREE"
 REDUCE_SCATTER, ACCUMULATE, FINISH_OLDEST, NEXT_PASS = "RS", "ACCUMULATE", "FINISH", "NEXT"
 EXCHANGE, FINISH_EXCHANGE = "EX", "FINISH_EXCHANGE"
-NEAR_GATHER = "AG_NEAR"
+NEAR_GATHER, GO_ON = "AG_NEAR", "GO_ON"
 
 
 class Weight(Protocol):
@@ -212,6 +212,8 @@ class Policy:
             launches that each is waited for. Then no gather and no reduction depends on the use of
             a weight: forward gathers a block at its pre-forward, backward reduces it at its
             post-backward.
+        two_levels: sums go on from near ranks to others, and a wait for one is a wait for what they
+            have sent on: they do so where a unit has been reduced, not where data decide.
     """
 
     blocks: int
@@ -221,6 +223,7 @@ class Policy:
     accumulate_whole: bool = False
     rolling: bool = False
     one_order: bool = False
+    two_levels: bool = False
     depths: tuple[int, ...] = ()
     named: Mapping[tuple[str, int], int] = field(default_factory=dict)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -140,13 +139,14 @@ def chunk_layout(
             f"weight_parallel.rules), which {what} does not support: leave the rule out"
         )
     members: dict[str, list[ParameterSharding]] = {b.name: [] for b in structure.blocks}
-    sent = Counter[torch.dtype]()
-    for a in shardings:
-        if a.unit is not None:
-            members.setdefault(a.unit, []).append(a)
-            sent[a.dtypes.reduce or a.dtypes.compute] += a.parameter.numel()
-    asked, most = config.reduce_near_ranks, max(sent, key=sent.__getitem__, default=torch.float32)
-    near = shape.ranks_near(most) if asked == "auto" else asked
+    for assignment in shardings:
+        if assignment.unit is not None:
+            members.setdefault(assignment.unit, []).append(assignment)
+    near = 0 if config.reduce_near_ranks == "auto" else config.reduce_near_ranks
+    if config.reduce_near_ranks == "auto" and shape.is_spread:
+        from internsp.structure.near import near_of  # few models need it
+
+        near = near_of(shardings, shape)
     weights_of = {
         name: tuple(_weight_layout(a, shape, near) for a in own) for name, own in members.items()
     }
@@ -156,7 +156,8 @@ def chunk_layout(
     asks = config.unexpected_order != "error" and not config.overlap
     one_order = asks or (exchanges and (device != "cpu" or not config.overlap))
     kept = _kept_blocks(structure, sizes, config, policy.depth, shape.pipeline == 1)
-    policy = replace(policy, kept=kept, one_order=one_order)
+    levels = any(w.far_bytes for own in weights_of.values() for w in own)
+    policy = replace(policy, kept=kept, one_order=one_order, two_levels=levels)
     units: dict[str, UnitLayout] = {}
     slot = policy.slots
     index_of = {b.name: i for i, b in enumerate(structure.blocks)}

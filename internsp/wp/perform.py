@@ -21,6 +21,7 @@ from internsp.schedule.terms import (
     FINISH_EXCHANGE,
     FINISH_OLDEST,
     FREE,
+    GO_ON,
     NEAR_GATHER,
     NEXT_PASS,
     REDUCE_SCATTER,
@@ -166,6 +167,9 @@ class Chunk:
             self.reducer.reduce_scatter(weights[0].unit, weights)
         elif kind == FINISH_OLDEST:
             self.reducer.finish_oldest()
+        elif kind == GO_ON:
+            for one in self.reducer.sums:
+                one.go_on()
         elif kind == ACCUMULATE:
             self.reducer.accumulate(weights[0].unit, weights)
         elif kind == EXCHANGE and action.parcel is not None:

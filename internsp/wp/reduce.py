@@ -10,7 +10,7 @@ every unsharded gradient in fp32 or wider).
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
@@ -29,7 +29,7 @@ from internsp.wp.parameter import ShardedParameter, trained, unflatten
 from internsp.wp.slots import Unit
 
 if TYPE_CHECKING:  # loaded where weights are reduced so
-    from internsp.wp.two_level import AtOnce, TwoLevels
+    from internsp.wp.two_level import Sum, TwoLevels
 
 
 @dataclass
@@ -102,6 +102,7 @@ class GradientReducer:
         ready: unsharded gradients that are not reduced yet; those of several uses are summed.
         had_gradient: for each weight with a reduction in this backward, in launch order, whether
             this rank had a gradient of it.
+        sums: of near ranks, in flight (:mod:`internsp.wp.two_level`).
         unsharded_sums: accumulated sums of unsharded gradients that are not reduced yet.
         frozen: weights whose parameters were frozen after the forward. Their gradients are
             dropped; their reductions are launched with zeros, in the declared order.
@@ -109,11 +110,12 @@ class GradientReducer:
 
     def __init__(
         self,
-        collectives: Mapping[WeightAxis, Collectives | TwoLevels | AtOnce],
+        collectives: Mapping[WeightAxis, Collectives | TwoLevels],
         trace: Trace,
         buffers: Buffers,
+        sums: Iterable[Sum] = (),
     ) -> None:
-        self._collectives = collectives
+        self._collectives, self.sums = collectives, sums
         self._trace = trace
         self.buffers = buffers
         self._queue: deque[list[PendingGradient]] = deque()

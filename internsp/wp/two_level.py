@@ -9,15 +9,16 @@ all::
     1. within near groups, part by part       a0 c0     b1 d1   |  a2 c2     b3 d3     (sums of two)
     2. between ranks of the same place        a = a0 + a2       |  c = c0 + c2         (rank 0, 2)
 
-The second message of a reduction leaves once its first has arrived: before the next reduction of
-any axis is launched, or when it is waited for. Both are the same point of the order on all ranks
-(WP-2).
+The second message of a reduction leaves where its unit has been reduced (``GO_ON``), or when it is
+waited for. Both are the same point of the order on all ranks (WP-2). Data decide when a rank comes
+to a reduction within a block: if it sent the sums of an older one on only there, a rank that waits
+for these would wait for what its own next block, exchange or question has to come before.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -59,17 +60,6 @@ class Sum:
         )
 
 
-def go_on_before(in_flight: Iterable[Sum], unit: str) -> None:
-    """Before a reduction of ``unit``: those of other units, which all ranks have launched, go on.
-
-    Within a unit data decide when a rank launches, and a rank that waited here would not come to
-    what another one waits for.
-    """
-    for one in in_flight:
-        if one.unit != unit:
-            one.go_on()
-
-
 class TwoLevels:
     """What a :class:`GradientReducer` asks of the collectives of a gradient group, in two levels.
 
@@ -89,7 +79,6 @@ class TwoLevels:
         self, output: Tensor, input: Tensor, unit: str, weights: Mapping[str, int], phase: str
     ) -> Handle:
         """As :meth:`Collectives.reduce_scatter`; ``output`` receives the near group's message."""
-        go_on_before(self._in_flight, unit)
         groups, ranks = self.far.size, self.near.size
         packed = self.buffers.acquire(input.numel(), input.dtype)
         packed.view(ranks, groups, -1).copy_(input.view(groups, ranks, -1).transpose(0, 1))
@@ -119,23 +108,3 @@ class TwoLevels:
         total = self.far.total(arrived.output, arrived.sums)
         self.buffers.release(arrived.output)
         return total
-
-
-class AtOnce:
-    """The same of an axis whose groups are near, in a model of which another axis's are not.
-
-    Args:
-        collectives: of the gradient group.
-        in_flight: see :class:`TwoLevels`.
-    """
-
-    def __init__(self, collectives: Collectives, in_flight: deque[Sum]) -> None:
-        self._collectives, self._in_flight = collectives, in_flight
-        self.wait, self.total = collectives.wait, collectives.total
-
-    def reduce_scatter(
-        self, output: Tensor, input: Tensor, unit: str, weights: Mapping[str, int], phase: str
-    ) -> Handle:
-        """As :meth:`Collectives.reduce_scatter`."""
-        go_on_before(self._in_flight, unit)
-        return self._collectives.reduce_scatter(output, input, unit, weights, phase)

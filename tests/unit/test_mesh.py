@@ -11,6 +11,7 @@ import torch.distributed as dist
 from internsp.errors import MeshError
 from internsp.mesh import MeshShape
 from internsp.mesh.parallel_mesh import _require_sends
+from internsp.structure.near import ranks_near
 from tools.bench_setup import DEGREES, of
 
 EXPERT_KINDS = (
@@ -86,8 +87,8 @@ def test_a_machines_ranks_are_near_where_a_weight_group_is_on_several(
     degrees: dict[str, Any], machine: int, itemsize: int, near: int
 ) -> None:
     machines, dtype = {rank: rank // machine for rank in range(32)}, DTYPES[itemsize]
-    assert MeshShape(32, machines=machines, **degrees).ranks_near(dtype) == near
-    assert MeshShape(32, **degrees).ranks_near(dtype) == 0  # machines are not known
+    assert ranks_near(MeshShape(32, machines=machines, **degrees), dtype) == near
+    assert ranks_near(MeshShape(32, **degrees), dtype) == 0  # machines are not known
 
 
 def test_owners_of_experts_are_neighbors_where_that_is_asked_for() -> None:

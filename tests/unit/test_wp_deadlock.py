@@ -114,8 +114,9 @@ def in_two_levels(plan: ChunkLayout) -> ChunkLayout:
 
     assert plan.embedding is not None
     assert plan.head is not None
+    policy = replace(plan.policy, two_levels=True)
     return replace(
-        plan, blocks=tuple(map(far, plan.blocks)), embedding=far(plan.embedding),
+        plan, policy=policy, blocks=tuple(map(far, plan.blocks)), embedding=far(plan.embedding),
         head=far(plan.head), others=tuple(map(far, plan.others)),
     )  # fmt: skip
 

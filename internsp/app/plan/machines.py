@@ -10,6 +10,7 @@ from internsp.app.plan.devices import Device
 from internsp.base.sizes import human
 from internsp.mesh.shape import MeshShape
 from internsp.schedule.chunk import ChunkLayout
+from internsp.structure.near import ranks_near
 
 KEY = "weight_parallel.reduce_near_ranks"
 
@@ -56,4 +57,4 @@ def sums_lines(config: Config, chunks: Sequence[ChunkLayout], world_size: int, d
 def _near(config: Config, world_size: int, device: Device) -> int:
     machines = {rank: rank // device.near_ranks for rank in range(world_size)}
     shape = MeshShape(world_size, machines=machines, **config.degrees())
-    return shape.ranks_near(reduce_dtype(config))
+    return ranks_near(shape, reduce_dtype(config))
