@@ -164,12 +164,25 @@ def test_ranks_that_use_other_weights_ask_for_the_next_block_without_a_standstil
     rank: int,
 ) -> None:
     """A near rank's data leave weights unused, whose reductions leave it with the block's end."""
-    twin = Twin(Upwards, mesh_of(4), unexpected_order="gather", **LEVELS)
+    own = {"unexpected_order": "gather", "reductions_in_flight": 1} | LEVELS
+    twin = Twin(Upwards, mesh_of(4), **own)
     ids = torch.tensor([[0, 1, 2], [1, 2, 0], [1, 0, 2], [0, 2, 1]])
     for step in range(2):
         twin.plain(ids).backward()
         twin.ours(ids[rank : rank + 1]).backward()
         twin.check_gradients(f"backward {step}")
+    for model in (twin.plain, twin.ours):
+        model.requires_grad_(False)
+        model.layers[1].requires_grad_(True)
+    twin.zero_grad()
+    plain = torch.optim.AdamW(twin.plain.layers[1].parameters(), lr=0.01)
+    ours = internsp.ZeroOptimizer(twin.communicator, torch.optim.AdamW, lr=0.01)
+    for _ in range(3):  # the sums of one backward are finished in the next
+        twin.plain(ids).backward()
+        twin.ours(ids[rank : rank + 1]).backward()
+    plain.step()
+    ours.step()
+    twin.check_parameters("after a step")
 
 
 @ranks(4)
