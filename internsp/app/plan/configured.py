@@ -22,9 +22,10 @@ from internsp.structure.dtypes import DTYPES
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 _LAUNCHES = 0.0004  # seconds of the host for a block's forward with its hooks
-# Bytes of an element in a ZeRO step on a device, without and with 16-bit weights: fused AdamW 28,
-# the gradient's copies and norm 12 or 10, to find what a program wrote 30, the new weights 6.
-_STEP_BYTES = (40, 74)
+# Bytes of an element in a run's ZeRO step on a device, without and with 16-bit weights: fused
+# AdamW 32, as it writes the gradient that it has divided; the gradient's copies and norm 12 or 10;
+# the new weights 6. Such a step does not look for what a program wrote into 16-bit weights.
+_STEP_BYTES = (44, 48)
 _ROUND = 32  # the zoo's default feed-forward is 8/3 of the width, up to a 32nd
 
 
