@@ -10,9 +10,9 @@ all::
     2. between ranks of the same place        a = a0 + a2       |  c = c0 + c2         (rank 0, 2)
 
 The second message of a reduction leaves where its unit has been reduced (``GO_ON``), or when it is
-waited for. Both are the same point of the order on all ranks (WP-2). Data decide when a rank comes
-to a reduction within a block: if it sent the sums of an older one on only there, a rank that waits
-for these would wait for what its own next block, exchange or question has to come before.
+waited for: all ranks come to both in one order (WP-2). With the next reduction would be too late.
+Data decide when a rank launches that, and a rank that waits for the sum may be the one that others
+wait for, in an exchange, or where ranks ask which block comes next.
 """
 
 from __future__ import annotations
