@@ -67,10 +67,13 @@ class Worker:
         trace.clear()
         self.step(way)
         trace.enabled = False
-        each = [event.nbytes for event in trace.events if event.kind == "RS"]
+        sent = [event for event in trace.events if event.kind == "RS"]
+        total = sum(event.nbytes for event in sent)
         if way == "at once":  # of three parts one is the neighbor's
-            return sum(each) // 3, 2 * sum(each) // 3
-        return sum(each[::2]), sum(each[1::2])
+            return total // 3, 2 * total // 3
+        first = {event.weight: event.nbytes for event in reversed(sent)}  # within the near group
+        near = sum(first.values())
+        return near, total - near
 
 
 def _through(layers: Any, x: Any) -> Any:
