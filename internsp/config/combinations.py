@@ -57,9 +57,8 @@ def mistakes(
     yield from _recompute(weights, again)
     if pipeline and weights.unexpected_order == "learn":
         yield ("weight_parallel.unexpected_order", "parallel.pipeline"), LEARN_IN_A_PIPELINE
-    usual = type(weights).model_fields
     for key in OF_ORDER if own else ():
-        if getattr(weights, key) != usual[key].default:
+        if weights.asks(key):
             yield (f"weight_parallel.{key}",), OWN_DECIDES
 
 

@@ -267,6 +267,11 @@ class WeightParallelConfig(Section):
     """What lives in host memory between its uses: weights, optimizer, gradients. Saves device
     memory for time on the host link."""
 
+    def asks(self, key: str) -> bool:
+        """Whether an option has another value than its default; sums at once ask for nothing."""
+        value, usual = getattr(self, key), type(self).model_fields[key].default
+        return bool(value != usual) and (key, value) != ("reduce_near_ranks", 0)
+
 
 class SequenceConfig(Section):
     """How the ranks of a sequence group compute, where parallel.sequence is above 1."""

@@ -78,10 +78,6 @@ class _Facts:
     config: WeightParallelConfig
     shape: MeshShape
 
-    def is_set(self, key: str) -> bool:
-        default = type(self.config).model_fields[key].default
-        return bool(getattr(self.config, key) != default)
-
     @property
     def sharded(self) -> list[ParameterSharding]:
         return [s for s in self.shardings if s.unit is not None]
@@ -108,18 +104,18 @@ def _without_effect(facts: _Facts) -> Iterator[tuple[str, str]]:
     """Options of ``weight_parallel`` that are set and have no effect, and why."""
     config = facts.config
     if not facts.sharded:
-        for key in filter(facts.is_set, OF_SHARDED):
+        for key in filter(config.asks, OF_SHARDED):
             yield key, (
                 "no parameter of the model is sharded: lower min_shard_elements "
                 f"({config.min_shard_elements}), or leave the option out"
             )
-    if facts.is_set("expert_parameters") and config.expert_parameters and not facts.has_expert_axis:
+    if config.asks("expert_parameters") and config.expert_parameters and not facts.has_expert_axis:
         yield "expert_parameters", (
             "the mesh has no axis for experts; make it with expert_weight (or expert), or leave "
             "the option out"
         )
     if not facts.in_blocks:
-        for key in filter(facts.is_set, ("quantize", "near_ranks", "keep_unsharded")):
+        for key in filter(config.asks, ("quantize", "near_ranks", "keep_unsharded")):
             if getattr(config, key):
                 yield key, "no block has a sharded parameter; leave it out"
     if config.quantize != "none" and (why := _nothing_to_quantize(facts)):

@@ -368,6 +368,8 @@ def test_values_that_equal_the_defaults_are_not_set(shape: MeshShape, sharded: b
     given["min_shard_elements"] = CUT if sharded else 1 << 40
     again = {name: f.default for name, f in ActivationCheckpointConfig.model_fields.items()}
     assert plan(given, shape, own=True, checkpoint=again)
+    # As files say that were written before its default was "auto".
+    assert plan(given | {"reduce_near_ranks": 0}, shape, own=True, checkpoint=again)
 
 
 @pytest.mark.parametrize(
