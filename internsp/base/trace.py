@@ -10,11 +10,8 @@ parameters) and ``MATRIX`` (matrices to or from the ranks that update them); for
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -57,6 +54,10 @@ class Clock(Protocol):
         """Seconds from one mark to another, whenever the clock was restarted. May block."""
 
 
+def _unmarked() -> None:
+    """The time in a step that is not measured."""
+
+
 class Trace:
     """Events in the order in which they were recorded. ``record`` costs nothing when disabled.
 
@@ -66,12 +67,13 @@ class Trace:
 
     Attributes:
         now: returns the time for an event: seconds, or a mark of the clock.
+        measures: whether waits are measured in this step: always without a clock.
         exposed: seconds of waits. Without a clock, code that waits may add to it directly instead
             of calling :meth:`waited`.
     """
 
     def __init__(self, enabled: bool = False, clock: Clock | None = None) -> None:
-        self.enabled = enabled
+        self.enabled, self.measures = enabled, True
         self.clock = clock
         self.now: Callable[[], Any] = time.perf_counter if clock is None else clock.mark
         self.events: list[Event] = []
@@ -82,8 +84,17 @@ class Trace:
         """Add a wait, between two results of :meth:`now`, to the exposed seconds."""
         if self.clock is None:
             self.exposed += end - start
-        else:
+        elif self.measures:
             self._waits.append((start, end))
+
+    def take_waits(self) -> Callable[[], float | None]:
+        """The exposed seconds so far, which are zero then; a call reads them, later.
+
+        With a clock it blocks until the device has passed the last wait. ``None``: not measured.
+        """
+        waits, seconds, measured = self._waits, self.exposed, self.measures
+        self._waits, self.exposed = [], 0.0
+        return lambda: seconds + self.seconds(waits) if measured else None
 
     @property
     def exposed_seconds(self) -> float:
@@ -99,11 +110,19 @@ class Trace:
     def exposed_seconds(self, seconds: float) -> None:
         self._waits, self.exposed = [], seconds
 
-    def begin_step(self) -> None:
-        """Set the exposed seconds to zero; restart the clock if events will need its times."""
+    def begin_step(self, measured: bool = True) -> None:
+        """Set the exposed seconds to zero; restart the clock if events will need its times.
+
+        Args:
+            measured: of a step whose events are not recorded: let the clock mark its waits. The
+                host takes a moment for each mark, and there are two for every collective.
+        """
         self._waits, self.exposed = [], 0.0
-        if self.clock is not None and self.enabled:
-            self.clock.restart()
+        if self.clock is not None:
+            self.measures = measured or self.enabled
+            self.now = self.clock.mark if self.measures else _unmarked
+            if self.enabled:
+                self.clock.restart()
 
     def resolve(self) -> None:
         """Convert marks to seconds. Call it before reading times; blocks with a clock only."""
@@ -172,91 +191,8 @@ class Trace:
         self.events = []
 
 
-# When a collective ends: known to its backend's thread, or to a thread that waits for it.
-
-
 class Work(Protocol):
     """The part of ``dist.Work`` that is used here."""
 
     def wait(self) -> Any:
         """Block (CPU), or make the current stream wait for the collective."""
-
-
-class WatchedWork:
-    """A work handle for which a :class:`CompletionThread` waits; other threads wait here."""
-
-    def __init__(self, work: Work, on_end: Callable[[float], None]) -> None:
-        self._work = work
-        self._on_end = on_end
-        self._done = threading.Event()
-        self._error: Exception | None = None
-
-    def run(self) -> None:
-        """Called on the completion thread: wait for the work, then call ``on_end``."""
-        try:
-            self._work.wait()
-            self._on_end(time.perf_counter())
-        except Exception as error:  # noqa: BLE001 - raised by wait(); the thread goes on
-            self._error = error
-        finally:
-            # Before the waiter goes on: the thread lingers, and would keep a model and its groups.
-            del self._work, self._on_end
-            self._done.set()
-
-    def wait(self) -> None:
-        """Block until the work has ended.
-
-        Raises:
-            Exception: the error of the work; a ``RuntimeError`` if a peer has ended.
-        """
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-
-
-LINGER = 0.02
-"""Seconds for which a :class:`CompletionThread` waits for more: to start one takes 0.2 ms."""
-
-
-class CompletionThread:
-    """Waits for work handles, the oldest first, on a thread that ends soon after the last one.
-
-    Used for works without a future, and only while a trace records when they end, because the
-    thread holds the interpreter lock for a moment at each end.
-    """
-
-    def __init__(self) -> None:
-        self._queue: deque[WatchedWork] = deque()
-        self._more = threading.Condition()
-        self._runs = False
-
-    def watch(self, work: Work, on_end: Callable[[float], None]) -> WatchedWork:
-        """Call ``on_end`` with ``time.perf_counter()`` when ``work`` has ended without an error.
-
-        Returns:
-            A handle to wait for instead of ``work``.
-        """
-        watched = WatchedWork(work, on_end)
-        with self._more:
-            self._queue.append(watched)
-            self._more.notify()
-            runs, self._runs = self._runs, True
-        if not runs:
-            threading.Thread(target=self._run, name="internsp-completion", daemon=True).start()
-        return watched
-
-    def _run(self) -> None:
-        while True:
-            with self._more:
-                if not self._queue and not self._more.wait(LINGER):
-                    self._runs = bool(self._queue)
-                    if not self._runs:
-                        return
-                watched = self._queue.popleft()
-            watched.run()
-
-
-def call_when_done(work: Any, on_end: Callable[[float], None]) -> None:
-    """Have the backend's thread call ``on_end`` with the host's time when ``work`` ends."""
-    with suppress(RuntimeError):  # the work has no future
-        work.get_future().add_done_callback(lambda _: on_end(time.perf_counter()))

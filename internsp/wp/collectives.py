@@ -7,10 +7,11 @@ the synchronous form send the same messages in the same order; only the wait dif
 
 On gloo in host memory, in groups of up to :data:`MOST_DIRECT` ranks, an all-gather or a
 reduce-scatter is a message between each pair of ranks, received where it is needed. Gloo's own
-all-gather copies everything twice more, and sends for two collectives of a group at a time.
+all-gather copies everything twice more, sends for two collectives of a group at a time, and passes
+each part from rank to rank, where all are busy computing.
 
-Only several small weights in one launch use it, as one flat tensor (:class:`FlatGather`), and never
-its coalesced form, with which torch 2.13 corrupts the heap. The two threads of a gloo group note
+Several small weights in one launch travel as one flat tensor (:class:`FlatGather`), never in gloo's
+coalesced form, with which torch 2.13 corrupts the heap. The two threads of a gloo group note
 without a lock which collective ended last (``runLoop`` in ``ProcessGroupGloo.cpp``), and a name of
 more than 15 characters is memory, which both free if they end one at once ("double free",
 "unaligned tcache chunk"). No other collective here has such a name.
@@ -33,11 +34,12 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.utils._pytree import tree_leaves
 
 from internsp.base.accelerator import Arrival, Stream, current_stream, has_streams
-from internsp.base.trace import CompletionThread, Trace, Work, call_when_done
+from internsp.base.trace import Trace, Work
 from internsp.failure.comm_context import UNCOUNTED, CommContext, Counters
 from internsp.failure.rank_report import WaitedCollective
 
 if TYPE_CHECKING:  # a handle names weights and knows nothing of them
+    from internsp.base.completion import CompletionThread
     from internsp.wp.parameter import ShardedParameter
 
 CPU = torch.device("cpu")
@@ -81,7 +83,7 @@ class FlatGather:
     """The work handle of an all-gather of several tensors as a single flat one.
 
     Args:
-        gather: of the flat one; gloo keeps its tensors until it has ended.
+        gather: of the flat one, whose works keep its tensors until they have ended.
         flat: ``[size, n]``, which receives what each rank sends, one tensor after another.
         outputs: ``[size * rows, ...]`` each, filled by :meth:`wait`.
     """
@@ -160,8 +162,7 @@ class Transport:
         if self._gloo:
             mine = torch.cat([shard.view(-1) for shard in shards])
             flat = mine.new_empty(self.size * mine.numel())
-            gather = self._gather(flat, mine, self._gather_options)
-            return FlatGather(gather, flat.view(self.size, -1), outputs)
+            return FlatGather(self.all_gather(flat, mine), flat.view(self.size, -1), outputs)
         return self.group.allgather_into_tensor_coalesced(outputs, shards, self._gather_options)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:
@@ -228,6 +229,9 @@ class Collectives:
         counters: shared by all collectives of a model.
         comm_context: shared with the model's other groups; a new one by default.
         device: where the tensors are.
+
+    Attributes:
+        received: parts that the output of a reduce-scatter has.
     """
 
     def __init__(
@@ -242,6 +246,7 @@ class Collectives:
         self.group = group
         self.transport = Transport(group, device)
         self.size, self.rank = self.transport.size, self.transport.rank
+        self.received = self.size
         self.overlap = overlap
         self.trace = trace
         self.counters = counters
@@ -252,7 +257,7 @@ class Collectives:
         self._device = device
         self._current = current_stream(device)
         self._observer: torch.Stream | None = None
-        self._completion_thread = CompletionThread()
+        self._completion_thread: CompletionThread | None = None
 
     def all_gather(
         self,
@@ -282,8 +287,9 @@ class Collectives:
         return self.launch(self.transport.all_gather, one, "AG", unit, nbytes, phase)
 
     def reduce_scatter(
-        self, output: Tensor, input: Tensor, unit: str, weights: Mapping[str, int], phase: str
-    ) -> Handle:
+        self, output: Tensor, input: Tensor, unit: str, weights: Mapping[str, int], phase: str,
+        send: Callable[[Tensor, Tensor], Work] | None = None,
+    ) -> Handle:  # fmt: skip
         """Reduce-scatter ``input`` ``[size * part]``: send part ``p`` to rank ``p``.
 
         ``output`` ``[size * part]`` receives this rank's part from every rank; after the wait,
@@ -295,7 +301,8 @@ class Collectives:
         self.counters.reduced_bytes += others * (input.numel() // self.size)
         self.counters.reductions += 1
         nbytes = {weight: others * numel for weight, numel in weights.items()}
-        return self.launch(self.transport.all_to_all, (output, input), "RS", unit, nbytes, phase)
+        send = send or self.transport.all_to_all
+        return self.launch(send, (output, input), "RS", unit, nbytes, phase)
 
     def total(self, output: Tensor, input: Tensor) -> Tensor:
         """``[part]``: the sum of what :meth:`reduce_scatter` has received, after its wait."""
@@ -475,6 +482,8 @@ class Collectives:
     def _stamped(self, work: Work, events: list[int]) -> Work:
         """``work``, which records its end in the trace by itself, without polling (design.md 8)."""
 
+        from internsp.base import completion  # only while a trace records
+
         def stamp(end: Any) -> None:
             for event in events:
                 self.trace.finish(event, end)
@@ -485,12 +494,13 @@ class Collectives:
             with self._observer:  # waits for the collective; no other stream waits for this one
                 work.wait()
                 stamp(self.trace.now())
-        elif self.transport.direct and isinstance(work, WorkHandles):
-            return self._completion_thread.watch(work, stamp)
         elif isinstance(work, FlatGather):
-            call_when_done(work.gather, stamp)
+            work.gather = self._stamped(work.gather, events)
+        elif self.transport.direct and isinstance(work, WorkHandles):
+            self._completion_thread = self._completion_thread or completion.CompletionThread()
+            return self._completion_thread.watch(work, stamp)
         elif isinstance(work, dist.Work):
-            call_when_done(work, stamp)
+            completion.call_when_done(work, stamp)
         return work
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from internsp.base import trace
-from internsp.base.trace import CompletionThread
+from internsp.base import completion
+from internsp.base.completion import CompletionThread
 from internsp.wp.collectives import Transport, WorkHandles
 
 
@@ -70,7 +70,7 @@ def test_ends_are_told_in_turn_without_anybody_waiting_and_the_thread_ends() -> 
 def test_once_a_work_is_waited_for_the_thread_that_lingers_keeps_nothing_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trace, "LINGER", 1.0)
+    monkeypatch.setattr(completion, "LINGER", 1.0)
     gate, kept = Gate(), Gate()
     work, end = weakref.ref(gate), weakref.ref(kept)
     watched = CompletionThread().watch(gate, lambda _, kept=kept: None)  # type: ignore[misc]
@@ -98,7 +98,7 @@ def test_a_failure_reaches_who_waits_and_those_behind_it_go_on(kind: type[Except
 
 @pytest.mark.parametrize(
     ("gloo", "blocking", "messages"),
-    [(False, False, ["coalesced"]), (True, False, ["flat 3"]), (True, True, ["1", "2"])],
+    [(False, False, ["coalesced"]), (True, False, ["3"]), (True, True, ["1", "2"])],
 )
 def test_gathers_of_one_launch_are_one_message_unless_gloo_would_read_device_memory(
     gloo: bool, blocking: bool, messages: list[str]
@@ -110,7 +110,6 @@ def test_gathers_of_one_launch_are_one_message_unless_gloo_would_read_device_mem
     transport.group = SimpleNamespace(
         allgather_into_tensor_coalesced=lambda outputs, shards, options: sent.append("coalesced")
     )
-    transport._gather = lambda output, shard, options: sent.append(f"flat {len(shard)}")
     transport.all_gather = lambda output, shard: sent.append(str(len(shard)))
     shards = [torch.zeros(1), torch.zeros(2)]
     transport.all_gathers([torch.zeros(2), torch.zeros(4)], shards)
