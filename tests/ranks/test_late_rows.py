@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from internsp.app.config import Config
 from internsp.app.report.metrics import read_metrics
-from internsp.app.session import optimizers
+from internsp.app.session import optimizers, session
 from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
 from tests.ranks import test_train_not_finite as not_finite
@@ -70,12 +71,62 @@ def run(
         StepRunner.queue, StepRunner.late = queue, wanted  # type: ignore[method-assign]
 
 
+class Mark(NamedTuple):
+    """A point of a device's stream."""
+
+    step: int
+    time: float
+
+
+class Numbers:
+    """A device's clock by which each wait takes as many seconds as its step has as number."""
+
+    step = 0
+
+    def restart(self) -> None:
+        """The clocks of host and device are one."""
+
+    def mark(self) -> Mark:
+        return Mark(self.step, time.perf_counter())
+
+    def seconds(self, mark: Mark) -> float:
+        return mark.time
+
+    def between(self, start: Mark, end: Mark) -> float:
+        return float(start.step)
+
+
+def measured(rank: int, world: int, folder: str) -> None:
+    queue, clock = StepRunner.queue, Numbers()
+
+    def noted(self: StepRunner, number: int, *args: Any, **more: Any) -> Any:
+        clock.step = number + 1
+        return queue(self, number, *args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "device_clock", lambda _: clock)
+        patch.setattr(StepRunner, "queue", noted)
+        many = {"steps": 22, "eval_every": 0}
+        run(rank, world, settings(train=many, checkpoint={"save": False}), folder)
+
+
 def spilt() -> None:
     raise ArithmeticError("spilt in step 7")
 
 
 def several(rank: int, world: int, runs: list[tuple[Any, ...]]) -> list[Any]:
     return [run(rank, world, *each) for each in runs]
+
+
+def test_a_device_measures_waits_in_one_step_of_ten_and_tells_them_of_that_step(
+    tmp_path: Path,
+) -> None:
+    run_ranks(measured, 2, str(tmp_path))
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    found = {row.step: row.exposed_comm_seconds for row in rows}
+    waits = {step: seconds / step for step, seconds in found.items() if seconds is not None}
+    assert sorted(waits) == [1, 3, 4, 5, 11, 21]  # the first, those that are traced, one of ten
+    assert waits[11] == waits[21] > 10  # steps that are read while the next one is queued
 
 
 @pytest.mark.unmeasured

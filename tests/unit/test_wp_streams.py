@@ -221,6 +221,27 @@ def test_a_step_without_events_never_restarts_the_clock_and_knows_its_waits() ->
     assert clock.restarts == 0
 
 
+def test_a_step_that_is_not_measured_marks_nothing_unless_it_is_recorded() -> None:
+    clock = LateClock([1.0, 1.25])
+    trace = Trace(enabled=False, clock=clock)
+    trace.begin_step(measured=False)
+    trace.waited(trace.now(), trace.now())
+    assert clock.marks == 0
+    assert trace.take_waits()() is None
+    trace.enabled = True
+    trace.begin_step(measured=False)
+    trace.waited(trace.now(), trace.now())
+    assert (clock.marks, clock.restarts) == (2, 1)
+    waits = trace.take_waits()
+    trace.enabled = False
+    trace.begin_step(measured=False)  # a step is read while the next one is queued
+    assert waits() == pytest.approx(0.25)
+    without = Trace()
+    without.begin_step(measured=False)
+    without.waited(1.0, 1.5)
+    assert without.take_waits()() == 0.5
+
+
 def test_a_wait_counts_once_however_often_it_is_asked_for() -> None:
     trace = Trace()
     trace.waited(1.0, 1.5)

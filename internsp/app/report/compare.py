@@ -80,6 +80,7 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
         m = run.metrics
         losses = evaluated(m)
         used = [row.mfu for row in m if row.mfu is not None]
+        waits = [share for row in m if (share := row.exposed_step_share) is not None]
         rows.append([
             run.name,
             str(len(m)),
@@ -87,7 +88,7 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
             *(f"{losses[name][-1][1]:.4f}" if name in losses else "-" for name in texts),
             f"{_median([row.tokens_per_second for row in m]):,.0f}" if m else "-",
             f"{_median([row.step_seconds for row in m]) * 1e3:,.0f} ms" if m else "-",
-            f"{_median([row.exposed_step_share for row in m]):.1%}" if m else "-",
+            f"{_median(waits):.1%}" if waits else "-",
             f"{_median(used):.1%}" if used else "-",
             human(max(row.peak_memory_bytes for row in m)) if m else "-",
         ])  # fmt: skip

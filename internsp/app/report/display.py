@@ -187,7 +187,8 @@ def figures(metrics: StepMetrics) -> dict[str, str]:
     if metrics.epochs is not None:
         cells["epoch"] = _epochs_text(metrics.epochs)
     cells["tokens/s"] = f"{metrics.tokens_per_second:,.0f}"
-    cells["exposed"] = f"{metrics.exposed_step_share:.0%} of step"
+    if metrics.exposed_step_share is not None:
+        cells["exposed"] = f"{metrics.exposed_step_share:.0%} of step"
     if metrics.exposed_comm_share is not None:
         cells["exposed"] = f"{metrics.exposed_comm_share:.0%}"
     if metrics.stage_wait_share is not None:

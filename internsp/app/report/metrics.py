@@ -39,8 +39,9 @@ class StepMetrics(BaseModel):
     """Wall time of the step on this rank."""
     tokens_per_second: float
     """``tokens / step_seconds``."""
-    exposed_comm_seconds: float
-    """Time in which this rank's computing thread waited for communication."""
+    exposed_comm_seconds: float | None = None
+    """Time in which this rank's computing thread waited for communication, if measured: on a device
+    in traced steps and in one of ten."""
     gathered_bytes: int
     """Payload of weight all-gathers that this rank received."""
     reduced_bytes: int
@@ -88,8 +89,10 @@ class StepMetrics(BaseModel):
         return held_out | (self.eval_losses or {})
 
     @property
-    def exposed_step_share(self) -> float:
-        """Exposed communication as a fraction of the step (0 for a step of no time)."""
+    def exposed_step_share(self) -> float | None:
+        """Exposed communication as a fraction of the step (0 for one of no time), if measured."""
+        if self.exposed_comm_seconds is None:
+            return None
         return self.exposed_comm_seconds / self.step_seconds if self.step_seconds > 0 else 0.0
 
     @property
@@ -102,7 +105,7 @@ class StepMetrics(BaseModel):
     @property
     def exposed_comm_share(self) -> float | None:
         """Exposed communication as a fraction of all communication, where that was measured."""
-        if self.comm_seconds is None:
+        if self.comm_seconds is None or self.exposed_comm_seconds is None:
             return None
         return self.exposed_comm_seconds / self.comm_seconds if self.comm_seconds > 0 else 0.0
 

@@ -236,8 +236,8 @@ def _cards(
     cards["tokens/s (median)"] = f"{rate:,.0f}" if math.isfinite(rate) else "not finite"
     step = statistics.median(m.step_seconds for m in metrics)
     cards["step (median)"] = f"{step * 1e3:,.0f} ms"
-    share = statistics.median(m.exposed_step_share for m in metrics)
-    cards["of a step waits for communication"] = f"{share:.1%}"
+    if shares := [m.exposed_step_share for m in metrics if m.exposed_step_share is not None]:
+        cards["of a step waits for communication"] = f"{statistics.median(shares):.1%}"
     stages = [m.stage_wait_share for m in metrics if m.stage_wait_share is not None]
     if stages:
         name = "of a step rank 0 waits for other stages"

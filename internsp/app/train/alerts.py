@@ -139,12 +139,15 @@ class SlowRanks:
     def __init__(self, stage: int) -> None:
         self._stage = stage
         self._own: list[float] = []
+        self._steps = 0
 
     def check(self, metrics: StepMetrics) -> str:
         """A message about slow ranks; empty if there is none. Collective, every 50th call."""
-        waited = metrics.exposed_comm_seconds + (metrics.stage_wait_seconds or 0.0)
-        self._own.append(metrics.step_seconds - waited)
-        if len(self._own) < _REMEMBERED:
+        self._steps += 1
+        if metrics.exposed_comm_seconds is not None:  # on a device: of one step in ten
+            waited = metrics.exposed_comm_seconds + (metrics.stage_wait_seconds or 0.0)
+            self._own.append(metrics.step_seconds - waited)
+        if self._steps % _REMEMBERED:
             return ""
         found = Objects().gather((self._stage, statistics.median(self._own)))
         self._own.clear()

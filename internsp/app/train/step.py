@@ -32,6 +32,9 @@ from internsp.schedule.simulate import simulate
 from internsp.sp import SequenceLayout
 from internsp.sp.dispatch import FIXED_BALANCE
 
+MEASURED = 10
+"""On a device the waits of one step in so many are measured, the first one's of a run too."""
+
 
 class StepResult(NamedTuple):
     """Result of a step; the same on all ranks.
@@ -70,6 +73,7 @@ class StepRunner:
         self._checked = False
         self.micro_batches, self.sequences = session.config.train.micro_batches, 0
         self._saves = 0  # save requests that earlier steps reported
+        self._queued = 0  # steps of this runner
         self._unread: Callable[[], StepResult] | None = None
         self._end: Any = None  # of the last step
 
@@ -111,7 +115,8 @@ class StepRunner:
         counters = [c.state.collectives.counters for c in session.communicators]
         for counter in counters:
             counter.reset()
-        session.trace.begin_step()
+        session.trace.begin_step(measured=self._queued % MEASURED == 0)
+        self._queued += 1
         taken = number * config.train.global_batch if taken is None else taken
         # Steps that follow each other unread have no time between them that belongs to none.
         start = accelerator.moment(session.mesh.device) if self._unread is None else self._end
@@ -148,6 +153,7 @@ class StepRunner:
         self._saves = saves
         figures = HostCopy(self._sum(loss, *flags, saved, stages=True))
         self._end = end = accelerator.moment(session.mesh.device)
+        waits, measured = session.trace.take_waits(), session.trace.measures
         told = self._loads.told(loads)
         self.sequences = taken + rows.total
         known = {
@@ -157,19 +163,25 @@ class StepRunner:
             "sequences": rows.total if config.train.batch_tokens else None,
             "gathered_bytes": sum(counter.gathered_bytes for counter in counters),
             "reduced_bytes": sum(counter.reduced_bytes for counter in counters),
-            "stage_wait_seconds": None if pipeline is None else pipeline.stage_wait_seconds,
+            "stage_wait_seconds": pipeline.stage_wait_seconds if pipeline and measured else None,
         }
-        self._unread = partial(self._read, known, (start, end), self.sequences, figures, told)
+        times = start, end, waits
+        self._unread = partial(self._read, known, times, self.sequences, figures, told)
         return before
 
     def _read(
-        self, known: dict[str, Any], times: tuple[Any, Any], sequences: int, figures: HostCopy,
-        told: Callable[[], dict[str, float]],
+        self, known: dict[str, Any], times: tuple[Any, Any, Callable[[], float | None]],
+        sequences: int, figures: HostCopy, told: Callable[[], dict[str, float]],
     ) -> StepResult:  # fmt: skip
-        """The result of a step of which some metrics are ``known``. Blocks until it has ended."""
+        """The result of a step of which some metrics are ``known``. Blocks until it has ended.
+
+        Args:
+            times: its begin, its end, and what tells the seconds of its waits.
+        """
         session, tokens = self.session, known["tokens"]
         total, stops, save, saved = figures.read()
-        seconds = accelerator.seconds_between(*times)
+        start, end, waits = times
+        seconds = accelerator.seconds_between(start, end)
         self._check_order(self.micro_batches)
         metrics = StepMetrics(
             **known,
@@ -177,7 +189,7 @@ class StepRunner:
             grad_norm=session.optimizer.grad_norm,
             step_seconds=seconds,
             tokens_per_second=tokens / seconds,
-            exposed_comm_seconds=session.trace.exposed_seconds,
+            exposed_comm_seconds=waits(),
             peak_memory_bytes=peak_memory_bytes(session.mesh.device),
             skipped_steps=session.optimizer.skipped_steps,
         )
