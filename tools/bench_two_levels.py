@@ -4,7 +4,7 @@
 
 Four ranks in network namespaces: two machines of two. A rank sends to its neighbor at
 ``--near-mbit``, to others at ``--far-mbit``. The same model trains with reductions at once and in
-two levels (``weight_parallel.reduce_near_ranks``), in turn within each round. Each cell is the
+two levels (``weight_parallel.reduce``), in turn within each round. Each cell is the
 median of the rounds; the losses agree.
 """
 

@@ -31,7 +31,7 @@ OWN_DECIDES = (
 )
 OF_ORDER = (
     "memory_pool", "prefetch_depth", "gather_before", "granularity", "gather_before_modules",
-    "near_ranks", "reduce_near_ranks", "keep_unsharded", "reductions_in_flight", "unexpected_order",
+    "near_ranks", "reduce", "keep_unsharded", "reductions_in_flight", "unexpected_order",
 )  # fmt: skip
 """Options of ``weight_parallel`` that a communicator of the user's own replaces."""
 

@@ -47,6 +47,7 @@ MOVED = {
     "weight_parallel.plan": "weight_parallel.rules",
     "weight_parallel.reshard_after_forward": "weight_parallel.near_ranks",
     "weight_parallel.pending_blocks": "weight_parallel.reductions_in_flight",
+    "weight_parallel.reduce_near_ranks": "weight_parallel.reduce",
     "parallel.ring": "sequence.ring",
     "parallel.near": "sequence.fast_links",
     "parallel.balance": "sequence.balance",

@@ -221,9 +221,9 @@ class WeightParallelConfig(Section):
     near_ranks: Amount = 0
     """After a step's first gather, so many ranks keep the weights among themselves; 0: none do.
     Backward then gathers over the fast links only, for the memory of those slices."""
-    reduce_near_ranks: Literal["auto"] | Amount = "auto"
-    """Gradients are summed among so many near ranks first, then between those groups; 0: at once.
-    "auto" takes a machine's ranks; give 0 where links between machines are as fast as within."""
+    reduce: Literal["auto", "backend"] | Amount = "auto"
+    """Near ranks that sum gradients first; "auto": a machine's; 0: at once, for equally fast links.
+    "backend" takes its reduce-scatter, which adds in reduce_dtype: for less memory on a device."""
     keep_unsharded: Kept = None
     """Blocks that stay whole from forward to backward: a number, a size ("2 GiB"), or all. Spends
     memory to save the second gather."""
@@ -270,7 +270,7 @@ class WeightParallelConfig(Section):
     def asks(self, key: str) -> bool:
         """Whether an option has another value than its default; sums at once ask for nothing."""
         value, usual = getattr(self, key), type(self).model_fields[key].default
-        return bool(value != usual) and (key, value) != ("reduce_near_ranks", 0)
+        return bool(value != usual) and (key, value) != ("reduce", 0)
 
 
 class SequenceConfig(Section):

@@ -24,7 +24,7 @@ from internsp.fsdp.module import (
 )
 
 _CHOOSE = (
-    "overlap", "memory_pool", "prefetch_depth", "gather_before", "near_ranks", "reduce_near_ranks",
+    "overlap", "memory_pool", "prefetch_depth", "gather_before", "near_ranks", "reduce",
     "keep_unsharded", "accumulation", "coalesce_bytes", "reductions_in_flight", "unexpected_order",
     "compile", "quantize",
 )  # fmt: skip

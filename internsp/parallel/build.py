@@ -61,6 +61,7 @@ from internsp.wp.slots import MemoryPool, Unit, Units
 if TYPE_CHECKING:
     from internsp.modules.offload import ActivationOffload
     from internsp.modules.recompute import ContextFn
+    from internsp.wp.backend_sums import BackendSums
     from internsp.wp.encode import Encoder
     from internsp.wp.near import NearSlices
     from internsp.wp.two_level import Sum, TwoLevels
@@ -276,7 +277,8 @@ def _make_chunk(
     sizes = examined.plan.slots()
     pool = MemoryPool(sizes if library else [0] * len(sizes), mesh.device, config.memory_pool)
     buffers = Buffers(mesh.device, config.memory_pool)
-    reductions, sums = _make_reductions(mesh, examined.plan.reduce_near, buffers, over)
+    near = examined.plan.reduce_near
+    reductions, sums = _make_reductions(mesh, config.reduce, near, buffers, over)
     reducer = GradientReducer(reductions, trace, buffers, sums)
     return Chunk(
         units, gathers[mesh.dense], gathers, between, pool, reducer, queue, trace,
@@ -286,9 +288,13 @@ def _make_chunk(
 
 
 def _make_reductions(
-    mesh: ParallelMesh, near: int, buffers: Buffers, over: Callable[[Any], Collectives]
-) -> tuple[Mapping[WeightAxis, Collectives | TwoLevels], Iterable[Sum]]:
+    mesh: ParallelMesh, form: str | int, near: int, buffers: Buffers, over: CollectivesFactory
+) -> tuple[Mapping[WeightAxis, Collectives | TwoLevels | BackendSums], Iterable[Sum]]:
     """The collectives of each axis's reductions, at once or in two levels; sums in flight."""
+    if form == "backend":
+        from internsp.wp.backend_sums import BackendSums
+
+        return {axis: BackendSums(over(axis.gradient_group)) for axis in mesh.axes}, ()
     if not near or all(axis.size <= near for axis in mesh.axes):
         return {axis: over(axis.gradient_group) for axis in mesh.axes}, ()
     from internsp.wp.two_level import TwoLevels

@@ -31,7 +31,7 @@ from internsp.structure.rules import (
 OF_SHARDED = (
     "memory_pool", "prefetch_depth", "granularity", "gather_before_modules", "near_ranks",
     "keep_unsharded", "reductions_in_flight", "reduce_dtype", "quantize", "offload",
-    "reduce_near_ranks",
+    "reduce",
 )  # fmt: skip
 """Options of ``weight_parallel`` that act on sharded parameters only.
 
@@ -129,9 +129,9 @@ def _without_effect(facts: _Facts) -> Iterator[tuple[str, str]]:
             "slices; leave one of them out"
         )
     sizes = {facts.shape.axis(s.expert).size for s in facts.sharded}
-    near = config.reduce_near_ranks
-    if near != "auto" and near and 1 < max(sizes, default=1) <= near:
-        yield "reduce_near_ranks", (
+    near = config.reduce
+    if isinstance(near, int) and near and 1 < max(sizes, default=1) <= near:
+        yield "reduce", (
             f"the weight group has {max(sizes)} ranks, all of them near, and gradients are summed "
             "at once; leave it out"
         )

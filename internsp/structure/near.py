@@ -1,6 +1,6 @@
 """Which ranks of a weight group sum gradients first, where its ranks are on several machines. Pure.
 
-For ``weight_parallel.reduce_near_ranks = "auto"``.
+For ``weight_parallel.reduce = "auto"``.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from internsp.wp.parameter import ShardedParameter, trained, unflatten
 from internsp.wp.slots import Unit
 
 if TYPE_CHECKING:  # loaded where weights are reduced so
+    from internsp.wp.backend_sums import BackendSums
     from internsp.wp.two_level import Sum, TwoLevels
 
 
@@ -41,7 +42,7 @@ class PendingGradient:
     """One large weight, or small ones of one dtype; their shards lie one after another in the
     part of each rank."""
     output: Tensor
-    """``[size * part]``, flat: this rank's part of the input of every rank."""
+    """``[received * part]``, flat: this rank's part of the input of every rank, or their sum."""
     packed: Tensor | None
     """The pooled buffer that ``input`` is, if gradients were copied; released when finished."""
     input: Tensor
@@ -95,7 +96,7 @@ class GradientReducer:
     """The gradients of a chunk's sharded parameters, from ready to reduced (WP-6).
 
     Args:
-        collectives: for each axis, those of its gradient group, or of its two levels.
+        collectives: for each axis, those of its gradient group, or another form of its sums.
         buffers: pool for inputs and outputs of reduce-scatters.
 
     Attributes:
@@ -110,7 +111,7 @@ class GradientReducer:
 
     def __init__(
         self,
-        collectives: Mapping[WeightAxis, Collectives | TwoLevels],
+        collectives: Mapping[WeightAxis, Collectives | TwoLevels | BackendSums],
         trace: Trace,
         buffers: Buffers,
         sums: Iterable[Sum] = (),
@@ -162,9 +163,9 @@ class GradientReducer:
             input = packed = self._coalesced_input(
                 weights, [self._pop_ready(weight) for weight in weights]
             )
-        size = weights[0].layout.size
-        output = input if size == 1 else self.buffers.acquire(input.numel(), input.dtype)
-        collectives = self._collectives[weights[0].axis]
+        collectives, size = self._collectives[weights[0].axis], weights[0].layout.size
+        numel = input.numel() // size * collectives.received
+        output = input if size == 1 else self.buffers.acquire(numel, input.dtype)
         handle = collectives.reduce_scatter(output, input, unit.name, shares, "backward")
         return PendingGradient(unit, weights, output, packed, input, handle)
 

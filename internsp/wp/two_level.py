@@ -1,4 +1,4 @@
-"""Reductions in two levels (``weight_parallel.reduce_near_ranks``): within a machine, then between.
+"""Reductions in two levels (``weight_parallel.reduce``): within a machine, then between.
 
 A reduction at once sends each rank of another machine its part of this rank's gradient. In two
 levels the ranks of a machine first sum what goes to the same place, in fp32 or wider, and send that
@@ -72,7 +72,7 @@ class TwoLevels:
         self, near: Collectives, far: Collectives, buffers: Buffers, in_flight: deque[Sum]
     ) -> None:
         self.near, self.far, self.buffers = near, far, buffers
-        self._in_flight = in_flight
+        self._in_flight, self.received = in_flight, near.size * far.size
         self._arrived: Sum | None = None
 
     def reduce_scatter(

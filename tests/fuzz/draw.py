@@ -149,6 +149,8 @@ def draw(seed: int, number: int, world: int | None = None) -> Case:
     if weight == 4:  # by numbers of its own: other draws are as they were before it
         machine = random.Random(f"{seed}:{number}:machine").choice((0, 2))
         case = replace(case, machine=machine)
+    if not case.machine and random.Random(f"{seed}:{number}:sums").random() < 0.1:
+        case = replace(case, options=case.options | {"reduce": "backend"})
     return fitted(replace(case, program=_program(rng, case)))
 
 

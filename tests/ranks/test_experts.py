@@ -15,7 +15,7 @@ from tests.support.ranks import run_ranks
 
 CASES = {
     "wider groups, three experts on four ranks": Case(
-        2, 4, number=3, config={"reduce_near_ranks": 2}
+        2, 4, number=3, config={"reduce": 2}
     ),
     "narrower groups": Case(4, 2, micro_batches=2),
     "two owners": Case(2, 2, 2),

@@ -1,4 +1,4 @@
-"""``reduce_near_ranks``: gradients are summed within near groups, then between them."""
+"""``reduce``: gradients are summed within near groups, then between them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.ranks import ranks, run_ranks
 from tests.support.zero import Little
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
-LEVELS: dict[str, Any] = {"reduce_near_ranks": 2}
+LEVELS: dict[str, Any] = {"reduce": 2}
 KINDS = ("RS", "WAIT", "FINISH")
 
 CASES: list[tuple[Any, dict[str, Any]]] = [
@@ -112,7 +112,7 @@ def test_a_sum_travels_in_fp32_where_gradients_are_narrower() -> None:
 def test_four_near_groups_of_two_and_two_of_four_are_right() -> None:
     mesh = mesh_of(8)
     for near in (2, 4):
-        twin = Twin(partial(Tiny, layers=2), mesh, reduce_near_ranks=near)
+        twin = Twin(partial(Tiny, layers=2), mesh, reduce=near)
         twin.backward()
         twin.check_gradients(f"{near} near ranks of 8")
         sent = [e.nbytes for e in twin.trace.events if e.kind == "RS" and "q" in e.weight]
@@ -215,8 +215,8 @@ def test_a_failed_pass_drops_both_messages_and_the_next_step_is_right() -> None:
 @pytest.mark.parametrize(("near", "word"), [(3, "is 2;"), (1, "is 2;")])
 @ranks(4)
 def test_near_groups_that_do_not_divide_the_weight_group_are_refused(near: int, word: str) -> None:
-    make = lambda: Twin(Tiny, mesh_of(4), reduce_near_ranks=near)  # noqa: E731
-    raises(ConfigError, make, word, f"reduce_near_ranks = {near}", "sharded over 4 ranks")
+    make = lambda: Twin(Tiny, mesh_of(4), reduce=near)  # noqa: E731
+    raises(ConfigError, make, word, f"reduce = {near}", "sharded over 4 ranks")
     make = lambda: Twin(Tiny, mesh_of(2), **LEVELS)  # noqa: E731
     raises(ConfigError, make, "has no effect", "2 ranks, all of them near", "leave it out")
 

@@ -333,7 +333,8 @@ _NO_ACCESS = (
     "aten::_unsafe_view", "aten::lift_fresh", "aten::sym_size", "aten::is_pinned",
 )  # fmt: skip
 _COLLECTIVES = (
-    "_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced",
+    "_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single",
+    "allgather_into_tensor_coalesced",
     "all_gather_single_coalesced", "allgather", "alltoall_base", "all_to_all_single", "allreduce",
     "broadcast", "send", "recv",
 )  # fmt: skip

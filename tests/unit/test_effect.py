@@ -104,9 +104,9 @@ WEIGHTS: Entries = {
         Refused({"near_ranks": 2, "rules": SMALL_BLOCKS},
                 "no block has a sharded parameter"),
     ),
-    "reduce_near_ranks": of_order(
-        "reduce_near_ranks", 2,
-        Refused({"reduce_near_ranks": 2}, "the weight group has 2 ranks, all of them near"),
+    "reduce": of_order(
+        "reduce", 2,
+        Refused({"reduce": 2}, "the weight group has 2 ranks, all of them near"),
     ),
     "keep_unsharded": of_order(
         "keep_unsharded", 1,
@@ -356,7 +356,7 @@ def test_what_has_no_effect_is_refused_by_name_and_its_remedy_is_taken(
     assert key in str(refused.value)
     assert case.words in str(refused.value)
     remedy_shape = case.remedy_shape or case.shape
-    if "near_ranks" in str(case.remedy):
+    if {"near_ranks", "reduce"} & case.remedy.keys():
         remedy_shape = MeshShape(4, weight=4)  # of four ranks two are near
     run(case.remedy, remedy_shape, False)
 
@@ -369,12 +369,12 @@ def test_values_that_equal_the_defaults_are_not_set(shape: MeshShape, sharded: b
     again = {name: f.default for name, f in ActivationCheckpointConfig.model_fields.items()}
     assert plan(given, shape, own=True, checkpoint=again)
     # As files say that were written before its default was "auto".
-    assert plan(given | {"reduce_near_ranks": 0}, shape, own=True, checkpoint=again)
+    assert plan(given | {"reduce": 0}, shape, own=True, checkpoint=again)
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"quantize": "int8"}, {"near_ranks": 2}, {"reduce_near_ranks": 2},
+    [{"quantize": "int8"}, {"near_ranks": 2}, {"reduce": 2},
      {"prefetch_depth": 2, "offload": ["weights"]}, {"reduction": "mean"},
      {"rules": [{"match": "layers.0", "quantize": "int8", "keep_unsharded": True}]}],
 )  # fmt: skip

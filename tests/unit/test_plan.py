@@ -171,29 +171,33 @@ def test_the_screen_says_whether_it_fits_and_the_file_has_every_action(tmp_path:
 @pytest.mark.parametrize("pipeline", [1, 2], ids=["no pipeline", "a pipeline"])
 def test_it_says_how_gradients_are_summed_between_machines_and_the_other_way(pipeline: int) -> None:
     device, texts = device_named("h100-sxm"), {}
-    for asked in ("auto", 0, 8):
+    for asked in ("auto", 0, 8, "backend"):
         settings = config(
             model={"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192},
             parallel={"weight": 32 // pipeline, "sequence": 1, "pipeline": pipeline},
-            weight_parallel={"reduce_near_ranks": asked},
+            weight_parallel={"reduce": asked},
             train={"micro_batches": pipeline, "global_batch": 32},
         )  # fmt: skip
         out = io.StringIO()
-        print_plan(settings, 32, Console(file=out, width=200), device=device)
+        print_plan(settings, 32, Console(file=out, width=300), device=device)
         texts[asked] = out.getvalue()
     assert texts["auto"] == texts[8]
     line = next(line for line in texts[8].splitlines() if "from other machines" in line)
     other = next(line for line in texts[0].splitlines() if "from other machines" in line)
-    found, size = r"in two levels (.*); at once (.*) \(weight_parallel.*ranks = 0\)", 32 // pipeline
-    levels, at_once = re.findall(found, line)[0]
-    assert f"at once {at_once}; in two levels {levels} (weight_parallel" in other
-    assert "ranks = 8)" in other
+    third = next(line for line in texts["backend"].splitlines() if "from other machines" in line)
+    size, key = 32 // pipeline, "weight_parallel.reduce"
+    found = r"in two levels (.*); at once (.*) \(.* = 0\), in a ring over all adapters (.*) \(.*\)"
+    levels, at_once, ring = re.findall(found, line)[0]
+    assert f"at once {at_once}; in two levels {levels} ({key} = 8), in a ring" in other
+    assert line.endswith(f'({key} = "backend")')
+    assert f"in a ring over all adapters {ring}; in two levels {levels} ({key} = 8), at" in third
     block, table = 4 * (4 * 64 * 64 + 3 * 64 * 192), 4 * 512 * 64
     whole = (4 * block + 2 * table) // pipeline
     assert levels == human((size // 8 - 1) * whole // size)
     assert at_once == human((size - 8) * whole // size)
+    assert ring == human((size - 1) * whole // size // 8)
     out = io.StringIO()
-    print_plan(config(train={"global_batch": 32}), 32, Console(file=out, width=200), device=device)
+    print_plan(config(train={"global_batch": 32}), 32, Console(file=out, width=300), device=device)
     assert "from other machines" not in out.getvalue()  # a weight group of two is on one
 
 

@@ -344,15 +344,15 @@ def test_idle_time_of_a_v_is_that_of_torchs_order(
 
 def test_messages_of_sums_within_a_machine_first_take_what_they_take_in_the_replay() -> None:
     found = []
-    for near in (0, 8, "auto"):
+    for near in (0, 8, "auto", "backend"):
         given = config(
             model={"layers": 8}, parallel={"weight": 32},
-            weight_parallel={"reduce_near_ranks": near},
+            weight_parallel={"reduce": near},
         )  # fmt: skip
         chunk = make_plan(on_machines(given, 32, H100), 32).chunk
         load = workload_of(given, MeshShape(32, **given.degrees()))
         own = [weight.name for weight in chunk.blocks[0].weights]
-        times = 2 if near else 1  # its two messages are alike there
+        times = 2 if near in (8, "auto") else 1  # its two messages are alike there
         played = times * sum(messages(load, H100, chunk)["RS"][name] for name in own)
         found.append(dense_messages(load, H100).reduce)
         assert found[-1] == pytest.approx(played, rel=0.03), near
@@ -360,6 +360,8 @@ def test_messages_of_sums_within_a_machine_first_take_what_they_take_in_the_repl
     assert found[0] == pytest.approx(nbytes * 24 / 32 / (H100.far * H100.fitted.links), rel=0.03)
     assert found[1] < 0.5 * found[0]
     assert found[2] == found[1]
+    ring = nbytes * 31 / 32 / (8 * H100.far * H100.fitted.links)  # over a machine's 8 adapters
+    assert found[3] == pytest.approx(ring + len(own) * Group(32, 1, H100).latency, rel=0.1)
 
 
 def test_what_cannot_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,7 @@ def lines(plan: ChunkLayout, overlap: bool, used: list[BatchUsage]) -> Sequence[
 
 
 def in_two_levels(plan: ChunkLayout) -> ChunkLayout:
-    """With sums within a machine before they go to others (``reduce_near_ranks``)."""
+    """With sums within a machine before they go to others (``reduce``)."""
 
     def far(unit: UnitLayout) -> UnitLayout:
         return replace(unit, weights=tuple(replace(w, far_bytes=8) for w in unit.weights))

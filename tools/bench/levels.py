@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 WAYS = {"at once": 0, "in two levels": 2}
-"""``reduce_near_ranks`` of each."""
+"""``reduce`` of each."""
 WIDTH, LAYERS, TOKENS = 384, 6, 64
 
 
@@ -37,7 +37,7 @@ class Worker:
             # Backward gathers within the near groups: what is left between them is one gather and
             # the reduction.
             config = WeightParallelConfig(
-                near_ranks=2, reduce_near_ranks=near, gather_before="qkv", blocks=("layers.*",)
+                near_ranks=2, reduce=near, gather_before="qkv", blocks=("layers.*",)
             )
             mesh = internsp.ParallelMesh.create(weight=4, device_type="cpu")
             self.traces[way] = trace = internsp.Trace()

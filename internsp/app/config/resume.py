@@ -57,7 +57,7 @@ _KEYS: dict[str, dict[Rule, str]] = {
         Rule.TAKEN: "reduce_dtype quantize compute_dtype cast_inputs",
         Rule.FREE: "overlap memory_pool prefetch_depth gather_before granularity "
         "gather_before_modules blocks min_shard_elements keep_unsharded near_ranks accumulation "
-        "coalesce_bytes reductions_in_flight reduce_near_ranks unexpected_order compile "
+        "coalesce_bytes reductions_in_flight reduce unexpected_order compile "
         "compare_ranks grad_dtype offload",
     },
     "sequence": {

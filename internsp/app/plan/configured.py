@@ -113,6 +113,7 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
     share = len(again.selected(model.layers)) / model.layers
     full = share if again.mode == "full" else 0.0
     on_device = device_type(config) != HOST
+    near = weights.reduce if isinstance(weights.reduce, int) else 0
     habits = Habits(
         fused="compiled" if weights.compile else "kernels" if on_device else "eager",
         kernel="flash2",
@@ -125,8 +126,9 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         sends_ahead=True,
         collectives=5 if model.family == "internlm2" else 7,
         balances_head=True,
-        reduce_near=None if weights.reduce_near_ranks == "auto" else weights.reduce_near_ranks,
+        reduce_near=None if weights.reduce == "auto" else near,
         sends_parts=True,
+        reduces_in_ring=weights.reduce == "backend",
         shard_bytes=stored,
         sum_bytes=max(stored, 4),
         state_bytes=max(stored, 4) * (moments(config) + (stored < 4)),

@@ -248,7 +248,7 @@ class LeastBytes:
                 slots = min(1 + weights.prefetch_depth, len(moved))
                 nbytes += (max(moved) * slots + sum(sent) - sum(moved)) * size
                 pending = sum(sent[: weights.reductions_in_flight])
-                nbytes += 2 * pending * habits.reduce_bytes
+                nbytes += (1 if habits.reduces_in_ring else 2) * pending * habits.reduce_bytes
                 exchanged = _buffers([*dense, *beside], owners) + _buffers(experts, expert_owners)
                 nbytes += exchanged * habits.sum_bytes
             found.append((nbytes, sums))

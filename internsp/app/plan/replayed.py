@@ -176,7 +176,8 @@ def messages(
             size = weight.unsharded_bytes * (0.5 if quantized else 1.0)
             among = few if weight.expert and degrees.expert_shards else group
             found[GATHER][weight.name] = among.gather(size)
-            found[REDUCE][weight.name] = among.reduce(weight.gradient_bytes, parts)
+            in_parts = parts and not load.habits.reduces_in_ring
+            found[REDUCE][weight.name] = among.reduce(weight.gradient_bytes, in_parts)
             if weight.far_bytes:  # half for each of its two messages
                 groups = round(among.size * (1 - weight.reduce_bytes / weight.gradient_bytes))
                 near = replace(among, size=among.size // groups)

@@ -96,7 +96,8 @@ def _reduced(group: Group, elements: float, habits: Habits, more: int = 0) -> fl
         more: further collectives in which ``elements`` are reduced.
     """
     near, nbytes = habits.reduce_near, elements * habits.reduce_bytes
-    parts, wide = habits.sends_parts, max(habits.sum_bytes, habits.reduce_bytes)
+    parts = habits.sends_parts and not habits.reduces_in_ring
+    wide = max(habits.sum_bytes, habits.reduce_bytes)
     if near is None:
         near = group.within if group.within * habits.reduce_bytes > wide else 0
     if not 1 < near < group.size or group.size % near:

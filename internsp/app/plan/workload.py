@@ -174,6 +174,7 @@ class Habits:
         reduce_near: gradients are summed among so many neighbors first, and their sums between
             them; 0: among all at once; ``None``: among a near domain's, where that sends less.
         sends_parts: a reduction sends each rank its part, which it sums; else round a ring.
+        reduces_in_ring: within a weight group it goes round a ring all the same.
         shard_bytes, sum_bytes, state_bytes: of one element of a weight's shard, of its gradient's
             sum, and of the optimizer's state with masters; 0: as the kind of sharding has it.
         step_bytes: that the optimizer's step moves for an element; 0: as ``fused`` has it.
@@ -202,6 +203,7 @@ class Habits:
     balances_head: bool = False
     reduce_near: int | None = 0
     sends_parts: bool = False
+    reduces_in_ring: bool = False
     shard_bytes: int = 0
     sum_bytes: int = 0
     state_bytes: int = 0
