@@ -59,13 +59,18 @@ def norm_and_flags(
 
 
 def _norms(bucket: Bucket) -> Sequence[Tensor]:
-    """The norm of each segment's gradient, fp64."""
+    """The norm of each segment's gradient."""
     assert bucket.gradient is not None, "the caller has looked"
     parts = [bucket.gradient[segment.start : segment.stop] for segment in bucket.segments]
     if bucket.host_sum is not None and bucket.link is not None:
         there = bucket.link.iterate_on_device(parts)
-        return [torch.linalg.vector_norm(part, dtype=torch.float64) for part in there]
-    return torch._foreach_norm(parts, 2, torch.float64)
+        return [torch.linalg.vector_norm(part, dtype=_adds_in(part)) for part in there]
+    return torch._foreach_norm(parts, 2, _adds_in(bucket.gradient))
+
+
+def _adds_in(gradient: Tensor) -> torch.dtype:
+    """The dtype of a norm, fp32 or wider: a device adds block by block, few have units for fp64."""
+    return torch.float64 if gradient.device.type == "cpu" else gradient.dtype
 
 
 def _counts(bucket: Bucket, mesh: ParallelMesh) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from internsp.optim import clip_grad_norm_
+from internsp.optim.norm import _norms
 
 
 def parameters(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
@@ -53,3 +57,20 @@ def test_a_bf16_gradient_is_scaled_by_the_exact_factor() -> None:
     factor = (1 / (norm + 1e-6)).float()
     assert torch.equal(one.grad, (before * factor).bfloat16())
     assert not torch.equal(one.grad, (before * factor.bfloat16().float()).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "wide"),
+    [("cpu", torch.float32, torch.float64), ("meta", torch.float32, torch.float32),
+     ("meta", torch.float64, torch.float64)],
+)  # fmt: skip
+def test_a_device_adds_a_norm_in_the_dtype_of_the_gradient_and_the_host_in_fp64(
+    device: str, dtype: torch.dtype, wide: torch.dtype
+) -> None:
+    gradient = torch.zeros(6, dtype=dtype, device=device)
+    parts: Any = [SimpleNamespace(start=0, stop=2), SimpleNamespace(start=2, stop=6)]
+    bucket: Any = SimpleNamespace(gradient=gradient, segments=parts, host_sum=None)
+    norms = _norms(bucket)
+    assert [norm.dtype for norm in norms] == [wide, wide]
+    counted = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *norms])
+    assert counted.dtype == torch.float64  # their squares are added in it
