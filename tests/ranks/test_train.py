@@ -256,6 +256,18 @@ def test_a_step_without_a_token_is_refused_and_leaves_no_trace(tmp_path: Path) -
     assert losses[0] == losses[1]
 
 
+def test_a_step_that_is_read_late_is_refused_then_by_its_own_number(tmp_path: Path) -> None:
+    fused = config(optimizer={"options": ["fused = true"]})
+    with internsp.Trainer(fused, output=tmp_path / "late") as trainer:
+        runner = StepRunner(trainer._session)
+        runner.step(0, StopRequest())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runner, "_layout", partial(without_tokens, runner._layout))
+            assert runner.queue(1, StopRequest()) is None
+        with pytest.raises(ConfigError, match="step 2: no token of the batch"):
+            runner.queue(2, StopRequest())
+
+
 def whole(parameter: Any) -> Tensor:
     found: Tensor = parameter.full_tensor()
     return found.clone()

@@ -7,7 +7,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,7 +88,7 @@ class StepRunner:
                 each of them.
             saved: this rank's progress in saving (:meth:`Saver.progress`).
         """
-        self.queue(number, stop, taken=taken, saved=saved)
+        self.queue(number, stop, taken=taken, saved=saved, late=False)
         done = self.finish()
         assert done is not None, "it was queued"
         return done
@@ -104,12 +104,16 @@ class StepRunner:
         return self.session.optimizer.decides_on_device()
 
     def queue(
-        self, number: int, stop: StopRequest, *, taken: int | None = None, saved: float = 0.0
-    ) -> StepResult | None:
+        self, number: int, stop: StopRequest, *, taken: int | None = None, saved: float = 0.0,
+        late: bool = True,
+    ) -> StepResult | None:  # fmt: skip
         """As :meth:`step`, but what becomes of it is read by the next call, or by :meth:`finish`.
 
         Where the optimizer decides on the device, the host only queues work, and waits in the
         middle for the end of the step before, whose result is returned if it is still unread.
+
+        Args:
+            late: false if it is read at once: without tokens it is refused before weights change.
         """
         session, config, pipeline = self.session, self.session.config, self.session.pipeline
         counters = [c.state.collectives.counters for c in session.communicators]
@@ -128,21 +132,15 @@ class StepRunner:
         self.micro_batches = len(layouts)
         valid = float(sum(layout.valid_tokens for layout in layouts))
         lr = session.rate
-        # The host reads this sum, the first that a step queues, behind forward and backward.
         count = self._sum(valid)
-        copied = HostCopy(count)
+        tokens = cache(partial(_tokens, HostCopy(count), number + 1))
         # Nothing has run since the last step, and nothing will until this one is read behind all
         # that it has queued: no program sees what lies in host memory, or writes a weight.
         alone = self._unread is not None and not session.hooks
         session.leave_alone(alone)
         loss = self._passes.train(layouts, count[0].clamp(min=1))
-        (tokens,) = copied.read()
-        if not tokens:  # the same on every rank
-            raise ConfigError(
-                f"step {number + 1}: no token of the batch has a next one in its own document and "
-                "sequence, so there is nothing to learn: raise data.sequence_length or "
-                "train.global_batch, or set data.pack = false"
-            )
+        if not late:
+            tokens()
         loads, before = self._loads.taken(), self.finish()
         if before is not None:  # its row must not be lost if this step fails
             self._unread = lambda: before
@@ -159,18 +157,18 @@ class StepRunner:
         known = {
             "step": number + 1,
             "lr": lr,
-            "tokens": int(tokens),
             "sequences": rows.total if config.train.batch_tokens else None,
             "gathered_bytes": sum(counter.gathered_bytes for counter in counters),
             "reduced_bytes": sum(counter.reduced_bytes for counter in counters),
             "stage_wait_seconds": pipeline.stage_wait_seconds if pipeline and measured else None,
         }
         times = start, end, waits
-        self._unread = partial(self._read, known, times, self.sequences, figures, told)
+        self._unread = partial(self._read, known, tokens, times, self.sequences, figures, told)
         return before
 
     def _read(
-        self, known: dict[str, Any], times: tuple[Any, Any, Callable[[], float | None]],
+        self, known: dict[str, Any], counted: Callable[[], int],
+        times: tuple[Any, Any, Callable[[], float | None]],
         sequences: int, figures: HostCopy, told: Callable[[], dict[str, float]],
     ) -> StepResult:  # fmt: skip
         """The result of a step of which some metrics are ``known``. Blocks until it has ended.
@@ -178,13 +176,14 @@ class StepRunner:
         Args:
             times: its begin, its end, and what tells the seconds of its waits.
         """
-        session, tokens = self.session, known["tokens"]
+        session, tokens = self.session, counted()
         total, stops, save, saved = figures.read()
         start, end, waits = times
         seconds = accelerator.seconds_between(start, end)
         self._check_order(self.micro_batches)
         metrics = StepMetrics(
             **known,
+            tokens=tokens,
             loss=total / tokens,
             grad_norm=session.optimizer.grad_norm,
             step_seconds=seconds,
@@ -320,6 +319,22 @@ class StepRunner:
             f"has {len(expected)}; the first difference is number {at}: "
             f"{actual[at : at + 1]} instead of {expected[at : at + 1]}"
         )
+
+
+def _tokens(count: HostCopy, step: int) -> int:
+    """The valid tokens of a step, over all ranks.
+
+    Raises:
+        ConfigError: there are none; on every rank.
+    """
+    (tokens,) = count.read()
+    if not tokens:
+        raise ConfigError(
+            f"step {step}: no token of the batch has a next one in its own document and "
+            "sequence, so there is nothing to learn: raise data.sequence_length or "
+            "train.global_batch, or set data.pack = false"
+        )
+    return int(tokens)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
