@@ -59,8 +59,6 @@ class WeightLayout:
     """Which of its shard, gradient sum and optimizer state are in host memory."""
     gradient_bytes: int = 0
     """Bytes of its padded, unsharded gradient in the dtype in which it is reduced."""
-    received_bytes: int = 0
-    """Bytes of the buffer into which its reduction receives: every rank's part, or one sum."""
     unsharded_bytes: int = 0
     """Bytes of the padded, unsharded weight in the dtype in which it is gathered."""
 
@@ -92,12 +90,17 @@ class WeightLayout:
         size = (self.dtypes.gather or torch.float32).itemsize
         return self.unsharded_bytes // size * max(size, torch.float32.itemsize)
 
-    @property
-    def reduction_bytes(self) -> int:
+    def reduction_bytes(self, summed: bool) -> int:
         """Most bytes of the buffers of its reduction: what is sent and received, and in two levels
-        (:mod:`internsp.wp.two_level`) a copy in another order, and the same of the sums."""
+        (:mod:`internsp.wp.two_level`) a copy in another order, and the same of the sums.
+
+        Args:
+            summed: received is one part, a sum (:mod:`internsp.wp.backend_sums`).
+        """
+        if summed:
+            return 2 * self.gradient_bytes - self.reduce_bytes
         more = self.gradient_bytes + 4 * self.far_bytes if self.far_bytes else 0
-        return self.gradient_bytes + self.received_bytes + more
+        return 2 * self.gradient_bytes + more
 
     @property
     def needs_wait(self) -> bool:

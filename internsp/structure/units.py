@@ -148,8 +148,7 @@ def chunk_layout(
 
         near = near_of(shardings, shape)
     weights_of = {
-        name: tuple(_weight_layout(a, shape, near, config) for a in own)
-        for name, own in members.items()
+        name: tuple(_weight_layout(a, shape, near) for a in own) for name, own in members.items()
     }
     sizes = [slot_bytes(weights_of[block.name]) for block in structure.blocks]
     exchanges = shape.sequence > 1 or shape.expert > 1 or shape.tensor > 1
@@ -253,7 +252,7 @@ def _head_unit(
 
 
 def _weight_layout(
-    assignment: ParameterSharding, shape: MeshShape, reduce_near: int, config: WeightParallelConfig
+    assignment: ParameterSharding, shape: MeshShape, reduce_near: int
 ) -> WeightLayout:
     options = assignment.options
     parameter, size = assignment.parameter, shape.axis(assignment.expert).size
@@ -275,7 +274,6 @@ def _weight_layout(
         encoding = QuantizedShard(name, options.quantize, layout.shard_numel, own, compute)
     slices = options.near_ranks if assignment.block >= 0 and size > 1 else 0
     near = reduce_near if reduce_near < size else 0  # a group that is near itself sums at once
-    in_ring = config.reduce == "backend"
     groups = size // _near_group("reduce", near, assignment, size) if near else 1
     wide = torch.promote_types(sent, torch.float32)
     return WeightLayout(
@@ -290,7 +288,6 @@ def _weight_layout(
         coalesced=small,
         encoding=encoding,
         gradient_bytes=layout.padded_numel * sent.itemsize,
-        received_bytes=layout.padded_numel * sent.itemsize // (size if in_ring else 1),
         expert=assignment.expert and shape.separate,
         dtypes=WeightDtypes(dtype, compute, sent, assignment.autocasts),
         offload=frozenset(options.offload),

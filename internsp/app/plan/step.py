@@ -123,7 +123,8 @@ def _memory(
     wide = max(size, 4)
     elements = (shards - off.shards[GRADIENTS] + small_bytes) // size
     # A weight group of one sends nothing.
-    moving = [[w.reduction_bytes for w in u.weights if w.reduce_bytes] for u in units]
+    summed = config.weight_parallel.reduce == "backend"
+    moving = [[w.reduction_bytes(summed) for w in u.weights if w.reduce_bytes] for u in units]
     largest = sorted(map(sum, moving), reverse=True)
     pending = sum(largest[: config.weight_parallel.reductions_in_flight])
     masters = int(size < 4)
