@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from internsp.app.config import Config
 from internsp.app.config.sizes import moments
@@ -44,19 +45,43 @@ class Plan:
 
     Attributes:
         parameters: elements of the whole model.
+        shardings: of its parameters.
         kinds: of each block, the first one of its kind.
     """
 
+    config: Config
     shape: MeshShape
     parameters: int
     chunk: ChunkLayout
-    schedule: Schedule
-    memory: tuple[tuple[str, int], ...]
+    shardings: tuple[ParameterSharding, ...]
     traffic: SequenceTraffic
-    matrices: MatrixTraffic
-    kept: KeptBlocks
     rules: Rules
     kinds: tuple[int, ...]
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Its collectives, when first asked: memory is planned without, in half the time."""
+        return self._simulated(self.chunk)
+
+    @cached_property
+    def memory(self) -> tuple[tuple[str, int], ...]:
+        """(component, bytes) of a rank, without activations."""
+        rows = _memory(self.config, self.shape, self.chunk, self.shardings, lambda: self.schedule)
+        return tuple(rows)
+
+    @cached_property
+    def matrices(self) -> MatrixTraffic:
+        """What steps of whole matrices keep and send."""
+        return MatrixTraffic.of(self.config, self.shape, self.shardings)
+
+    @cached_property
+    def kept(self) -> KeptBlocks:
+        """What blocks that stay unsharded cost and save; simulates a step without them."""
+        return KeptBlocks.of([self.chunk], self.schedule, lambda other: self._simulated(other[0]))
+
+    def _simulated(self, chunk: ChunkLayout) -> Schedule:
+        config = self.config
+        return simulate(chunk, config.train.micro_batches, config.weight_parallel.overlap)
 
 
 def make_plan(config: Config, world_size: int) -> Plan:
@@ -83,23 +108,10 @@ def make_plan(config: Config, world_size: int) -> Plan:
     chunk = chunk_layout(
         shardings, structure, weights, shape, recomputed, device=device_type(config)
     )
-    schedule = simulate(chunk, config.train.micro_batches, weights.overlap)
     return Plan(
-        shape,
-        parameters,
-        chunk,
-        schedule,
-        tuple(_memory(config, shape, chunk, shardings, lambda: schedule)),
-        traffic(config, shape, config.model.layers, len(recomputed)),
-        MatrixTraffic.of(config, shape, shardings),
-        KeptBlocks.of(
-            [chunk],
-            schedule,
-            lambda other: simulate(other[0], config.train.micro_batches, weights.overlap),
-        ),
-        structure.rules,
-        kinds,
-    )
+        config, shape, parameters, chunk, tuple(shardings),
+        traffic(config, shape, config.model.layers, len(recomputed)), structure.rules, kinds,
+    )  # fmt: skip
 
 
 def _memory(
