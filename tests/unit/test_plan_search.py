@@ -104,9 +104,16 @@ def _bounds(space: Space, layout: Layout) -> list[float]:
         layout, weight=1, expert_weight=min(1, layout.expert), optimizer_ranks=0, offload=False,
         tiled=False,
     )  # fmt: skip
-    any_checkpoint = replace(any_weight, checkpoint="none")
-    any_size = Family(space).least(replace(any_weight, weight=layout.weight))
-    return [space.bound(any_checkpoint), space.bound(any_weight), any_size]
+    any_size = replace(any_weight, weight=layout.weight)
+    any_variant = replace(any_size, expert_weight=layout.expert_weight)
+    weights, sizes = space.sizes(layout)
+    own = (layout.weight,), (layout.expert_weight,)
+    return [
+        Family(space).least(replace(any_weight, checkpoint="none"), weights, sizes),
+        Family(space).least(any_weight, weights, sizes),
+        Family(space).least(any_size, own[0], sizes),
+        Family(space).least(any_variant, *own),
+    ]
 
 
 def test_a_layouts_workload_is_that_of_its_configuration() -> None:

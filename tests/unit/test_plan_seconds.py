@@ -35,7 +35,7 @@ from internsp.app.plan.seconds import (
     step_seconds,
 )  # fmt: skip
 from internsp.app.plan.step import Plan, make_plan
-from internsp.app.plan.weight_seconds import dense_messages, expert_messages
+from internsp.app.plan.weight_seconds import WeightMessages
 from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, Workload
 from internsp.errors import ConfigError
 from internsp.experts.rule import expected_owners
@@ -388,7 +388,6 @@ def test_sums_of_experts_copies_have_their_own_ranks_and_come_once_a_step() -> N
         experts, others = Group(2, 8, device), Group(4, 4, device)
         both = experts.all_reduce(own[True], True) + others.all_reduce(own[False], True)
         assert sent["layers.2"] == pytest.approx(both / 2)
-        few = dense_messages(load, device) + expert_messages(load, device)
-        assert few.copies == pytest.approx(both, rel=0.01)
+        assert WeightMessages.of(load, device).copies == pytest.approx(both, rel=0.01)
         seconds.append(step_seconds(load, device).parts[REDUCTIONS])
     assert seconds[1] < 2 * seconds[0], "not in each of four micro-batches"

@@ -28,14 +28,13 @@ from internsp.app.plan.machines import on_machines
 from internsp.app.plan.observations import Observations
 from internsp.app.plan.seconds import (
     Computed,
-    Sent,
     Stepped,
     StepSeconds,
     composed,
     ends,
-    least_seconds,
+    least,
 )
-from internsp.app.plan.weight_seconds import WeightMessages, dense_messages
+from internsp.app.plan.weight_seconds import WeightMessages
 from internsp.app.plan.workload import Workload
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
@@ -98,8 +97,8 @@ class Space:
         self.least = LeastBytes(base, self.base, self.observations)
         self._blocks: dict[tuple[Any, ...], tuple[BlockSeconds, tuple[float, float]]] = {}
         self.sent = lru_cache(maxsize=None)(self._sent)
-        self.dense = lru_cache(maxsize=None)(self._dense)
         self.stepped = lru_cache(maxsize=None)(self._stepped)
+        self.ways = lru_cache(maxsize=None)(self._ways)
 
     def allows(self, layout: Layout) -> bool:
         """Whether its degrees, batch and blocks divide."""
@@ -189,7 +188,7 @@ class Space:
         family, few = family or Family(self), None
         plain = [Variant(layout, family.seconds(layout))]
         # Where weights are sharded, no message depends on who steps them: all of their copies do.
-        if max(layout.weight, layout.expert_weight) == 1 < self.ranks // layout.pipeline:
+        if Sharding.of(layout).whole and self.ranks > layout.pipeline:
             few = replace(layout, optimizer_ranks=1)
             plain.append(Variant(few, family.seconds(few)))
             if plain[1].seconds.total < _WORTH * plain[0].seconds.total:
@@ -249,14 +248,28 @@ class Space:
             self._blocks[key] = block_seconds(load, self.device), ends(load, self.device)
         return self._blocks[key]
 
-    def _sent(self, how: Sharding) -> Sent:
-        return Sent.of(self.load(how.layout()), self.device)
-
-    def _dense(self, how: Sharding) -> WeightMessages:
-        return dense_messages(self.load(how.layout()), self.device)
+    def _sent(self, how: Sharding) -> WeightMessages:
+        return WeightMessages.of(self.load(how.layout()), self.device)
 
     def _stepped(self, how: Sharding, offload: bool) -> Stepped:
         return Stepped.of(self.load(how.layout(offload)), self.device)
+
+    def _ways(
+        self, pipeline: int, expert: int, weights: Sequence[int], sizes: Sequence[int]
+    ) -> list[tuple[WeightMessages, Stepped]]:
+        """The least that is sent and stepped with nothing sharded, for each number of owners of the
+        optimizer's state, and with weights or experts over one of so many ranks."""
+        hows = [Sharding(pipeline, one, 0, expert, size) for one, size in product(weights, sizes)]
+        alone = [how for how in hows if how.whole]
+        groups = [[how] for how in (*alone, *(how._replace(optimizer_ranks=1) for how in alone))]
+        groups.append([how for how in hows if not how.whole])
+        return [
+            (
+                least([self.sent(how) for how in group]),
+                least([self.stepped(how, away) for how, away in product(group, (False, True))]),
+            )
+            for group in groups if group
+        ]  # fmt: skip
 
     def load(self, layout: Layout) -> Workload:
         """The workload of a layout."""
@@ -294,33 +307,30 @@ class Space:
             tiled=layout.tiled,
         )
 
-    def bound(self, family: Layout) -> float:
-        """A lower bound of the seconds of every layout of a family."""
-        load = self.load(family)
-        return least_seconds(load, self.device, Computed.of(load, *self.block(family)))
-
     def parts(self, node: Node) -> Iterator[Node]:
-        """What a node has, with bounds of their own.
-
-        Recompute only adds, and experts' messages only add to those of other weights.
-        """
+        """What a node has, with bounds of their own: recompute only adds."""
         if node.level == ANY_CHECKPOINT:
             for at, name in enumerate(CHECKPOINTS):
                 one = replace(node.any_of, checkpoint=name)
-                bound = node.bound if at == 0 else self.bound(one)
-                number = node.number + at * math.prod(map(len, self.sizes(one)))
+                weights, sizes = self.sizes(one)
+                bound = node.bound if at == 0 else Family(self).least(one, weights, sizes)
+                number = node.number + at * len(weights) * len(sizes)
                 yield Node(bound, number, ANY_WEIGHT, one)
-        elif node.level == ANY_SIZE:
-            for number, size in enumerate(self.sizes(node.any_of)[1], node.number):
-                one = replace(node.any_of, expert_weight=size)
-                yield Node.of(number, one, self.variants(one, node.family))
-        else:
+        elif node.level == ANY_WEIGHT:
             family = Family(self)
             weights, sizes = self.sizes(node.any_of)
             for at, weight in enumerate(weights):
                 one = replace(node.any_of, weight=weight)
-                bound = max(node.bound, family.least(one) if one.expert else 0.0)
+                bound = family.least(one, (weight,), sizes)
                 yield Node(bound, node.number + at * len(sizes), ANY_SIZE, one, family)
+        elif node.level == ANY_SIZE:
+            assert node.family is not None
+            for number, size in enumerate(self.sizes(node.any_of)[1], node.number):
+                one = replace(node.any_of, expert_weight=size)
+                bound = node.family.least(one, (one.weight,), (size,))
+                yield Node(bound, number, ANY_VARIANT, one, node.family)
+        else:
+            yield Node.of(node.number, node.any_of, self.variants(node.any_of, node.family))
 
 
 class Variant(NamedTuple):
@@ -359,7 +369,8 @@ class Node:
         return cls(bound, number, ONE, layout, now=now, left=left)
 
 
-ANY_CHECKPOINT, ANY_WEIGHT, ANY_SIZE, ONE = range(4)  # each differs in what the next does, too
+# Each differs in what the next does, too.
+ANY_CHECKPOINT, ANY_WEIGHT, ANY_SIZE, ANY_VARIANT, ONE = range(5)
 
 
 class Sharding(NamedTuple):
@@ -370,6 +381,11 @@ class Sharding(NamedTuple):
     optimizer_ranks: int
     expert: int
     expert_weight: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether no weight is sharded."""
+        return max(self.weight, self.expert_weight) == 1
 
     @classmethod
     def of(cls, layout: Layout) -> Sharding:
@@ -397,15 +413,13 @@ class Family:
         load, stepped = self._load(layout), space.stepped(how, layout.offload)
         return composed(load, space.device, self._of(layout), space.sent(how), stepped)
 
-    def least(self, layout: Layout) -> float:
-        """A lower bound for any number of ranks that share an expert."""
-        if layout.weight == 1:  # whole weights are sent in another way
-            return 0.0
-        space, how = self.space, Sharding.of(layout)
-        sent = Sent(space.dense(how), (0.0, 0.0))
-        stepped = space.stepped(how, layout.offload)
-        load = self._load(layout)
-        return composed(load, space.device, self._of(layout), sent, stepped).total
+    def least(self, layout: Layout, weights: Sequence[int], sizes: Sequence[int]) -> float:
+        """A lower bound for weights, and experts, over one of so many ranks."""
+        space, load, computed = self.space, self._load(layout), self._of(layout)
+        return min(
+            composed(load, space.device, computed, sent, stepped).total
+            for sent, stepped in space.ways(layout.pipeline, layout.expert, weights, sizes)
+        )
 
     def _of(self, layout: Layout) -> Computed:
         key = layout.expert_weight, layout.tiled
@@ -436,10 +450,11 @@ def search(
     possible = evaluated = planned = 0
     queue: list[Node] = []
     for family in space.families():
+        weights, sizes = space.sizes(family)
         if family.checkpoint == "none":
-            bound = space.bound(family) if prune else 0.0
+            bound = Family(space).least(family, weights, sizes) if prune else 0.0
             queue.append(Node(bound, possible, ANY_CHECKPOINT, family))
-        possible += math.prod(map(len, space.sizes(family)))
+        possible += len(weights) * len(sizes)
     heapq.heapify(queue)
     best: list[Found] = []
     while queue and len(best) < rows:
@@ -447,7 +462,7 @@ def search(
         if node.level != ONE:
             parts = list(space.parts(node))
             evaluated += len(parts) if node.level == ANY_SIZE else 0
-            if not prune and node.level != ANY_SIZE:
+            if not prune and node.level != ANY_VARIANT:
                 parts = [replace(part, bound=0.0) for part in parts]
         else:
             assert node.now is not None, "those that cannot fit are left out"

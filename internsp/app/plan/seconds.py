@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TypeVar
 
 from internsp.app.plan.block_seconds import BlockSeconds, block_seconds
 from internsp.app.plan.compute import STREAMED, head, model_flops
@@ -13,12 +14,8 @@ from internsp.app.plan.devices import Device
 from internsp.app.plan.links import Group
 from internsp.app.plan.weight_seconds import (
     WeightMessages,
-    dense_messages,
-    divides,
-    expert_messages,
     exposed,
     exposed_replicas,
-    replicas,
 )
 from internsp.app.plan.workload import Workload
 from internsp.pipeline.chunks import partition_costs
@@ -103,26 +100,6 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Sent:
-    """Messages of weights.
-
-    Attributes:
-        sharded: of a block, if any weight is sharded.
-        replicas: a step's gradients and weights of replicas, if none is.
-    """
-
-    sharded: WeightMessages
-    replicas: tuple[float, float]
-
-    @classmethod
-    def of(cls, load: Workload, device: Device) -> Sent:
-        """Of ``load``."""
-        if not divides(load):
-            return cls(WeightMessages(), replicas(load, device))
-        return cls(dense_messages(load, device) + expert_messages(load, device), (0.0, 0.0))
-
-
-@dataclass(frozen=True)
 class Stepped:
     """The optimizer's seconds, those of its copies, and of a micro-batch's sum of gradients."""
 
@@ -136,35 +113,42 @@ class Stepped:
         return cls(*_optimizer(load, device), _accumulated(load, device))
 
 
+_Seconds = TypeVar("_Seconds", WeightMessages, Stepped)
+
+
+def least(found: Sequence[_Seconds]) -> _Seconds:
+    """The least of each of their seconds: no step that has one of them is shorter."""
+    return type(found[0])(*map(min, zip(*(vars(one).values() for one in found), strict=True)))
+
+
 def step_seconds(load: Workload, device: Device) -> StepSeconds:
     """Predict the seconds of one step of ``load`` on ``device``."""
     computed = Computed.of(load, block_seconds(load, device), ends(load, device))
-    return composed(load, device, computed, Sent.of(load, device), Stepped.of(load, device))
+    sent = WeightMessages.of(load, device)
+    return composed(load, device, computed, sent, Stepped.of(load, device))
 
 
 def composed(
-    load: Workload, device: Device, computed: Computed, sent: Sent, stepped: Stepped
+    load: Workload, device: Device, computed: Computed, sent: WeightMessages, stepped: Stepped
 ) -> StepSeconds:
-    """The step of these parts.
+    """The step of these parts, none of which makes it shorter.
 
     Args:
         load: how its weights are sharded is not read.
     """
     number, slowdown = load.micro_batches, device.fitted.slowdown
     forward, backward, blocks = computed.forward, computed.backward, computed.blocks
-    gathers, reductions, moved = exposed(
-        load, sent.sharded, forward, backward, blocks, slowdown
-    )
+    gathers, reductions, moved = exposed(load, sent, forward, backward, blocks, slowdown)
     parts: Parts = defaultdict(float, computed.parts)
     parts[GATHERS], parts[REDUCTIONS] = gathers, reductions
     one = sum(parts.values())
     for name in parts:
         parts[name] *= number
-    messages = (computed.messages + moved) * number + sum(sent.replicas)
+    messages = (computed.messages + moved) * number + sent.reduced + sent.returned
     alone = computed.ends if load.degrees.pipeline == 1 else 0.0
     parts[HEAD] = number * alone
     parts[REPLICAS] = exposed_replicas(
-        load, sent.replicas, blocks * forward, blocks * backward + alone, slowdown
+        load, sent, blocks * forward, blocks * backward + alone, slowdown
     )
     if load.degrees.pipeline > 1:
         waited = gathers / 2 + reductions
@@ -176,22 +160,6 @@ def composed(
         parts[COPIES] += max(0.0, copied - sum(parts.values()))
     compute = sum(parts[name] for name in (PRODUCTS, ATTENTION, PASSES, RECOMPUTE, HEAD))
     return StepSeconds({k: v for k, v in parts.items() if v > 0}, messages, compute)
-
-
-def least_seconds(load: Workload, device: Device, computed: Computed) -> float:
-    """A lower bound of :func:`step_seconds` for any sharding: no message of weights, no sums.
-
-    The optimizer steps what one of all ranks would; a pipeline's idle time grows with a
-    micro-batch's seconds, of which these are the least.
-    """
-    one, number = sum(computed.parts.values()), load.micro_batches
-    parts: Parts = defaultdict(float)
-    if load.degrees.pipeline > 1:
-        _add_bubble(load, device, parts, one, computed, 0.0)
-    else:
-        parts[HEAD] = number * computed.ends
-    least = load.model.parameters / load.degrees.devices * min(_by_element(load, device))
-    return number * one + sum(parts.values()) + least
 
 
 def _micro_batch(load: Workload, block: BlockSeconds, blocks: float) -> Parts:

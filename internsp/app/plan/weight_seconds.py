@@ -7,6 +7,7 @@ computes them once for all layouts that have these degrees.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
 
 from internsp.app.plan.devices import Device
 from internsp.app.plan.links import Group, beside
@@ -15,13 +16,14 @@ from internsp.app.plan.workload import Habits, Workload
 
 @dataclass(frozen=True)
 class WeightMessages:
-    """Seconds of messages of sharded weights.
+    """Seconds of messages of weights.
 
     Attributes:
         gather, again: of one block in a micro-batch, for its forward and for its backward.
         reduce: of its gradients in a micro-batch.
         copies: of its gradients in a step, among ranks that have the same shard.
         gather_ends, reduce_ends, copies_ends: of the embedding, or of the head.
+        reduced, returned: where no weight is sharded, of all gradients in a step, and of weights.
     """
 
     gather: float = 0.0
@@ -31,13 +33,16 @@ class WeightMessages:
     gather_ends: float = 0.0
     reduce_ends: float = 0.0
     copies_ends: float = 0.0
+    reduced: float = 0.0
+    returned: float = 0.0
 
-    def __add__(self, other: WeightMessages) -> WeightMessages:
-        return WeightMessages(
-            self.gather + other.gather, self.again + other.again, self.reduce + other.reduce,
-            self.copies + other.copies, self.gather_ends + other.gather_ends,
-            self.reduce_ends + other.reduce_ends, self.copies_ends + other.copies_ends,
-        )  # fmt: skip
+    @classmethod
+    def of(cls, load: Workload, device: Device) -> WeightMessages:
+        """Those of ``load``."""
+        if not divides(load):
+            return replicas(load, device)
+        dense, experts = dense_messages(load, device), expert_messages(load, device)
+        return cls(*map(add, vars(dense).values(), vars(experts).values()))
 
 
 def divides(load: Workload) -> bool:
@@ -149,12 +154,12 @@ def exposed(
     return early, late, blocks * (gather * often + again + reduce + mean) + ends
 
 
-def replicas(load: Workload, device: Device) -> tuple[float, float]:
-    """Seconds a step of unsharded replicas' gradients, and of their weights."""
+def replicas(load: Workload, device: Device) -> WeightMessages:
+    """Of replicas with whole weights."""
     degrees, habits, model = load.degrees, load.habits, load.model
     copies = degrees.data * degrees.context
-    if divides(load) or copies == 1:
-        return 0.0, 0.0
+    if copies == 1:
+        return WeightMessages()
     stride = degrees.tensor
     group = Group(copies, stride, device)
     dense = model.layers * model.dense_parameters / degrees.pipeline
@@ -177,19 +182,18 @@ def replicas(load: Workload, device: Device) -> tuple[float, float]:
         few = Group(among, stride * degrees.expert, device)
         reduced += few.reduce(own / degrees.expert * habits.reduce_bytes, parts)
         returned += few.gather(own / degrees.expert * habits.gather_bytes)
-    return reduced, returned
+    return WeightMessages(reduced=reduced, returned=returned)
 
 
 def exposed_replicas(
     load: Workload,
-    sent: tuple[float, float],
+    sent: WeightMessages,
     forward: float,
     backward: float,
     slowdown: float,
 ) -> float:
     """Exposed seconds a step of :func:`replicas`, beside a micro-batch's computation."""
-    reduced, returned = sent
     if not load.habits.overlaps:
-        return reduced + returned
-    found = beside(backward, reduced, slowdown) - backward
-    return found + beside(forward, returned, slowdown) - forward
+        return sent.reduced + sent.returned
+    found = beside(backward, sent.reduced, slowdown) - backward
+    return found + beside(forward, sent.returned, slowdown) - forward
