@@ -120,16 +120,16 @@ class Space:
         )
 
     def families(self) -> Iterator[Layout]:
-        """Layouts with weights, and experts, sharded over one rank: others compute as much."""
+        """Layouts that recompute nothing, with weights, and experts, sharded over one rank."""
         for pipeline in self._pipelines():
             stage = self.ranks // pipeline
             for schedule in self._schedules(pipeline):
                 for sequence, ring in self._sequences(stage):
                     data = stage // sequence
                     for number in self._micro_batches(data, pipeline, schedule):
-                        for owners, again in product(self._owners(stage), CHECKPOINTS):
+                        for owners in self._owners(stage):
                             yield Layout(
-                                pipeline, schedule, sequence, ring, 1, 0, number, again, False,
+                                pipeline, schedule, sequence, ring, 1, 0, number, "none", False,
                                 owners, min(1, owners),
                             )  # fmt: skip
 
@@ -307,6 +307,16 @@ class Space:
             tiled=layout.tiled,
         )
 
+    def roots(self) -> tuple[list[Node], int]:
+        """A node for each of the :meth:`families`, and how many layouts there are."""
+        found, number = [], 0
+        for one in self.families():
+            weights, sizes = self.sizes(one)
+            bound = Family(self).least(one, weights, sizes)
+            found.append(Node(bound, number, ANY_CHECKPOINT, one))
+            number += len(CHECKPOINTS) * len(weights) * len(sizes)
+        return found, number
+
     def parts(self, node: Node) -> Iterator[Node]:
         """What a node has, with bounds of their own: recompute only adds."""
         if node.level == ANY_CHECKPOINT:
@@ -447,14 +457,10 @@ def search(
         ConfigError: no layout fits.
     """
     space = Space(config, ranks, device)
-    possible = evaluated = planned = 0
-    queue: list[Node] = []
-    for family in space.families():
-        weights, sizes = space.sizes(family)
-        if family.checkpoint == "none":
-            bound = Family(space).least(family, weights, sizes) if prune else 0.0
-            queue.append(Node(bound, possible, ANY_CHECKPOINT, family))
-        possible += len(weights) * len(sizes)
+    evaluated = planned = 0
+    queue, possible = space.roots()
+    if not prune:
+        queue = [replace(node, bound=0.0) for node in queue]
     heapq.heapify(queue)
     best: list[Found] = []
     while queue and len(best) < rows:
