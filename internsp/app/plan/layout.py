@@ -66,6 +66,11 @@ class Layout:
         return found | {f"activation_checkpoint.{key}": value for key, value in again.items()}
 
     @property
+    def whole(self) -> bool:
+        """Whether no weight is sharded."""
+        return max(self.weight, self.expert_weight) == 1
+
+    @property
     def axes(self) -> int:
         """How many things are not as on one device: ties go to the fewest."""
         degrees = (self.pipeline, self.sequence, self.ring, self.weight, self.micro_batches)

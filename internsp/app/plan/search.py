@@ -32,7 +32,8 @@ from internsp.app.plan.seconds import (
     StepSeconds,
     composed,
     ends,
-    least,
+    least_of,
+    step_seconds,
 )
 from internsp.app.plan.weight_seconds import WeightMessages
 from internsp.app.plan.workload import Workload
@@ -176,21 +177,16 @@ class Space:
         stage = self.ranks // family.pipeline
         return divisors(stage), divisors(stage // family.expert) if family.expert else (0,)
 
-    def variants(self, layout: Layout, family: Family | None = None) -> Iterator[Variant]:
+    def variants(self, layout: Layout) -> Iterator[Variant]:
         """The layout, and it with less traffic of the optimizer, or with more in host memory.
 
         The later are for where those before do not fit: neither copies nor tiles, which compute
         feed-forwards again, save time. Those that cannot fit are left out.
-
-        Args:
-            family: the layout's, if it is there already.
         """
-        family, few = family or Family(self), None
-        plain = [Variant(layout, family.seconds(layout))]
+        plain = [self.variant(layout)]
         # Where weights are sharded, no message depends on who steps them: all of their copies do.
-        if Sharding.of(layout).whole and self.ranks > layout.pipeline:
-            few = replace(layout, optimizer_ranks=1)
-            plain.append(Variant(few, family.seconds(few)))
+        if layout.whole and self.ranks > layout.pipeline:
+            plain.append(self.variant(replace(layout, optimizer_ranks=1)))
             if plain[1].seconds.total < _WORTH * plain[0].seconds.total:
                 plain.reverse()
         for one in plain:
@@ -200,8 +196,12 @@ class Space:
         if self._can_tile(layout):
             tiled = replace(layout, tiled=True)
             smaller += [tiled, replace(tiled, offload=True)]
-        found = [Variant(one, family.seconds(one)) for one in smaller if self.may_fit(one)]
+        found = [self.variant(one) for one in smaller if self.may_fit(one)]
         yield from sorted(found, key=lambda one: one.seconds.total)
+
+    def variant(self, layout: Layout) -> Variant:
+        """The layout with its seconds."""
+        return Variant(layout, step_seconds(self.load(layout), self.device))
 
     def _can_tile(self, layout: Layout) -> bool:
         """Whether a run takes tiles, and there are two at least; a V computes gradients of weights
@@ -248,25 +248,31 @@ class Space:
             self._blocks[key] = block_seconds(load, self.device), ends(load, self.device)
         return self._blocks[key]
 
-    def _sent(self, how: Sharding) -> WeightMessages:
-        return WeightMessages.of(self.load(how.layout()), self.device)
+    def _sent(self, layout: Layout) -> WeightMessages:
+        return WeightMessages.of(self.load(layout), self.device)
 
-    def _stepped(self, how: Sharding, offload: bool) -> Stepped:
-        return Stepped.of(self.load(how.layout(offload)), self.device)
+    def _stepped(self, layout: Layout) -> Stepped:
+        return Stepped.of(self.load(layout), self.device)
 
     def _ways(
         self, pipeline: int, expert: int, weights: Sequence[int], sizes: Sequence[int]
     ) -> list[tuple[WeightMessages, Stepped]]:
         """The least that is sent and stepped with nothing sharded, for each number of owners of the
         optimizer's state, and with weights or experts over one of so many ranks."""
-        hows = [Sharding(pipeline, one, 0, expert, size) for one, size in product(weights, sizes)]
-        alone = [how for how in hows if how.whole]
-        groups = [[how] for how in (*alone, *(how._replace(optimizer_ranks=1) for how in alone))]
+        hows = [
+            Layout(pipeline, SCHEDULES[0], 1, 1, weight, 0, 1, "none", False, expert, size)
+            for weight, size in product(weights, sizes)
+        ]
+        whole = [how for how in hows if how.whole]
+        groups = [[replace(how, optimizer_ranks=owners)] for owners in (0, 1) for how in whole]
         groups.append([how for how in hows if not how.whole])
         return [
             (
-                least([self.sent(how) for how in group]),
-                least([self.stepped(how, away) for how, away in product(group, (False, True))]),
+                least_of([self.sent(how) for how in group]),
+                least_of([
+                    self.stepped(replace(how, offload=away))
+                    for how, away in product(group, (False, True))
+                ]),
             )
             for group in groups if group
         ]  # fmt: skip
@@ -312,7 +318,7 @@ class Space:
         found, number = [], 0
         for one in self.families():
             weights, sizes = self.sizes(one)
-            bound = Family(self).least(one, weights, sizes)
+            bound = Family(self, one).least(one, weights, sizes)
             found.append(Node(bound, number, ANY_CHECKPOINT, one))
             number += len(CHECKPOINTS) * len(weights) * len(sizes)
         return found, number
@@ -323,11 +329,11 @@ class Space:
             for at, name in enumerate(CHECKPOINTS):
                 one = replace(node.any_of, checkpoint=name)
                 weights, sizes = self.sizes(one)
-                bound = node.bound if at == 0 else Family(self).least(one, weights, sizes)
+                bound = node.bound if at == 0 else Family(self, one).least(one, weights, sizes)
                 number = node.number + at * len(weights) * len(sizes)
                 yield Node(bound, number, ANY_WEIGHT, one)
         elif node.level == ANY_WEIGHT:
-            family = Family(self)
+            family = Family(self, node.any_of)
             weights, sizes = self.sizes(node.any_of)
             for at, weight in enumerate(weights):
                 one = replace(node.any_of, weight=weight)
@@ -338,9 +344,9 @@ class Space:
             for number, size in enumerate(self.sizes(node.any_of)[1], node.number):
                 one = replace(node.any_of, expert_weight=size)
                 bound = node.family.least(one, (one.weight,), (size,))
-                yield Node(bound, number, ANY_VARIANT, one, node.family)
+                yield Node(bound, number, ANY_VARIANT, one)
         else:
-            yield Node.of(node.number, node.any_of, self.variants(node.any_of, node.family))
+            yield Node.of(node.number, node.any_of, self.variants(node.any_of))
 
 
 class Variant(NamedTuple):
@@ -383,66 +389,24 @@ class Node:
 ANY_CHECKPOINT, ANY_WEIGHT, ANY_SIZE, ANY_VARIANT, ONE = range(5)
 
 
-class Sharding(NamedTuple):
-    """What messages of weights, and the optimizer, depend on."""
-
-    pipeline: int
-    weight: int
-    optimizer_ranks: int
-    expert: int
-    expert_weight: int
-
-    @property
-    def whole(self) -> bool:
-        """Whether no weight is sharded."""
-        return max(self.weight, self.expert_weight) == 1
-
-    @classmethod
-    def of(cls, layout: Layout) -> Sharding:
-        """That of a layout."""
-        how = layout.pipeline, layout.weight, layout.optimizer_ranks
-        return cls(*how, layout.expert, layout.expert_weight)
-
-    def layout(self, offload: bool = False) -> Layout:
-        """A layout with it."""
-        first = self.pipeline, SCHEDULES[0], 1, 1, self.weight, self.optimizer_ranks, 1, "none"
-        return Layout(*first, offload, self.expert, self.expert_weight)
-
-
 class Family:
-    """Layouts that compute alike: they differ in how weights and the optimizer are sharded."""
+    """Layouts that compute alike: they differ in how weights and the optimizer are sharded.
 
-    def __init__(self, space: Space) -> None:
-        self.space = space
-        self._computed: dict[tuple[int, bool], Computed] = {}
-        self._loads: dict[tuple[bool, bool], Workload] = {}
+    Args:
+        first: one of them.
+    """
 
-    def seconds(self, layout: Layout) -> StepSeconds:
-        """As :func:`step_seconds` of the layout's workload, of parts that layouts share."""
-        space, how = self.space, Sharding.of(layout)
-        load, stepped = self._load(layout), space.stepped(how, layout.offload)
-        return composed(load, space.device, self._of(layout), space.sent(how), stepped)
+    def __init__(self, space: Space, first: Layout) -> None:
+        self.space, self.load = space, space.load(first)
+        self._computed: dict[int, Computed] = {}
 
     def least(self, layout: Layout, weights: Sequence[int], sizes: Sequence[int]) -> float:
         """A lower bound for weights, and experts, over one of so many ranks."""
-        space, load, computed = self.space, self._load(layout), self._of(layout)
-        return min(
-            composed(load, space.device, computed, sent, stepped).total
-            for sent, stepped in space.ways(layout.pipeline, layout.expert, weights, sizes)
-        )
-
-    def _of(self, layout: Layout) -> Computed:
-        key = layout.expert_weight, layout.tiled
-        if key not in self._computed:
-            load = self.space.load(layout)
-            self._computed[key] = Computed.of(load, *self.space.block(layout))
-        return self._computed[key]
-
-    def _load(self, layout: Layout) -> Workload:
-        key = layout.offload, layout.tiled
-        if key not in self._loads:
-            self._loads[key] = self.space.load(layout)
-        return self._loads[key]
+        load, device, size = self.load, self.space.device, layout.expert_weight
+        if size not in self._computed:
+            self._computed[size] = Computed.of(load, device, *self.space.block(layout))
+        ways = self.space.ways(layout.pipeline, layout.expert, weights, sizes)
+        return min(composed(load, device, self._computed[size], *way).total for way in ways)
 
 
 def search(

@@ -78,6 +78,8 @@ class Computed:
         ends: embedding, head and loss.
         messages: seconds of all messages of a micro-batch.
         weights: of the backward of a stage's blocks, gradients of weights.
+        ranks: the pipeline ranks one of which finishes last.
+        passed: seconds of a step's messages between stages that nothing hides.
     """
 
     parts: Mapping[str, float]
@@ -87,15 +89,20 @@ class Computed:
     ends: float
     messages: float
     weights: float
+    ranks: Sequence[_Rank] = ()
+    passed: float = 0.0
 
     @classmethod
-    def of(cls, load: Workload, block: BlockSeconds, both: tuple[float, float]) -> Computed:
+    def of(
+        cls, load: Workload, device: Device, block: BlockSeconds, both: tuple[float, float]
+    ) -> Computed:
         """From a block's seconds, and those of the :func:`ends`."""
         blocks = load.model.layers / load.degrees.pipeline
         forward, backward = paces(load, block)
         return cls(
             _micro_batch(load, block, blocks), blocks, forward, backward, sum(both),
             blocks * block.messages, blocks * block.backward.products / 2,
+            _fullest(load), _passed(load, device),
         )  # fmt: skip
 
 
@@ -116,14 +123,14 @@ class Stepped:
 _Seconds = TypeVar("_Seconds", WeightMessages, Stepped)
 
 
-def least(found: Sequence[_Seconds]) -> _Seconds:
+def least_of(found: Sequence[_Seconds]) -> _Seconds:
     """The least of each of their seconds: no step that has one of them is shorter."""
     return type(found[0])(*map(min, zip(*(vars(one).values() for one in found), strict=True)))
 
 
 def step_seconds(load: Workload, device: Device) -> StepSeconds:
     """Predict the seconds of one step of ``load`` on ``device``."""
-    computed = Computed.of(load, block_seconds(load, device), ends(load, device))
+    computed = Computed.of(load, device, block_seconds(load, device), ends(load, device))
     sent = WeightMessages.of(load, device)
     return composed(load, device, computed, sent, Stepped.of(load, device))
 
@@ -131,7 +138,7 @@ def step_seconds(load: Workload, device: Device) -> StepSeconds:
 def composed(
     load: Workload, device: Device, computed: Computed, sent: WeightMessages, stepped: Stepped
 ) -> StepSeconds:
-    """The step of these parts, none of which makes it shorter.
+    """The step of these parts: more of any does not make it shorter.
 
     Args:
         load: how its weights are sharded is not read.
@@ -145,14 +152,14 @@ def composed(
     for name in parts:
         parts[name] *= number
     messages = (computed.messages + moved) * number + sent.reduced + sent.returned
-    alone = computed.ends if load.degrees.pipeline == 1 else 0.0
-    parts[HEAD] = number * alone
+    stages = load.degrees.pipeline
+    parts[HEAD] = number * computed.ends / stages
+    alone = computed.ends if stages == 1 else 0.0
     parts[REPLICAS] = exposed_replicas(
         load, sent, blocks * forward, blocks * backward + alone, slowdown
     )
-    if load.degrees.pipeline > 1:
-        waited = gathers / 2 + reductions
-        _add_bubble(load, device, parts, one, computed, waited)
+    if stages > 1:
+        parts[BUBBLE] = _bubble(load, one, computed, gathers / 2 + reductions)
     parts[PASSES] += number * stepped.accumulated
     parts[OPTIMIZER], parts[COPIES] = stepped.optimizer, stepped.copies
     if "activations" in load.offload:  # beside all of the step, there and back
@@ -190,35 +197,37 @@ def ends(load: Workload, device: Device) -> tuple[float, float]:
     return max(host, before.total), max(_HOST_BACKWARD * host, after.total)
 
 
-def _add_bubble(
-    load: Workload, device: Device, parts: Parts, one: float, computed: Computed, waited: float
-) -> None:
-    """Add what a pipeline waits for: its first and last micro-batches, uneven stages, messages.
+def _bubble(load: Workload, one: float, computed: Computed, waited: float) -> float:
+    """What a pipeline waits for: its first and last micro-batches, uneven stages, messages.
 
     Args:
         one: seconds of a micro-batch on a stage with an average share of the blocks.
         waited: of them, those that its backward waits for messages.
     """
     degrees, number, last = load.degrees, load.micro_batches, computed.ends
-    stages, chunks = degrees.pipeline, degrees.interleave
-    parts[HEAD] += number * last / stages
-    mean = number * (one + last / stages)
+    mean = number * (one + last / degrees.pipeline)
     if degrees.v_shaped:
-        slowest = max(each.seconds(one, last) for each in _fullest(load))
-        parts[BUBBLE] += idle_in_a_v(load, computed, waited, number * slowest - mean)
-    else:
-        ahead = computed.forward / (computed.forward + computed.backward)
-        parts[BUBBLE] += max(
-            number * each.seconds(one, last) + each.idle(one, last, ahead) / chunks
-            for each in _fullest(load)
-        ) - mean
+        slowest = max(each.seconds(one, last) for each in computed.ranks)
+        idle = idle_in_a_v(load, computed, waited, number * slowest - mean)
+        return idle + computed.passed
+    ahead = computed.forward / (computed.forward + computed.backward)
+    end = max(
+        number * each.seconds(one, last) + each.idle(one, last, ahead) / degrees.interleave
+        for each in computed.ranks
+    )
+    return end - mean + computed.passed
+
+
+def _passed(load: Workload, device: Device) -> float:
+    degrees, number = load.degrees, load.micro_batches
+    stages, chunks = degrees.pipeline, degrees.interleave
     group = Group(2, degrees.devices // stages, device)
     # Each tensor rank sends its part, also where all have the whole.
     one_way = group.pass_on(load.tokens * load.model.hidden * 2 / degrees.tensor)
     # The program that overlaps tensor messages overlaps these.
     hides = load.habits.tensor_overlap or load.habits.sends_ahead
     often = chunks * (stages - 1) + (0 if hides else number * chunks)
-    parts[BUBBLE] += 2 * one_way * often
+    return 2 * one_way * often
 
 
 @dataclass(frozen=True)
