@@ -325,6 +325,12 @@ def test_seconds_of_a_schedules_closed_form_are_near_those_of_the_replay(
         played = replayed(given, shape, H100).total
         closed = step_seconds(workload_of(given, shape), H100).total
         assert closed == pytest.approx(played, rel=0.015), (number, mode)
+    # On ranks without others beside them, slower links lengthen the messages between stages alone.
+    load = workload_of(given, MeshShape(4, pipeline=4))
+    devices = H100.with_links(H100.near / 8, H100.far), H100
+    slow, fast = (Group(2, 1, one).pass_on(load.tokens * load.model.hidden * 2) for one in devices)
+    more = step_seconds(load, devices[0]).total - step_seconds(load, devices[1]).total
+    assert more == pytest.approx(2 * 3 * schedule[1] * (slow - fast))
 
 
 @pytest.mark.parametrize(("stages", "number"), [(4, 4), (4, 5), (4, 16), (8, 10), (8, 16)])
