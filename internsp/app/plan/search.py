@@ -183,25 +183,27 @@ class Space:
         The later are for where those before do not fit: neither copies nor tiles, which compute
         feed-forwards again, save time. Those that cannot fit are left out.
         """
-        plain = [self.variant(layout)]
+        plain = [layout]
         # Where weights are sharded, no message depends on who steps them: all of their copies do.
         if layout.whole and self.ranks > layout.pipeline:
-            plain.append(self.variant(replace(layout, optimizer_ranks=1)))
-            if plain[1].seconds.total < _WORTH * plain[0].seconds.total:
-                plain.reverse()
-        for one in plain:
-            if self.may_fit(one.layout):
-                yield one
+            plain.append(replace(layout, optimizer_ranks=1))
+        found = self._fitting(plain)
+        if len(found) > 1 and found[1].seconds.total < _WORTH * found[0].seconds.total:
+            found.reverse()
+        yield from found
         smaller = [replace(layout, offload=True)]
         if self._can_tile(layout):
             tiled = replace(layout, tiled=True)
             smaller += [tiled, replace(tiled, offload=True)]
-        found = [self.variant(one) for one in smaller if self.may_fit(one)]
-        yield from sorted(found, key=lambda one: one.seconds.total)
+        yield from sorted(self._fitting(smaller), key=lambda one: one.seconds.total)
 
-    def variant(self, layout: Layout) -> Variant:
-        """The layout with its seconds."""
-        return Variant(layout, step_seconds(self.load(layout), self.device))
+    def _fitting(self, layouts: Sequence[Layout]) -> list[Variant]:
+        """Those that may fit, with their seconds."""
+        loads = [(layout, self.load(layout)) for layout in layouts]
+        return [
+            Variant(layout, step_seconds(load, self.device))
+            for layout, load in loads if self.least.of(load) <= self.memory
+        ]  # fmt: skip
 
     def _can_tile(self, layout: Layout) -> bool:
         """Whether a run takes tiles, and there are two at least; a V computes gradients of weights
@@ -212,10 +214,6 @@ class Space:
         rows = self.load(layout).rows
         tokens = rows * config.data.sequence_length // layout.sequence
         return layout.schedule[0] != V_SHAPED and tokens >= 2 * tile_tokens(config)
-
-    def may_fit(self, layout: Layout) -> bool:
-        """Whether a lower bound of its bytes fits."""
-        return self.least.of(self.load(layout)) <= self.memory
 
     def planned(self, one: Variant) -> Found | None:
         """The layout, planned; ``None``: a run refuses it, or it does not fit."""
