@@ -96,7 +96,7 @@ class Numbers:
         return float(start.step)
 
 
-def measured(rank: int, world: int, folder: str) -> None:
+def measured(rank: int, world: int, folder: str) -> str:
     queue, clock = StepRunner.queue, Numbers()
 
     def noted(self: StepRunner, number: int, *args: Any, **more: Any) -> Any:
@@ -106,8 +106,8 @@ def measured(rank: int, world: int, folder: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "device_clock", lambda _: clock)
         patch.setattr(StepRunner, "queue", noted)
-        many = {"steps": 22, "eval_every": 0}
-        run(rank, world, settings(train=many, checkpoint={"save": False}), folder)
+        many = {"steps": 22, "eval_every": 0, "log_every": 10}
+        return run(rank, world, settings(train=many, checkpoint={"save": False}), folder)[0]
 
 
 def spilt() -> None:
@@ -121,12 +121,14 @@ def several(rank: int, world: int, runs: list[tuple[Any, ...]]) -> list[Any]:
 def test_a_device_measures_waits_in_one_step_of_ten_and_tells_them_of_that_step(
     tmp_path: Path,
 ) -> None:
-    run_ranks(measured, 2, str(tmp_path))
+    printed, _ = run_ranks(measured, 2, str(tmp_path))
     rows = read_metrics(tmp_path / "metrics.jsonl")
     found = {row.step: row.exposed_comm_seconds for row in rows}
     waits = {step: seconds / step for step, seconds in found.items() if seconds is not None}
-    assert sorted(waits) == [1, 3, 4, 5, 11, 21]  # the first, those that are traced, one of ten
-    assert waits[11] == waits[21] > 10  # steps that are read while the next one is queued
+    assert sorted(waits) == [1, 3, 4, 5, 10, 20]  # the first, those that are traced, one of ten
+    assert waits[10] == waits[20] > 10  # steps that are read while the next one is queued
+    lines = [line for line in printed.splitlines() if "/22  loss" in line]
+    assert ["exposed" in line for line in lines] == [True, True, True, False], printed
 
 
 @pytest.mark.unmeasured

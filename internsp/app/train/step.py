@@ -33,7 +33,8 @@ from internsp.sp import SequenceLayout
 from internsp.sp.dispatch import FIXED_BALANCE
 
 MEASURED = 10
-"""On a device the waits of one step in so many are measured, the first one's of a run too."""
+"""On a device the waits of steps that it divides are measured (whose lines are printed with a
+``log_every`` of 10, 50 or 100), and those of a run's first one."""
 
 
 class StepResult(NamedTuple):
@@ -73,7 +74,6 @@ class StepRunner:
         self._checked = False
         self.micro_batches, self.sequences = session.config.train.micro_batches, 0
         self._saves = 0  # save requests that earlier steps reported
-        self._queued = 0  # steps of this runner
         self._unread: Callable[[], StepResult] | None = None
         self._end: Any = None  # of the last step
 
@@ -119,8 +119,7 @@ class StepRunner:
         counters = [c.state.collectives.counters for c in session.communicators]
         for counter in counters:
             counter.reset()
-        session.trace.begin_step(measured=self._queued % MEASURED == 0)
-        self._queued += 1
+        session.trace.begin_step(measured=self._end is None or (number + 1) % MEASURED == 0)
         taken = number * config.train.global_batch if taken is None else taken
         # Steps that follow each other unread have no time between them that belongs to none.
         start = accelerator.moment(session.mesh.device) if self._unread is None else self._end
