@@ -87,6 +87,9 @@ def test_folders_of_one_name_are_told_apart_and_what_is_no_run_is_refused(
 ) -> None:
     runs = [made(tmp_path / part / "run", [2.0], 1e-3) for part in "xy"]
     assert [row[0] for row in table(read_runs(runs))[1:]] == [str(run) for run in runs]
+    for run, key in zip(runs, ("reduce", "reduce_near_ranks"), strict=True):  # and an older name
+        with (run / "config.toml").open("a") as file:
+            file.write(f"[weight_parallel]\n{key} = 2\n")
     assert differences(read_runs(runs)) == [["setting", *map(str, runs)]]
     for words, wanted in (
         ([str(tmp_path)], "is not the folder of a run"),

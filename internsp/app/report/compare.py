@@ -17,6 +17,7 @@ from internsp.app.report.metrics import StepMetrics, read_metrics
 from internsp.app.report.page import COLORS, Chart, evaluated, rendered, write_page
 from internsp.app.report.svg import Series, line_chart
 from internsp.base.sizes import human
+from internsp.config.former import translated
 from internsp.errors import ConfigError
 
 _MOST_TEXTS = 8  # evaluation texts with a chart of their own; the table has all
@@ -37,14 +38,14 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Settings by ``"section.key"``.
+        """Settings by ``"section.key"``, those of earlier releases by today's names.
 
         Raises:
             ConfigError: ``config_toml`` is no configuration.
         """
         try:
-            content = tomllib.loads(self.config_toml)
-            return {f"{s}.{k}": v for s, keys in content.items() for k, v in keys.items()}
+            content, gone = translated(tomllib.loads(self.config_toml))
+            return {f"{s}.{k}": v for s, keys in content.items() for k, v in keys.items()} | gone
         except (tomllib.TOMLDecodeError, AttributeError) as error:
             raise ConfigError(f"{self.path / 'config.toml'} is damaged: {error}") from None
 
