@@ -68,13 +68,16 @@ def parallelize(
         TypeError: an argument has a wrong type, for example ``communicator``.
     """
     config, sequence = config or WeightParallelConfig(), sequence or SequenceConfig()
+    again = ActivationCheckpointConfig() if activation_checkpoint is None else activation_checkpoint
     given = (model, nn.Module), (mesh, ParallelMesh), (config, WeightParallelConfig)
-    for value, wanted in (*given, (sequence, SequenceConfig)):
+    sections = (sequence, SequenceConfig), (again, ActivationCheckpointConfig)
+    for value, wanted in (*given, *sections):
         if not isinstance(value, wanted):
             raise TypeError(
                 f"parallelize() was given a {type(value).__name__} in the place of a "
                 f"{wanted.__name__}: call parallelize(model, mesh, WeightParallelConfig(...), "
-                "sequence = SequenceConfig(...)); "
+                "sequence = SequenceConfig(...), "
+                "activation_checkpoint = ActivationCheckpointConfig(...)); "
                 "ParallelMesh.from_device_mesh makes a mesh of torch's DeviceMesh"
             )
     if communicator is not None and not isinstance(communicator, WPCommunicator):

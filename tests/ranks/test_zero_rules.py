@@ -356,6 +356,7 @@ def refused(rank: int, world: int) -> list[str]:
         early,
         lambda: parallelize(s.communicator.mesh, s.model),  # type: ignore[arg-type]
         lambda: parallelize(little(), s.communicator.mesh, {"overlap": True}),  # type: ignore[arg-type]
+        lambda: parallelize(little(), s.communicator.mesh, activation_checkpoint=False),  # type: ignore[arg-type]
     ]
     for attempt in attempts:
         try:
@@ -388,6 +389,7 @@ def test_impossible_requests_are_refused_by_name() -> None:
             "before parallelize(), which nothing trains",
             "a ParallelMesh in the place of a Module",
             "a dict in the place of a WeightParallelConfig",
+            "a bool in the place of a ActivationCheckpointConfig",
         ]
         assert len(found) == len(expected)
         for message, part in zip(found, expected, strict=True):
