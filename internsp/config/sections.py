@@ -133,7 +133,8 @@ class PlanRule(Section):
     compute_dtype: Dtype | None = None
     """Dtype of gathered weights, to which the modules' inputs are cast; none: their own."""
     reduce_dtype: Dtype | None = None
-    """Dtype in which gradients travel to be summed in float32; none: that of the weights' use."""
+    """Dtype in which gradients travel, to be summed in float32 (by reduce = "backend" in it); none:
+    that of the weights' use."""
     grad_dtype: Dtype | None = None
     """Dtype of .grad of narrower parameters, without a ZeroOptimizer; none: the parameter's own."""
     output_dtype: Dtype | None = None
@@ -251,8 +252,8 @@ class WeightParallelConfig(Section):
     """Whether gradients of the ranks are added or averaged. Add if your loss divides by all ranks'
     tokens; average if each rank divides by its own."""
     reduce_dtype: Dtype | None = None
-    """Number format of gradients on the link; they are added in float32. A narrower one halves
-    traffic and rounds once; "none" is that in which the weights compute."""
+    """Number format of gradients on the link; they are added in float32, by reduce = "backend" in
+    this one. A narrower one halves traffic; "none" is that in which the weights compute."""
     quantize: Literal["none", "int8", "fp8"] = "none"
     """Send large weights rounded to eight bits, with a scale for every 128 values. Halves traffic
     of bfloat16; losses change slightly."""
@@ -321,5 +322,3 @@ class ActivationCheckpointConfig(Section):
         if self.blocks is not None:
             return tuple(sorted(set(self.blocks)))
         return tuple(range(round(self.fraction * number_of_blocks)))
-
-
