@@ -183,6 +183,12 @@ def test_a_slow_step_among_many_and_slow_first_steps_do_not_count(tmp_path: Path
     folder = write_run(tmp_path / "a", config(8, 1024), [50.0, 8.0, *[1.0] * 19, 30.0])
     found = read_run(folder)
     assert (found.seconds, found.steps, found.scatter) == (1.0, 20, 0.0)
+    written = folder / "config.toml"
+    written.write_text(written.read_text().replace('reduce = "auto"', "reduce_near_ranks = 8"))
+    assert read_run(folder).config.weight_parallel.reduce == 8  # a key of an earlier release
+    written.write_text("[train")
+    with pytest.raises(ConfigError, match=r"config\.toml: Expected"):
+        read_run(folder)
 
 
 def test_what_cannot_be_fitted_is_told(

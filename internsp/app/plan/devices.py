@@ -83,6 +83,8 @@ class Device:
         rates = self.attention.get(kernel) or self.attention[GENERAL]
         part = min(max((head - 64) / 64, 0.0), 1.0)
         few = min(head / 64, 1.0)  # smaller heads fill less of each product
+        if self.kind == "cpu":  # of the same products, whose rate is an assumption until fitted
+            few *= self.fitted.products
         forward, backward = (
             rates[i] + part * (rates[i + 2] - rates[i]) for i in range(2)
         )

@@ -7,11 +7,13 @@ allocated and kernels are chosen.
 from __future__ import annotations
 
 import statistics
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from internsp.app.config import Config, load_config
+from internsp.app.config import Config
+from internsp.app.config.resume import saved_config
 from internsp.app.report.metrics import StepMetrics
 from internsp.app.report.page import load_report
 from internsp.app.report.timeline import step_times
@@ -70,7 +72,10 @@ def read_run(folder: Path) -> MeasuredRun:
             f"{SCATTER:.0%}; run it again with nothing beside it on the machine"
         )
     world = report.mesh.get("world")  # a run that was killed has left none
-    config = load_config(folder / "config.toml", world_size=world)
+    try:
+        config = saved_config(tomllib.loads(report.config_toml))
+    except (tomllib.TOMLDecodeError, ConfigError) as error:
+        raise ConfigError(f"{folder / 'config.toml'}: {error}") from None
     shape = MeshShape(world or config.launch.processes, **config.degrees())
     found = [step_times(events).communication for events in report.timeline.values() if events]
     messages = statistics.fmean(found) if found else None
