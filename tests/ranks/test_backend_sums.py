@@ -13,7 +13,6 @@ from tests.support.few import few
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, SOME, Tiny, Twin
 from tests.support.ranks import ranks
-from tests.support.zero import Little
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 BACKEND: dict[str, Any] = {"reduce": "backend"}
@@ -90,21 +89,3 @@ def test_it_adds_in_the_dtype_in_which_gradients_travel(rank: int) -> None:
     exact = [0.5 + 3 * 2.0**-10]
     assert found[0, None] == found["backend", "float32"] == exact
     assert found["backend", None] != exact
-
-
-@ranks(4)
-def test_micro_batches_and_weights_idle_on_a_rank_are_right(rank: int) -> None:
-    twin = Twin(Little, mesh_of(4), **BACKEND)
-    plain = torch.optim.AdamW(twin.plain.parameters(), lr=0.01)
-    ours = internsp.ZeroOptimizer(twin.communicator, torch.optim.AdamW, lr=0.01)
-    for step in range(2):
-        (ids, labels), _ = twin.batch()
-        for each in range(4):  # one process does all ranks' rows
-            rows = slice(2 * each, 2 * each + 2)
-            twin.plain(ids[rows], labels[rows], side=each == step).backward()
-        rows = slice(2 * rank, 2 * rank + 2)
-        twin.ours(ids[rows], labels[rows], side=rank == step).backward()
-        for optimizer in (plain, ours):
-            optimizer.step()
-            optimizer.zero_grad()
-        twin.check_parameters(f"step {step}")

@@ -123,21 +123,22 @@ def test_four_near_groups_of_two_and_two_of_four_are_right() -> None:
 
 @ranks(4)
 def test_zero_micro_batches_and_weights_idle_on_a_rank_are_right(rank: int) -> None:
-    twin = Twin(Little, mesh_of(4), **LEVELS)
-    plain = torch.optim.AdamW(twin.plain.parameters(), lr=0.01)
-    ours = internsp.ZeroOptimizer(twin.communicator, torch.optim.AdamW, lr=0.01)
-    for step in range(2):
-        for _ in range(2):
-            (ids, labels), _ = twin.batch()
-            for each in range(4):  # one process does all ranks' rows
-                rows = slice(2 * each, 2 * each + 2)
-                twin.plain(ids[rows], labels[rows], side=each == step).backward()
-            rows = slice(2 * rank, 2 * rank + 2)
-            twin.ours(ids[rows], labels[rows], side=rank == step).backward()
-        for optimizer in (plain, ours):
-            optimizer.step()
-            optimizer.zero_grad()
-        twin.check_parameters(f"step {step}")
+    for form in (2, "backend"):
+        twin = Twin(Little, mesh_of(4), reduce=form)
+        plain = torch.optim.AdamW(twin.plain.parameters(), lr=0.01)
+        ours = internsp.ZeroOptimizer(twin.communicator, torch.optim.AdamW, lr=0.01)
+        for step in range(2):
+            for _ in range(2):
+                (ids, labels), _ = twin.batch()
+                for each in range(4):  # one process does all ranks' rows
+                    rows = slice(2 * each, 2 * each + 2)
+                    twin.plain(ids[rows], labels[rows], side=each == step).backward()
+                rows = slice(2 * rank, 2 * rank + 2)
+                twin.ours(ids[rows], labels[rows], side=rank == step).backward()
+            for optimizer in (plain, ours):
+                optimizer.step()
+                optimizer.zero_grad()
+            twin.check_parameters(f"{form}, step {step}")
 
 
 @ranks(4)
