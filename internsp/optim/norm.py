@@ -62,15 +62,13 @@ def _norms(bucket: Bucket) -> Sequence[Tensor]:
     """The norm of each segment's gradient."""
     assert bucket.gradient is not None, "the caller has looked"
     parts = [bucket.gradient[segment.start : segment.stop] for segment in bucket.segments]
-    if bucket.host_sum is not None and bucket.link is not None:
-        there = bucket.link.iterate_on_device(parts)
-        return [torch.linalg.vector_norm(part, dtype=_adds_in(part)) for part in there]
-    return torch._foreach_norm(parts, 2, _adds_in(bucket.gradient))
-
-
-def _adds_in(gradient: Tensor) -> torch.dtype:
-    """The dtype of a norm, fp32 or wider: a device adds block by block, few have units for fp64."""
-    return torch.float64 if gradient.device.type == "cpu" else gradient.dtype
+    link = None if bucket.host_sum is None else bucket.link
+    where = bucket.gradient.device if link is None else link.device
+    # A device adds block by block, and few have units for fp64.
+    wide = torch.float64 if where.type == "cpu" else bucket.gradient.dtype
+    if link is None:
+        return torch._foreach_norm(parts, 2, wide)
+    return [torch.linalg.vector_norm(part, dtype=wide) for part in link.iterate_on_device(parts)]
 
 
 def _counts(bucket: Bucket, mesh: ParallelMesh) -> bool:
