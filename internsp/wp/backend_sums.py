@@ -7,13 +7,11 @@ parts. On gloo it is an all-reduce, of twice the bytes (design.md 8).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import ReduceScatterOptions
 
-from internsp.base.trace import Work
 from internsp.wp.collectives import Collectives, Handle
 
 
@@ -23,18 +21,14 @@ class BackendSums:
     received = 1
 
     def __init__(self, collectives: Collectives) -> None:
-        self._collectives, group = collectives, collectives.group
-        # torch 2.13 renames the call; 2.11 and 2.12 have only the old name.
-        self._sum: Callable[..., Work]
-        self._sum = getattr(group, "reduce_scatter_single", group._reduce_scatter_base)
-        self._options = ReduceScatterOptions()
-        self._options.asyncOp = True
+        self._collectives = collectives
 
     def reduce_scatter(
         self, output: Tensor, input: Tensor, unit: str, weights: Mapping[str, int], phase: str
     ) -> Handle:
         """As :meth:`Collectives.reduce_scatter`; ``output`` ``[part]`` receives the sum."""
-        return self._collectives.reduce_scatter(output, input, unit, weights, phase, self._send)
+        send = self._collectives.transport.reduce_scatter
+        return self._collectives.reduce_scatter(output, input, unit, weights, phase, send)
 
     def wait(self, handle: Handle, unit: str, weight: str, phase: str) -> None:
         """See :meth:`Collectives.wait`."""
@@ -43,6 +37,3 @@ class BackendSums:
     def total(self, output: Tensor, input: Tensor) -> Tensor:
         """``[part]`` in fp32 or wider, in memory of its own: what has arrived."""
         return output.to(torch.promote_types(output.dtype, torch.float32), copy=True)
-
-    def _send(self, output: Tensor, input: Tensor) -> Work:
-        return self._sum(output, input, self._options)

@@ -1,6 +1,7 @@
 """All-gather, reduce-scatter and all-reduce of weights: the only file of ``wp`` that communicates.
 
-A reduce-scatter is an all-to-all of the unsharded gradient's parts and a local sum. On gloo this
+A reduce-scatter is an all-to-all of the unsharded gradient's parts and a local sum, unless the
+backend is asked for its own (:mod:`internsp.wp.backend_sums`). On gloo this
 sends half of what gloo's ``reduce_scatter`` sends; on every backend the parts travel in the
 gradient's own dtype and are summed in fp32 or wider on arrival (design.md 8). The overlapped and
 the synchronous form send the same messages in the same order; only the wait differs (WP-12).
@@ -30,7 +31,11 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+)
 from torch.utils._pytree import tree_leaves
 
 from internsp.base.accelerator import Arrival, Stream, current_stream, has_streams
@@ -144,6 +149,9 @@ class Transport:
         self._exchange = getattr(group, "all_to_all_single", group.alltoall_base)
         self._gather_options, self._exchange_options = AllgatherOptions(), AllToAllOptions()
         self._gather_options.asyncOp = self._exchange_options.asyncOp = True
+        self._sum = getattr(group, "reduce_scatter_single", group._reduce_scatter_base)
+        self._sum_options = ReduceScatterOptions()
+        self._sum_options.asyncOp = True
 
     def all_gather(self, output: Tensor, shard: Tensor) -> Work:
         """All-gather ``shard`` into ``output``, where this rank's part may lie already."""
@@ -172,6 +180,10 @@ class Transport:
             sent = input.view(self.size, -1).unbind()
             return send_pairs(self.group, received, sent, self.tag)
         return self._exchange(output, input, [], [], self._exchange_options)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
+        """Let the backend add this rank's part of every rank's ``input`` into ``output``."""
+        return self._sum(output, input, self._sum_options)
 
     def exchange_parts(
         self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int]
@@ -296,6 +308,9 @@ class Collectives:
         :meth:`total` adds them up. A part may hold shards of several small
         ``weights``, one after another; the values of ``weights`` are the shards' numbers of
         elements. Does not block unless ``overlap`` is off.
+
+        Args:
+            send: another way to send and receive than parts of all ranks.
         """
         others = (self.size - 1) * input.itemsize
         self.counters.reduced_bytes += others * (input.numel() // self.size)

@@ -8,7 +8,7 @@ import torch
 
 import internsp
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
-from internsp.schedule.simulate import simulate
+from tests.ranks.test_two_levels import trained
 from tests.support.few import few
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, SOME, Tiny, Twin
@@ -28,20 +28,9 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
 def test_it_trains_as_one_process_and_sends_what_the_plan_says(cases: list[Any]) -> None:
     mesh = mesh_of(4)
     for checkpoint, config in cases:
-        what = f"{checkpoint} {config}"
         twin = Twin(Tiny, mesh, checkpoint, **(BACKEND | config))
-        plan = twin.communicator.plan
-        assert plan is not None
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (twin.plain, twin.ours)]
-        for step in range(3):
-            twin.trace.clear()
-            twin.backward()
-            if step:  # the first forward still counts uses
-                planned = simulate(plan, overlap=config.get("overlap", True))
-                assert twin.trace.lines(("RS",)) == planned.lines(("RS",)), what
-                sent = sum(e.nbytes for e in twin.trace.events if e.kind == "RS")
-                assert sent == planned.nbytes("RS"), what
-            twin.check_step(optimizers, f"{what}, step {step}")
+        sent, planned = trained(twin, f"{checkpoint} {config}", config.get("overlap", True))
+        assert sent == [sum(action.nbytes for action in planned if action.kind == "RS")] * 3
 
 
 @ranks(4)

@@ -18,6 +18,7 @@ from internsp.errors import ConfigError
 from internsp.fsdp.module import attached_to
 from internsp.mesh import ParallelMesh
 from internsp.mesh.program import mesh_of_program
+from internsp.schedule.chunk import ScheduleLine
 from internsp.schedule.simulate import simulate
 from tests.ranks.test_pipeline_parity import run
 from tests.ranks.test_rules_idle import Upwards
@@ -50,6 +51,27 @@ def lines(events: Any) -> list[tuple[str, int]]:
     ]  # fmt: skip
 
 
+def trained(twin: Twin, what: str, overlap: bool) -> tuple[list[int], list[ScheduleLine]]:
+    """Train three steps as one process does, with reductions as planned.
+
+    Returns:
+        Bytes that the reductions of each step have sent; and what is planned.
+    """
+    plan, sent = twin.communicator.plan, []
+    assert plan is not None
+    planned = simulate(plan, overlap=overlap).actions
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (twin.plain, twin.ours)]
+    for step in range(3):
+        twin.trace.clear()
+        twin.backward()
+        found = lines(twin.trace.events)
+        if step:  # the first forward still counts uses
+            assert found == lines(planned), what
+        sent.append(sum(nbytes for _, nbytes in found))
+        twin.check_step(optimizers, f"{what}, step {step}")
+    return sent, planned
+
+
 @few("cases", CASES, 5)
 @ranks(4)
 def test_sums_in_two_levels_train_as_one_process_and_send_what_the_plan_says(
@@ -57,22 +79,12 @@ def test_sums_in_two_levels_train_as_one_process_and_send_what_the_plan_says(
 ) -> None:
     mesh = mesh_of(4)
     for checkpoint, config in cases:
-        what = f"{checkpoint} {config}"
         twin = Twin(Tiny, mesh, checkpoint, **(LEVELS | config))
-        plan = twin.communicator.plan
-        assert plan is not None
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (twin.plain, twin.ours)]
-        for step in range(3):
-            twin.trace.clear()
-            twin.backward()
-            found = lines(twin.trace.events)
-            planned = simulate(plan, overlap=config.get("overlap", True)).actions
-            if step:  # the first forward still counts uses
-                assert found == lines(planned), what
-            far = sum(w.far_bytes for u in plan.units for w in u.weights if w.trainable)
-            near = sum(a.nbytes for a in planned if a.near and a.kind == "RS")
-            assert sum(n for _, n in found) == near + far, what
-            twin.check_step(optimizers, f"{what}, step {step}")
+        sent, planned = trained(twin, f"{checkpoint} {config}", config.get("overlap", True))
+        units = twin.communicator.plan.units  # type: ignore[union-attr]
+        far = sum(w.far_bytes for u in units for w in u.weights if w.trainable)
+        near = sum(action.nbytes for action in planned if action.near and action.kind == "RS")
+        assert sent == [near + far] * 3
 
 
 @ranks(4)
