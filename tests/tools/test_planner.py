@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from internsp.app.plan.devices import Fitted, device_named
+from internsp.app.plan.devices import device_named
 from tools.planner import own
 from tools.planner.__main__ import main
 from tools.planner.accuracy import Accuracy, accuracy, kendall
@@ -249,16 +249,31 @@ def test_tau_counts_pairs_in_order() -> None:
 
 def test_own_steps_give_back_the_constants_that_made_them() -> None:
     base = device_named("cpu")
-    true = replace(base, fitted=Fitted(0.9, 1.0, 0.8))
-    cases = [own.Case(name, own.CASES[name], link=[1500.0]) for name in ("even", "heavy", "four")]
+    true = replace(base, fitted=replace(base.fitted, products=12.0))
+    names = ("even", "heavy", "four", "four, sequences over 2")
+    cases = [own.Case(name, own.CASES[name], link=[3000.0]) for name in names]
     for case in cases:
-        load, device = case.load(), own.device_of(case, true)
-        case.compute, case.traced = [own.alone(load, device)], [0.0]
-        case.ours = [own.predicted(load, device).total]
-    fitted = own.calibrated(cases[0]).fitted
-    assert fitted.products == pytest.approx(0.9, rel=0.01)
-    assert fitted.slowdown == pytest.approx(0.8, rel=0.01)
+        device = own.device_of(case, true, 1e-9)
+        case.compute, case.traced = [case.alone(own.device_of(case, true, 0.0))], [0.0]
+        case.ours = [case.predicted(device).total]
+    fitted, handling = own.calibrated(cases[0])
+    assert fitted.fitted.products == pytest.approx(12.0, rel=0.01)
+    assert handling == pytest.approx(1e-9, rel=0.01)
     told = list(own.table(cases))
     assert sum("| +0.0 % |" in line or "| -0.0 % |" in line for line in told) == len(cases)
     cases[1].ours = [2 * cases[1].ours[0]]  # a step that the constants do not explain
     assert any("| -50.0 % |" in line for line in own.table(cases))
+
+
+def test_a_processor_that_sends_computes_less_and_ranks_share_cores() -> None:
+    base = replace(device_named("cpu"), near_ranks=8)
+    pair, four = (own.Case(name, own.CASES[name], link=[8000.0]) for name in ("even", "four"))
+    half = own.device_of(pair, base, 0.25e-9)  # a link of 1 GB/s: half a second for two gigabytes
+    assert half.fitted.slowdown == pytest.approx(1.0)
+    slow = own.device_of(pair, base, 1e-9)  # the processor takes two seconds a gigabyte sent
+    assert slow.near == slow.far == pytest.approx(0.5e9)
+    assert pair.predicted(slow).total > pair.predicted(half).total
+    shared = own.device_of(four, base, 0.0)
+    few = min(1.0, own.CORES / 4)
+    assert shared.fitted.products == pytest.approx(base.fitted.products * few)
+    assert shared.bandwidth == pytest.approx(base.bandwidth * few)

@@ -1,28 +1,43 @@
 """Our own steps over a slow link (``tools.bench_overlap``), predicted from one preset's.
 
 Presets run in turns, each round all of them, over the link whose rate the first round chose. The
-first preset gives the three constants: products from its step without messages, links from what the
-link carries, and slowdown from its step. Of the others nothing but the link's rate is known.
+first preset gives two constants: products from its step without messages, and from its step the
+seconds of a processor that each byte of a collective takes. What the link carries is measured. Of
+the others nothing but the link's rate is known.
+
+A processor that computes sends as well: a message is on its way for as long as the link or the
+processor needs, and computation loses what the processor needs. Ranks beyond its cores share them.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import median
 
 from internsp.app.config import Config
-from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device, device_named
-from internsp.app.plan.seconds import HEAD, OPTIMIZER, StepSeconds, step_seconds
-from internsp.app.plan.workload import Workload
+from internsp.app.plan.replayed import replayed
+from internsp.app.plan.seconds import (
+    GATHERS,
+    HEAD,
+    OPTIMIZER,
+    REDUCTIONS,
+    SEQUENCES,
+    StepSeconds,
+)
+from internsp.app.plan.step import make_plan
 from internsp.mesh import MeshShape
+from internsp.schedule.chunk import ChunkLayout
 from tools.bench.model import model_config
 from tools.bench_overlap import measure
 from tools.overlap.options import Options
 from tools.planner.accuracy import kendall
 
 OURS, MBIT = "ours", 1e6 / 8
+WAITED = (GATHERS, REDUCTIONS, SEQUENCES)
 CASES = {
     "light": Options(preset="light"),
     "even": Options(preset="even"),
@@ -30,8 +45,11 @@ CASES = {
     "four": Options(preset="four"),
     "even, 2 micro-batches": Options(preset="even", micro_batches=2),
     "four, sequences over 2": Options(preset="four", sequence_ranks=2),
+    "light, width 256": Options(preset="light", hidden=256),
+    "light, width 1024": Options(preset="light", hidden=1024),
     "tiny": Options(preset="tiny"),  # for tests; its figures mean nothing
 }
+CORES = os.cpu_count() or 1
 _SGD = 12 / 100  # bytes of an element that plain SGD moves, in those of AdamW, unfused
 
 
@@ -67,7 +85,8 @@ class Case:
         if rate is not None:  # further rounds keep the link
             self.options = replace(self.options, rate_mbit=rate)
 
-    def load(self) -> Workload:
+    @cached_property
+    def plan(self) -> tuple[Config, MeshShape, ChunkLayout]:
         """The step: blocks without embedding and head, in 16 bits."""
         sizes = self.options.resolve().sizes()
         values = {
@@ -80,45 +99,56 @@ class Case:
             },
         }
         config = Config.model_validate(values)
-        found = workload_of(config, MeshShape(sizes.ranks, **config.degrees()))
-        return replace(found, model=replace(found.model, vocab=0))
+        chunk = make_plan(config, sizes.ranks).chunk
+        shape = MeshShape(sizes.ranks, **config.degrees())
+        return config, shape, replace(chunk, embedding=None, head=None)
+
+    def predicted(self, device: Device) -> StepSeconds:
+        """The step on ``device``, with plain SGD and without a head."""
+        config, shape, chunk = self.plan
+        found = replayed(config, shape, device, chunk)
+        parts = {name: value for name, value in found.parts.items() if name != HEAD}
+        parts[OPTIMIZER] *= _SGD
+        return replace(found, parts=parts)
+
+    def alone(self, device: Device) -> float:
+        """Seconds of the same step without messages."""
+        return self.predicted(device.with_links(1e18, 1e18)).total
 
 
-def predicted(load: Workload, device: Device) -> StepSeconds:
-    """The step, with plain SGD and without a head."""
-    found = step_seconds(load, device)
-    parts = {name: value for name, value in found.parts.items() if name != HEAD}
-    parts[OPTIMIZER] *= _SGD
-    return replace(found, parts=parts)
+def device_of(case: Case, fitted: Device, handling: float) -> Device:
+    """A rank of the case: ``fitted`` on its share of the cores, and a link between all ranks.
+
+    Args:
+        handling: seconds of a processor a byte of a collective, whatever part of it is sent.
+    """
+    ranks = case.plan[1].world_size
+    share = min(1.0, CORES / ranks)
+    now, rate = fitted.fitted, median(case.link) * MBIT
+    taken = handling / share * rate * ranks / (ranks - 1)  # processor's seconds in the link's
+    rate /= max(1.0, taken)
+    lost = min(taken, 1 - 1e-6)  # of what is computed beside a message
+    own = replace(now, products=now.products * share, links=1.0, slowdown=lost / (1 - lost))
+    device = replace(fitted, fitted=own, near_ranks=1, bandwidth=fitted.bandwidth * share)
+    return device.with_links(rate, rate)
 
 
-def alone(load: Workload, device: Device) -> float:
-    """Seconds of the same step without messages."""
-    return predicted(load, device.with_links(1e18, 1e18)).total
-
-
-def device_of(case: Case, fitted: Device) -> Device:
-    """``fitted`` with the case's link between all ranks."""
-    rate = median(case.link) * MBIT
-    return replace(fitted, near_ranks=1).with_links(rate, rate) if rate else fitted
-
-
-def calibrated(case: Case) -> Device:
-    """The constants that give this case's steps."""
+def calibrated(case: Case) -> tuple[Device, float]:
+    """The processor, and seconds a byte, that give this case's steps."""
     base = replace(device_named("cpu"), name="own")
-    load = case.load()
 
-    def at(name: str, value: float) -> Device:
-        fitted = replace(base.fitted, links=1.0, **{name: value})
-        return device_of(case, replace(base, fitted=fitted))
+    def at(products: float) -> Device:
+        return replace(base, fitted=replace(base.fitted, products=products))
 
-    products = _root(lambda x: median(case.compute) - alone(load, at("products", x)), 0.01, 50.0)
-    base = replace(base, fitted=replace(base.fitted, products=products))
-    slowdown = _root(
-        lambda x: predicted(load, at("slowdown", x)).total - median(case.ours), 0.0, 5.0
+    def alone(products: float) -> float:
+        return case.alone(device_of(case, at(products), 0.0))
+
+    found = at(_root(lambda x: median(case.compute) - alone(x), 0.01, 50.0))
+    handling = _root(
+        lambda x: case.predicted(device_of(case, found, x)).total - median(case.ours), 0.0, 1e-7
     )
-    constants = replace(base.fitted, links=1.0, slowdown=slowdown, rows=(case.name,))
-    return replace(base, fitted=constants)
+    rows = replace(found.fitted, rows=(case.name,))
+    return replace(found, fitted=rows), handling
 
 
 def _root(rises, low: float, high: float) -> float:  # type: ignore[no-untyped-def]
@@ -131,27 +161,28 @@ def _root(rises, low: float, high: float) -> float:  # type: ignore[no-untyped-d
 
 def table(cases: Sequence[Case]) -> Iterator[str]:
     """Measured beside predicted steps; the first case gave the constants."""
-    fitted = calibrated(cases[0])
-    now = fitted.fitted
+    fitted, handling = calibrated(cases[0])
     yield (
-        f"fitted on {cases[0].name}: products {now.products:.3g}, slowdown {now.slowdown:.3g}; "
-        "links: what the link carried"
+        f"fitted on {cases[0].name}: products {fitted.fitted.products:.3g}, {handling * 1e9:.3g} "
+        "seconds a gigabyte of collectives; links: what the link carried"
     )
     yield (
-        "| preset | seconds | rounds from, to | predicted | error | exposed | of the trace "
-        "| predicted |"
+        "| preset | seconds | rounds from, to | predicted | error | exposed | predicted "
+        "| waits of the trace | predicted |"
     )
-    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     pairs = []
     for case in cases:
-        load, device = case.load(), device_of(case, fitted)
-        measured, ours = median(case.ours), predicted(load, device).total
+        device = device_of(case, fitted, handling)
+        step = case.predicted(device)
+        measured, ours = median(case.ours), step.total
         exposed = measured - median(case.compute)
+        waits = sum(step.parts.get(name, 0.0) for name in WAITED) - sum(step.slowed.values())
         pairs.append((measured, ours))
         yield (
             f"| {case.name} | {measured:.4g} | {min(case.ours):.4g}, {max(case.ours):.4g} | "
             f"{ours:.4g} | {100 * (ours / measured - 1):+.1f} % | {exposed:.3g} | "
-            f"{median(case.traced):.3g} | {ours - alone(load, device):.3g} |"
+            f"{ours - case.alone(device):.3g} | {median(case.traced):.3g} | {waits:.3g} |"
         )
     tau = kendall(pairs)
     if tau is not None:
