@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from internsp.app.config.load import load_config
 from internsp.app.plan.devices import device_named
-from tools.planner import own
+from internsp.app.plan.replayed import replayed
+from tools.planner import own, trained
 from tools.planner.__main__ import main
 from tools.planner.accuracy import Accuracy, accuracy, kendall
 from tools.planner.controls import CONTROLS, shuffled
@@ -277,3 +280,23 @@ def test_a_processor_that_sends_computes_less_and_ranks_share_cores() -> None:
     few = min(1.0, own.CORES / 4)
     assert shared.fitted.products == pytest.approx(base.fitted.products * few)
     assert shared.bandwidth == pytest.approx(base.bandwidth * few)
+
+
+def test_trained_steps_give_back_the_constant_that_made_them(tmp_path: Path) -> None:
+    base = device_named("cpu")
+    true = replace(base, fitted=replace(base.fitted, products=2.0))
+    cases = [trained.Case(name, tmp_path / name) for name in ("weight 2", "four ranks")]
+    for case in cases:
+        (case.folder / "0").mkdir(parents=True)
+        config = load_config(tomllib.loads(trained.BASE), trained.CASES[case.name])
+        (case.folder / "0" / "config.toml").write_text(config.to_toml())
+        case.steps = [[1.0, 1.0]]
+        shape = case.measured().shape
+        part = own.share(shape.world_size) / own.share(2)
+        seconds = replayed(config, shape, own.on_share(true, part)).total
+        case.steps, case.waits = [[seconds] * 4, [seconds] * 4], [0.0]
+    told = list(trained.table(cases, base))
+    assert "products 2" in told[0]
+    assert sum("| +0.0 % |" in line or "| -0.0 % |" in line for line in told) == len(cases)
+    cases[1].steps = [[2 * each for each in steps] for steps in cases[1].steps]
+    assert any("| -50.0 % |" in line for line in trained.table(cases, base))

@@ -6,6 +6,7 @@
     python -m tools.planner score FILE.csv [...]   each row of tables with the same columns
     python -m tools.planner score FILE.csv --json
     sudo python -m tools.planner own --rounds 5    our own steps over a slow link, from one preset's
+    python -m tools.planner trained --rounds 3     steps of internsp train here, from one run's
 
 Nothing runs on a device. A row that cannot be predicted says why.
 """
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own.add_argument("--presets", nargs="+", help="of tools.bench_overlap; the first is fitted on")
     own.add_argument("--rounds", type=int, default=3, help="each runs every preset once")
     own.add_argument("--network", default="namespaces", choices=("namespaces", "loopback"))
+    trained = commands.add_parser("trained", help="steps of internsp train, predicted from a run's")
+    trained.add_argument("--runs", nargs="+", help="the first is fitted on; default: all")
+    trained.add_argument("--rounds", type=int, default=3, help="each trains every run once")
     options = parser.parse_args(arguments)
     if options.command == "own":
         from tools.planner.own import CASES, run
@@ -49,6 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown := [name for name in names if name not in CASES]:
             own.error(f"--presets: no {', '.join(unknown)}; there are {', '.join(CASES)}")
         for line in run(names, options.rounds, options.network):
+            print(line)
+        return 0
+    if options.command == "trained":
+        from tools.planner import trained as runs
+
+        chosen = options.runs or list(runs.CASES)
+        if unknown := [name for name in chosen if name not in runs.CASES]:
+            trained.error(f"--runs: no {', '.join(unknown)}; there are {', '.join(runs.CASES)}")
+        for line in runs.run(chosen, options.rounds):
             print(line)
         return 0
     if options.command == "score":

@@ -116,21 +116,30 @@ class Case:
         return self.predicted(device.with_links(1e18, 1e18)).total
 
 
+def share(ranks: int) -> float:
+    """What a rank has of the cores that it would have alone."""
+    return min(1.0, CORES / ranks)
+
+
+def on_share(device: Device, part: float) -> Device:
+    """``device`` where a rank has ``part`` of what it had."""
+    fitted = replace(device.fitted, products=device.fitted.products * part)
+    return replace(device, fitted=fitted, bandwidth=device.bandwidth * part)
+
+
 def device_of(case: Case, fitted: Device, handling: float) -> Device:
     """A rank of the case: ``fitted`` on its share of the cores, and a link between all ranks.
 
     Args:
         handling: seconds of a processor a byte of a collective, whatever part of it is sent.
     """
-    ranks = case.plan[1].world_size
-    share = min(1.0, CORES / ranks)
-    now, rate = fitted.fitted, median(case.link) * MBIT
-    taken = handling / share * rate * ranks / (ranks - 1)  # processor's seconds in the link's
+    ranks, rate = case.plan[1].world_size, median(case.link) * MBIT
+    device = on_share(fitted, share(ranks))
+    taken = handling / share(ranks) * rate * ranks / (ranks - 1)  # processor's seconds in a link's
     rate /= max(1.0, taken)
     lost = min(taken, 1 - 1e-6)  # of what is computed beside a message
-    own = replace(now, products=now.products * share, links=1.0, slowdown=lost / (1 - lost))
-    device = replace(fitted, fitted=own, near_ranks=1, bandwidth=fitted.bandwidth * share)
-    return device.with_links(rate, rate)
+    own = replace(device.fitted, links=1.0, slowdown=lost / (1 - lost))
+    return replace(device, fitted=own, near_ranks=1).with_links(rate, rate)
 
 
 def calibrated(case: Case) -> tuple[Device, float]:
