@@ -38,7 +38,7 @@ class Stand:
     def __init__(self, run: Path, plan: FilePlan | None = None) -> None:
         self.run, self.folder = run, run / "checkpoints"
         self.step, self.value = 0, torch.arange(24, dtype=torch.int64)
-        self.plan = plan or FilePlan.make(self._state(), distributed=False)
+        self.plan = plan or FilePlan.make(self._state())
         self.memory = torch.zeros(self.plan.nbytes, dtype=torch.uint8)
         self.saved: list[tuple[int, int]] = []  # steps, and operations when each became valid
         self.attempt = 0

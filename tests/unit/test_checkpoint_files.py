@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from internsp.app.checkpoint.disk import write_part
 from internsp.app.checkpoint.files import FilePlan, Reader
 from internsp.app.checkpoint.manifest import FileRecord, Manifest
-from internsp.errors import ConfigError, LayoutError
+from internsp.errors import ConfigError, InternspError, LayoutError
 from internsp.optim.slices import Slices, boxes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -32,7 +32,7 @@ STATE = {
 
 def save(folder: Path, state: dict[str, torch.Tensor]) -> Manifest:
     """A checkpoint of this process, and its manifest."""
-    plan = FilePlan.make(state, distributed=False)
+    plan = FilePlan.make(state)
     memory = torch.zeros(plan.nbytes, dtype=torch.uint8)
     plan.fill(memory, state)
     record = write_part(folder, plan.file, memoryview(memory.numpy()))
@@ -97,7 +97,7 @@ def test_slices_are_saved_box_by_box_and_read_by_any_other_cut(tmp_path: Path) -
     (everything,) = cut(0, 20)
     (inner,) = cut(3, 17)
     manifest = save(tmp_path, {"x": everything})
-    with pytest.raises(ValueError, match="do not cover the tensor"):
+    with pytest.raises(InternspError, match="do not cover the tensor"):
         save(tmp_path / "gaps", {"x": inner})
     for slices in cut(0, 3, 4, 16, 20):
         wanted = {offsets: part.clone() for offsets, part in slices.parts.items()}
@@ -154,7 +154,7 @@ def test_what_is_not_finite_is_found_by_name(dtype: torch.dtype) -> None:
         "numbers": torch.tensor([-1, 2**40]),
         "mask": torch.tensor([float("inf")], dtype=dtype),
     }
-    plan = FilePlan.make(state, distributed=False)
+    plan = FilePlan.make(state)
     memory = torch.zeros(plan.nbytes, dtype=torch.uint8)
     plan.fill(memory, state)
     assert sorted(plan.not_finite(memory, ["mask"])) == ["x-inf", "xinf", "xnan"]

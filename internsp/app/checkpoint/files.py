@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
 from internsp.app.checkpoint.manifest import DTYPES, Chunk, State, TensorRecord
@@ -75,12 +77,13 @@ class FilePlan:
     tensors: dict[str, TensorRecord]
 
     @classmethod
-    def make(cls, state: Mapping[str, Tensor], distributed: bool = True) -> FilePlan:
+    def make(cls, state: Mapping[str, Tensor]) -> FilePlan:
         """Plan with all ranks, each with its own ``state`` (tensors by name). Collective.
 
         Raises:
             InternspError: on every rank: the ranks' parts overlap, or leave gaps.
         """
+        ranks = _DistWrapper(None, use_dist=dist.is_initialized(), coordinator_rank=0)
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
         planner.set_up_planner(dict(state), is_coordinator=True)
         tensors: dict[str, TensorRecord] = {}
@@ -98,8 +101,12 @@ class FilePlan:
                 )
             return made
 
-        make = planner.create_local_plan
-        own = _decided(make, decide) if distributed else decide([make()])[0]
+        try:
+            own = ranks.reduce_scatter("plan", planner.create_local_plan, decide)
+        except CheckpointException as error:
+            rank, (why, _) = min(error.failures.items())
+            text = f"rank {rank}: {type(why).__name__}: {why}"
+            raise InternspError(f"what the ranks would save does not fit together: {text}") from why
         return cls(own.file, own.nbytes, own.header, own.parts, tensors)
 
     @classmethod
@@ -153,35 +160,6 @@ class FilePlan:
                 if not all(bool(piece.isfinite().all()) for piece in pieces):
                     found[index.fqn] = None
         return list(found)
-
-
-def _decided(
-    make: Callable[[], SavePlan], decide: Callable[[list[SavePlan]], list[FilePlan]]
-) -> FilePlan:
-    """This rank's part of what rank 0 decides on the plans of all. Collective; raises on all."""
-    rank, plans = dist.get_rank(), [None] * dist.get_world_size()
-    dist.gather_object(_outcome(make), plans if rank == 0 else None)
-    answers: list[Any] | None = None
-    if rank == 0:
-        found: list[Any] = plans
-        wrong = [f"rank {at}: {text}" for at, (_, text) in enumerate(found) if text]
-        made, text = (None, wrong[0]) if wrong else _outcome(lambda: decide([p for p, _ in found]))
-        answers = [(one, text) for one in made or plans]
-    own: list[Any] = [None]
-    dist.scatter_object_list(own, answers)
-    plan, text = own[0]
-    if text:
-        raise InternspError(f"what the ranks would save does not fit together: {text}")
-    result: FilePlan = plan
-    return result
-
-
-def _outcome(work: Callable[[], Any]) -> tuple[Any, str]:
-    """What ``work()`` returned, and its error in words; empty without one."""
-    try:
-        return work(), ""
-    except Exception as error:  # noqa: BLE001 - the other ranks would wait in the collective
-        return None, f"{type(error).__name__}: {error}"
 
 
 def _part_name(name: str, chunk: ChunkStorageMetadata, size: torch.Size) -> str:
