@@ -325,9 +325,9 @@ def test_latest_as_a_folder_serves_and_is_a_link_again_when_the_run_goes_on(tmp_
     latest = copied(folder)
     assert candidates(latest) == ([latest], True)
     assert candidates(tmp_path)[0] == [newest, latest, older], "if the newest is not whole"
-    assert "was a copy of step-000010" in go_on(tmp_path, newest, 10)[0]
+    assert "it is latest-copied-1 now" in go_on(tmp_path, newest, 10)[0]
     assert (names_in(folder), os.readlink(latest)) == (
-        [LATEST, "step-000005", "step-000010"], "step-000010",
+        [LATEST, "latest-copied-1", "step-000005", "step-000010"], "step-000010",
     )  # fmt: skip
 
 

@@ -124,9 +124,8 @@ def _named_by(latest: Path) -> Path:
 def settle_latest(checkpoints: Path, used: Path) -> str:
     """Let ``latest`` be a link again where it is the copy of a checkpoint, before a run goes on.
 
-    The copy becomes the checkpoint of its step if that is missing or is not whole (``used`` is the
-    copy); it goes if ``used``, whose files were checked, has the same manifest; else it is kept
-    under another name.
+    The copy becomes the checkpoint of its step if the run has loaded it, since that is missing or
+    is not whole; else it is kept under another name.
 
     Args:
         used: the checkpoint that the run has loaded.
@@ -137,27 +136,17 @@ def settle_latest(checkpoints: Path, used: Path) -> str:
     latest = checkpoints / LATEST
     if latest.is_symlink() or not latest.is_dir():
         return ""
-    step = step_of(latest) if copied_latest(checkpoints) else -1
-    whole = folder_of(checkpoints, step)
-    there, copy_used = whole.exists(), used.samefile(latest)
-    if there and used.samefile(whole) and _same_manifest(whole, latest):
-        shutil.rmtree(latest)
-        point_latest(steps_in(checkpoints)[0][1])
-        return f"{latest} was a copy of {whole.name}, and is a link again"
-    target = whole
-    if step < 0 or (there and not copy_used):
+    if used.samefile(latest):
+        target = folder_of(checkpoints, step_of(latest))
+        if target.exists():
+            target.rename(_free(checkpoints, f"{target.name}-damaged"))
+    else:
         target = _free(checkpoints, f"{LATEST}-copied")
-    elif there:  # it was passed over, and the copy was loaded
-        whole.rename(_free(checkpoints, f"{whole.name}-damaged"))
     latest.rename(target)
     sync(checkpoints)
     if steps := steps_in(checkpoints):
         point_latest(steps[0][1])
     return f"{latest} was a folder, not a link: it is {target.name} now"
-
-
-def _same_manifest(one: Path, other: Path) -> bool:
-    return (one / MANIFEST).read_bytes() == (other / MANIFEST).read_bytes()
 
 
 def _free(checkpoints: Path, name: str) -> Path:
