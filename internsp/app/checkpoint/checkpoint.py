@@ -278,8 +278,10 @@ def _restore(
     if scaler is not None and content.loss_scaler is not None:
         _check_scale(content.loss_scaler, path)
         scaler.load_state_dict(content.loss_scaler)
-    for optimizer, schedule in zip(session.optimizers, session.schedules, strict=True):
-        _set_schedule(optimizer, schedule, content.step)
+    for schedule in session.schedules:
+        schedule.last_epoch = content.step - 1
+        schedule._step_count = 2  # torch warns of a second one, as if the optimizer had no step yet
+        schedule.step()
     for communicator in session.communicators:
         communicator.invalidate()
 
@@ -287,24 +289,6 @@ def _restore(
 def _check_scale(saved: dict[str, float], path: Path) -> None:
     if saved.keys() != {"scale", "good_steps", "skipped_steps"} or not saved["scale"] > 0:
         raise ConfigError(f"checkpoint.resume: {path / MANIFEST} has no loss scale")
-
-
-def _set_schedule(
-    optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LambdaLR, step: int
-) -> None:
-    """Set a schedule of the current settings to its state after ``step`` finished steps."""
-    pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-    rates = [base * factor(step) for base, factor in pairs]
-    schedule.load_state_dict(
-        {
-            "lr_lambdas": [None] * len(rates),
-            "last_epoch": step,
-            "_step_count": step + 1,
-            "_last_lr": rates,
-        }
-    )
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
 
 
 # What a checkpoint holds.
