@@ -311,7 +311,6 @@ DATA: Table = {
         "give another folder by data.cache_dir":
             ON_DISK + "test_tokens_that_cannot_be_written_say_where_else_and_leave_nothing",
     },
-    "is no regular file and has more than": {"save it to a file": data("two words " * 99)},
 }  # fmt: skip
 HUGGING = (
     "tests/ranks/test_train_hf.py::"

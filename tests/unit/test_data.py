@@ -300,8 +300,8 @@ def test_a_large_text_is_read_in_pieces_cut_after_lines_or_between_characters(
 ) -> None:
     content = line.encode() * 50
     (tmp_path / "large.txt").write_bytes(content)
-    (tmp_path / "blank.txt").write_bytes(b" " * 300)
-    (tmp_path / "binary.txt").write_bytes(b"a" * 300 + b"\0")
+    (tmp_path / "blank.txt").write_bytes(b" " * 30)
+    (tmp_path / "binary.txt").write_bytes(b"a" * 30 + b"\0" + b"a" * 300)
     (tmp_path / "end.txt").write_bytes(b"b" * 128)
     monkeypatch.setattr(sources, "PIECE_BYTES", 64)
     config = DataConfig(source="text", paths=(str(tmp_path),))

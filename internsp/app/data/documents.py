@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import stat
 import sysconfig
 import zlib
 from codecs import getincrementaldecoder
@@ -119,28 +118,15 @@ def _files_below(root: Path, skip: Iterable[str] = ()) -> Iterator[Path]:
 
 
 def _file_pieces(path: Path, leave_out_binary: bool) -> Iterator[Piece]:
-    """A text file as one document; binary files (with a NUL byte) can be left out."""
+    """A text file as one document; binary files can be left out: a NUL byte in the first piece."""
     try:
         with path.open("rb") as file:
-            text = file.read(PIECE_BYTES)
-            more = file.read(1)
-            if not more:
-                if text.strip() and not (leave_out_binary and b"\0" in text):
-                    yield Piece(text, True)
-                return
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError(
-                    f"data.paths: {path} is no regular file and has more than {PIECE_BYTES} bytes: "
-                    "save it to a file"
-                )
-            # Larger than one piece: scan all of the file before any piece is yielded.
-            blank, binary = True, False
-            while text:
-                blank, binary = blank and not text.strip(), binary or b"\0" in text
-                text, more = more + file.read(PIECE_BYTES), b""
-            if not blank and not (leave_out_binary and binary):
-                file.seek(0)
-                yield from _cut(file.read)
+            pieces = _cut(file.read)
+            first = next(pieces)
+            blank = first.ends and not first.text.strip()
+            if not blank and not (leave_out_binary and b"\0" in first.text):
+                yield first
+                yield from pieces
     except OSError as error:
         raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror}") from error
 
