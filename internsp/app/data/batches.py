@@ -38,7 +38,6 @@ from internsp.app.data.tokens import (
     open_stores,
     parts_of,
     prepare,
-    result_of,
 )
 from internsp.errors import ConfigError
 
@@ -222,7 +221,7 @@ class DataSource:
         tokenizer = tokenizer or load_tokenizer(config.tokenizer)
         notes: list[str] = []
         if cached is None:
-            cached, notes = result_of(prepare(config, tokenizer))
+            cached, notes = prepare(config, tokenizer)
         parts = tuple(
             Part.create(given, open_stores(given, tokenizer, cached), config, tokenizer, seed)
             for given in parts_of(config)

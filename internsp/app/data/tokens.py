@@ -18,7 +18,7 @@ import shutil
 import struct
 import time
 from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +73,7 @@ class TokenStore:
     def in_memory(cls, read: Read, dtype: Any) -> TokenStore:
         """All tokens of ``read``."""
         pieces: list[Tokens] = [np.zeros(0, dtype)]
-        ends = result_of(_ends(read, lambda piece: pieces.append(piece.astype(dtype, copy=False))))
+        ends = _ends(read, lambda piece: pieces.append(piece.astype(dtype, copy=False)))
         return cls(np.concatenate(pieces), *ends)
 
     @classmethod
@@ -149,7 +149,7 @@ def _map(path: Path, dtype: Any, count: int, offset: int = 0) -> NDArray[Any]:
     return np.asarray(np.memmap(path, dtype, "r", offset, (count,)))
 
 
-def _ends(read: Read, keep: Callable[[Tokens], Any]) -> Generator[None, None, tuple[Any, Any, Any]]:
+def _ends(read: Read, keep: Callable[[Tokens], Any]) -> tuple[Any, Any, Any]:
     """Pass all tokens to ``keep``; returns the sequences, documents and digests of a
     :class:`TokenStore`. A piece is a sequence."""
     sequences, documents, digests = array("i"), array("q", [0]), bytearray()
@@ -159,18 +159,8 @@ def _ends(read: Read, keep: Callable[[Tokens], Any]) -> Generator[None, None, tu
         if digest is not None:
             documents.append(len(sequences))
             digests += digest
-        yield
     found = np.frombuffer(digests, ">u8").reshape(-1, 2)
     return np.asarray(sequences), np.asarray(documents), found
-
-
-def result_of(work: Any) -> Any:
-    """Run a generator to its end and return its return value."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            return end.value
 
 
 def documents(encoded: Iterable[tuple[Tokens, bool]], end_of_document: int | None) -> Read:
@@ -263,9 +253,12 @@ def _state_of(given: DocumentsConfig, path: Path) -> tuple[str, int]:
 
 
 def prepare(
-    data: DataConfig, tokenizer: Tokenizer
-) -> Generator[None, None, tuple[Cached, list[str]]]:
-    """Make the tokens on disk that are missing; yields after each document.
+    data: DataConfig, tokenizer: Tokenizer, watched: Callable[[Read], Read] = iter
+) -> tuple[Cached, list[str]]:
+    """Make the tokens on disk that are missing.
+
+    Args:
+        watched: gives on the pieces that it is given; for what must happen between two of them.
 
     Returns:
         All folders of tokens, and messages for the user about them.
@@ -285,7 +278,8 @@ def prepare(
             if size >= CACHED_BYTES or data.cache_dir is not None:
                 folder = _folder(data, path, f"{key}.{state}")
                 found[str(path), key] = folder
-                notes.append((yield from _made(given, tokenizer, path, folder)))
+                read = watched(encoded(given, tokenizer, path))
+                notes.append(_made(given, path, folder, read, _dtype_of(given, tokenizer)))
     return found, notes
 
 
@@ -299,16 +293,14 @@ def _folder(data: DataConfig, path: Path, key: str) -> Path:
     return Path(data.cache_dir) / f"{name}.{digest}.{key}.tokens"
 
 
-def _made(
-    given: DocumentsConfig, tokenizer: Tokenizer, path: Path, folder: Path
-) -> Generator[None, None, str]:
+def _made(given: DocumentsConfig, path: Path, folder: Path, read: Read, dtype: Any) -> str:
     """Make a folder of tokens if there is none; returns what was done, for the user."""
     begin, how = time.monotonic(), "reused"
     try:
         store = _opened(given, path, folder)
     except (ValueError, OSError):  # there is none, or it was cut
         try:
-            yield from _write(given, tokenizer, path, folder)
+            _write(given, path, folder, read, dtype)
         except OSError as error:
             kind = MachineError if error.errno in MACHINE_ERRNOS else ConfigError
             raise kind(
@@ -322,18 +314,15 @@ def _made(
     return f"tokens of {path} in {folder}: {size}, {counts}, {how}"
 
 
-def _write(
-    given: DocumentsConfig, tokenizer: Tokenizer, path: Path, folder: Path
-) -> Generator[None, None, None]:
+def _write(given: DocumentsConfig, path: Path, folder: Path, read: Read, dtype: Any) -> None:
     """Write a folder of tokens beside its place and rename it: it is there whole or not at all."""
     partial = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
-    read = encoded(given, tokenizer, path)
     try:
         partial.mkdir(parents=True)
         if given.source == "tokens":  # the tokens stay where they are
-            _, _, digests = yield from _ends(read, len)
+            _, _, digests = _ends(read, len)
         else:
-            digests = yield from _write_pair(partial, read, np.dtype(_dtype_of(given, tokenizer)))
+            digests = _write_pair(partial, read, np.dtype(dtype))
         with _durable(partial / "digests") as file:
             file.write(digests.data)
         if f".{_state_of(given, path)[0]}." not in folder.name:
@@ -351,12 +340,10 @@ def _write(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_pair(
-    folder: Path, read: Read, dtype: np.dtype[Any]
-) -> Generator[None, None, NDArray[Any]]:
+def _write_pair(folder: Path, read: Read, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Write ``tokens.bin`` and ``tokens.idx``; returns the digests."""
     with _durable(folder / "tokens.bin") as file:
-        sequences, documents, digests = yield from _ends(
+        sequences, documents, digests = _ends(
             read, lambda piece: file.write(np.ascontiguousarray(piece, dtype).data)
         )
     code = next(code for code, name in _DTYPES.items() if np.dtype(name) == dtype)

@@ -6,12 +6,10 @@ import time
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from internsp.app.config import Config
 from internsp.app.data.batches import DataSource, vocabulary_mistake
 from internsp.app.data.tokenizer import Tokenizer, load_tokenizer
-from internsp.app.data.tokens import prepare
+from internsp.app.data.tokens import Read, prepare
 from internsp.failure.objects import Objects
 from internsp.mesh import ParallelMesh
 
@@ -50,20 +48,17 @@ def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
 def _prepare_tokens(config: Config, tokenizer: Tokenizer, mesh: ParallelMesh) -> Any:
     """Make the missing tokens on rank 0. It sends the other ranks a message every few seconds, so
     that none waits in a collective for longer than its timeout, however large the data are."""
-    work = prepare(config.data, tokenizer) if dist.get_rank() == 0 else None
-    pause = min(_LOOK_SECONDS, mesh.timeout_seconds / 4)
+    pause, told = min(_LOOK_SECONDS, mesh.timeout_seconds / 4), time.monotonic()
 
-    def work_for_a_while() -> Any:
-        assert work is not None, "rank 0 alone is asked"
-        end = time.monotonic() + pause
-        while time.monotonic() < end:
-            try:
-                next(work)
-            except StopIteration as done:
-                return done.value
-        return None
+    def telling(read: Read) -> Read:
+        nonlocal told
+        for piece in read:
+            yield piece
+            if time.monotonic() - told > pause:
+                Objects().on_first(lambda: None)  # taken by the loop of the others, below
+                told = time.monotonic()
 
     found = None
     while found is None:
-        found = Objects().on_first(work_for_a_while)
+        found = Objects().on_first(lambda: prepare(config.data, tokenizer, telling))
     return found
