@@ -91,7 +91,6 @@ def mistakes_of_blocks(again: ActivationCheckpointConfig, blocks: int) -> Iterat
 def _order(weights: WeightParallelConfig) -> Iterator[Mistake]:
     granularity, trigger = "weight_parallel.granularity", "weight_parallel.gather_before"
     triggers = "weight_parallel.gather_before_modules"
-    usual = type(weights).model_fields
     by_module = weights.granularity == "module"
     # WP-13: an all-gather cannot start inside a compiled region.
     if weights.compile and by_module:
@@ -111,15 +110,17 @@ def _order(weights: WeightParallelConfig) -> Iterator[Mistake]:
         )
         key = triggers if weights.gather_before_modules else trigger
         yield (key, "weight_parallel.compile"), text
-    elif weights.gather_before_modules and weights.gather_before not in (
-        usual["gather_before"].default, "attention",  # where the out-projection comes after it
-    ):  # fmt: skip
+    elif (
+        weights.gather_before_modules
+        and weights.asks("gather_before")
+        and weights.gather_before != "attention"  # where the out-projection comes after it
+    ):
         text = (
             f'"{weights.gather_before}" is unused with gather_before_modules, which replace it; '
             "remove one"
         )
         yield (trigger, triggers), text
-    if by_module and weights.coalesce_bytes not in (0, usual["coalesce_bytes"].default):
+    if by_module and weights.coalesce_bytes and weights.asks("coalesce_bytes"):
         text = 'unused with granularity = "module", which gathers each weight alone; leave it out'
         yield ("weight_parallel.coalesce_bytes", granularity), text
 
@@ -144,18 +145,17 @@ def _recompute(
     weights: WeightParallelConfig, again: ActivationCheckpointConfig
 ) -> Iterator[Mistake]:
     mode = "activation_checkpoint.mode"
-    usual = type(again).model_fields
     off = again.mode == "none"
     if off and "mode" not in again.model_fields_set:
         for key in ("fraction", "blocks", "reentrant"):
-            if getattr(again, key) != usual[key].default:
+            if again.asks(key):
                 modes = '"full"' if key == "reentrant" else '"full" or "selective"'
                 text = f"no block recomputes; set mode to {modes}, or leave it out"
                 yield (f"activation_checkpoint.{key}", mode), text
         if again.offload not in (None, 0):
             text = 'no block recomputes, so there is no saved input to offload; set mode to "full"'
             yield ("activation_checkpoint.offload", mode), text
-    elif not off and again.blocks is not None and again.fraction != usual["fraction"].default:
+    elif not off and again.blocks is not None and again.asks("fraction"):
         text = "unused where activation_checkpoint.blocks is given; leave one of them out"
         yield ("activation_checkpoint.fraction", "activation_checkpoint.blocks"), text
     elif not off and (again.blocks == () or (again.blocks is None and not again.fraction)):

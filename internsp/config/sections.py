@@ -93,6 +93,10 @@ class Section(BaseModel):
     # mistakes.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
+    def asks(self, key: str) -> bool:
+        """Whether an option has another value than its default."""
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
+
     @model_validator(mode="before")
     @classmethod
     def _read_none(cls, data: Any) -> Any:
@@ -269,9 +273,8 @@ class WeightParallelConfig(Section):
     memory for time on the host link."""
 
     def asks(self, key: str) -> bool:
-        """Whether an option has another value than its default; sums at once ask for nothing."""
-        value, usual = getattr(self, key), type(self).model_fields[key].default
-        return bool(value != usual) and (key, value) != ("reduce", 0)
+        """See :class:`Section`; sums at once ask for nothing."""
+        return super().asks(key) and (key, getattr(self, key)) != ("reduce", 0)
 
 
 class SequenceConfig(Section):

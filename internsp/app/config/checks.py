@@ -87,16 +87,14 @@ def _unused(config: Config) -> Iterator[Problem]:
     }  # fmt: skip
     for name, (there, what) in needs.items():
         section, _, key = name.partition(".")
-        holder = getattr(config, section)
-        if not there and getattr(holder, key) != type(holder).model_fields[key].default:
+        if not there and getattr(config, section).asks(key):
             yield Problem((name,), f"of no effect here: it needs {what}")
 
 
 def _documents_unused(given: DocumentsConfig, prefix: str) -> Iterator[tuple[str, str]]:
     """(key, mistake) for names of columns that are not read."""
     for key, format_ in {"text_field": "text", "messages_field": "chat"}.items():
-        usual = type(given).model_fields[key].default
-        if getattr(given, key) != usual and not (given.source in ROWS and given.format == format_):
+        if given.asks(key) and not (given.source in ROWS and given.format == format_):
             needs = f'{prefix}source = "jsonl", "parquet" or "datasets", and {prefix}format = '
             yield key, f'of no effect here: it needs {needs}"{format_}"'
 
@@ -130,12 +128,12 @@ def _model(config: Config) -> Iterator[Problem]:
 
 def _experts(config: Config) -> Iterator[Problem]:
     """Keys of families with experts, and what these families do not do."""
-    model, fields = config.model, type(config.model).model_fields
+    model = config.model
     has_experts, latent = model.family in ("mixtral", "deepseek"), model.family == "deepseek"
     of = dict.fromkeys(_OF_EXPERTS, ("mixtral or deepseek", has_experts))
     of |= dict.fromkeys(_OF_DEEPSEEK, ("deepseek", latent))
     for key, (families, has) in of.items():
-        if not has and getattr(model, key) != fields[key].default:
+        if not has and model.asks(key):
             text = f"of no effect here: it needs model.family = {families}"
             yield Problem((f"model.{key}", "model.family"), text)
     if not has_experts:
@@ -168,12 +166,12 @@ def _experts(config: Config) -> Iterator[Problem]:
 
 
 def _hf(config: Config) -> Iterator[Problem]:
-    model, fields = config.model, type(config.model).model_fields
+    model = config.model
     if model.path is None:
         text = 'model.family = "hf" needs a folder with config.json'
         yield Problem(("model.path", "model.family"), text)
     for key in _OF_THE_ZOO:
-        if getattr(model, key) != fields[key].default:
+        if model.asks(key):
             text = 'only for the model zoo; with family = "hf" config.json has it'
             yield Problem((f"model.{key}", "model.family"), text)
     if config.parallel.pipeline > 1:
@@ -211,8 +209,8 @@ def _folder(config: Config) -> Iterator[Problem]:
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
     if data.mixture:
-        for key, field in DocumentsConfig.model_fields.items():
-            if getattr(data, key) != field.default:
+        for key in DocumentsConfig.model_fields:
+            if data.asks(key):
                 text = "unused with data.mixture, whose tables have it; leave it out"
                 yield Problem((f"data.{key}", "data.mixture"), text)
     else:
@@ -330,7 +328,7 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:
-    optimizer, fields = config.optimizer, type(config.optimizer).model_fields
+    optimizer = config.optimizer
     name, rest = optimizer.name, optimizer.other_name
     if optimizer.momentum and name in ("adamw", "adafactor"):
         betas = "optimizer.betas, or " if name == "adamw" else ""
@@ -339,7 +337,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     unused = ["betas", "eps"] if rest != "adamw" else []
     unused += ["momentum"] if name not in OPTIMIZERS else []
     for key in unused:
-        if getattr(optimizer, key) != fields[key].default:
+        if optimizer.asks(key):
             text = f"{name} has none; leave it out"
             if name not in OPTIMIZERS:
                 text = "only for adamw and sgd; for a class set it in optimizer.options"
