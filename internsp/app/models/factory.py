@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from internsp import model_zoo
 from internsp.app.config import Config
-from internsp.app.models.causal_lm import HFCausalLM, skip_packing_detection
+from internsp.app.models.causal_lm import HFCausalLM
 from internsp.base import accelerator
 from internsp.config import hf_folder
 from internsp.config.model import ModelConfig
@@ -24,12 +24,6 @@ from internsp.parallel.parallelize import initialize
 from internsp.structure.dtypes import DTYPES
 from internsp.values.load import load_weights, stored_shapes, stored_values
 from internsp.wp.communicator import ISPCommunicator
-
-__all__ = [
-    "Model", "build_first_layers", "build_for_load", "build_for_training", "build_model",
-    "check_stored", "device_type", "fill_parameters", "form_of", "generate",
-    "move_buffers", "skip_packing_detection", "to_parallelize",
-]  # fmt: skip
 
 Model = CausalLM | HFCausalLM
 
@@ -88,15 +82,37 @@ def build_for_training(config: Config) -> Model:
 
 
 def check_stored(config: Config, model: nn.Module) -> None:
-    """Require that the folder of a model of the zoo, if it holds weights, has all of its tensors.
-
-    Reads the heads of files alone.
+    """Require that the folder of a model of the zoo, if it holds weights, has all of its tensors
+    and no others. Reads the heads of files alone.
 
     Raises:
-        ConfigError: a tensor is missing, superfluous or has another shape.
+        ConfigError: a tensor is missing, superfluous or has another shape; the message has its
+            name in the folder.
     """
-    if isinstance(model, CausalLM) and _has_stored_weights(config):
-        _check_folder(config, model)
+    if not isinstance(model, CausalLM) or not _has_stored_weights(config):
+        return
+    folder, parts = Path(str(config.model.path)), _stored_parts(config, model)
+    wanted = {part.name: part.shape for part in parts}
+    zeros = [part.name for part in parts if part.source is None]
+    stored = stored_shapes(folder)
+    for name, shape in wanted.items():
+        if name not in stored:
+            raise ConfigError(f"model.path: {folder} has no {name}")
+        if stored[name] != list(shape):
+            text = f"has the shape {stored[name]}, the model's has {list(shape)}"
+            raise ConfigError(f"model.path: {name} in {folder} {text}")
+    for name in stored:
+        # Rotary frequencies, which old folders contain, follow from config.json.
+        if name not in wanted and not name.endswith(".rotary_emb.inv_freq"):
+            text = "which a model of this family and these sizes does not have"
+            raise ConfigError(f"model.path: {folder} has {name}, {text}")
+    for name, value in stored_values(folder, zeros).items():
+        if value.any():
+            text = "and model.bias would give all linear layers a bias"
+            if "correction" in name:
+                text = "and model.balance_rate = 0 gives the choice of experts no bias"
+            text = f"is not zero, {text}"
+            raise ConfigError(f'model.path: {name} in {folder} {text}; set model.family = "hf"')
 
 
 def build_for_load(config: Config) -> Model:
@@ -159,41 +175,6 @@ def _stored_parts(config: Config, model: CausalLM) -> list[ExportedTensor]:
     """Every tensor that the folder of a model of the zoo should have."""
     kind = hf_folder.kind(str(config.model.path))
     return list(form_of(config.model).exported_tensors(config.model, _shapes(model), kind))
-
-
-def _check_folder(config: Config, model: CausalLM) -> None:
-    """Require that the folder has all tensors of a model, and no others.
-
-    Raises:
-        ConfigError: a tensor is missing, superfluous or has another shape; the message has its
-            name in the folder.
-    """
-    folder, parts = Path(str(config.model.path)), _stored_parts(config, model)
-    wanted = {part.name: part.shape for part in parts}
-    zeros = [part.name for part in parts if part.source is None]
-    stored = stored_shapes(folder)
-    for name, shape in wanted.items():
-        if name not in stored:
-            raise ConfigError(f"model.path: {folder} has no {name}")
-        if stored[name] != list(shape):
-            text = f"has the shape {stored[name]}, the model's has {list(shape)}"
-            raise ConfigError(f"model.path: {name} in {folder} {text}")
-    for name in stored:
-        if name not in wanted and not _is_derived(name):
-            text = "which a model of this family and these sizes does not have"
-            raise ConfigError(f"model.path: {folder} has {name}, {text}")
-    for name, value in stored_values(folder, zeros).items():
-        if value.any():
-            text = "and model.bias would give all linear layers a bias"
-            if "correction" in name:
-                text = "and model.balance_rate = 0 gives the choice of experts no bias"
-            text = f"is not zero, {text}"
-            raise ConfigError(f"model.path: {name} in {folder} {text}; set model.family = \"hf\"")
-
-
-def _is_derived(name: str) -> bool:
-    """Whether ``name`` follows from config.json: rotary frequencies, which old folders contain."""
-    return name.endswith(".rotary_emb.inv_freq")
 
 
 def _load_folder(config: Config, modules: Sequence[nn.Module]) -> None:

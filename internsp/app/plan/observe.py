@@ -24,10 +24,10 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils._pytree import tree_leaves
 
 from internsp.app.config import Config
+from internsp.app.models.causal_lm import skip_packing_detection
 from internsp.app.models.factory import (
     build_first_layers,
     device_type,
-    skip_packing_detection,
     to_parallelize,
 )
 from internsp.app.plan.kernels import fuse_norms, kernel_memory
