@@ -220,20 +220,6 @@ APP_CONFIG: Table = {
             optimizer={"name": "torch.optim:SGD", "options": ["momentum = 0.9", 'foreach = "a"']}
         ),
     },
-    "parameters take {held / 2 ** 40} TiB": {
-        "check hidden_size, layers, heads, head_dim, intermediate_size": accepted(),
-        "or raise parallel.weight": accepted(
-            1024, model={"layers": 1 << 11, "hidden_size": 1 << 16, "heads": 512},
-            parallel={"weight": 1024}, train={"global_batch": 1024},
-        ),
-    },
-    "features take {inputs / 2 ** 40} TiB": {
-        "lower it or train.global_batch": accepted(),
-        "or raise train.micro_batches or parallel.sequence": accepted(
-            model={"hidden_size": 1 << 14, "heads": 128},
-            data={"sequence_length": 1 << 20}, train={"global_batch": 2048, "micro_batches": 2048},
-        ),
-    },
     # lists of names
     "name options other": NO_ADVICE,
     "seed dtype": NO_ADVICE,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from internsp.app.config.errors import Problem
 from internsp.app.config.optimizers import OPTIMIZERS
 from internsp.app.config.sections import DocumentsConfig
-from internsp.app.config.sizes import too_large
 from internsp.config import hf_folder
 from internsp.config.combinations import mistakes, mistakes_of_blocks
 from internsp.config.degrees import impossible
@@ -102,7 +101,6 @@ def _documents_unused(given: DocumentsConfig, prefix: str) -> Iterator[tuple[str
 def machine(config: Config, world_size: int) -> Iterator[Problem]:
     """Mistakes for ``world_size`` ranks, or with the files on this machine."""
     yield from _degrees(config, world_size)
-    yield from too_large(config, world_size)
     yield from _files(config)
 
 

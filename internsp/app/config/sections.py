@@ -244,6 +244,14 @@ class OptimizerConfig(Section):
             return self.momentum
         return 0.95 if self.name == "muon" else 0.0
 
+    @property
+    def moments(self) -> int:
+        """Values that the optimizer keeps per element of a weight; of an imported class, two.
+
+        For adafactor 0: it keeps rows and columns only. muon's are those of matrices in blocks.
+        """
+        return {"sgd": int(self.momentum_used > 0), "muon": 1, "adafactor": 0}.get(self.name, 2)
+
 
 class TrainConfig(Section):
     """The training loop."""

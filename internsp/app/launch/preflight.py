@@ -89,7 +89,7 @@ def errors_in_words() -> Iterator[None]:
         raise as_machine_error(error, error.filename or "a file of the run") from error
     except RuntimeError as error:
         # torch has no class for this on a CPU; on a GPU it is OutOfMemoryError.
-        if "not enough memory" not in str(error) and "out of memory" not in str(error):
+        if not any(f"{words} memory" in str(error) for words in ("can't allocate", "out of")):
             raise
         raise MachineError(str(error).splitlines()[0]) from error
 

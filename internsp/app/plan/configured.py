@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from internsp.app.config import Config
-from internsp.app.config.sizes import moments
 from internsp.app.config.tiles import tile_count
 from internsp.app.models.factory import device_type
 from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, Workload
@@ -131,7 +130,7 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         reduces_in_ring=weights.reduce == "backend",
         shard_bytes=stored,
         sum_bytes=max(stored, 4),
-        state_bytes=max(stored, 4) * (moments(config) + (stored < 4)),
+        state_bytes=max(stored, 4) * (config.optimizer.moments + (stored < 4)),
         step_bytes=_STEP_BYTES[stored < 4] if on_device else 0,
         passes_state=on_device,
     )

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from internsp.app.config import Config
-from internsp.app.config.sizes import moments
 from internsp.base.host import OPTIMIZER
 from internsp.mesh.shape import MeshShape
 from internsp.structure.assign import ParameterSharding
@@ -43,7 +42,7 @@ class MatrixTraffic:
         """Count the exchanges of the rounds of :mod:`internsp.optim.matrices`, and their bytes."""
         settings = config.optimizer
         item = max(DTYPES[config.train.dtype].itemsize, 4)
-        kept = moments(config)
+        kept = settings.moments
         # Number of kinds of tensors sent to an owner, and bytes an element, there and back.
         kinds, sent = (1, 2) if settings.name == "muon" else (2, item)
         rounds: dict[int, list[int]] = {}

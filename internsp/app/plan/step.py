@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from internsp.app.config import Config
-from internsp.app.config.sizes import moments
 from internsp.app.models.factory import build_model, device_type
 from internsp.app.plan.kinds import block_kinds
 from internsp.app.plan.matrices import MatrixTraffic
@@ -128,7 +127,7 @@ def _memory(
     shards = sum(w.shard_bytes for w in weights)
     train = config.train
     parts = max(train.micro_batches, 2 if train.batch_tokens else 1)  # as many as rows need
-    off = OffloadedMemory.of(chunk, shape, moments(config), parts, device_type(config))
+    off = OffloadedMemory.of(chunk, shape, config.optimizer.moments, parts, device_type(config))
     small = [a.parameter for a in shardings if a.unit is None]
     small_bytes = sum(p.numel() * p.element_size() for p in small)
     size = DTYPES[config.train.dtype].itemsize
@@ -149,7 +148,7 @@ def _memory(
     unsharded_sums = sum(w.sum_bytes for w in held) if summed else 0
     slices = sum(w.slice_bytes for w in weights)
     matrices = MatrixTraffic.of(config, shape, shardings)
-    values = owned * wide * moments(config)
+    values = owned * wide * config.optimizer.moments
     if config.optimizer.name in ("adafactor", "muon"):  # state by parameter
         values = matrices.state
     device_state = values + owned * wide * masters
