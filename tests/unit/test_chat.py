@@ -13,7 +13,7 @@ from internsp.app.config import DataConfig, load_config
 from internsp.app.data import tokens
 from internsp.app.data.batches import DataSource
 from internsp.app.data.order import Row
-from internsp.app.data.tokenizer import FolderTokenizer
+from internsp.app.data.tokenizer import load_tokenizer
 from internsp.errors import ConfigError
 from internsp.sp import SequenceLayout
 
@@ -160,14 +160,14 @@ def test_mistakes_name_the_row_and_the_remedy(
 
 
 def test_a_folders_tokenizer_gives_ids_and_text_and_is_known_again(tmp_path: Path) -> None:
-    tokenizer = FolderTokenizer(str(tokenizer_folder(tmp_path)))
+    tokenizer = load_tokenizer(str(tokenizer_folder(tmp_path)))
     assert tokenizer.encode("how are you") == [8, 9, 10]
     assert tokenizer.decode([8, 9, 1]) == "how are"
     assert (tokenizer.end_of_document, tokenizer.vocab_size) == (1, len(WORDS))
     before = tokenizer.fingerprint()
     file = tmp_path / "tokenizer" / "chat_template.jinja"
     file.write_text(MARKED)
-    assert FolderTokenizer(tokenizer.path).fingerprint() != before
+    assert load_tokenizer(tokenizer.path).fingerprint() != before
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="is not a tokenizer's folder"):
-        FolderTokenizer(str(tmp_path / "empty"))
+        load_tokenizer(str(tmp_path / "empty"))

@@ -19,7 +19,7 @@ import numpy as np
 from internsp.app.config import DocumentsConfig
 from internsp.app.data.documents import read_rows
 from internsp.app.data.tokenizer import (
-    FolderTokenizer,
+    LibraryTokenizer,
     Tokenizer,
     Tokens,
     required,
@@ -76,8 +76,8 @@ class _Template:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         text = None
-        if isinstance(tokenizer, FolderTokenizer):
-            self._name, self._own = tokenizer.path, tokenizer.transformers
+        if isinstance(tokenizer, LibraryTokenizer) and tokenizer.is_folder:
+            self._name, self._own = tokenizer.path, tokenizer.own
             with suppress(ValueError):  # raised if there are several templates and no default
                 text = self._own.get_chat_template()
         if text is None:

@@ -72,29 +72,33 @@ class ByteTokenizer:
         return "bytes"
 
 
-class _OfALibrary:
-    """Base of tokenizers that encode many texts at once, in threads of their own. Errors of the
-    library, also its panics, are :class:`ConfigError`.
+class LibraryTokenizer:
+    """A file of ``tokenizers``, or a folder of ``transformers``, which may have a chat template.
+
+    Both encode many texts at once, in threads of their own. Errors of the library, also its panics,
+    are :class:`ConfigError`.
 
     Args:
-        path: the tokenizer's file or folder.
+        path: the file or folder.
+        own: the library's object.
         ids: id of each token; may have gaps.
         end: the id that ends a document; ``None``: one more id after its last.
     """
 
-    def __init__(self, path: str, ids: Mapping[str, int], end: int | None) -> None:
-        self.path = path
+    def __init__(self, path: str, own: Any, ids: Mapping[str, int], end: int | None) -> None:
+        self.path, self.own, self.is_folder = path, own, os.path.isdir(path)
         size = max(ids.values(), default=-1) + 1
         self.end_of_document = size if end is None else end
         self.vocab_size = max(size, self.end_of_document + 1)
 
     def _ids(self, texts: list[str]) -> Iterable[Sequence[int]]:
         """Ids of each text, without the tokenizer's own begin and end tokens."""
-        raise NotImplementedError
-
-    def _text(self, ids: list[int]) -> str:
-        """Text of ``ids`` without special tokens."""
-        raise NotImplementedError
+        if not self.is_folder:
+            return (one.ids for one in self.own.encode_batch(texts, add_special_tokens=False))
+        ids: list[list[int]] = self.own(
+            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        return ids
 
     def encode(self, text: str) -> list[int]:
         """See :class:`ByteTokenizer`."""
@@ -102,8 +106,10 @@ class _OfALibrary:
         return list(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See :class:`ByteTokenizer`."""
-        return self._text([int(i) for i in ids if i != self.end_of_document])
+        """Text of ``ids`` without special tokens."""
+        shown = [int(i) for i in ids if i != self.end_of_document]
+        text: str = self.own.decode(shown, skip_special_tokens=True)
+        return text
 
     def encode_pieces(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
         """Ids of each piece; bytes that are not UTF-8 are replaced."""
@@ -125,81 +131,49 @@ class _OfALibrary:
         for piece, ids in zip(chunk, found, strict=True):
             yield np.asarray(ids, dtype=dtype), piece.ends
 
-
-class FileTokenizer(_OfALibrary):
-    """A ``tokenizers`` JSON file. The end of a document is a usual end token of the file
-    (``<|endoftext|>``, ``</s>``, ...), else one more id after the file's last.
-
-    Raises:
-        MissingDependencyError: ``tokenizers`` is not installed.
-        ConfigError: the file is missing or is not a tokenizer.
-    """
-
-    def __init__(self, path: str) -> None:
-        tokenizers = required("tokenizers", f"data.tokenizer = {path!r}")
-        if not os.path.isfile(path):
-            raise ConfigError(f"data.tokenizer: there is no file {path!r}")
-        with _tokenizer_errors(path, "is not a tokenizer"):
-            self._own = tokenizers.Tokenizer.from_file(path)
-        known = (self._own.token_to_id(name) for name in _END_OF_DOCUMENT_NAMES)
-        end = next((i for i in known if i is not None), None)
-        super().__init__(path, self._own.get_vocab(with_added_tokens=True), end)
-
-    def _ids(self, texts: list[str]) -> Iterable[Sequence[int]]:
-        return (found.ids for found in self._own.encode_batch(texts, add_special_tokens=False))
-
-    def _text(self, ids: list[int]) -> str:
-        text: str = self._own.decode(ids, skip_special_tokens=True)
-        return text
-
     def fingerprint(self) -> str:
-        """Digest of the file."""
-        return hashlib.blake2b(Path(self.path).read_bytes(), digest_size=16).hexdigest()
-
-
-class FolderTokenizer(_OfALibrary):
-    """A folder from which ``transformers`` loads a tokenizer; it may have a chat template. The end
-    of a document is the tokenizer's end of sequence, else one more id after its last. Code in the
-    folder is not executed.
-
-    Attributes:
-        transformers: the tokenizer object of transformers.
-
-    Raises:
-        MissingDependencyError: ``transformers`` is not installed.
-        ConfigError: the folder holds no tokenizer.
-    """
-
-    def __init__(self, path: str) -> None:
-        library = required("transformers", f"data.tokenizer = {path!r}, a folder,")
-        with _tokenizer_errors(path, "is not a tokenizer's folder"):
-            self.transformers = library.AutoTokenizer.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False
-            )
-            ids = self.transformers.get_vocab()
-        super().__init__(path, ids, self.transformers.eos_token_id)
-
-    def _ids(self, texts: list[str]) -> Iterable[Sequence[int]]:
-        ids: list[list[int]] = self.transformers(
-            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-        )["input_ids"]
-        return ids
-
-    def _text(self, ids: list[int]) -> str:
-        text: str = self.transformers.decode(ids, skip_special_tokens=True)
-        return text
-
-    def fingerprint(self) -> str:
-        """Digest of the files from which transformers reads a tokenizer."""
+        """Digest of the file, or of the files from which transformers reads a tokenizer."""
+        path = Path(self.path)
+        if not self.is_folder:
+            return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
         digest = hashlib.blake2b(digest_size=16)
-        folder = Path(self.path)
-        for file in tokenizer_files(folder):
-            digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode())
+        for file in tokenizer_files(path):
+            digest.update(f"{file.relative_to(path)}\0{file.stat().st_size}\0".encode())
             digest.update(file.read_bytes())
         return digest.hexdigest()
 
 
-Tokenizer = ByteTokenizer | FileTokenizer | FolderTokenizer
+Tokenizer = ByteTokenizer | LibraryTokenizer
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Load ``"bytes"``, a file of ``tokenizers`` or a folder of ``transformers``.
+
+    A document ends with a usual end token of a file (``<|endoftext|>``, ``</s>``, ...), or with a
+    folder's end of sequence. Code in a folder is not executed.
+
+    Raises:
+        MissingDependencyError: the library is not installed.
+        ConfigError: there is no such file, or it holds no tokenizer.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    if os.path.isdir(name):
+        library = required("transformers", f"data.tokenizer = {name!r}, a folder,")
+        with _tokenizer_errors(name, "is not a tokenizer's folder"):
+            own = library.AutoTokenizer.from_pretrained(
+                name, local_files_only=True, trust_remote_code=False
+            )
+            return LibraryTokenizer(name, own, own.get_vocab(), own.eos_token_id)
+    library = required("tokenizers", f"data.tokenizer = {name!r}")
+    if not os.path.isfile(name):
+        raise ConfigError(f"data.tokenizer: there is no file {name!r}")
+    with _tokenizer_errors(name, "is not a tokenizer"):
+        own = library.Tokenizer.from_file(name)
+        known = (own.token_to_id(name) for name in _END_OF_DOCUMENT_NAMES)
+        end = next((i for i in known if i is not None), None)
+        return LibraryTokenizer(name, own, own.get_vocab(with_added_tokens=True), end)
+
 
 BYTES_END = "<|endoftext|>"
 """The name of id 256 in :func:`byte_tokenizer_files`."""
@@ -242,13 +216,6 @@ def tokenizer_files(folder: Path) -> list[Path]:
     """The files of a folder from which transformers reads a tokenizer."""
     found = {file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)}
     return sorted(file for file in found if file.is_file())
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    """Load ``"bytes"``, a ``tokenizers`` file or a folder; raises as the classes above."""
-    if name == "bytes":
-        return ByteTokenizer()
-    return FolderTokenizer(name) if os.path.isdir(name) else FileTokenizer(name)
 
 
 def smallest_dtype(vocab_size: int) -> Any:
