@@ -5,7 +5,7 @@ Also an optimizer's class, with its arguments.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import re
 from collections.abc import Callable
 from typing import Any
@@ -41,12 +41,9 @@ def resolve(given: Callable[..., Any] | str, key: str) -> Callable[..., Any]:
     """
     if not isinstance(given, str):
         return given
-    module, _, name = given.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+        found = pkgutil.resolve_name(given)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{key} = {given!r}: there is no such function ({error})") from error
     if not callable(found):
         raise ConfigError(f"{key} = {given!r} is a {type(found).__name__}, not a function")
