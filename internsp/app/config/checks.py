@@ -90,14 +90,6 @@ def _unused(config: Config) -> Iterator[Problem]:
             yield Problem((name,), f"of no effect here: it needs {what}")
 
 
-def _documents_unused(given: DocumentsConfig, prefix: str) -> Iterator[tuple[str, str]]:
-    """(key, mistake) for names of columns that are not read."""
-    for key, format_ in {"text_field": "text", "messages_field": "chat"}.items():
-        if given.asks(key) and not (given.source in ROWS and given.format == format_):
-            needs = f'{prefix}source = "jsonl", "parquet" or "datasets", and {prefix}format = '
-            yield key, f'of no effect here: it needs {needs}"{format_}"'
-
-
 def machine(config: Config, world_size: int) -> Iterator[Problem]:
     """Mistakes for ``world_size`` ranks, or with the files on this machine."""
     yield from _degrees(config, world_size)
@@ -212,11 +204,8 @@ def _data(config: Config) -> Iterator[Problem]:
                 text = "unused with data.mixture, whose tables have it; leave it out"
                 yield Problem((f"data.{key}", "data.mixture"), text)
     else:
-        for key, text in _documents_mistakes(data, "data.", data.tokenizer):
-            lead = (f"data.{key}", "data.source" if key != "format" else "data.tokenizer")
-            yield Problem(tuple(dict.fromkeys(lead)), text)
-        for key, text in _documents_unused(data, "data."):
-            yield Problem((f"data.{key}", "data.source", "data.format"), text)
+        for keys, text in _documents(data, "data.", data.tokenizer):
+            yield Problem(tuple(f"data.{key}" for key in keys), text)
     yield from _tables(data)
     if data.tokenizer == "bytes" and config.model.vocab_size < 257:
         text = f"bytes need 257 ids (256 and the end of a document), got {config.model.vocab_size}"
@@ -234,31 +223,36 @@ def _tables(data: DataConfig) -> Iterator[Problem]:
         ("evaluation", data.evaluation, [text.name for text in data.evaluation]),
     ):
         for at, (given, name) in enumerate(zip(tables, names, strict=True)):
-            found = [*_documents_mistakes(given, "", data.tokenizer), *_documents_unused(given, "")]
+            found = [*_documents(given, "", data.tokenizer)]
             if name in names[:at]:
-                found.append(
-                    ("name", f"another is called {name!r}, too: give it a name of its own")
-                )
-            for key, text in found:
-                yield Problem((f"data.{kind}",), f"table {at + 1}: {key}: {text}")
+                text = f"another is called {name!r}, too: give it a name of its own"
+                found.append((("name",), text))
+            for keys, text in found:
+                yield Problem((f"data.{kind}",), f"table {at + 1}: {keys[0]}: {text}")
 
 
-def _documents_mistakes(
+def _documents(
     given: DocumentsConfig, prefix: str, tokenizer: str
-) -> Iterator[tuple[str, str]]:
-    """(key, mistake) for where documents come from."""
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(keys, mistake) for where documents come from, and names of columns that are not read."""
     if given.source == "stdlib" and given.paths:
         text = f'unused with {prefix}source = "stdlib"; set {prefix}source to "text", "jsonl", '
-        yield "paths", f'{text}"parquet", "datasets" or "tokens"'
+        yield ("paths", "source"), f'{text}"parquet", "datasets" or "tokens"'
     if given.source != "stdlib" and not given.paths:
-        yield "paths", f'{prefix}source = "{given.source}" needs at least one file or folder'
+        text = f'{prefix}source = "{given.source}" needs at least one file or folder'
+        yield ("paths", "source"), text
     if given.format != "text":
         if given.source not in ROWS:
             text = f'"{given.format}" needs rows: set {prefix}source to "jsonl", "parquet" or '
-            yield "format", f'{text}"datasets"'
+            yield ("format", "tokenizer"), f'{text}"datasets"'
         if tokenizer == "bytes":
             text = f'"{given.format}" needs the chat template of a tokenizer: set data.tokenizer '
-            yield "format", f"{text}to a folder that transformers reads"
+            yield ("format", "tokenizer"), f"{text}to a folder that transformers reads"
+    for key, format_ in {"text_field": "text", "messages_field": "chat"}.items():
+        if given.asks(key) and not (given.source in ROWS and given.format == format_):
+            needs = f'{prefix}source = "jsonl", "parquet" or "datasets", and {prefix}format = '
+            text = f'of no effect here: it needs {needs}"{format_}"'
+            yield (key, "source", "format"), text
 
 
 def _evaluation(config: Config) -> Iterator[Problem]:
