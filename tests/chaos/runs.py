@@ -142,7 +142,7 @@ class Runs:
             output = self._folder / f"reference{ranks}-{weight}"
             chaos.plan_of(output).write_text(json.dumps({"faults": []}))
             config = settings(ranks, parallel={"weight": weight})
-            assert start(chaos.run, config, output, ["internsp.app.train.run"]) == 0
+            assert start(chaos.run, config, output) == 0
             self._references[ranks, weight] = {
                 "path": output / "checkpoints" / f"step-{STEPS:06d}",
                 "losses": [row.loss for row in read_metrics(output / "metrics.jsonl")],
@@ -218,7 +218,7 @@ class Runs:
         said, status = "", 0
         try:
             config = settings(ranks, parallel={"weight": min(ranks, self._weight)})
-            status = start(chaos.run, config, output, ["internsp.app.train.run"])
+            status = start(chaos.run, config, output)
         except InternspError as error:
             said = str(error)
         finally:

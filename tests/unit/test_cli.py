@@ -43,7 +43,7 @@ def started(monkeypatch):
     """Calls of the launcher, which starts nothing here."""
     calls: list[tuple[Config, Path]] = []
 
-    def fake(run, config, output, preload):
+    def fake(run, config, output):
         calls.append((config, output))
         return 0
 

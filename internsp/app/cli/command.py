@@ -120,9 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     size = devices or around.world_size
     if getattr(command, "search", False):  # the file's degrees are not those that are searched
         size = None
-    config, problems = read_config(
-        command.config, _with_unknown(given, unknown), world_size=size
-    )
+    config, problems = read_config(command.config, _with_unknown(given, unknown), world_size=size)
     problems = [*around.problems, *problems, *_stray(command, unknown)]
     if config is None or problems:
         if around.reports:
@@ -189,8 +187,9 @@ def _train(config: Config, output: Path, rank: int | None) -> int:
     if rank is None:
         check_before_start(config, output)
         from internsp.app.launch.launch import start
+        from internsp.app.train.run import train
 
-        return start(_run, config, output, preload=["internsp.app.train.run"])
+        return start(train, config, output)
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -200,10 +199,12 @@ def _train(config: Config, output: Path, rank: int | None) -> int:
 
     end_with_launcher()
     check_joined(config, output, rank)
+    from internsp.app.train.run import train
+
     torch.set_num_threads(computing_threads())
     with StopRequest() as stop:
         try:
-            record(_run)(config, output)
+            record(train)(config, output)
         except Exception as error:
             for number in stopped_ranks(os.getppid()):  # torchrun sees only the rank that waited
                 message = f"rank {number} is stopped (SIGSTOP or a debugger)"
@@ -233,15 +234,6 @@ def _where(output: Path, rank: int) -> str:
     again = "torchrun does so by itself (--max-restarts), or by the same command"
     text = advice(output, processes, again)
     return f"internsp:\n{text}" if text else ""
-
-
-def _run(config: Config, output: Path) -> None:
-    """Run one rank of a training; imported late, so that mistakes are reported without torch."""
-    from internsp.app.launch.preflight import errors_in_words
-    from internsp.app.train.run import train
-
-    with errors_in_words():
-        train(config, output)
 
 
 def _unknown_command(words: Sequence[str]) -> str | None:
@@ -277,8 +269,7 @@ def _parse(words: list[str]) -> tuple[Any, list[str]]:
 def _with_sections(command: type) -> Any:
     """``command`` with one more field for each section: a dict of the given options, as text."""
     fields: list[Any] = [
-        (name, _options(name), dataclasses.field(default_factory=dict))
-        for name in sections()
+        (name, _options(name), dataclasses.field(default_factory=dict)) for name in sections()
     ]
     made = dataclasses.make_dataclass(command.__name__, fields, bases=(command,), frozen=True)
     made.__doc__ = command.__doc__

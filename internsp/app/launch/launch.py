@@ -14,14 +14,12 @@ import math
 import multiprocessing
 import multiprocessing.util
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -37,7 +35,7 @@ from internsp.app.process.lifetime import (
     is_stopped,
 )
 from internsp.app.process.rank_log import last_seen, log_path
-from internsp.app.process.stop import SAVE, StopRequest, catch, restore, status_of
+from internsp.app.process.stop import SAVE, StopRequest, status_of
 from internsp.errors import ConfigError
 
 GRACE_SECONDS = 60.0
@@ -49,14 +47,13 @@ _LOOK_SECONDS = 0.25
 Run = Callable[[Config, Path], None]
 
 
-def start(run: Run, config: Config, output: Path, preload: Sequence[str] = ()) -> int:
+def start(run: Run, config: Config, output: Path) -> int:
     """Run ``run(config, output)`` in ``launch.processes`` local processes; blocks until all end.
 
     SIGUSR1 is forwarded to rank 0: the run saves and continues.
 
     Args:
-        run: a function at the top level of a module (it is pickled by name).
-        preload: modules that ``run`` imports late; the fork server imports them once.
+        run: a function at the top level of a module, which the fork server imports once.
 
     Returns:
         0, also after SIGTERM; 130 after Ctrl-C, 129 after SIGHUP; once every rank has stopped.
@@ -64,9 +61,9 @@ def start(run: Run, config: Config, output: Path, preload: Sequence[str] = ()) -
     Raises:
         ChildError: a rank failed, or did not stop when requested; all ranks have ended.
     """
-    modules = ["internsp.app.launch.fork_server", "torch", __name__, run.__module__, *preload]
+    modules = ["internsp.app.launch.fork_server", "torch", __name__, run.__module__]
     multiprocessing.set_forkserver_preload(modules)
-    with _Signals() as signals, _environment():
+    with StopRequest() as signals, _environment():
         # The ranks' store is in this process, as under torchrun: it outlives any rank that fails.
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         ranks: list[_Rank] = []
@@ -196,7 +193,7 @@ def advice(output: Path, processes: Mapping[int, int], again: str) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-def _supervise(ranks: list[_Rank], signals: _Signals) -> int:
+def _supervise(ranks: list[_Rank], signals: StopRequest) -> int:
     """Wait until all ranks have ended or must be killed; returns the stop signal, or 0."""
     failed_at = asked_at = math.inf
     saves = 0  # save requests sent to rank 0
@@ -239,36 +236,6 @@ def _rank_main(
             pipe.send(Failure.of(error))
             raise SystemExit(1) from None
     pipe.send(stop.number)
-
-
-class _Signals:
-    """Signals that the launcher received: the first stop signal stops the run, the second kills it.
-
-    Attributes:
-        number: the first stop signal; 0 if none.
-        insisted: whether there was a second stop signal.
-        saves: number of save requests.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.insisted = False
-        self.saves = 0
-
-    def __enter__(self) -> _Signals:
-        main = threading.current_thread() is threading.main_thread()
-        self._before = catch(self._on_signal) if main else {}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        restore(self._before)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == SAVE:
-            self.saves += 1
-            return
-        self.insisted = bool(self.number)
-        self.number = self.number or number
 
 
 @contextmanager

@@ -30,18 +30,20 @@ class StopRequest:
 
     Attributes:
         number: the first stop signal that this rank, or another one, got; 0 if none.
+        insisted: whether this process got a second stop signal; the launcher then kills its ranks.
         saves: number of save requests that this rank got.
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = self.insisted = False
         self.number = 0
         self.saves = 0
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._previous = catch(self._on_signal)
+            wanted = [s for s in (*SIGNALS, SAVE) if signal.getsignal(s) is not signal.SIG_IGN]
+            self._previous = {number: signal.signal(number, self._on_signal) for number in wanted}
             for outer in self._outer():
                 self._merge(outer)
         return self
@@ -54,7 +56,8 @@ class StopRequest:
     ) -> None:
         for outer in self._outer():
             outer._merge(self)
-        restore(self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
         self._previous = {}
 
     def request(self, number: int) -> None:
@@ -66,6 +69,7 @@ class StopRequest:
         if number == SAVE:
             self.saves += 1
         else:
+            self.insisted = bool(self.number)
             self.request(number)
 
     def _merge(self, other: StopRequest) -> None:
@@ -76,18 +80,6 @@ class StopRequest:
     def _outer(self) -> list[StopRequest]:
         owners = [getattr(handler, "__self__", None) for handler in self._previous.values()]
         return [owner for owner in owners if isinstance(owner, StopRequest)]
-
-
-def catch(handler: Any) -> dict[signal.Signals, Any]:
-    """Handle ``SIGNALS`` and ``SAVE``, if not ignored, by ``handler``; returns the old handlers."""
-    wanted = [s for s in (*SIGNALS, SAVE) if signal.getsignal(s) is not signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in wanted}
-
-
-def restore(before: dict[signal.Signals, Any]) -> None:
-    """Restore the handlers that :func:`catch` returned."""
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def status_of(number: int) -> int:

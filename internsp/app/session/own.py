@@ -1,7 +1,4 @@
-"""A program's own model, loss, data and optimizer in place of the configured ones.
-
-Also the interface through which a run reports its progress to the program (:class:`Listener`).
-"""
+"""A program's own model, loss, data and optimizer in place of the configured ones."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +16,6 @@ from torch import Tensor, nn
 
 from internsp.app.config import Config
 from internsp.app.data.batches import Batch
-from internsp.app.report.metrics import StepMetrics
 from internsp.errors import ConfigError
 from internsp.failure.objects import Objects
 from internsp.mesh import ParallelMesh
@@ -223,19 +218,3 @@ class CustomData:
                     f"Trainer: data gives ranks {other} and {rank} other rows, but both compute "
                     "parts of the same sequences: choose them by mesh.data_rank, not by the rank"
                 )
-
-
-class Listener:
-    """Base class whose methods a run calls on every rank; here they do nothing."""
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Called after a step, when its row of metrics is written."""
-
-    def evaluation(self, metrics: StepMetrics) -> None:
-        """Called after an evaluation, before :meth:`step` is called with the same metrics."""
-
-    def checkpoint(self, path: Path) -> None:
-        """Called when a checkpoint is complete."""
-
-    def end(self) -> None:
-        """Called at the end of the run; on rank 0 the report is written by then."""

@@ -13,7 +13,7 @@ from internsp.app.checkpoint.saver import Saver
 from internsp.app.process.modes import Profile
 from internsp.app.process.stop import SAVE, StopRequest, name_of
 from internsp.app.report.metrics import StepMetrics
-from internsp.app.session.own import CustomData, Listener
+from internsp.app.session.own import CustomData
 from internsp.app.session.session import Session
 from internsp.app.train.output import Output
 from internsp.app.train.page import gather_timelines, write_page
@@ -147,7 +147,7 @@ class Loop:
         due = (train.eval_every, self.config.checkpoint.every, train.compare_replicas_every)
         return (
             self.runner.late
-            and type(self.output.listener) is Listener  # a program's own looks at each step
+            and self.output.program is None  # one looks at each step
             and not isinstance(self.session.source, CustomData)
             and not (train.stop_after_tokens or self.session.trace.enabled)
             and not any(every and number % every == 0 for every in due)
@@ -289,7 +289,7 @@ class Loop:
         if message:
             self.output.note(message)
         if path is not None:
-            self.output.listener.checkpoint(path)
+            self.output.tell("on_checkpoint", path)
         return path
 
     def _page_notes(self) -> list[str]:

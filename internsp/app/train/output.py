@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from internsp.app.process.rank_log import RankLog
 from internsp.app.report.display import Display
 from internsp.app.report.metrics import MetricsWriter, StepMetrics, read_metrics
 from internsp.app.report.writers import Writers
-from internsp.app.session.own import Listener
 from internsp.app.session.session import Session
 from internsp.app.train.alerts import Alerts, SlowRanks, Spikes
 from internsp.failure.objects import Objects
 
 
 class Output:
-    """The output of one rank. Every rank has a log and a listener; the rest is rank 0's.
+    """The output of one rank. Every rank has a log and tells its program; the rest is rank 0's.
 
     Args:
         folder: folder of the run.
         run: id of the run.
+        program: called with the name of a method of :class:`Callback` and its arguments but the
+            first; ``None``: no program looks at the run.
     """
 
     def __init__(
@@ -30,10 +32,10 @@ class Output:
         folder: Path,
         run: str,
         log: RankLog,
-        listener: Listener,
+        program: Callable[..., Any] | None,
         alerts: Alerts,
     ) -> None:
-        self.log, self.listener, self._alerts = log, listener, alerts
+        self.log, self.program, self._alerts = log, program, alerts
         self._session, self._folder, self._run = session, folder, run
         self._display: Display | None = None
         self._metrics: MetricsWriter | None = None
@@ -93,7 +95,7 @@ class Output:
             for name, loss in metrics.evaluated.items()
         )
         self.note(f"step {metrics.step}: {shown}")
-        self.listener.evaluation(metrics)
+        self.tell("on_evaluation", metrics)
 
     def keep(self, metrics: StepMetrics | None) -> None:
         """Write the row of a step, if there is one, that :meth:`step` will write with more."""
@@ -115,7 +117,12 @@ class Output:
             self._warn("spike", self._spikes.check(metrics))
         if self._session.config.report.alert is not None:
             self._warn("slow", self._slow.check(metrics))
-        self.listener.step(metrics)
+        self.tell("on_step", metrics)
+
+    def tell(self, event: str, *given: Any) -> None:
+        """Tell the program of an event, if there is one."""
+        if self.program is not None:
+            self.program(event, *given)
 
     def _warn(self, kind: str, text: str) -> None:
         if text:
@@ -124,7 +131,7 @@ class Output:
 
     def end(self, sample: str, checkpoint: Path | None, interrupted: bool) -> None:
         """Finish a run that did not fail, and print its summary."""
-        self.listener.end()
+        self.tell("on_end")
         files: dict[str, Path | str] = {
             "config": self._folder / "config.toml",
             "metrics": self._folder / "metrics.jsonl",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -13,10 +14,10 @@ from internsp.app.checkpoint import checkpoint
 from internsp.app.checkpoint.folder import has_checkpoint
 from internsp.app.checkpoint.saver import Saver
 from internsp.app.config import Config
+from internsp.app.launch.preflight import errors_in_words
 from internsp.app.process.modes import deterministic
 from internsp.app.process.rank_log import RankLog
 from internsp.app.process.stop import StopRequest
-from internsp.app.session.own import Listener
 from internsp.app.session.session import Session
 from internsp.app.train.alerts import Alerts
 from internsp.app.train.loop import Loop
@@ -40,18 +41,28 @@ def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> 
     Raises:
         ConfigError: on every rank: another process uses ``output``, or the checkpoint to resume
             from is damaged or has other settings.
+        MachineError: the machine lacks memory, or room for a file.
     """
     ours = not dist.is_initialized()
     try:
-        with StopRequest() as stop:
-            run_session(Session.create(config, hooks), output, stop, Listener())
+        with errors_in_words(), StopRequest() as stop:
+            run_session(Session.create(config, hooks), output, stop)
     finally:
         if ours and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def run_session(session: Session, output: Path, stop: StopRequest, listener: Listener) -> None:
-    """As :func:`train`, with an existing session; does not destroy the process group."""
+def run_session(
+    session: Session,
+    output: Path,
+    stop: StopRequest,
+    program: Callable[..., Any] | None = None,
+) -> None:
+    """As :func:`train`, with an existing session; does not destroy the process group.
+
+    Args:
+        program: see :class:`Output`.
+    """
     config, main = session.config, session.mesh.rank == 0
     with claimed(output, main) as folder, _alerts(config, main) as alerts:
         source = _source(config, folder.path)
@@ -59,7 +70,7 @@ def run_session(session: Session, output: Path, stop: StopRequest, listener: Lis
         folder.begin(resumed)
         with _log(session, folder.path) as log, deterministic(config.train.deterministic):
             saver = Saver(session, folder.path / "checkpoints", folder.run)
-            shown = Output(session, folder.path, folder.run, log, listener, alerts)
+            shown = Output(session, folder.path, folder.run, log, program, alerts)
             Loop(session, folder, resumed, stop, saver, shown).run()
 
 

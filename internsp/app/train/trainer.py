@@ -19,10 +19,9 @@ from internsp.app.launch.preflight import check_before_start, check_joined, erro
 from internsp.app.process.environment import launched
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import StepMetrics
-from internsp.app.session.own import Custom, Data, Listener, Loss
+from internsp.app.session.own import Custom, Data, Loss
 from internsp.app.session.session import Session
-from internsp.app.train.run import run_session
-from internsp.app.train.run import train as run_here
+from internsp.app.train import run
 from internsp.base import accelerator
 from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
@@ -157,7 +156,7 @@ class Trainer:
             raise ConfigError("Trainer: a run is trained once; make another Trainer to go on")
         self._trained = True
         with errors_in_words(), StopRequest() as self._stop:
-            run_session(self._session, self.output, self._stop, _CallbackListener(self))
+            run.run_session(self._session, self.output, self._stop, self._tell)
         return self.output
 
     def stop(self) -> None:
@@ -167,6 +166,13 @@ class Trainer:
         """
         if self._stop is not None:
             self._stop.requested = True
+
+    def _tell(self, event: str, *given: Any) -> None:
+        """Call the method ``event`` of each callback."""
+        if event == "on_step":
+            self.step = given[0].step
+        for callback in self._callbacks:
+            getattr(callback, event)(self, *given)
 
     def close(self) -> None:
         """Destroy the process group, if it was created here; the model cannot run afterwards."""
@@ -205,21 +211,15 @@ def train(config: Given, *, output: str | Path | None = None) -> Path:
     folder = _output(made, output)
     if rank is None:
         check_before_start(made, folder)
-        status = start(one_rank, made, folder, preload=["internsp.app.train.run"])
+        status = start(run.train, made, folder)
     else:
         check_joined(made, folder, rank)
         with StopRequest() as stop:
-            one_rank(made, folder)
+            run.train(made, folder)
         status = 128 + stop.number if stop.number else 0
     if status:
         raise KeyboardInterrupt if status == 130 else SystemExit(status)
     return folder
-
-
-def one_rank(config: Config, output: Path) -> None:
-    """Run one rank of a training, in a process that a launcher started."""
-    with errors_in_words():
-        run_here(config, output)
 
 
 def configuration(given: Given, world_size: int | None) -> Config:
@@ -260,27 +260,3 @@ def _init_single_process(config: Config) -> None:
 
 def _output(config: Config, output: str | Path | None) -> Path:
     return Path("runs") / config.train.name if output is None else Path(output)
-
-
-class _CallbackListener(Listener):
-    """Forwards the events of a run to the callbacks."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def step(self, metrics: StepMetrics) -> None:
-        self._trainer.step = metrics.step
-        for callback in self._trainer._callbacks:
-            callback.on_step(self._trainer, metrics)
-
-    def evaluation(self, metrics: StepMetrics) -> None:
-        for callback in self._trainer._callbacks:
-            callback.on_evaluation(self._trainer, metrics)
-
-    def checkpoint(self, path: Path) -> None:
-        for callback in self._trainer._callbacks:
-            callback.on_checkpoint(self._trainer, path)
-
-    def end(self) -> None:
-        for callback in self._trainer._callbacks:
-            callback.on_end(self._trainer)
