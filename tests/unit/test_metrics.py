@@ -24,7 +24,7 @@ from tests.support.metrics import step
 
 
 def test_rows_read_back_equal_and_are_on_disk_before_the_writer_closes(tmp_path):
-    rows = [step(1), step(2, eval_loss=2.25), step(3, comm_seconds=0.2)]
+    rows = [step(1), step(2, eval_loss=2.25), step(3, mfu=0.2)]
     with closing(MetricsWriter(tmp_path / "deep" / "metrics.jsonl")) as writer:
         for row in rows:
             writer.write(row)
@@ -107,11 +107,10 @@ def test_keys_of_later_versions_are_ignored_and_stay_in_the_file(tmp_path):
 
 
 def test_shares_of_exposed_communication_are_fractions_of_what_they_say():
-    row = step(1, comm_seconds=0.2)
-    assert row.exposed_step_share == pytest.approx(0.1)
-    assert row.exposed_comm_share == pytest.approx(0.25)
-    assert step(1).exposed_comm_share is None
-    assert step(1, comm_seconds=0.0, step_seconds=0.0).exposed_comm_share == 0.0
+    assert step(1).exposed_step_share == pytest.approx(0.1)
+    assert step(1, exposed_comm_seconds=None).exposed_step_share is None
+    assert step(1, step_seconds=0.0).exposed_step_share == 0.0
+    assert step(1).stage_wait_share is None
 
 
 def test_plain_lines_come_at_first_every_nth_evaluated_and_last_step():
@@ -208,16 +207,16 @@ def test_a_terminal_gets_the_lines_above_a_bar(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     display = Display(2, title="demo", stream=stream, environ={})
-    display.update(step(1, loss=3.25, comm_seconds=0.2))
+    display.update(step(1, loss=3.25))
     display.note("a note")
-    display.update(step(2, loss=1.125, comm_seconds=0.2, eval_loss=1.5))
+    display.update(step(2, loss=1.125, eval_loss=1.5))
     display.finish(files={"report": "report.html"})
     display.close()
     text = stream.getvalue()
     assert "demo 2/2 ━" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     assert "a note" in text
     last, summary = text.split("step 2/2")[-1].split("finished after 2/2 steps")
-    for shown in ("1.1250", "1.5000", "3.00e-04", "0.75", "2,000", "25%", "left 0:00"):
+    for shown in ("1.1250", "1.5000", "3.00e-04", "0.75", "2,000", "10% of step", "left 0:00"):
         assert shown in last
     assert "\x1b[?25h" in last  # the cursor is back before the summary
     assert "report  report.html" in summary

@@ -189,8 +189,6 @@ def figures(metrics: StepMetrics) -> dict[str, str]:
     cells["tokens/s"] = f"{metrics.tokens_per_second:,.0f}"
     if metrics.exposed_step_share is not None:
         cells["exposed"] = f"{metrics.exposed_step_share:.0%} of step"
-    if metrics.exposed_comm_share is not None:
-        cells["exposed"] = f"{metrics.exposed_comm_share:.0%}"
     if metrics.stage_wait_share is not None:
         cells["other stages"] = f"{metrics.stage_wait_share:.0%} of step"
     return cells

@@ -52,9 +52,6 @@ class StepMetrics(BaseModel):
     """Held-out loss, nats per valid token, if an evaluation followed the step."""
     eval_losses: dict[str, float] | None = None
     """Loss of each text of ``data.evaluation``, by name."""
-    comm_seconds: float | None = None
-    """Time in which communication was in flight, hidden or exposed, if measured (see
-    :func:`internsp.app.report.timeline.step_times`)."""
     stage_wait_seconds: float | None = None
     """Time in which this rank of a pipeline had no pass to run."""
     skipped_steps: int | None = None
@@ -91,23 +88,17 @@ class StepMetrics(BaseModel):
     @property
     def exposed_step_share(self) -> float | None:
         """Exposed communication as a fraction of the step (0 for one of no time), if measured."""
-        if self.exposed_comm_seconds is None:
-            return None
-        return self.exposed_comm_seconds / self.step_seconds if self.step_seconds > 0 else 0.0
+        return self._share(self.exposed_comm_seconds)
 
     @property
     def stage_wait_share(self) -> float | None:
         """Waiting for other stages as a fraction of the step; ``None`` without a pipeline."""
-        if self.stage_wait_seconds is None:
-            return None
-        return self.stage_wait_seconds / self.step_seconds if self.step_seconds > 0 else 0.0
+        return self._share(self.stage_wait_seconds)
 
-    @property
-    def exposed_comm_share(self) -> float | None:
-        """Exposed communication as a fraction of all communication, where that was measured."""
-        if self.comm_seconds is None or self.exposed_comm_seconds is None:
+    def _share(self, seconds: float | None) -> float | None:
+        if seconds is None:
             return None
-        return self.exposed_comm_seconds / self.comm_seconds if self.comm_seconds > 0 else 0.0
+        return seconds / self.step_seconds if self.step_seconds > 0 else 0.0
 
 
 def named(row: StepMetrics) -> dict[str, float]:
