@@ -1,4 +1,4 @@
-"""One GPU: overhead, an EMULATED link, streams with random delays, ranks, whole runs.
+"""One GPU: overhead, an EMULATED link, streams with random delays, whole runs.
 
 One device is enough. On a GPU the defaults are blocks of a 7B model in bf16; without one everything
 runs with tiny sizes on the CPU, which tests the code but says nothing about speed:
@@ -25,7 +25,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.bench.report import say, write
-from tools.gpu import emulation, overhead, ranks, report, runs
+from tools.gpu import emulation, overhead, report, runs
 from tools.gpu.device import choose, name_of
 from tools.gpu.kept import Kept
 from tools.gpu.options import Options
@@ -43,7 +43,7 @@ def run(options: Options, device: torch.device, kept: Kept) -> dict[str, Any]:
         "overhead": overhead.run, "streams": emulation.run_streams, "runs": runs.run,
     }  # fmt: skip
     whole: dict[str, Callable[[Options, torch.device], Any]] = {
-        "link": emulation.run_link, "memory": emulation.run_memory, "ranks": ranks.run,
+        "link": emulation.run_link, "memory": emulation.run_memory,
     }  # fmt: skip
     wanted = [
         p for part in options.parts for p in ((part, "memory") if part == "link" else (part,))
@@ -58,9 +58,8 @@ def run(options: Options, device: torch.device, kept: Kept) -> dict[str, Any]:
 
 
 def wrong(summary: dict[str, Any]) -> list[str]:
-    """Why streams or ranks did not train the same as one process."""
-    rows = [*summary.get("streams", []), *([summary["ranks"]] if "ranks" in summary else [])]
-    return [row["reason"] for row in rows if row["reason"] is not None]
+    """Why streams did not train the same as one process."""
+    return [row["reason"] for row in summary.get("streams", []) if row["reason"] is not None]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -50,7 +50,7 @@ def emulated(
     model, weights = emulation._model(SMALL)
     with process_group("fake", count):
         mesh = ParallelMesh.create(weight=count, device_type="cuda")
-        blocks = emulation.on_device(model, weights, CUDA)
+        blocks = emulation.fresh(model, weights, CUDA)
         link = make_link(CUDA, Pace())
         communicator = parallelize(
             blocks,

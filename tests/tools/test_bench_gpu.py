@@ -14,18 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks import start_server
 from tools import bench_gpu
 from tools.bench.model import initial_weights, repeated
-from tools.gpu import device, emulation, overhead, report, rounds, runs
+from tools.gpu import emulation, overhead, report, rounds, runs
 from tools.gpu.link import Pace, ThreadLink
-from tools.gpu.model import (
-    Trainee,
-    disagreement,
-    on_device,
-    step_flops,
-    tied,
-)
+from tools.gpu.model import Trainee, disagreement, step_flops, tied
 from tools.gpu.options import LARGE, Options
 
 CPU = torch.device("cpu")
@@ -77,7 +70,7 @@ def test_a_failed_transfer_is_told_to_whoever_waits(link: ThreadLink) -> None:
 def test_a_tied_model_keeps_equal_shards_and_sums_their_gradients() -> None:
     sizes = TINY.sizes(sequence=16, ranks=1)
     weights = {n: repeated(w, 2) if w.ndim > 1 else w for n, w in initial_weights(sizes).items()}
-    made = tied("tied", on_device(sizes, weights, CPU), sizes, CPU, 2)
+    made = tied(sizes, weights, CPU, 2)
     before = {n: p.detach().clone() for n, p in made.model.named_parameters()}
     sums: dict[str, torch.Tensor] = {}
 
@@ -130,18 +123,11 @@ def test_flops_are_those_of_the_products_and_of_causal_attention() -> None:
     assert step_flops(options.sizes(sequence=128), weights) == 6 * 200 * 128 + 6 * 4096 * 128 * 128
 
 
-def test_peaks_are_found_by_name_and_unknown_devices_have_none() -> None:
-    assert device.known_peak("NVIDIA H100 80GB HBM3") == 989e12
-    assert device.known_peak("NVIDIA H100 PCIe") == 756e12
-    assert device.known_peak("CPU") is None
-    assert device.matmul_peak(CPU, 32) > 0
-
-
 def test_settings_that_do_not_fit_are_refused_by_name() -> None:
     for change, words in (
         ({"hidden": 66, "heads": 4}, "not a multiple of --heads"),
         ({"emulated_ranks": 3}, "not a multiple of --emulated-ranks"),
-        ({"ranks": 1}, "--ranks must be at least 2"),
+        ({"emulated_ranks": 1}, "--emulated-ranks must be at least 2"),
         ({"warm_up": 0}, "--warm-up must be at least 1"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -185,12 +171,11 @@ def test_the_emulated_link_hides_what_it_can_and_the_pool_says_its_bytes() -> No
 def test_all_parts_run_and_the_page_gets_them_between_its_marks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start_server()  # the tests' server, before the benchmark starts one
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- gpu -->\nold\n<!-- /gpu -->\nafter\n")
     arguments = [
         "--device", "cpu", "--layers", "2", "--sequences", "16", "--rounds", "1", "--steps", "1",
-        "--warm-up", "1", "--parts", "overhead", "ranks", "--json", str(tmp_path / "gpu.json"),
+        "--warm-up", "1", "--parts", "overhead", "--json", str(tmp_path / "gpu.json"),
         "--markdown", str(page),
     ]  # fmt: skip
     assert bench_gpu.main(arguments) == 0
@@ -202,7 +187,6 @@ def test_all_parts_run_and_the_page_gets_them_between_its_marks(
     assert set(row["variants"]) == {"plain", "internsp", "FSDP2"}
     plain, ours = (row["variants"][name]["losses"] for name in ("plain", "internsp"))
     assert len(plain) == len(ours) == 2
-    assert summary["ranks"]["reason"] is None
     text = page.read_text()
     assert text.startswith("before\n<!-- gpu -->\n```\npython -m tools.bench_gpu --device cpu")
     assert text.endswith("<!-- /gpu -->\nafter\n")

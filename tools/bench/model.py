@@ -39,7 +39,7 @@ def model_config(sizes: Sizes) -> ModelConfig:
 class Blocks(nn.Module):
     """``layers`` Llama blocks; returns the summed squared distance of their output to a target."""
 
-    def __init__(self, sizes: Sizes, device: str = "cpu") -> None:
+    def __init__(self, sizes: Sizes, device: str | torch.device = "cpu") -> None:
         super().__init__()
         config = model_config(sizes)
         zoo = Llama(config, device=device, dtype=DTYPE)
@@ -71,7 +71,9 @@ def initial_weights(sizes: Sizes) -> dict[str, Tensor]:
     return weights
 
 
-def fresh(sizes: Sizes, weights: Mapping[str, Tensor], device: str = "cpu") -> Blocks:
+def fresh(
+    sizes: Sizes, weights: Mapping[str, Tensor], device: str | torch.device = "cpu"
+) -> Blocks:
     """A model with a copy of the initial weights."""
     model = Blocks(sizes, device)
     with torch.no_grad():

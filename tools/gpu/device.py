@@ -8,18 +8,6 @@ from typing import Any
 
 import torch
 
-# Dense bf16 peak in FLOP/s, from data sheets; the first name contained in the device's name counts.
-PEAKS = {
-    "B200": 2.25e15,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-}
-
 
 def choose(wanted: str) -> torch.device:
     """The device for ``auto``, ``cuda`` or ``cpu``.
@@ -42,14 +30,9 @@ def name_of(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} threads: a rehearsal, no figure of it means anything"
 
 
-def known_peak(name: str) -> float | None:
-    """The device's entry of :data:`PEAKS`, in FLOP/s."""
-    return next((peak for key, peak in PEAKS.items() if key in name), None)
-
-
-def matmul_peak(device: torch.device, size: int | None = None) -> float:
+def matmul_peak(device: torch.device) -> float:
     """FLOP/s measured for a square bf16 matrix product."""
-    n = size or (8192 if device.type == "cuda" else 256)
+    n = 8192 if device.type == "cuda" else 256
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     times = [timed(device, lambda: a @ b) for _ in range(10)]
     return 2 * n**3 / min(times[2:])

@@ -15,22 +15,16 @@ from internsp import ISPCommunicator, ParallelMesh, WeightParallelConfig, parall
 from internsp.config import ActivationCheckpointConfig
 from internsp.schedule.simulate import simulate
 from tools.bench.bounds import MBIT, Line, play, shares
-from tools.bench.model import initial_weights, process_group, repeated
+from tools.bench.model import fresh, initial_weights, process_group, repeated
 from tools.bench.options import Sizes
 from tools.gpu import rounds
 from tools.gpu.device import allocated, peak_of
 from tools.gpu.kept import NOTHING, Kept
 from tools.gpu.link import EmulatedCollectives, Link, Pace, make_link
-from tools.gpu.model import (
-    Trainee,
-    Weights,
-    on_device,
-    tied,
-    trainee,
-)
+from tools.gpu.model import Trainee, Weights, tied, trainee
 from tools.gpu.options import Options
 
-TIED, COMPUTE = "the plain model of repeated shards", "compute only"
+COMPUTE = "compute only"
 
 # Settings that use streams differently: each must train the same as one plain process.
 STREAMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -52,7 +46,7 @@ def run_link(options: Options, device: torch.device) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         stack.enter_context(process_group("fake", ranks))
         mesh = ParallelMesh.create(weight=ranks, device_type=device.type)
-        alike = _tied(model, weights, device, ranks)
+        alike = tied(model, weights, device, ranks)
         compute = _compute(model, weights, device, ranks)
         # Compute alone first: the rates follow from it. Measured again in the rounds.
         alone = statistics.median([compute.seconds(device) for _ in range(options.warm_up + 3)][1:])
@@ -190,7 +184,7 @@ def run_streams(
     model, weights = _model(options)
     with process_group("fake", ranks):
         mesh = ParallelMesh.create(weight=ranks, device_type=device.type)
-        alike = _tied(model, weights, device, ranks)
+        alike = tied(model, weights, device, ranks)
         for _ in range(options.steps + 1):
             alike.seconds(device)
 
@@ -228,13 +222,9 @@ def _model(options: Options) -> tuple[Sizes, Weights]:
     }
 
 
-def _tied(model: Sizes, weights: Weights, device: torch.device, ranks: int) -> Trainee:
-    return tied(TIED, on_device(model, weights, device), model, device, ranks)
-
-
 def _compute(model: Sizes, weights: Weights, device: torch.device, ranks: int) -> Trainee:
     """The plain model with unsharded weights; its update is as large as that of a shard."""
-    blocks = on_device(model, weights, device)
+    blocks = fresh(model, weights, device)
     rows: list[tuple[nn.Parameter, nn.Parameter]] = []
     for parameter in blocks.parameters():
         length = len(parameter) // ranks if parameter.ndim > 1 else len(parameter)
@@ -256,7 +246,7 @@ def _ours(
     name: str, model: Sizes, weights: Weights, device: torch.device, mesh: ParallelMesh,
     link: Link, settings: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None,
 ) -> tuple[Trainee, ISPCommunicator]:  # fmt: skip
-    blocks = on_device(model, weights, device)
+    blocks = fresh(model, weights, device)
     # Norms are replicated: the norm of an emulated peer is not this rank's shard.
     common = {"min_shard_elements": model.hidden + 1, "coalesce_bytes": 0}
     communicator = parallelize(

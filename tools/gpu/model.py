@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from tools.bench.model import Blocks, batch, elements, fresh
+from tools.bench.model import batch, elements, fresh
 from tools.bench.options import Sizes
 from tools.bench.rounds import Agreement
 from tools.gpu.device import timed
 
 Weights = Mapping[str, Tensor]
+TIED = "the plain model of repeated shards"
 LOSSES, NORM = Agreement(each=2e-3, seen=0.02), 1e-2
 """Tolerance for bf16 rounding: of losses, and of the first gradient's norms (relative)."""
 
@@ -80,10 +81,9 @@ def trainee(
     sizes: Sizes,
     device: torch.device,
     optimizer: torch.optim.Optimizer | None = None,
-    rank: int = 0,
 ) -> Trainee:
-    """Uses the data of ``rank`` and plain SGD by default; the loss is a mean over all ranks."""
-    x, target = batch(sizes, rank)
+    """Uses plain SGD by default; the loss is a mean."""
+    x, target = batch(sizes, 0)
     return Trainee(
         name,
         model,
@@ -94,24 +94,18 @@ def trainee(
     )
 
 
-def on_device(sizes: Sizes, weights: Weights, device: torch.device) -> Blocks:
-    """A model with a copy of the initial weights."""
-    return fresh(sizes, weights, device=str(device))
-
-
-def tied(
-    name: str, blocks: Blocks, sizes: Sizes, device: torch.device, ranks: int
-) -> Trainee:
+def tied(sizes: Sizes, weights: Weights, device: torch.device, ranks: int) -> Trainee:
     """Train one shard of every matrix with plain autograd; the weights are the shards ``repeated``.
 
     The gradient of a shard that is used ``ranks`` times is the sum over its copies.
     """
+    blocks = fresh(sizes, weights, device)
     pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
     for parameter in blocks.parameters():
         rows = len(parameter) // ranks if parameter.ndim > 1 else len(parameter)
         pairs.append((parameter, nn.Parameter(parameter.detach()[:rows].clone())))
     optimizer = torch.optim.SGD([shard for _, shard in pairs], lr=sizes.lr)
-    made = trainee(name, blocks, sizes, device, optimizer)
+    made = trainee(TIED, blocks, sizes, device, optimizer)
 
     def gather_up() -> None:
         for parameter, shard in pairs:

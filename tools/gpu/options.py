@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tools.bench import options
 
-Part = Literal["overhead", "link", "streams", "ranks", "runs"]
+Part = Literal["overhead", "link", "streams", "runs"]
 Compile = Literal["off", "on", "both"]
 
 # Blocks of Llama 2 7B, and sizes that a test on a CPU can run in seconds.
@@ -28,10 +28,9 @@ class Options(options.Trained):
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where to run; auto uses a GPU if there is one. Figures of a CPU are meaningless."""
-    parts: tuple[Part, ...] = ("overhead", "link", "streams", "ranks", "runs")
+    parts: tuple[Part, ...] = ("overhead", "link", "streams", "runs")
     """overhead: one rank, the plain model and FSDP2. link: an EMULATED link. streams: losses with
-    random delays on the side streams. ranks: several ranks on the device, gloo. runs: internsp
-    train beside its plan."""
+    random delays on the side streams. runs: internsp train beside its plan."""
     rows: Path | None = None
     """Write each result to this file as it comes; one that is there is not measured again."""
     sequences: tuple[int, ...] | None = None
@@ -44,8 +43,6 @@ class Options(options.Trained):
     """Ratios of communication to compute on the emulated link."""
     delay_ms: float | None = None
     """Maximum random delay before and after a transfer, in streams."""
-    ranks: int = 2
-    """Processes on the one device, in ranks."""
     warm_up: int = 2
     """Steps of a variant before the first round."""
 
@@ -57,7 +54,7 @@ class Options(options.Trained):
         """
         done = self.fill(LARGE if device == "cuda" else TINY)
         done.require_at_least(1, "layers", "rounds", "steps", "warm_up", "batch")
-        done.require_at_least(2, "emulated_ranks", "ranks")
+        done.require_at_least(2, "emulated_ranks")
         done.require_multiple("hidden", of="heads")
         for name in ("hidden", "intermediate"):
             done.require_multiple(

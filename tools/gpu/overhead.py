@@ -12,18 +12,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from internsp import ParallelMesh, WeightParallelConfig, parallelize
-from tools.bench.model import initial_weights, process_group
+from internsp.app.report.flops import rated_tflops
+from internsp.base.accelerator import device_name
+from tools.bench.model import fresh, initial_weights, process_group
 from tools.bench.options import Sizes
 from tools.gpu import rounds
-from tools.gpu.device import known_peak, matmul_peak, name_of
+from tools.gpu.device import matmul_peak
 from tools.gpu.kept import NOTHING, Kept
-from tools.gpu.model import (
-    Trainee,
-    Weights,
-    on_device,
-    step_flops,
-    trainee,
-)
+from tools.gpu.model import Trainee, Weights, step_flops, trainee
 from tools.gpu.options import Options
 
 PLAIN, OURS, FSDP2 = "plain", "internsp", "FSDP2"
@@ -32,7 +28,7 @@ PLAIN, OURS, FSDP2 = "plain", "internsp", "FSDP2"
 def run(options: Options, device: torch.device, kept: Kept = NOTHING) -> list[dict[str, Any]]:
     """A row for each sequence length and each choice of ``torch.compile``."""
     rows = []
-    peak = known_peak(name_of(device))
+    peak = 1e12 * (rated_tflops(device_name(device)) or 0.0)
     reached = matmul_peak(device)
     with process_group("nccl" if device.type == "cuda" else "gloo"):
         mesh = ParallelMesh.create(weight=1, device_type=device.type)
@@ -77,7 +73,7 @@ def _row(
 
 
 def _plain(model: Sizes, weights: Weights, device: torch.device, compiled: bool) -> Trainee:
-    blocks = on_device(model, weights, device)
+    blocks = fresh(model, weights, device)
     _compile(blocks, compiled)
     return trainee(PLAIN, blocks, model, device)
 
@@ -86,14 +82,14 @@ def _ours(
     model: Sizes, weights: Weights, device: torch.device, compiled: bool,
     mesh: ParallelMesh,
 ) -> Trainee:  # fmt: skip
-    blocks = on_device(model, weights, device)
+    blocks = fresh(model, weights, device)
     config = WeightParallelConfig(compile=True, gather_before="qkv") if compiled else None
     parallelize(blocks, mesh, config or WeightParallelConfig())
     return trainee(OURS, blocks, model, device)
 
 
 def _fsdp2(model: Sizes, weights: Weights, device: torch.device, compiled: bool) -> Trainee:
-    blocks = on_device(model, weights, device)
+    blocks = fresh(model, weights, device)
     _compile(blocks, compiled)
     mesh = dist.init_device_mesh(device.type, (1,))
     for layer in blocks.layers:

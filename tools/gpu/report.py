@@ -15,8 +15,7 @@ EMULATED = (
 
 def page(summary: dict[str, Any]) -> Page:
     """The device, and one table for each part that ran."""
-    makers = {"overhead": _overhead, "link": _link, "streams": _streams, "ranks": _ranks,
-              "runs": _runs}  # fmt: skip
+    makers = {"overhead": _overhead, "link": _link, "streams": _streams, "runs": _runs}
     tables = [make(summary) for part, make in makers.items() if part in summary]
     return Page([f"device: {summary['device']}; torch {summary['torch']}"], tables)
 
@@ -99,13 +98,6 @@ def _streams(summary: dict[str, Any]) -> Table:
     return Table(rows, "Streams at odds", [remark])
 
 
-def _ranks(summary: dict[str, Any]) -> Table:
-    found = summary["ranks"]
-    row = [str(found["ranks"]), found["reason"] or "the same training"]
-    title = "Several ranks on the one device, over gloo"
-    return Table([["ranks", "against one process"], row], title)
-
-
 def _runs(summary: dict[str, Any]) -> Table:
     rows = []
     for row in summary["runs"]:
@@ -141,5 +133,5 @@ def _mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:.1f} MiB"
 
 
-def _share(rate: float, peak: float | None) -> str:
+def _share(rate: float, peak: float) -> str:
     return "-" if not peak else f"{rate / peak:.1%}"

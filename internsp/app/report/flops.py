@@ -66,6 +66,11 @@ def peak_tflops(config: Config, device: str) -> float | None:
     dtype = config.weight_parallel.compute_dtype or config.train.dtype
     if dtype not in ("bfloat16", "float16"):
         return None
+    return rated_tflops(device)
+
+
+def rated_tflops(device: str) -> float | None:
+    """What the vendor's data sheet says of a device, whose name has all words of the entry's."""
     words = device.replace("-", " ").split()
     for name in sorted(_PEAKS, key=len, reverse=True):
         if all(part in words for part in name.split()):
