@@ -38,7 +38,6 @@ SECOND = 125_000  # bytes that take one second at 1 Mbit/s
 
 def test_two_slots_save_two_of_three_l_passes() -> None:
     assert passes(8) == 3 - 2 / 8
-    assert passes(8, slots=3) == 3 - 3 / 8
     assert passes(1) == 2  # one block always stays in its slot
     assert least_bytes(800, layers=8, ranks=2) == pytest.approx(800 / 2 * 22 / 8)
     assert least_bytes(800, layers=8, ranks=4) == pytest.approx(800 * 3 / 4 * 22 / 8)
@@ -86,11 +85,7 @@ def test_a_played_schedule_hides_what_fits_and_shows_its_two_ends() -> None:
         line("WAIT", "finish", "b"),
         line("WAIT", "finish", "a"),
     ]
-    played = play([*forward, *backward], USES, 1.0)
-    assert played.step == pytest.approx(8.0)
-    assert played.computing == pytest.approx(6.0)
-    assert played.waiting == pytest.approx(2.0)
-    assert played.link_busy == pytest.approx(4.0)
+    assert play([*forward, *backward], USES, 1.0) == pytest.approx(8.0)
 
 
 def test_a_played_schedule_that_waits_at_once_hides_nothing() -> None:
@@ -103,8 +98,7 @@ def test_a_played_schedule_that_waits_at_once_hides_nothing() -> None:
             line("USE", "forward", weight),
         )
     ]
-    assert play(lines, USES, 1.0).step == pytest.approx(4.0)
-    assert play(lines, USES, 1.0, latency=0.5).step == pytest.approx(5.0)
+    assert play(lines, USES, 1.0) == pytest.approx(4.0)
 
 
 def test_messages_queue_for_the_one_link_in_the_order_of_launch() -> None:
@@ -115,7 +109,7 @@ def test_messages_queue_for_the_one_link_in_the_order_of_launch() -> None:
         line("USE", "backward", "a"),
         line("WAIT", "finish", "b"),
     ]
-    assert play(lines, USES, 1.0).step == pytest.approx(6.0)
+    assert play(lines, USES, 1.0) == pytest.approx(6.0)
 
 
 def test_compute_is_spread_over_uses_by_size() -> None:
@@ -230,16 +224,17 @@ def test_cut_sequences_compare_triggers_and_their_parts_make_up_the_whole() -> N
     assert layout(Options(preset="tiny").resolve().sizes(), 1) is None
     assert exchanged_bytes(sizes) == 3 * 8 * 8 * 96 * 2 / 2
     other: list[dict[str, Any]] = [{"losses": [9.0]}]
-    assert campaign.check(Spec("compute"), other, [1.0], 2) is None, "it attends to its part only"
-    assert campaign.check(Spec("compute"), other, [1.0], 1) is not None
-    assert campaign.check(Spec("ours"), other, [1.0], 2) is not None
+    assert campaign.check(Spec.parse("compute"), other, [1.0], 2) is None, (
+        "it attends to its part only"
+    )
+    assert campaign.check(Spec.parse("compute"), other, [1.0], 1) is not None
+    assert campaign.check(Spec.parse("ours"), other, [1.0], 2) is not None
 
 
-def test_a_variant_name_is_read_and_written_back() -> None:
+def test_a_variant_name_is_read() -> None:
     spec = Spec.parse("ours:prefetch_depth=2,overlap=false,gather_before=qkv@free")
-    assert spec.arguments() == {"prefetch_depth": 2, "overlap": False, "gather_before": "qkv"}
+    assert spec.arguments == {"prefetch_depth": 2, "overlap": False, "gather_before": "qkv"}
     assert spec.free
-    assert str(spec) == "ours:prefetch_depth=2,overlap=false,gather_before=qkv@free"
     assert Spec.parse("fsdp2:chunked+last").forms == {"chunked", "last"}
 
 
@@ -430,7 +425,7 @@ def test_faked_exchanges_get_a_time_whatever_they_train_and_other_fakes_are_refu
     outcome = campaign.run(options, Link(), FakeSession(told), [].append)  # type: ignore[arg-type]
     assert not outcome.failed
     assert set(outcome.runs) == set(told)
-    assert "exchange" not in Spec.parse(name).arguments()
+    assert "exchange" not in Spec.parse(name).arguments
     with pytest.raises(ValueError, match="exchange is faked, deepspeed, or not given"):
         Spec.parse("ours:exchange=none")
 

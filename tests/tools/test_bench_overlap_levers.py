@@ -68,10 +68,10 @@ def test_groups_that_cannot_be_made_are_refused(options: Options, words: str) ->
 
 def test_what_a_name_says_of_groups_is_no_setting_of_weights() -> None:
     spec = Spec.parse("ours:weight=2,gradient_group=shared,gather_before=qkv")
-    assert spec.arguments() == {"gather_before": "qkv"}
+    assert spec.arguments == {"gather_before": "qkv"}
     assert (spec.weight, spec.shared_group) == (2, True)
-    assert (Spec("ours").weight, Spec("ours").shared_group) == (None, False)
-    assert Spec("fsdp2", "hybrid").weight is None
+    assert (Spec.parse("ours").weight, Spec.parse("ours").shared_group) == (None, False)
+    assert Spec.parse("fsdp2:hybrid").weight is None
 
 
 def test_a_shared_group_changes_a_copy_of_the_mesh_only() -> None:

@@ -18,21 +18,10 @@ class Line:
     nbytes: int = 0
 
 
-@dataclass(frozen=True)
-class Played:
-    """The result of :func:`play`, in seconds."""
-
-    step: float
-    computing: float
-    waiting: float
-    link_busy: float
-
-
 def play(
-    lines: Sequence[Line], seconds: Mapping[tuple[str, str], float], rate_mbit: float,
-    latency: float = 0.0,
-) -> Played:
-    """Simulate a schedule on one computing thread and one link that sends one message at a time.
+    lines: Sequence[Line], seconds: Mapping[tuple[str, str], float], rate_mbit: float
+) -> float:
+    """Seconds of a schedule on one computing thread and one link that sends a message at a time.
 
     ``AG`` and ``RS`` enter the link in the order of launch and take ``nbytes / rate``; ``USE``
     computes; ``WAIT`` lasts until the last message launched for its weight has arrived. Every rank
@@ -41,25 +30,18 @@ def play(
 
     Args:
         seconds: compute time of a use, by ``(phase, weight)``.
-        latency: seconds added to the arrival of each message.
     """
-    now = free = waiting = computing = busy = 0.0
+    now = free = 0.0
     arrives: dict[str, float] = {}
     for line in lines:
         if line.kind in ("AG", "RS"):
-            took = line.nbytes / (rate_mbit * MBIT)
-            free = max(free, now) + took
-            busy += took
-            arrives[line.weight] = free + latency
+            free = max(free, now) + line.nbytes / (rate_mbit * MBIT)
+            arrives[line.weight] = free
         elif line.kind == "WAIT":
-            until = max(now, arrives.get(line.weight, now))
-            waiting += until - now
-            now = until
+            now = max(now, arrives.get(line.weight, now))
         elif line.kind == "USE":
-            took = seconds.get((line.phase, line.weight), 0.0)
-            computing += took
-            now += took
-    return Played(now, computing, waiting, busy)
+            now += seconds.get((line.phase, line.weight), 0.0)
+    return now
 
 
 def shares(numels: Mapping[str, int], phases: Mapping[str, float]) -> dict[tuple[str, str], float]:

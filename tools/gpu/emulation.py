@@ -101,7 +101,7 @@ def _bound(communicator: ISPCommunicator, compute: float, rate: float) -> float:
     lines = [Line(a.kind, a.phase, a.weight, a.nbytes) for a in actions]
     numels = {w.name: w.layout.padded_numel for unit in communicator.blocks for w in unit.weights}
     spent = shares(numels, {"forward": compute / 3, "backward": compute * 2 / 3})
-    return play(lines, spent, rate / MBIT).step
+    return play(lines, spent, rate / MBIT)
 
 
 def run_memory(options: Options, device: torch.device) -> dict[str, Any]:

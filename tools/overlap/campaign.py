@@ -83,9 +83,7 @@ def prepare(options: Options, link: Link, session: Session, say: Say) -> Outcome
     outcome = Outcome(options, link.label, hello, [], None, 0.0, None)
     outcome.skipped = dict(hello["reasons"])
     link.limit(None)
-    answers = session.ask(
-        "run", variant="compute", warm_up=2, steps=CALIBRATION_STEPS, probe=False
-    )
+    answers = session.ask("run", variant="compute", warm_up=2, steps=CALIBRATION_STEPS, probe=False)
     outcome.calibrated = statistics.median(steps_of(answers))
     if link.limited:
         outcome.rate_mbit = options.rate_mbit or rate_for(
@@ -129,26 +127,30 @@ def _rounds(outcome: Outcome, link: Link, session: Session, say: Say) -> None:
             if problem is not None:
                 outcome.failed[name] = f"trains something else: {problem}"
             outcome.runs.setdefault(name, []).append(answers)
-            unasked = spec.faked or (spec.family == "compute" and options.sequence_ranks > 1)
-            verdict = problem or ("losses not compared" if unasked else "losses agree")
+            agree = "losses agree" if compared(spec, options.sequence_ranks) else "not compared"
+            verdict = problem or agree
             say(f"round {index + 1} of {options.rounds}: {spec.label}: {verdict}")
+
+
+def compared(spec: Spec, sequence_ranks: int) -> bool:
+    """Whether the losses of a variant say that it trains the same.
+
+    Compute alone attends only within its own shard of a sequence, which is a different loss, and
+    faked exchanges bring wrong values.
+    """
+    return spec.exchange != "faked" and (spec.family != "compute" or sequence_ranks == 1)
 
 
 def check(
     spec: Spec, answers: Answers, reference: Sequence[float], sequence_ranks: int = 1
 ) -> str | None:
-    """Whether the ranks' losses sum to the reference's; without exchange only the first can.
-
-    Compute alone attends only within its own shard of a sequence, which is a different loss: that
-    run is not checked.
-    """
-    if spec.faked or (spec.family == "compute" and sequence_ranks > 1):
+    """Whether the ranks' losses sum to the reference's; without exchange only the first can."""
+    if not compared(spec, sequence_ranks):
         return None
     losses = [sum(column) for column in zip(*(a["losses"] for a in answers), strict=True)]
     if spec.family == "compute":
         losses = losses[:1]
-    rounded = spec.family == "ours" and "quantize" in spec.arguments()
-    return (ROUNDED if rounded else EXACT).refuses(losses, reference)
+    return (ROUNDED if "quantize" in spec.arguments else EXACT).refuses(losses, reference)
 
 
 def steps_of(answers: Answers) -> list[float]:
@@ -206,7 +208,7 @@ def _row(
     # Our payload is that of the printed schedule; for the others a formula gives it.
     least = first.get("payload") or own_least_bytes(
         spec.family,
-        spec.forms if spec.family == "fsdp2" else (),
+        spec.forms,
         outcome.weight_bytes,
         sizes.ranks,
         sizes.layers,
@@ -269,7 +271,7 @@ def schedule_bound(outcome: Outcome, schedule: list[list[Any]], rate_mbit: float
     passes = {k: phases[k] / outcome.options.micro_batches for k in ("forward", "backward")}
     each = shares(outcome.hello["numels"], passes)
     lines = [Line(*action) for action in schedule]
-    return play(lines, each, rate_mbit).step + phases["optimizer"]
+    return play(lines, each, rate_mbit) + phases["optimizer"]
 
 
 def exposures(events: Sequence[Sequence[Any]]) -> list[tuple[str, str, float]]:

@@ -28,25 +28,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 import internsp.fsdp
 from internsp.fsdp.attach import attached_to
 from tools.bench.model import Blocks
-from tools.overlap.options import Spec
 from tools.overlap.variants import Variant
 
 CHUNKS = 8
 PENDING = 2  # blocks with reductions in flight, at most; the same as internsp
-
-
-def unavailable(spec: Spec) -> str | None:
-    """Why this torch does not support the form, or ``None``."""
-    if "chunked" in spec.forms and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
-        return f"torch {torch.__version__} has no set_custom_reduce_scatter"
-    if spec.forms - {"whole", "last"} and not hasattr(FSDPModule, "_set_unshard_async_op"):
-        return f"torch {torch.__version__} has no _set_unshard_async_op"
-    return None
 
 
 class Works(dist.Work):

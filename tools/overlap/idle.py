@@ -9,9 +9,10 @@ lost time may be slightly negative.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from internsp.app.report.timeline import merge, subtract
 from tools.bench.bounds import MBIT
 
 Intervals = list[tuple[float, float]]
@@ -58,37 +59,10 @@ def causes(flights: Sequence[Intervals], end: float) -> Named:
         done = max(b for _, b in together)
         ready.append((last, max(last, done)))
         asked.append((first, max(last, done)))
-    named: Named = [(a, b, FLYING) for a, b in union(ready)]
-    for a, b in union(asked):
-        named += [(x, y, BEHIND) for x, y in gaps(ready, a, b)]
-    named += [(a, b, NOTHING) for a, b in gaps(asked, 0.0, end)]
+    named: Named = [(a, b, FLYING) for a, b in merge(ready)]
+    named += [(a, b, BEHIND) for a, b in subtract(asked, ready)]
+    named += [(a, b, NOTHING) for a, b in subtract([(0.0, end)], asked)]
     return sorted((max(a, 0.0), min(b, end), name) for a, b, name in named if a < end and b > 0.0)
-
-
-def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    """Sorted, disjoint intervals with the same union."""
-    out: Intervals = []
-    for low, high in sorted(intervals):
-        if out and low <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], high))
-        else:
-            out.append((low, high))
-    return out
-
-
-def gaps(covered: Sequence[tuple[float, float]], start: float, end: float) -> Intervals:
-    """The parts of ``start .. end`` that no interval covers."""
-    out: Intervals = []
-    at = start
-    for a, b in union(covered):
-        if a > at:
-            out.append((at, min(a, end)))
-        at = max(at, b)
-        if at >= end:
-            break
-    if at < end:
-        out.append((at, end))
-    return [(a, b) for a, b in out if b > a]
 
 
 def lost(
@@ -149,17 +123,12 @@ def found(profiles: Sequence[dict[str, Any]], rate_mbit: float) -> dict[str, Any
         "phases": {k[0]: v for k, v in by_phase.items()},
         "blocks": [(*names, value) for names, value in ordered] if traced else [],
         "causes": {k[0]: v for k, v in by_cause.items()} if traced else {},
-        "cells": [(*names, value) for names, value in cells.items()],
     }
 
 
 def _flights(profile: dict[str, Any], zero: float) -> Intervals:
     shift = profile["zero"] - zero
-    return [
-        (e[4] + shift, e[5] + shift)
-        for e in profile["events"]
-        if e[0] in COLLECTIVES
-    ]
+    return [(e[4] + shift, e[5] + shift) for e in profile["events"] if e[0] in COLLECTIVES]
 
 
 def _sums(cells: dict[tuple[str, ...], float], *places: int) -> dict[tuple[str, ...], float]:

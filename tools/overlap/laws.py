@@ -11,33 +11,35 @@ from tools.bench.bounds import MBIT
 HYBRID = 2  # ranks of a weight group in FSDP2's hybrid form
 
 
-def passes(layers: int, slots: int = 2, micro_batches: int = 1) -> Fraction:
-    """How often all block weights cross the link in a step, at least, with ``slots`` slots.
+def passes(layers: int, micro_batches: int = 1) -> Fraction:
+    """How often all block weights cross the link in a step, at least, with two slots.
 
     An all-gather for forward, one for backward and a reduce-scatter: three times per micro-batch,
-    less the blocks that stay unsharded in the slots from one pass to the next: ``3 - slots /
-    layers`` for one micro-batch, ``(3L - 2) / L`` for two slots. Gradients are reduced in every
-    micro-batch.
+    less the two blocks that stay unsharded in the slots from one pass to the next: ``(3L - 2) / L``
+    for one micro-batch. Gradients are reduced in every micro-batch.
     """
     turns = 2 * micro_batches - 1  # forward to backward, and backward to the next forward
-    return 3 * micro_batches - turns * Fraction(min(slots, layers), layers)
+    return 3 * micro_batches - turns * Fraction(min(2, layers), layers)
 
 
-def least_bytes(
-    weight_bytes: int, layers: int, ranks: int, slots: int = 2, micro_batches: int = 1
-) -> float:
-    """Bytes each rank must send in a step if unsharded weights take no more than ``slots``
-    blocks.
+def least_bytes(weight_bytes: int, layers: int, ranks: int, micro_batches: int = 1) -> float:
+    """Bytes each rank must send in a step if unsharded weights take no more than two blocks.
 
     Args:
         weight_bytes: of all blocks' unsharded weights, in the dtype that is sent.
     """
     share = Fraction(ranks - 1, ranks)
-    return float(passes(layers, slots, micro_batches) * weight_bytes * share)
+    return float(passes(layers, micro_batches) * weight_bytes * share)
 
 
-def own_least_bytes(family: str, forms: Iterable[str], weight_bytes: int, ranks: int,
-                    layers: int, micro_batches: int = 1) -> float | None:
+def own_least_bytes(
+    family: str,
+    forms: Iterable[str],
+    weight_bytes: int,
+    ranks: int,
+    layers: int,
+    micro_batches: int = 1,
+) -> float | None:
     """Bytes a variant must send in a step with its own memory use (``None``: it sends nothing).
 
     DDP keeps all weights unsharded and all-reduces once a step: twice the weights. FSDP2 reshards
@@ -54,7 +56,7 @@ def own_least_bytes(family: str, forms: Iterable[str], weight_bytes: int, ranks:
     if family == "ddp":
         return 2 * one
     if family == "ours":
-        return least_bytes(weight_bytes, layers, ranks, micro_batches=micro_batches)
+        return least_bytes(weight_bytes, layers, ranks, micro_batches)
     gathers = 1.0 if "whole" in forms else 2.0 - ("last" in forms) / layers
     reductions = 1 if "full" in forms else micro_batches
     replicas = ranks // group

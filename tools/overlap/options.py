@@ -5,7 +5,8 @@ Imports no torch, for the reason given in :mod:`tools.bench.options`.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,10 +126,9 @@ class Options(options.Trained):
         if done.sequence_ranks != 1:
             done = done._with_sharded_sequences()
         names = done.variants if "compute" in done.variants else ("compute", *done.variants)
-        unique = tuple(dict.fromkeys(names))
-        for name in unique:
+        for name in names:
             Spec.parse(name).require(done.size("ranks"))
-        return replace(done, variants=tuple(str(Spec.parse(name)) for name in unique))
+        return replace(done, variants=tuple(dict.fromkeys(names)))
 
     def _with_sharded_sequences(self) -> Options:
         for name in ("ranks", "sequence", "heads"):
@@ -141,74 +141,61 @@ class Options(options.Trained):
 
 
 FORMS = ("prefetch", "chunked", "unshard", "last", "whole", "full", "hybrid", "import")
-MESH_KEYS = ("weight", "gradient_group", "exchange")  # of ours: these are not settings of weights
 FAMILIES = ("compute", "ours", "ddp", "fsdp2", "zero3")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A variant's name in parts: ``family[:settings][@free]``."""
+    """A variant's name, ``family[:settings][@free]``, and what it says.
 
+    Attributes:
+        free: without a rate limit.
+        forms: of ``fsdp2``.
+        arguments: of ``ours``: keys of ``WeightParallelConfig`` and of ``SequenceConfig``.
+        weight: of ``ours``: ranks of a weight group; ``None``: all.
+        shared_group: of ``ours``: reduce-scatters use the process group of the all-gathers.
+        exchange: of ``ours``: what replaces the head exchange. ``faked`` sends nothing and returns
+            wrong values; ``deepspeed``; empty: nothing does.
+    """
+
+    name: str
     family: str
-    settings: str = ""
     free: bool = False
+    forms: frozenset[str] = frozenset()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    weight: Any = None
+    shared_group: bool = False
+    exchange: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> Spec:
+    def parse(cls, name: str) -> Spec:
         """Parse a name.
 
         Raises:
             ValueError: an unknown family or FSDP2 form, or a setting that is not KEY=VALUE.
         """
-        body, _, suffix = text.partition("@")
+        body, _, suffix = name.partition("@")
         if suffix not in ("", "free"):
-            raise ValueError(f"variant {text!r}: only @free may follow a name")
+            raise ValueError(f"variant {name!r}: only @free may follow a name")
         family, _, settings = body.partition(":")
         if family not in FAMILIES:
-            raise ValueError(f"variant {text!r}: the family is one of {', '.join(FAMILIES)}")
-        spec = cls(family, settings, bool(suffix))
-        if family == "fsdp2":
-            unknown = spec.forms - set(FORMS)
-            if unknown:
-                raise ValueError(f"variant {text!r}: forms of fsdp2 are {', '.join(FORMS)}")
-        elif family == "ours":
-            spec.arguments()
-        elif settings:
-            raise ValueError(f"variant {text!r}: {family} has no settings")
-        return spec
-
-    def __str__(self) -> str:
-        tail = f":{self.settings}" if self.settings else ""
-        return f"{self.family}{tail}{'@free' if self.free else ''}"
-
-    @property
-    def forms(self) -> set[str]:
-        """Forms of ``fsdp2``."""
-        return set(self.settings.split("+")) - {""}
-
-    def arguments(self) -> dict[str, Any]:
-        """For ``ours``: keys of ``WeightParallelConfig`` and of ``SequenceConfig``."""
-        return {k: v for k, v in self._given().items() if k not in MESH_KEYS}
-
-    @property
-    def weight(self) -> int | None:
-        """For ``ours``: ranks of a weight group; ``None``: all."""
-        return self._given().get("weight") if self.family == "ours" else None
-
-    @property
-    def shared_group(self) -> bool:
-        """For ``ours``: whether reduce-scatters use the process group of the all-gathers."""
-        return self.family == "ours" and self._given().get("gradient_group") == "shared"
-
-    @property
-    def faked(self) -> bool:
-        """For ``ours``: whether head exchanges send nothing and return wrong values."""
-        return self.exchange == "faked"
-
-    @property
-    def exchange(self) -> str | None:
-        """For ``ours``: a replacement of the head exchange, ``faked`` or ``deepspeed``."""
-        return self._given().get("exchange") if self.family == "ours" else None
+            raise ValueError(f"variant {name!r}: the family is one of {', '.join(FAMILIES)}")
+        free = bool(suffix)
+        if family == "ours":
+            given = _given(name, settings)
+            group, exchange = given.pop("gradient_group", ""), given.pop("exchange", "")
+            if group not in ("", "shared"):
+                raise ValueError(f"variant {name!r}: gradient_group is shared, or not given")
+            if exchange not in ("", "faked", "deepspeed"):
+                raise ValueError(f"variant {name!r}: exchange is faked, deepspeed, or not given")
+            weight = given.pop("weight", None)
+            return cls(name, family, free, frozenset(), given, weight, bool(group), exchange)
+        forms = frozenset(settings.split("+")) - {""}
+        if family == "fsdp2" and forms - set(FORMS):
+            raise ValueError(f"variant {name!r}: forms of fsdp2 are {', '.join(FORMS)}")
+        if family != "fsdp2" and settings:
+            raise ValueError(f"variant {name!r}: {family} has no settings")
+        return cls(name, family, free, forms)
 
     def require(self, ranks: int) -> None:
         """Check that ``ranks`` ranks can form the requested groups.
@@ -218,28 +205,27 @@ class Spec:
         """
         group = self.weight
         if group is not None and (type(group) is not int or group < 1 or ranks % group):
-            raise ValueError(f"variant {self}: {ranks} ranks are not groups of {group}")
-        hybrid = self.family == "fsdp2" and "hybrid" in self.forms
-        if hybrid and (ranks % HYBRID or ranks == HYBRID):
-            raise ValueError(f"variant {self}: {ranks} ranks are not several groups of {HYBRID}")
-
-    def _given(self) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for part in filter(None, self.settings.split(",")):
-            key, sign, value = part.partition("=")
-            if not sign:
-                raise ValueError(f"variant {self}: {part!r} is not KEY=VALUE")
-            out[key] = _value(value)
-        if out.get("gradient_group", "shared") != "shared":
-            raise ValueError(f"variant {self}: gradient_group is shared, or not given")
-        if out.get("exchange", "faked") not in ("faked", "deepspeed"):
-            raise ValueError(f"variant {self}: exchange is faked, deepspeed, or not given")
-        return out
+            raise ValueError(f"variant {self.name!r}: {ranks} ranks are not groups of {group}")
+        if "hybrid" in self.forms and (ranks % HYBRID or ranks == HYBRID):
+            raise ValueError(
+                f"variant {self.name!r}: {ranks} ranks are not several groups of {HYBRID}"
+            )
 
     @property
     def label(self) -> str:
         """The variant's name in tables."""
-        return LABELS.get(str(self), str(self))
+        return LABELS.get(self.name, self.name)
+
+
+def _given(name: str, settings: str) -> dict[str, Any]:
+    """The values of ``KEY=VALUE,...``."""
+    found: dict[str, Any] = {}
+    for part in filter(None, settings.split(",")):
+        key, sign, value = part.partition("=")
+        if not sign:
+            raise ValueError(f"variant {name!r}: {part!r} is not KEY=VALUE")
+        found[key] = _value(value)
+    return found
 
 
 def _value(text: str) -> Any:

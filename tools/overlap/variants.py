@@ -223,7 +223,7 @@ class Ours(Variant):
         self.communicator = parallelize(
             model, mesh, self.config, sequence=sequence, trace=self.trace
         )
-        if self.spec.faked:
+        if self.spec.exchange == "faked":
             fake_exchanges(model)
         elif self.spec.exchange == "deepspeed":
             exchange_by_deepspeed(model)
@@ -306,7 +306,7 @@ def sections(spec: Spec) -> tuple[WeightParallelConfig, SequenceConfig]:
     Raises:
         ValueError: a key that there is not, or a wrong value.
     """
-    given = spec.arguments()
+    given = dict(spec.arguments)
     own = {key: given.pop(key) for key in given.keys() & SequenceConfig.model_fields.keys()}
     return WeightParallelConfig(**given), SequenceConfig(**own)
 
@@ -317,28 +317,30 @@ def make(setting: Setting, spec: Spec) -> Variant:
     from tools.overlap.zero3 import Zero3
 
     kinds: dict[str, type[Variant]] = {
-        "compute": Compute, "ours": Ours, "ddp": Ddp, "fsdp2": Fsdp2, "zero3": Zero3,
+        "compute": Compute,
+        "ours": Ours,
+        "ddp": Ddp,
+        "fsdp2": Fsdp2,
+        "zero3": Zero3,
     }
     return kinds[spec.family](setting, spec)
 
 
 def unavailable(spec: Spec, options: Options) -> str | None:
     """Why a variant cannot run here, or ``None``."""
-    from tools.overlap import fsdp, ulysses, zero3
+    from tools.overlap import ulysses, zero3
 
     if spec.family == "ours":
         try:
             sections(spec)
         except ValueError as error:
             first = next((e["msg"] for e in getattr(error, "errors", list)()), str(error))
-            return f"weight_parallel does not take {spec.settings}: {first}"
+            return f"weight_parallel does not take {spec.name}: {first}"
         if spec.exchange == "deepspeed":
             if options.sequence_ranks == 1:
                 return "there are no heads to exchange (--sequence-ranks)"
             heads = options.size("heads")
             return ulysses.unavailable(heads, options.kv_heads or heads, options.sequence_ranks)
-    if spec.family == "fsdp2":
-        return fsdp.unavailable(spec)
     if spec.family == "zero3":
         if options.micro_batches > 1:
             return "here it has one micro-batch a step only"
