@@ -22,37 +22,29 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from internsp.experts.rule import ExpertTraffic
+from internsp.layers.experts import Experts
 from tools.bench.mixture import EXPERTS, HIDDEN, LAYERS, TOP_K, WAYS, WIDTH
 from tools.bench.ranks import Session, Setup
+from tools.bench.ways import timed
 from tools.overlap.network import Link, Namespaces, missing
 
 
 def table(session: Session, rounds: int) -> list[str]:
     """Lines: tokens, seconds of each way, and the rule's pick."""
-    from internsp.experts.rule import ExpertTraffic
-
     weights = 3 * EXPERTS * HIDDEN * WIDTH * 4
     traffic = ExpertTraffic(EXPERTS, TOP_K, WIDTH, 3 * weights // 2, 2, 1, 4, 4)
     lines = [f"| tokens | {' | '.join(WAYS)} | picked |", "|---:|" + "---:|" * len(WAYS) + "---|"]
     for share in (0.25, 1.0, 4.0):
         tokens = int(share * traffic.threshold)
-        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-        losses = {}
-        for number in range(rounds + 1):  # the first round warms up
-            for way in WAYS:
-                replies = session.ask("step", way=way, tokens=tokens)
-                losses[way] = sum(loss for _, loss in replies)
-                if number:
-                    seconds[way].append(max(s for s, _ in replies))
-        spread = max(losses.values()) - min(losses.values())
-        assert spread < 1e-3 * abs(losses["gathered"]), f"the ways compute other losses: {losses}"
-        pick = (
-            "exchanged"
-            if ExpertTraffic(EXPERTS, TOP_K, WIDTH, 3 * weights // 2, 2, tokens, 4, 4).exchanges
-            else "gathered"
-        )
+        seconds = timed(session, WAYS, rounds, tokens)
+        exchanges = replace(traffic, tokens=tokens).exchanges
+        pick = "exchanged" if exchanges else "gathered"
         cells = " | ".join(f"{statistics.median(seconds[way]):.2f} s" for way in WAYS)
         lines.append(f"| {tokens:,} ({share:g} T*) | {cells} | {pick} |")
     return lines
@@ -60,11 +52,8 @@ def table(session: Session, rounds: int) -> list[str]:
 
 def products(rounds: int) -> list[str]:
     """Lines: dtype and tokens, and milliseconds of our experts and of each implementation."""
-    import torch
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
-    from internsp.layers.experts import Experts
 
     torch.set_num_threads(1)
     names = ("eager", "batched_mm", "grouped_mm")

@@ -16,9 +16,11 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from tools.bench.memory import status
+
+PEAK = "VmHWM"  # (``ru_maxrss`` counts the parent's.)
 DEGREES: dict[str, dict[str, Any]] = {
     "weight 8": {"weight": 8},
     "weight 64, sequence 8 of ring 2, pipeline 4": {
@@ -64,7 +66,7 @@ def measure(ranks: int, degrees: dict[str, Any]) -> dict[str, float]:
 
     model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(1024, 64) for _ in range(4))})
     dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
-    groups, keys, held = len(distributed_c10d._world.pg_map), store.num_keys(), peak()
+    groups, keys, held = len(distributed_c10d._world.pg_map), store.num_keys(), status(PEAK)
     start = time.process_time()
     dist.all_gather_object = copies
     try:
@@ -79,14 +81,8 @@ def measure(ranks: int, degrees: dict[str, Any]) -> dict[str, float]:
         "groups": len(distributed_c10d._world.pg_map) - groups,
         "keys": store.num_keys() - keys,
         "seconds": time.process_time() - start,
-        "bytes": peak() - held,
+        "bytes": status(PEAK) - held,
     }
-
-
-def peak() -> int:
-    """The most memory that this process has had, in bytes. (``ru_maxrss`` counts its parent's.)"""
-    (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x]
-    return int(line.split()[1]) * 1024
 
 
 def of(ranks: int, name: str) -> dict[str, float]:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from tools.bench.levels import WAYS
+from tools.bench.levels import TOKENS, WAYS
 from tools.bench.ranks import Session, Setup
+from tools.bench.ways import timed
 from tools.overlap.network import Namespaces, missing
 
 RANKS, MACHINE = 4, 2
@@ -35,13 +36,7 @@ def main() -> None:
             "tools.bench.levels:Worker", (), RANKS, 120.0, link.interface, link.namespaces
         )
         with Session(setup) as session:
-            seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-            for number in range(given.rounds + 1):  # the first round warms up
-                replies = {way: session.ask("step", way=way) for way in WAYS}
-                losses = [sum(loss for _, loss in each) for each in replies.values()]
-                assert max(losses) - min(losses) < 1e-3 * abs(losses[0]), f"losses {losses}"
-                for way, each in replies.items() if number else ():
-                    seconds[way].append(max(s for s, _ in each))
+            seconds = timed(session, WAYS, given.rounds, TOKENS)
             print(f"{given.near_mbit:g} Mbit/s within a machine, {given.far_mbit:g} between")
             print("| reductions | seconds | least .. most | MB near | MB far |")
             print("|---|---:|---:|---:|---:|")

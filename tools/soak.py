@@ -35,10 +35,10 @@ import tyro
 from internsp.app.checkpoint import manifest
 from internsp.app.checkpoint.disk import steps_in
 from internsp.app.report.metrics import read_metrics
-from tools.bench.report import markdown_rows, say
+from tools.bench.memory import status
+from tools.bench.report import markdown_rows, put, say
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- tools/soak.py: begin -->", "<!-- tools/soak.py: end -->"
 BATCH, EVERY, TIMEOUT = 12, 50, 20
 MESHES: tuple[tuple[int, dict[str, int]], ...] = (
     (1, {}),
@@ -178,9 +178,7 @@ class WatchedWork:
 
     def alive(self) -> list[int]:
         """Recorded processes that still exist."""
-        return [
-            pid for pid, (_, start) in self.roles.items() if start and _started(pid) == start
-        ]
+        return [pid for pid, (_, start) in self.roles.items() if start and _started(pid) == start]
 
     def kill(self) -> None:
         """Kill the remaining processes."""
@@ -219,10 +217,8 @@ def _started(pid: int) -> str:
 
 def _anonymous(pid: int) -> int:
     """Anonymous memory of a process in bytes: neither file-backed nor shared."""
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
+    with suppress(OSError, KeyError):
+        return status("RssAnon", pid)
     return 0
 
 
@@ -325,7 +321,8 @@ def checked(folder: Path, segments: list[Segment]) -> dict[str, Any]:
     return {
         "steps": len(rows),
         "steps lost or twice": len(set(range(1, len(rows) + 1)) ^ set(steps))
-        + len(steps) - len(set(steps)),
+        + len(steps)
+        - len(set(steps)),
         "tokens lost or twice": abs((rows[-1].total_tokens or 0) - sum(row.tokens for row in rows)),
         "sequences lost or twice": abs(saved.data.sequences - saved.step * BATCH),
         "steps done again": again,
@@ -388,18 +385,6 @@ def _words(given: Arguments) -> str:
     return " ".join(words)
 
 
-def write(document: Path, lines: list[str]) -> None:
-    """Write the lines between the marks of a page; without marks, at its end."""
-    text = document.read_text() if document.exists() else "# Reliability\n"
-    made = "\n".join([BEGIN, *lines, END])
-    if BEGIN in text and END in text:
-        before, _, rest = text.partition(BEGIN)
-        text = before + made + rest.partition(END)[2]
-    else:
-        text = f"{text.rstrip()}\n\n{made}\n"
-    document.write_text(text)
-
-
 def soak(given: Arguments, folder: Path) -> tuple[list[Segment], dict[str, Any]]:
     """Run all segments in ``folder``, then check its files."""
     random.seed(given.seed)
@@ -438,7 +423,7 @@ def main(arguments: list[str] | None = None) -> int:
         for wrong in segment.wrong:
             say(f"{segment.world} ranks {segment.mesh}, {segment.fault}: {wrong}")
     if given.document is not None:
-        write(given.document, lines)
+        put(given.document, "soak", "\n".join([*lines, ""]))
     lost = sum(value for key, value in found.items() if key.endswith("lost or twice"))
     return int(bool(lost or any(s.wrong or s.left for s in segments)))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools import soak
-from tools.soak import BEGIN, END, Segment
+from tools.soak import Segment
 
 
 def segments(leak: float, number: int = 6) -> list[Segment]:
@@ -36,18 +36,6 @@ def test_what_leaks_is_found_and_no_leak_is_within_its_error(leak: float) -> Non
 def test_a_segment_that_hardly_ran_says_nothing_of_growth() -> None:
     short = Segment(1, {}, "none", memory={1: [(n, 10**8 + n) for n in range(100)]})
     assert soak.slopes([short]) == []
-
-
-def test_figures_stand_between_their_marks_and_leave_the_page_alone(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    soak.write(page, ["one"])
-    assert page.read_text() == f"# Reliability\n\n{BEGIN}\none\n{END}\n"
-    page.write_text(f"# Own\n\nbefore\n{BEGIN}\nold\n{END}\nafter\n")
-    soak.write(page, ["two", "lines"])
-    assert page.read_text() == f"# Own\n\nbefore\n{BEGIN}\ntwo\nlines\n{END}\nafter\n"
-    page.write_text("# Own\n")
-    soak.write(page, ["two"])
-    assert page.read_text().startswith(f"# Own\n\n{BEGIN}\ntwo")
 
 
 @pytest.mark.slow(12)

@@ -2,35 +2,60 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_to_all_single
+
+import internsp
+from tools.bench.ways import Ways
 
 WAYS = ("gathered", "exchanged", "fsdp2", "plain exchange")
 EXPERTS, TOP_K, WIDTH, HIDDEN, LAYERS = 16, 2, 256, 64, 3
 
 
-class Worker:
-    """One rank: builds each way's model once for each number of tokens, and times its steps."""
+class Block(nn.Module):
+    """A product and a mixture of experts, each beside what it is given."""
 
     def __init__(self) -> None:
-        import torch
-        import torch.distributed as dist
+        super().__init__()
+        self.norm, self.wo = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.moe = internsp.MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, TOP_K)
 
-        torch.set_num_threads(1)
-        self.rank = dist.get_rank()
-        self.models: dict[str, Any] = {}
-        for way in WAYS:
-            self.models[way] = self._model(way)
+    def forward(self, x: Tensor) -> Tensor:
+        """``[tokens, WIDTH]`` -> the same shape."""
+        x = x + torch.tanh(self.wo(self.norm(x)))
+        made: Tensor = x + self.moe(x)
+        return made
 
-    def _model(self, way: str) -> Any:
-        import torch
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
 
-        import internsp
+class Mixture(nn.Module):
+    """Blocks, and a loss."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[tokens, WIDTH]`` -> a scalar."""
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Worker(Ways):
+    """One rank: has each way's model."""
+
+    def __init__(self) -> None:
+        super().__init__({way: self._model(way) for way in WAYS}, WIDTH)
+
+    def _model(self, way: str) -> nn.Module:
         torch.manual_seed(0)
-        model: Any = _mixture()
+        model: Any = Mixture()
         if way in ("gathered", "exchanged"):
             owners = {"expert": 2, "expert_weight": 1} if way == "exchanged" else {}
             mesh = internsp.ParallelMesh.create(2, device_type="cpu", **owners)  # type: ignore[arg-type]
@@ -39,67 +64,18 @@ class Worker:
         ignored = set()
         if way == "plain exchange":
             for layer in model.layers:
-                layer.moe.experts.dispatch = PlainExchange(layer.moe.experts, self.rank)
+                layer.moe.experts.dispatch = PlainExchange(layer.moe.experts, dist.get_rank())
                 ignored |= set(layer.moe.experts.parameters())
         mesh_of_all = init_device_mesh("cpu", (2,))
         for layer in [*model.layers, model]:
             fully_shard(layer, mesh=mesh_of_all, ignored_params=ignored)
         return model
 
-    def step(self, way: str, tokens: int) -> tuple[float, float]:
-        """Seconds and summed loss of a forward and backward."""
-        import torch
-        import torch.distributed as dist
-
-        model = self.models[way]
-        generator = torch.Generator().manual_seed(self.rank)
-        x = torch.randn(tokens, WIDTH, generator=generator)
-        dist.barrier()
-        begin = time.perf_counter()
-        loss = model(x)
-        loss.backward()
-        dist.barrier()
-        seconds = time.perf_counter() - begin
-        model.zero_grad()
-        return seconds, float(loss)
-
-
-def _mixture() -> Any:
-    import torch
-    from torch import Tensor, nn
-
-    import internsp
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.wo = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.moe = internsp.MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, TOP_K)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x + torch.tanh(self.wo(self.norm(x)))
-            made: Tensor = x + self.moe(x)
-            return made
-
-    class Mixture(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x.square().mean()
-
-    return Mixture()
-
 
 class PlainExchange:
     """Experts of this rank, to which each pair of a token and an expert is sent by itself."""
 
     def __init__(self, experts: Any, rank: int) -> None:
-        from torch import nn
-
         self.each, self.rank = EXPERTS // 2, rank
         experts.num_experts = self.each
         for name, parameter in list(experts.named_parameters()):
@@ -110,10 +86,6 @@ class PlainExchange:
         self, compute: Any, hidden: Any, index: Any, weights: Any, meanwhile: Any = lambda: None
     ) -> tuple[Any, Any]:
         """See :class:`internsp.experts.dispatch.Dispatch`."""
-        import torch
-        import torch.distributed as dist
-        from torch.distributed.nn.functional import all_to_all_single
-
         flat = index.flatten()
         order = flat.argsort(stable=True)
         counts = torch.bincount(flat // self.each, minlength=2)

@@ -7,7 +7,6 @@ what libraries had allocated before. Shared mappings do not count.
 from __future__ import annotations
 
 import ctypes
-import gc
 import mmap
 import resource
 import threading
@@ -15,7 +14,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from math import prod
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -23,18 +21,11 @@ from torch import Tensor
 
 from internsp.base.host import HostLink
 from internsp.parallel import build
+from tools.bench.memory import status
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's mallopt
 LARGE = 1 << 13  # bytes; below any matrix: freed matrices must not stay in the arena
 LOOK = 0.002  # seconds between two readings of a process's memory
-
-
-def status(key: str) -> int:
-    """The value of a line of ``/proc/self/status`` in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) << 10
-    raise KeyError(key)
 
 
 def return_memory() -> None:
@@ -43,12 +34,6 @@ def return_memory() -> None:
     libc = ctypes.CDLL(None)
     for key, value in ((M_MMAP_THRESHOLD, LARGE), (M_TRIM_THRESHOLD, LARGE), (M_ARENA_MAX, 1)):
         libc.mallopt(key, value)
-
-
-def free() -> None:
-    """Return all unused memory to the system."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def limit(more: int) -> None:

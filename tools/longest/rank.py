@@ -24,8 +24,9 @@ from internsp.app.session.optimizers import make_optimizer
 from internsp.optim import step_together
 from internsp.pipeline import MicroBatch, Pipeline
 from internsp.sp.dispatch import FIXED_BALANCE, fixed_sizes
+from tools.bench.memory import free
 from tools.longest.cases import Case, Outcome, lack
-from tools.longest.limit import Peak, free, install, limit, return_memory
+from tools.longest.limit import Peak, install, limit, return_memory
 
 transformers.logging.set_verbosity_error()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -101,25 +99,9 @@ class Sampler(AbstractContextManager["Sampler"]):
         self._thread.join()
 
 
-def settle_memory() -> None:
-    """Collect garbage and return freed memory to the system, as far as the C library can."""
-    gc.collect()
-    trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def reset_peak() -> None:
     """Reset the peak of resident memory to the current value."""
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def resident(which: str) -> int:
-    """``VmRSS`` (now) or ``VmHWM`` (peak since :func:`reset_peak`), in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(which + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {which}")
 
 
 @contextmanager

@@ -9,16 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tools.bench.memory import free, status
 from tools.bench.model import exchanged_bytes, initial_weights
-from tools.overlap.measure import (
-    Interface,
-    Sampler,
-    WaitClock,
-    peak_of,
-    reset_peak,
-    resident,
-    settle_memory,
-)
+from tools.overlap.measure import Interface, Sampler, WaitClock, peak_of, reset_peak
 from tools.overlap.options import Options, Spec
 from tools.overlap.variants import Ours, Setting, Variant, make, reference, unavailable
 
@@ -79,8 +72,8 @@ class Worker:
     def run(self, variant: str, warm_up: int, steps: int, probe: bool) -> dict[str, Any]:
         """Build a variant, warm it up, time it, profile one more step, and remove it."""
         spec = Spec.parse(variant)
-        settle_memory()
-        base = resident("VmRSS")
+        free()
+        base = status("VmRSS")
         reset_peak()
         made = make(self.setting, spec)
         try:
@@ -88,7 +81,7 @@ class Worker:
         finally:
             made.close()
             del made
-            settle_memory()
+            free()
 
     def _run(
         self, variant: Variant, base: int, warm_up: int, steps: int, probe: bool
@@ -104,7 +97,7 @@ class Worker:
             else:
                 losses.append(variant.step())
         result.update(self._timed(variant, steps, losses))
-        result["peak_bytes"] = resident("VmHWM") - base
+        result["peak_bytes"] = status("VmHWM") - base
         if probe:
             result["profile"] = self._profile(variant)
         return {**result, "losses": losses, **variant.report()}
@@ -160,8 +153,15 @@ class Worker:
             "waits": [(a - zero, b - zero) for a, b in self.clock.take()],
             "link": [(t - zero, n) for t, n in sampler.samples],
             "events": [
-                (e.kind, e.unit, e.weight, e.phase, e.start - zero, (e.end or over) - zero,
-                 e.nbytes)
+                (
+                    e.kind,
+                    e.unit,
+                    e.weight,
+                    e.phase,
+                    e.start - zero,
+                    (e.end or over) - zero,
+                    e.nbytes,
+                )
                 for e in events
                 if isinstance(variant, Ours) and (e.kind in PROFILED or e.nbytes)
             ],
