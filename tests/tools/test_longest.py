@@ -103,7 +103,7 @@ def test_a_recipe_that_does_not_hold_says_why() -> None:
 
 
 def test_each_row_of_internsp_adds_to_the_one_before() -> None:
-    sections = [case.sections for case in OURS.cases()]
+    sections = [case.sections for case in OURS]
     assert all(a != b for a, b in itertools.pairwise(sections))
     assert sections[-1]["activation_checkpoint"] == {"mode": "full", "tiles": 16, "offload": "all"}
 

@@ -15,17 +15,41 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import tyro
 
 from tools.bench.ranks import RankError, Refused, Session, Setup
 from tools.bench.report import put, say
 from tools.bench.signals import terminate_as_interrupt
 from tools.longest.cases import MIB, OTHERS, OURS, RECIPES, Case, Outcome, Recipe, lack
-from tools.longest.options import Options
 from tools.longest.report import Found, Proof, proved, table
 
 WORKER = "tools.longest.rank:Rank"
 SHORTEST = 128  # tokens of the shortest sequence to try
 WIDEN = (1.06, 1.15, 1.4)  # factors to widen the search bracket; the last one repeats
+
+Name = Literal["ring", "offload", "tiling", "weight", "sequence"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the tool."""
+
+    recipe: tuple[Name, ...] = get_args(Name)
+    """Recipes to run."""
+    table: bool = True
+    """Search for the longest sequences."""
+    limit: int = 32
+    """MiB per process for model, optimizer and steps in this search."""
+    precision: float = 0.03
+    """Precision at which the search ends, as a share of the length."""
+    timeout: float = 300.0
+    """Seconds allowed for one attempt."""
+    document: Path | None = None
+    """A page, between the marks of which each part is written; none: only print."""
 
 
 def attempt(case: Case, length: int, limit: int | None, timeout: float) -> Outcome:
@@ -104,9 +128,7 @@ def longest(case: Case, limit: int, options: Options, guess: int) -> Found:
         say(f"    {length:,}: {'dies' if outcome.died else 'finishes'}")
         return outcome
 
-    length, outcome = bisect(
-        tried, expected or guess, case.multiple, options.precision
-    )
+    length, outcome = bisect(tried, expected or guess, case.multiple, options.precision)
     return Found(case, length, outcome, expected)
 
 
@@ -115,14 +137,14 @@ def main(arguments: Sequence[str]) -> int:
     terminate_as_interrupt()
     proofs: list[Proof] = []
     found: list[Found] = []
-    options = Options.read(arguments, __doc__)
+    options = tyro.cli(Options, args=arguments, description=__doc__)
     try:
         for recipe in RECIPES:
             if recipe.name in options.recipe:
                 proofs.append(prove(recipe, options.timeout))
                 say(f"{recipe.title}: {proofs[-1].verdict}")
         limit = options.limit * MIB
-        for case in (*OTHERS, *OURS.cases()) if options.table else ():
+        for case in (*OTHERS, *OURS) if options.table else ():
             say(case.name)
             found.append(longest(case, limit, options, found[-1].length if found else 512))
     except (RankError, Refused, OSError) as error:
@@ -133,7 +155,7 @@ def main(arguments: Sequence[str]) -> int:
         return 130
     pages = {"recipes": proved(proofs)} if proofs else {}
     if found:
-        pages["longest"] = table(options, found)
+        pages["longest"] = table(options.limit, found)
     for mark, made in pages.items():  # a part that did not run keeps its figures
         print(made.text())
         if options.document is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 MIB = 1 << 20
@@ -147,39 +147,25 @@ RECIPES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Ladder:
-    """A series of cases; each adds one mechanism to the one before."""
-
-    steps: tuple[tuple[str, int, Sections], ...]
-    start: Sections = field(default_factory=dict)
-
-    def cases(self) -> list[Case]:
-        """All cases; the first has no mechanism."""
-        found, sections = [], self.start
-        for name, world, more in self.steps:
-            sections = joined(sections, more)
-            found.append(Case(name, sections, world))
-        return found
-
-
-OURS = Ladder(
-    (
-        ("internsp", 1, {}),
-        ("+ checkpoints", 1, FULL),
-        ("+ weights cut over 2", 2, {"parallel": {"weight": 2}, "train": {"global_batch": 2}}),
-        ("+ tiles", 2, {"activation_checkpoint": {"tiles": 16}}),
-        ("+ offload of activations", 2, {"activation_checkpoint": {"offload": "all"}}),
-        ("+ offload of weights and state", 2,
-         {"weight_parallel": {"offload": ("weights", "optimizer", "gradients")}}),
-        ("+ sequences cut over 2, by heads", 2,
-         {"parallel": {"sequence": 2}, "train": {"global_batch": 1}}),
-        ("the same, around a ring", 2, {"sequence": {"ring": 2}}),
-        ("+ a ring of 2 beyond the 2 heads: 4 ranks", 4,
-         {"parallel": {"weight": 4, "sequence": 4}, "sequence": {"ring": 2}}),
-    ),
-    joined(NARROW, {"train": {"loss_chunk": 256}}),
+_STEPS: tuple[tuple[str, int, Sections], ...] = (
+    ("internsp", 1, joined(NARROW, CHUNKS)),
+    ("+ checkpoints", 1, FULL),
+    ("+ weights cut over 2", 2, {"parallel": {"weight": 2}, "train": {"global_batch": 2}}),
+    ("+ tiles", 2, {"activation_checkpoint": {"tiles": 16}}),
+    ("+ offload of activations", 2, {"activation_checkpoint": {"offload": "all"}}),
+    ("+ offload of weights and state", 2,
+     {"weight_parallel": {"offload": ("weights", "optimizer", "gradients")}}),
+    ("+ sequences cut over 2, by heads", 2,
+     {"parallel": {"sequence": 2}, "train": {"global_batch": 1}}),
+    ("the same, around a ring", 2, {"sequence": {"ring": 2}}),
+    ("+ a ring of 2 beyond the 2 heads: 4 ranks", 4,
+     {"parallel": {"weight": 4, "sequence": 4}, "sequence": {"ring": 2}}),
 )  # fmt: skip
+OURS = [
+    Case(name, joined(*(more for _, _, more in _STEPS[: number + 1])), world)
+    for number, (name, world, _) in enumerate(_STEPS)
+]
+"""Each case adds its mechanism to the one before."""
 
 OTHERS = (
     Case("Hugging Face", NARROW, 1, "huggingface"),

@@ -11,7 +11,6 @@ from math import isclose
 
 from tools.bench.report import Page, Table
 from tools.longest.cases import MIB, Case, Outcome, Recipe
-from tools.longest.options import Options
 
 TOLERANCE = 1e-4
 """Relative tolerance of loss and gradient norm in fp32, after an optimizer step."""
@@ -70,9 +69,9 @@ def proved(proofs: Sequence[Proof]) -> Page:
     return Page(_facts(), [Table(_recipes(proofs), "Dies without, finishes with", _words(proofs))])
 
 
-def table(options: Options, found: Sequence[Found]) -> Page:
-    """The table of longest sequences."""
-    title = f"The longest sequence in {options.limit} MiB a process"
+def table(limit: int, found: Sequence[Found]) -> Page:
+    """The table of longest sequences in ``limit`` MiB."""
+    title = f"The longest sequence in {limit} MiB a process"
     return Page(_facts(), [Table(_longest(found), title)])
 
 
@@ -106,7 +105,7 @@ def _recipes(proofs: Sequence[Proof]) -> list[list[str]]:
 
 
 def _words(proofs: Sequence[Proof]) -> list[str]:
-    return [f"{p.recipe.title} without it: \"{p.lacking.died}\"" for p in proofs if p.lacking.died]
+    return [f'{p.recipe.title} without it: "{p.lacking.died}"' for p in proofs if p.lacking.died]
 
 
 def _longest(found: Sequence[Found]) -> list[list[str]]:
