@@ -1,7 +1,7 @@
 """Finds which parameters' gradients or values are not finite, and on which ranks.
 
-Called only after a check has failed. The check itself is the gradient norm: if one rank's gradient
-is not finite, the norm is not finite on any rank.
+The check of gradients is their norm: if one rank's is not finite, the norm is not finite on any
+rank.
 """
 
 from __future__ import annotations
@@ -79,33 +79,23 @@ class Marks:
 
 
 def gather_not_finite(
-    mesh: ParallelMesh, names: Sequence[str], bad: Sequence[Tensor], own: Tensor
+    mesh: ParallelMesh, members: Sequence[Member], bad: Sequence[Tensor]
 ) -> NotFinite:
     """Combine what the ranks of all stages have found. Collective; blocks.
 
     Args:
-        names: parameters of this rank's stage, the same on all ranks of the stage.
+        members: parameters of this rank's stage, the same on all ranks of the stage.
         bad: for each of them, whether it is not finite on this rank.
-        own: whether such values arose on this rank.
     """
-    stage = mesh.stage_ranks
-    found = torch.zeros(len(names) + len(stage), dtype=torch.float64, device=mesh.device)
-    if bad:
-        found[: len(names)] = torch.stack(list(bad)).to(found.dtype)
-    found[len(names) + dist.get_rank(mesh.stage_group)] = own.to(found.dtype)
-    work = all_reduce(found, mesh.stage_group)
-    if work is not None:
-        work.wait()
-    flags = [flag > 0 for flag in found.tolist()]
-    mine = (
-        [name for name, flag in zip(names, flags, strict=False) if flag],
-        [rank for rank, flag in zip(stage, flags[len(names) :], strict=True) if flag],
-    )
-    parts = Objects(mesh.pipeline_group).gather(mine)
-    return NotFinite(
-        tuple(dict.fromkeys(name for part in parts for name in part[0])),
-        tuple(sorted(rank for part in parts for rank in part[1])),
-    )
+    marks = Marks(mesh, members)
+    found = torch.zeros(len(marks.all), dtype=torch.float64, device=mesh.device)
+    found[marks.start : marks.start + len(bad)] = torch.stack(list(bad)).to(found.dtype)
+    found[marks.rank] = torch.stack(list(bad)).any()
+    for group in (mesh.stage_group, mesh.pipeline_group):
+        work = all_reduce(found, group)
+        if work is not None:
+            work.wait()
+    return marks.not_finite(found.tolist())
 
 
 def not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

@@ -16,13 +16,8 @@ ParamGroups = Iterable[dict[str, Any] | nn.Parameter | tuple[str, nn.Parameter]]
 
 def trainable_members(communicator: ISPCommunicator) -> list[Member]:
     """The trainable parameters: replicated ones, then sharded weights in the order of the model."""
-    members = all_members(communicator)
+    members = communicator.replicated.all_parameters()
     return list(compress(members, trained(members)))
-
-
-def all_members(communicator: ISPCommunicator) -> list[Member]:
-    """All parameters, frozen ones too, in the order of :func:`trainable_members`."""
-    return [*communicator.replicated.members, *communicator.replicated.sharded]
 
 
 def optimizer_groups(
@@ -80,7 +75,7 @@ def members_of(
     Raises:
         ValueError: a parameter is not this communicator's, or is in two groups.
     """
-    by_id = {id(m.parameter): m for m in all_members(communicator)}
+    by_id = {id(m.parameter): m for m in communicator.replicated.all_parameters()}
     chosen: list[Member] = []
     for parameter in _parameters(group, what):
         member = by_id.get(id(parameter))

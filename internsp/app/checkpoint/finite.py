@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from internsp.app.session.session import Session
 from internsp.errors import NotFiniteError
 from internsp.optim.finite import gather_not_finite, not_finite
 from internsp.optim.slices import Slices
+from internsp.wp.parameter import Member
 
 
 def remark(session: Session, step: int, loss: float) -> str:
@@ -50,19 +50,19 @@ def require_finite(session: Session, consequence: str) -> None:
         NotFiniteError: some value is not finite; names parameters and ranks. The same error on
             every rank.
     """
-    names: list[str] = []
+    members: list[Member] = []
     bad: list[Tensor] = []
     mesh = session.mesh
     for communicator, optimizer in zip(session.communicators, session.optimizers, strict=True):
         communicator.wait_until_ready()
-        members = communicator.replicated.all_parameters()
-        held: dict[str, list[Tensor]] = {m.name_in_model: [m.storage] for m in members}
+        own = communicator.replicated.all_parameters()
+        held: dict[str, list[Tensor]] = {m.name_in_model: [m.storage] for m in own}
         for name, entry in optimizer.local_state_dict()["state"].items():
             for value in entry.values():
                 if isinstance(value, Slices):
                     held[name] += value.parts.values()
-        names += held
+        members += own
         bad += [not_finite(tensors, mesh.device) for tensors in held.values()]
-    found = gather_not_finite(mesh, names, bad, torch.stack(bad).any())
+    found = gather_not_finite(mesh, members, bad)
     if found.parameters:
         raise NotFiniteError(f"weights or optimizer state are {found}: {consequence}")
