@@ -163,8 +163,16 @@ class _PackedKernel:
         """The kernel and its major version, or None."""
         raise NotImplementedError
 
-    def run(self, function: Callable[..., Any], version: int, arguments: dict[str, Any]) -> Any:
-        """Call ``function`` with its own argument names."""
+    def run(
+        self, function: Callable[..., Any], version: int, q: Tensor, k: Tensor, v: Tensor,
+        starts: Tensor, longest: int, mask: AttentionMask, scale: float,
+    ) -> Any:  # fmt: skip
+        """Call ``function`` with ``q [B * S, h, d]``, ``k, v [B * S, kv, d]``, under the names that
+        it has for its arguments.
+
+        Args:
+            starts, longest: ``cu_seqlens`` and ``longest`` of :class:`Documents`.
+        """
         raise NotImplementedError
 
     def __call__(
@@ -181,19 +189,8 @@ class _PackedKernel:
             cu_seqlens, longest = documents.cu_seqlens.to(q.device), documents.longest
         found = self.function()
         assert found is not None, "a kernel is called only after missing() returned None"
-        out = self.run(
-            *found,
-            {
-                "q": q.flatten(0, 1),
-                "k": k.flatten(0, 1),
-                "v": v.flatten(0, 1),
-                "cu_seqlens": cu_seqlens,
-                "longest": longest,
-                "causal": mask.causal,
-                "window": mask.window,
-                "scale": scale,
-            },
-        )
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        out = self.run(*found, q, k, v, cu_seqlens, longest, mask, scale)
         out = out[0] if isinstance(out, tuple) else out
         return out.unflatten(0, (batch, length))
 
@@ -217,22 +214,18 @@ class FlashKernel(_PackedKernel):
                 return function, version
         return None
 
-    def run(self, function: Callable[..., Any], version: int, arguments: dict[str, Any]) -> Any:
+    def run(
+        self, function: Callable[..., Any], version: int, q: Tensor, k: Tensor, v: Tensor,
+        starts: Tensor, longest: int, mask: AttentionMask, scale: float,
+    ) -> Any:  # fmt: skip
         """An unlimited window is -1 in versions 2 and 3, and None in version 4."""
-        window, anywhere = arguments["window"], None if version >= 4 else -1
-        left = anywhere if window is None else window - 1
+        anywhere = None if version >= 4 else -1
+        left = anywhere if mask.window is None else mask.window - 1
         return function(
-            arguments["q"],
-            arguments["k"],
-            arguments["v"],
-            cu_seqlens_q=arguments["cu_seqlens"],
-            cu_seqlens_k=arguments["cu_seqlens"],
-            max_seqlen_q=arguments["longest"],
-            max_seqlen_k=arguments["longest"],
-            softmax_scale=arguments["scale"],
-            causal=arguments["causal"],
-            window_size=(left, 0 if arguments["causal"] and window is not None else left),
-        )
+            q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest,
+            max_seqlen_k=longest, softmax_scale=scale, causal=mask.causal,
+            window_size=(left, 0 if mask.causal and mask.window is not None else left),
+        )  # fmt: skip
 
 
 class VarlenKernel(_PackedKernel):
@@ -247,25 +240,18 @@ class VarlenKernel(_PackedKernel):
         function = _import("torch.nn.attention.varlen", "varlen_attn")
         return None if function is None else (function, 1 + _takes(function, "enable_gqa"))
 
-    def run(self, function: Callable[..., Any], version: int, arguments: dict[str, Any]) -> Any:
+    def run(
+        self, function: Callable[..., Any], version: int, q: Tensor, k: Tensor, v: Tensor,
+        starts: Tensor, longest: int, mask: AttentionMask, scale: float,
+    ) -> Any:  # fmt: skip
         """``varlen_attn`` takes a causal mask as a right window of 0."""
-        window = arguments["window"]
-        left = -1 if window is None else window - 1
-        q, k = arguments["q"], arguments["k"]
+        left = -1 if mask.window is None else mask.window - 1
         # torch 2.11 takes grouped heads without being told.
         grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if version > 1 else {}
         return function(
-            q,
-            k,
-            arguments["v"],
-            arguments["cu_seqlens"],
-            arguments["cu_seqlens"],
-            arguments["longest"],
-            arguments["longest"],
-            scale=arguments["scale"],
-            window_size=(left, 0 if arguments["causal"] else left),
-            **grouped,
-        )
+            q, k, v, starts, starts, longest, longest, scale=scale,
+            window_size=(left, 0 if mask.causal else left), **grouped,
+        )  # fmt: skip
 
 
 def row_starts(rows: int, length: int, device: torch.device) -> Tensor:
