@@ -7,9 +7,10 @@ each chunk has one. No process group is needed.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from internsp.errors import OrderError
 from internsp.pipeline.hooks import (
@@ -159,7 +160,7 @@ def check_order(
         OrderError: a rank would wait for ever, or receive another message than it expects.
     """
     _check_pairs(order, rank_of)
-    arrived: dict[tuple[int, str, int], float] = {}
+    arrived: dict[_Key, float] = {}
     clocks = dict.fromkeys(order, 0.0)
     at = dict.fromkeys(order, 0)
     played: list[TimedAction] = []
@@ -168,19 +169,17 @@ def check_order(
         for rank, actions in order.items():
             while at[rank] < len(actions):
                 action = actions[at[rank]]
-                start = _start_time(action, arrived, rank_of, stages)
-                if start is None:
+                key, end = _key(action), 0.0  # a receive is posted at once
+                needed = _needed(key, rank_of, stages)
+                if not all(map(arrived.__contains__, needed)):
                     break
                 if action.kind in COSTS:
-                    begin = max(clocks[rank], start)
-                    clocks[rank] = begin + cost(action)
-                    played.append(TimedAction(rank, action, begin, clocks[rank]))
-                    arrived[action.stage, action.kind, action.micro_batch] = clocks[rank]
+                    begin = max(clocks[rank], *map(arrived.__getitem__, needed), 0.0)
+                    clocks[rank] = end = begin + cost(action)
+                    played.append(TimedAction(rank, action, begin, end))
                 elif action.kind.startswith("SEND"):
-                    sent = (action.stage, action.kind, action.micro_batch)
-                    arrived[sent] = clocks[rank] + message
-                else:
-                    arrived[action.stage, action.kind, action.micro_batch] = 0.0  # posted
+                    end = clocks[rank] + message
+                arrived[key] = end
                 at[rank] += 1
                 moved = True
         if not moved:
@@ -188,78 +187,51 @@ def check_order(
     return played
 
 
-def _start_time(
-    action: ScheduleAction,
-    arrived: Mapping[tuple[int, str, int], float],
-    rank_of: Callable[[int], int],
-    stages: int,
-) -> float | None:
-    """The earliest time at which ``action`` can run; ``None`` if it cannot run yet."""
-    stage, number = action.stage, action.micro_batch
-    if action.kind == "F":
-        return _input_time(stage, stage - 1, "F", number, arrived, rank_of, stages)
-    if action.kind in ("B", "I"):
-        if (stage, "F", number) not in arrived:
-            return None
-        return _input_time(stage, stage + 1, "B", number, arrived, rank_of, stages)
-    if action.kind == "W":
-        return arrived.get((stage, "I", number))
-    if action.kind == "SEND_F":
-        return arrived.get((stage, "F", number))
-    if action.kind == "SEND_B":
-        return _computed_time(arrived, stage, ("B", "I"), number)
-    return 0.0  # a receive is posted at once
+_Key = tuple[int, str, int]
+"""Stage, kind and micro-batch of an action; an input backward counts as a full one."""
 
 
-def _input_time(
-    stage: int,
-    source: int,
-    kind: str,
-    number: int,
-    arrived: Mapping[tuple[int, str, int], float],
-    rank_of: Callable[[int], int],
-    stages: int,
-) -> float | None:
-    """When the input of ``stage`` is available: computed on this rank, or sent and received."""
+def _key(action: ScheduleAction) -> _Key:
+    return action.stage, "B" if action.kind == "I" else action.kind, action.micro_batch
+
+
+def _needed(key: _Key, rank_of: Callable[[int], int], stages: int) -> tuple[_Key, ...]:
+    """What must have ended, or arrived, before an action."""
+    stage, kind, number = key
+    if kind.startswith("RECV"):
+        return ()
+    if kind.startswith("SEND"):
+        return ((stage, kind.removeprefix("SEND_"), number),)
+    if kind == "W":
+        return ((stage, "B", number),)
+    source, own = (stage - 1, ()) if kind == "F" else (stage + 1, ((stage, "F", number),))
     if not 0 <= source < stages:
-        return 0.0
+        return own
     if rank_of(source) == rank_of(stage):
-        return _computed_time(arrived, source, ("F",) if kind == "F" else ("B", "I"), number)
-    if (stage, f"RECV_{kind}", number) not in arrived:
-        return None
-    return arrived.get((source, f"SEND_{kind}", number))
-
-
-def _computed_time(
-    arrived: Mapping[tuple[int, str, int], float], stage: int, kinds: Sequence[str], number: int
-) -> float | None:
-    """When ``stage`` computed the one of ``kinds`` that the schedule has; ``None``: not yet."""
-    return next((t for k in kinds if (t := arrived.get((stage, k, number))) is not None), None)
+        return *own, (source, kind, number)
+    return *own, (stage, f"RECV_{kind}", number), (source, f"SEND_{kind}", number)
 
 
 def _check_pairs(order: Order, rank_of: Callable[[int], int]) -> None:
-    sent: dict[tuple[int, int], list[str]] = {}
-    expected: dict[tuple[int, int], list[str]] = {}
+    """Check that each message that one rank sends is the next that another one expects of it."""
+    sent: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
+    expected: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
     for rank, actions in order.items():
         for action in actions:
-            forward = action.kind.endswith("_F")
-            if action.kind.startswith("SEND"):
-                peer = rank_of(action.stage + (1 if forward else -1))
-                what = f"{'output' if forward else 'gradient'} of stage {action.stage}"
-                sent.setdefault((rank, peer), []).append(
-                    f"{what}, micro-batch {action.micro_batch}"
-                )
-            elif action.kind.startswith("RECV"):
-                source = action.stage + (-1 if forward else 1)
-                what = f"{'output' if forward else 'gradient'} of stage {source}"
-                expected.setdefault((rank_of(source), rank), []).append(
-                    f"{what}, micro-batch {action.micro_batch}"
-                )
+            side, _, way = action.kind.partition("_")
+            if not way:
+                continue
+            ahead = 1 if way == "F" else -1
+            source = action.stage if side == "SEND" else action.stage - ahead
+            what = "output" if way == "F" else "gradient"
+            text = f"{what} of stage {source}, micro-batch {action.micro_batch}"
+            if side == "SEND":
+                sent[rank, rank_of(source + ahead)].append(text)
+            else:
+                expected[rank_of(source), rank].append(text)
     for pair in {*sent, *expected}:
-        mine, theirs = sent.get(pair, []), expected.get(pair, [])
-        for number in range(max(len(mine), len(theirs))):
-            a = mine[number] if number < len(mine) else "nothing"
-            b = theirs[number] if number < len(theirs) else "nothing"
+        messages = zip_longest(sent[pair], expected[pair], fillvalue="nothing")
+        for number, (a, b) in enumerate(messages):
             if a != b:
                 raise OrderError(
                     f"message {number} from pipeline rank {pair[0]} to {pair[1]} is {a}, but the "
