@@ -78,75 +78,66 @@ def _attach_owners(
     owners = OwnerGroup(
         group, trace, dist.get_rank(group), dist.get_world_size(group), context.wait, launched
     )
-    by_name: dict[str, Exchanged] = {}
+    by_kind: dict[str, dict[nn.Module, Exchanged]] = {}
     for name, module in found.items():
         number: Any = module.num_experts
-        lowest = 0 if of_transformers(module) else -1
-        by_name[name] = Exchanged(owners, name, number * owners.size, partial(_own, module), lowest)
-    theirs = {name: module for name, module in found.items() if of_transformers(module)}
-    for name, module in found.items():
-        if name not in theirs:
-            module.dispatch = by_name[name]  # type: ignore[assignment]
-    if theirs:
-        copy_configs(model)
-        kinds: dict[str, dict[str, nn.Module]] = {}
-        for name, module in theirs.items():
+        theirs = of_transformers(module)
+        lowest = 0 if theirs else -1
+        made = Exchanged(owners, name, number * owners.size, partial(_own, module), lowest)
+        if theirs:
             config: Any = module.config
-            kinds.setdefault(config._experts_implementation or "eager", {})[name] = module
-        for kind, modules in kinds.items():
-            _Entry(kind, modules, by_name)
+            by_kind.setdefault(config._experts_implementation or "eager", {})[module] = made
+        else:
+            module.dispatch = made  # type: ignore[assignment]
+    if by_kind:
+        copy_configs(model)
+    for kind, dispatches in by_kind.items():
+        _register(kind, dispatches)
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module._parameters.values() if p is not None]
 
 
-class _Entry:
-    """An entry of transformers' ``ExpertsInterface`` of one model alone.
+def _register(plain: str, dispatches: Mapping[nn.Module, Exchanged]) -> None:
+    """Register an entry of transformers' ``ExpertsInterface`` for one model's experts alone.
 
-    It wraps the entry that the model's config named before. It stays registered when the model is
-    gone, since a config copied from this model's may still name it; it then calls the plain one.
-
-    Args:
-        plain: the name of the entry before.
+    It wraps the entry ``plain``, which the model's config named before. It stays registered when
+    the model is gone, since a config copied from this model's may still name it; it then calls the
+    plain one.
     """
+    from transformers.integrations.moe import ExpertsInterface
 
-    def __init__(
-        self, plain: str, modules: Mapping[str, nn.Module], dispatches: Mapping[str, Exchanged]
-    ) -> None:
-        from transformers.integrations.moe import ExpertsInterface
+    entry = f"internsp_{next(_NUMBERS)}_{plain}"
+    of_module = weakref.WeakKeyDictionary(dispatches)
 
-        self.name = f"internsp_{next(_NUMBERS)}_{plain}"
-        of_module = weakref.WeakKeyDictionary(
-            {module: dispatches[name] for name, module in modules.items()}
-        )
+    @torch.compiler.disable
+    def experts(module: nn.Module, *args: Any, **options: Any) -> Any:
+        compute = _plain(plain, module)
+        dispatch = of_module.get(module)
+        if dispatch is None:
+            return compute(module, *args, **options)
+        if options:  # families name their arguments differently
+            bound = inspect.signature(compute).bind(module, *args, **options)
+            args = bound.args[1:]
+        return dispatch(partial(compute, module), *args, lambda: None)[0]
 
-        @torch.compiler.disable
-        def experts(module: nn.Module, *args: Any, **options: Any) -> Any:
-            compute = _plain(plain, module)
-            dispatch = of_module.get(module)
-            if dispatch is None:
-                return compute(module, *args, **options)
-            if options:  # families name their arguments differently
-                bound = inspect.signature(compute).bind(module, *args, **options)
-                args = bound.args[1:]
-            return dispatch(partial(compute, module), *args)[0]
-
-        ExpertsInterface.register(self.name, experts)
-        for name, module in modules.items():
-            config: Any = module.config
-            config._experts_implementation_internal = self.name
-            module.register_forward_pre_hook(partial(self._check, name))
-
-    def _check(self, name: str, module: nn.Module, _: Any) -> None:
+    ExpertsInterface.register(entry, experts)
+    for module, dispatch in dispatches.items():
         config: Any = module.config
-        if config._experts_implementation != self.name:
-            raise StructureError(
-                f"the experts implementation of {name} was set to "
-                f"{config._experts_implementation!r} after parallelize(), which would compute all "
-                f"tokens with rank {dist.get_rank()}'s experts: choose experts_implementation "
-                "before parallelize()"
-            )
+        config._experts_implementation_internal = entry
+        module.register_forward_pre_hook(partial(_require_entry, entry, dispatch.name))
+
+
+def _require_entry(entry: str, name: str, module: nn.Module, _: Any) -> None:
+    config: Any = module.config
+    if config._experts_implementation != entry:
+        raise StructureError(
+            f"the experts implementation of {name} was set to "
+            f"{config._experts_implementation!r} after parallelize(), which would compute all "
+            f"tokens with rank {dist.get_rank()}'s experts: choose experts_implementation "
+            "before parallelize()"
+        )
 
 
 def _plain(name: str, module: nn.Module) -> Callable[..., Tensor]:

@@ -1,6 +1,5 @@
-"""How tokens meet their experts: all here (:class:`Local`), or at the experts' owners.
+"""How tokens meet their experts: all here (:func:`local`), or at the experts' owners.
 
-``dispatch(compute, hidden, index, weights)`` returns what one process computes with all experts.
 Where weights are gathered (``expert_weight``), every rank has all experts when it computes, so
 that gathered experts are dispatched locally.
 """
@@ -8,7 +7,7 @@ that gathered experts are dispatched locally.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,52 +17,27 @@ from internsp.errors import LayoutError
 from internsp.experts.exchange import Message, OwnerGroup, exchange_counts
 from internsp.experts.routes import Copies, collect, spread, tied
 
-T = TypeVar("T")
-
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Experts that are here: ``hidden [n, h]``, ``index [n, k]``, ``weights [n, k]`` -> ``[n, h]``."""
 
+Dispatch = Callable[[Compute, Tensor, Tensor, Tensor, Callable[[], Any]], tuple[Tensor, Any]]
+"""Computes tokens by their experts, wherever these are: the weighted sum of each token's experts,
+as one process with all experts computes it, and what the last argument returns.
 
-@runtime_checkable
-class Dispatch(Protocol):
-    """Computes tokens by their experts, wherever these are."""
-
-    def __call__(
-        self,
-        compute: Compute,
-        hidden: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        meanwhile: Callable[[], T] = lambda: None,  # type: ignore[assignment, return-value]
-    ) -> tuple[Tensor, T]:
-        """The weighted sum of each token's experts.
-
-        Args:
-            compute: the experts of this rank, by their local numbers.
-            hidden: tokens ``[T, h]``; other ranks may have another ``T``, or none.
-            index: ``[T, k]``, each token's experts among all; -1 where it has fewer, for experts
-                that know it.
-            weights: ``[T, k]``, each expert's weight.
-            meanwhile: what may be computed while tokens travel; its result is returned, too.
-
-        Returns:
-            ``[T, h]``, and what ``meanwhile`` returned.
-        """
+- compute: the experts of this rank, by their local numbers.
+- hidden: tokens ``[T, h]``; other ranks may have another ``T``, or none.
+- index: ``[T, k]``, each token's experts among all; -1 where it has fewer, for experts that know
+  it.
+- weights: ``[T, k]``, each expert's weight.
+- meanwhile: what may be computed while tokens travel.
+"""
 
 
-class Local:
-    """All experts are here, as on one process or where their weights are gathered."""
-
-    def __call__(
-        self,
-        compute: Compute,
-        hidden: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        meanwhile: Callable[[], T] = lambda: None,  # type: ignore[assignment, return-value]
-    ) -> tuple[Tensor, T]:
-        """See :class:`Dispatch`."""
-        return compute(hidden, index, weights), meanwhile()
+def local(
+    compute: Compute, hidden: Tensor, index: Tensor, weights: Tensor, meanwhile: Callable[[], Any]
+) -> tuple[Tensor, Any]:
+    """A :data:`Dispatch` of experts that are all here, as on one process."""
+    return compute(hidden, index, weights), meanwhile()
 
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -71,7 +45,7 @@ _OUT_OF_RANGE, _SHAPES = 1, 2  # faults that an owner tells the others
 
 
 class Exchanged:
-    """Tokens travel to the owners of their experts, and results back.
+    """A :data:`Dispatch`: tokens travel to the owners of their experts, and results back.
 
     Each token travels once to each rank that owns at least one of its experts, with its ``k``
     numbers and weights; the owner sums what its experts make of it and sends one row back.
@@ -90,7 +64,7 @@ class Exchanged:
         name: str,
         experts: int,
         parameters: Callable[[], Iterable[nn.Parameter]],
-        lowest: int = 0,
+        lowest: int,
     ) -> None:
         self.group, self.name, self.experts = group, name, experts
         self.each, self.lowest = experts // group.size, lowest
@@ -103,9 +77,9 @@ class Exchanged:
         hidden: Tensor,
         index: Tensor,
         weights: Tensor,
-        meanwhile: Callable[[], T] = lambda: None,  # type: ignore[assignment, return-value]
-    ) -> tuple[Tensor, T]:
-        """See :class:`Dispatch`. Collective over the owners; blocks.
+        meanwhile: Callable[[], Any],
+    ) -> tuple[Tensor, Any]:
+        """See :data:`Dispatch`. Collective over the owners; blocks.
 
         Raises:
             LayoutError: on every owner, if one of them has numbers out of range or wrong shapes.

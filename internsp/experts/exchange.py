@@ -78,12 +78,6 @@ class OwnerGroup:
 _GROUPS: HandleTable[OwnerGroup] = HandleTable("group of ranks that own experts")
 
 
-def row_bytes(rows: Tensor, weights: Tensor, numbers: int) -> int:
-    """Bytes of one row of a message: of ``rows [N, h]``, ``weights [N, k]``, so many numbers."""
-    values = rows.shape[1] * rows.element_size() + weights.shape[1] * weights.element_size()
-    return values + numbers * _INDEX.itemsize
-
-
 def _bytes(values: Tensor) -> Tensor:
     """``[N, n]`` as bytes ``[N, n * size]``; a view if it can be one."""
     if not values.numel():  # its strides may be any

@@ -1,7 +1,7 @@
 """Each owner keeps its own experts of a model that was built whole.
 
 Modules are recognized by their interface and not by their family: those of ``transformers`` that
-its ``ExpertsInterface`` dispatches, and modules with a :class:`~internsp.experts.dispatch.Dispatch`
+its ``ExpertsInterface`` dispatches, and modules with a :data:`~internsp.experts.dispatch.Dispatch`
 as their attribute ``dispatch``. In both every expert's parameter is one slice, on dimension 0, of a
 parameter whose first dimension is the number of experts, ``num_experts``.
 """
@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from internsp.errors import StructureError
-from internsp.experts.dispatch import Dispatch
 
 # What transformers' `use_experts_implementation` sets on a module.
 _INTERFACE = {"config", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel"}
@@ -31,7 +30,7 @@ def dispatched(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if of_transformers(module) or isinstance(getattr(module, "dispatch", None), Dispatch)
+        if of_transformers(module) or callable(getattr(module, "dispatch", None))
     }
 
 

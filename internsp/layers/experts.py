@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from internsp.experts.dispatch import Dispatch, Local
+from internsp.experts.dispatch import Dispatch, local
 from internsp.experts.routes import Copies, collect, spread
 from internsp.layers.router import Router, Routes, require_sizes
 
@@ -76,7 +76,7 @@ class Experts(nn.Module):
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate_up = nn.Parameter(torch.empty(experts, width, 2 * hidden, **options))
         self.down = nn.Parameter(torch.empty(experts, hidden, width, **options))
-        self.dispatch: Dispatch = Local()
+        self.dispatch: Dispatch = local
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
