@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 MOST_NUMBERS = 10_000
@@ -41,6 +41,12 @@ def nearest(word: str, words: Sequence[str]) -> str | None:
         return meant
     found = difflib.get_close_matches(meant, words, n=1, cutoff=0.6)
     return found[0] if found else None
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """`` (did you mean NAME?)`` with the nearest of ``names``; empty where none is near."""
+    near = nearest(word, list(dict.fromkeys(names)))
+    return f" (did you mean {near!r}?)" if near else ""
 
 
 def below(name: str, pattern: str) -> bool:

@@ -67,7 +67,7 @@ def find_casts(
                 "weight_parallel.compile compiles, where no hook of ours may run (WP-13): cast in "
                 "the module's own forward, or set compile = false"
             )
-        own = rules.module_options(name, _KEYS)
+        own = rules.of_module(name).options_for([name], _KEYS)
         takes = own.get("cast_inputs", config.cast_inputs)
         output = own.get("output_dtype")
         found.append(

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from internsp.base.names import ancestors, within
+from internsp.base.names import ancestors, did_you_mean, within
 from internsp.config import PlanRule, WeightParallelConfig
 from internsp.dtensor.tensor_parallel import largest_part, own_part
 from internsp.errors import LayoutError, StructureError
-from internsp.structure.blocks import Structure, did_you_mean
+from internsp.structure.blocks import Structure
 from internsp.structure.dtypes import WeightDtypes
 from internsp.structure.rules import BLOCK_KEYS, MODULE_KEYS, NO_RULES, Rules
 

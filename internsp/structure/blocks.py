@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from internsp.base.names import matches, nearest
+from internsp.base.names import did_you_mean, matches
 from internsp.config import PlanRule
 from internsp.errors import StructureError
 from internsp.structure.inner import Named, UnitModules, divide_into_units
@@ -250,12 +250,6 @@ def require_triggers_matched(blocks: Sequence[nn.Module], patterns: Sequence[str
                 f"weight_parallel.gather_before_modules: {pattern!r} matches no module of any block"
                 f"{_meant_trigger(pattern, blocks)}; candidates: {_trigger_candidates(blocks[0])}"
             )
-
-
-def did_you_mean(pattern: str, names: Iterable[str]) -> str:
-    """`` (did you mean NAME?)`` with the nearest of ``names``; empty where none is near."""
-    near = nearest(pattern, list(dict.fromkeys(names)))
-    return f" (did you mean {near!r}?)" if near else ""
 
 
 def _meant_trigger(pattern: str, blocks: Iterable[nn.Module]) -> str:

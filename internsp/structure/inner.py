@@ -79,19 +79,12 @@ def _unit_rules(rules: Rules) -> dict[str, MatchedRule]:
     """The rule that makes a unit of a module, by the module's name; the configuration's first."""
     found: dict[str, MatchedRule] = {}
     for matched_rule in rules.matched:
-        if "unit" not in matched_rule.rule.options():
-            continue
-        for name in matched_rule.names:
+        for name in matched_rule.names if "unit" in matched_rule.rule.options() else ():
             if name not in matched_rule.modules:
                 raise StructureError(
                     f"{matched_rule}: unit is for modules, and {name} is a parameter"
                 )
-            first = found.setdefault(name, matched_rule)
-            if first is not matched_rule and first.origin == matched_rule.origin:
-                raise StructureError(
-                    f"{matched_rule.origin}: unit of {name} is set twice, by {first.rule} and by "
-                    f"{matched_rule.rule}: let their patterns match different things"
-                )
+            found[name] = rules.of_module(name).deciding([name], {"unit"})["unit"]
     return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from internsp.base.names import matches, nearest
+from internsp.base.names import did_you_mean, matches
 from internsp.errors import StructureError
 from internsp.schedule.terms import BACKWARD, FORWARD
 
@@ -59,8 +59,7 @@ def _count(
     for pattern in patterns:
         hits = [name for name in all_names if matches(name, pattern)]
         if not hits:
-            near = nearest(pattern, all_names)
-            meant = f" (did you mean {near!r}?)" if near else f"; they are {', '.join(all_names)}"
+            meant = did_you_mean(pattern, all_names) or f"; they are {', '.join(all_names)}"
             raise StructureError(
                 f"weight_parallel.rules: {what}: {pattern!r} matches no block and no head{meant}"
             )

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from internsp.base.names import ancestors, matches, nearest
+from internsp.base.names import ancestors, did_you_mean, matches
 from internsp.config import PlanRule
 from internsp.errors import ConfigError, StructureError
 
@@ -76,6 +76,13 @@ class Rules:
     def options_for(self, names: Iterable[str], keys: Collection[str]) -> Mapping[str, Any]:
         """The options among ``keys`` that rules set for a weight or module, by key.
 
+        See :meth:`deciding`.
+        """
+        return {key: getattr(rule.rule, key) for key, rule in self.deciding(names, keys).items()}
+
+    def deciding(self, names: Iterable[str], keys: Collection[str]) -> Mapping[str, MatchedRule]:
+        """The rule that sets each of ``keys`` for a weight or module, for those that one sets.
+
         Args:
             names: its names; a shared weight has several.
 
@@ -83,25 +90,24 @@ class Rules:
             StructureError: two rules of one origin set the same key.
         """
         names = list(names)
-        found: dict[str, tuple[MatchedRule, Any]] = {}
+        found: dict[str, MatchedRule] = {}
         for matched_rule in self.matched:
-            options = {k: v for k, v in matched_rule.rule.options().items() if k in keys}
-            if not options or not any(map(matched_rule.applies_to, names)):
+            own = [key for key in matched_rule.rule.options() if key in keys]
+            if not own or not any(map(matched_rule.applies_to, names)):
                 continue
-            for key, value in options.items():
-                first = found.setdefault(key, (matched_rule, value))[0]
+            for key in own:
+                first = found.setdefault(key, matched_rule)
                 if first is not matched_rule and first.origin == matched_rule.origin:
                     raise StructureError(
                         f"{matched_rule.origin}: {key} of {names[0]} is set twice, by "
                         f"{first.rule} and by {matched_rule.rule}: let their patterns match "
                         "different things"
                     )
-        return {key: value for key, (_, value) in found.items()}
+        return found
 
-    def module_options(self, name: str, keys: Collection[str]) -> Mapping[str, Any]:
-        """Options of the module ``name`` itself: only of rules that match it, not its parents."""
-        own = tuple(matched_rule for matched_rule in self.matched if name in matched_rule.modules)
-        return Rules(own).options_for([name], keys)
+    def of_module(self, name: str) -> Rules:
+        """The rules that match the module ``name`` itself, not only its parents."""
+        return Rules(tuple(each for each in self.matched if name in each.modules))
 
 
 NO_RULES = Rules()
@@ -203,6 +209,5 @@ def _names(model: nn.Module) -> Iterator[str]:
 def _candidates(pattern: str, names: Iterable[str]) -> str:
     """A question with the nearest name, or up to 40 names, with ``{*}`` for numbers."""
     folded = list(dict.fromkeys(_NUMBER.sub("{*}", name) for name in names))
-    if near := nearest(_NUMBER.sub("{*}", pattern), folded):
-        return f" (did you mean {near!r}?)"
-    return f"; candidates: {', '.join(folded[:40])}"
+    meant = did_you_mean(_NUMBER.sub("{*}", pattern), folded)
+    return meant or f"; candidates: {', '.join(folded[:40])}"

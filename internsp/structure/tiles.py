@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from internsp.base.names import matches
+from internsp.base.names import did_you_mean, matches
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError, StructureError
-from internsp.structure.blocks import Structure, did_you_mean
+from internsp.structure.blocks import Structure
 
 FEED_FORWARDS = ("feed_forward", "feedforward", "ffn", "mlp")
 
