@@ -1,7 +1,7 @@
 """Finds which parameters' gradients or values are not finite, and on which ranks.
 
-The check of gradients is their norm: if one rank's is not finite, the norm is not finite on any
-rank.
+Called only after a check has failed. The check itself is the gradient norm: if one rank's gradient
+is not finite, the norm is not finite on any rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from internsp.failure.objects import Objects
 from internsp.mesh import ParallelMesh
-from internsp.wp.collectives import all_reduce
 from internsp.wp.parameter import Member
 
 _SHOWN = 6  # names in a message
@@ -76,26 +75,6 @@ class Marks:
         bad = [mark for mark, flag in zip(self.all, flags, strict=True) if flag]
         names = dict.fromkeys(mark for mark in bad if isinstance(mark, str))
         return NotFinite(tuple(names), tuple(sorted(m for m in bad if isinstance(m, int))))
-
-
-def gather_not_finite(
-    mesh: ParallelMesh, members: Sequence[Member], bad: Sequence[Tensor]
-) -> NotFinite:
-    """Combine what the ranks of all stages have found. Collective; blocks.
-
-    Args:
-        members: parameters of this rank's stage, the same on all ranks of the stage.
-        bad: for each of them, whether it is not finite on this rank.
-    """
-    marks = Marks(mesh, members)
-    found = torch.zeros(len(marks.all), dtype=torch.float64, device=mesh.device)
-    found[marks.start : marks.start + len(bad)] = torch.stack(list(bad)).to(found.dtype)
-    found[marks.rank] = torch.stack(list(bad)).any()
-    for group in (mesh.stage_group, mesh.pipeline_group):
-        work = all_reduce(found, group)
-        if work is not None:
-            work.wait()
-    return marks.not_finite(found.tolist())
 
 
 def not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

@@ -493,7 +493,6 @@ ARGUED: dict[str, tuple[str, ...]] = {
         "wp/events.py: Events.reset: synchronize",
         "optim/reduction.py: ZeroReducer.discard: wait",
         "optim/bucket.py: Bucket.zero_gradient: synchronize",
-        "optim/finite.py: gather_not_finite: wait",
     ),
     "read by torch's functional collectives, which the fake does not see": (
         "optim/guarded.py: GuardedParameter.full_tensor: wait_until_ready",

@@ -24,7 +24,6 @@ from torch.nn import Parameter
 from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint import manifest
 from internsp.app.checkpoint.files import Reader
-from internsp.app.checkpoint.finite import require_finite
 from internsp.app.checkpoint.manifest import MANIFEST, Manifest, Position, State
 from internsp.app.config import resume as resume_rules
 from internsp.app.session.session import Session
@@ -114,7 +113,6 @@ def load(session: Session, path: Path) -> Resumed:
     Raises:
         ConfigError: on every rank, before anything is overwritten: there is no complete checkpoint,
             a setting differs that must not, or the text has changed.
-        NotFiniteError: on every rank: its weights are not finite.
     """
     try:
         chosen, content, notes = _newest_complete(path)
@@ -173,7 +171,6 @@ def load(session: Session, path: Path) -> Resumed:
             f"{content.mesh['world']} ranks saved, {session.mesh.world_size} go on: random states "
             "are derived anew from train.seed, the step and the rank"
         )
-    require_finite(session, f"{chosen} is not resumed from; give the path of an earlier checkpoint")
     notes += taken
     train = session.config.train
     if train.stop_after_tokens and content.data.tokens >= train.stop_after_tokens:

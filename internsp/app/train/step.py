@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from internsp.app.checkpoint.finite import remark, too_many_skipped
 from internsp.app.data.batches import Ahead, Batch, DataSource
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.flops import flops_per_token, peak_tflops
 from internsp.app.report.metrics import StepMetrics
 from internsp.app.session.session import Session
 from internsp.app.train.experts import ExpertLoads
+from internsp.app.train.finite import remark, too_many_skipped
 from internsp.app.train.passes import PipelinedStep, PlainStep
 from internsp.app.train.rows import StepRows, micro_batch
 from internsp.base import accelerator
