@@ -161,7 +161,7 @@ def load(session: Session, path: Path) -> Resumed:
         reader = Reader(chosen, content)
         for part in (tensors, *repeated):
             reader.into(part)
-        _restore(session, tensors, repeated, content, chosen)
+        _restore(session, tensors, repeated, content)
 
     Objects().on_every(read)
     if not same_ranks:
@@ -255,25 +255,20 @@ def _restore(
     tensors: dict[str, Tensor],
     copies: Sequence[dict[str, Tensor]],
     content: Manifest,
-    path: Path,
 ) -> None:
     """Load the tensors that were read into random states, optimizers and loss scaler.
 
     Optimizer settings stay as the current configuration sets them.
     """
-    try:
-        for name, value in tensors.items():
-            if name.startswith("random."):
-                set_random(name, value)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"checkpoint.resume: {path} has no random state: {error}") from None
+    for name, value in tensors.items():
+        if name.startswith("random."):
+            set_random(name, value)
     for number, optimizer in enumerate(session.optimizers):
         own = {**tensors, **(copies[number] if copies else {})}
         state = _optimizer_state(optimizer, own, content.values)
         optimizer.load_local_state_dict(state)
     scaler = session.optimizer.loss_scaler
     if scaler is not None and content.loss_scaler is not None:
-        _check_scale(content.loss_scaler, path)
         scaler.load_state_dict(content.loss_scaler)
     for schedule in session.schedules:
         schedule.last_epoch = content.step - 1
@@ -281,11 +276,6 @@ def _restore(
         schedule.step()
     for communicator in session.communicators:
         communicator.invalidate()
-
-
-def _check_scale(saved: dict[str, float], path: Path) -> None:
-    if saved.keys() != {"scale", "good_steps", "skipped_steps"} or not saved["scale"] > 0:
-        raise ConfigError(f"checkpoint.resume: {path / MANIFEST} has no loss scale")
 
 
 # What a checkpoint holds.

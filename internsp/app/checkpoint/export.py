@@ -67,7 +67,7 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
             f"does: {why}; use the run itself (internsp generate), or train a folder of "
             'transformers (model.family = "hf"), which is exported'
         )
-    parts = list(_of_transformers(content) if hf else _of_zoo(config, content))
+    parts = list(_tensors(config, content))
     end = _end_of_document(config)
     aside = to.with_name(to.name + PARTIAL)
     shutil.rmtree(aside, ignore_errors=True)
@@ -120,31 +120,25 @@ def newest(run: Path) -> tuple[Path, Manifest, Config, list[str]]:
     return folder, content, config, notes
 
 
-def _weights(content: Manifest) -> dict[str, tuple[int, ...]]:
-    return {
-        name.removeprefix("model."): record.shape
+def _tensors(config: Config, content: Manifest) -> Iterator[_ExportTensor]:
+    """What is written: under the names in transformers, whose model a run holds as ``model``."""
+    weights = {
+        name.removeprefix("model."): record
         for name, record in content.tensors.items()
         if name.startswith("model.")
     }
-
-
-def _of_zoo(config: Config, content: Manifest) -> Iterator[_ExportTensor]:
-    form = form_of(config.model)
-    for name, source, shape, convert in form.exported_tensors(config.model, _weights(content)):
+    if config.model.family == "hf":
+        for name, record in weights.items():
+            own = name.removeprefix("model.")
+            yield _ExportTensor(own, record.shape, record.dtype, f"model.{name}", lambda one: one)
+        return
+    shapes = {name: record.shape for name, record in weights.items()}
+    made = form_of(config.model).exported_tensors(config.model, shapes)
+    for name, source, shape, convert in made:
         dtype = config.train.dtype
         if source is not None and source.endswith("router.bias"):
             dtype = "float32"  # as in transformers: its steps are small
         yield _ExportTensor(name, shape, dtype, source and f"model.{source}", convert)
-
-
-def _of_transformers(content: Manifest) -> Iterator[_ExportTensor]:
-    """Tensors under their names in transformers; the run's model holds that model as ``model``."""
-    for name, shape in _weights(content).items():
-        source = f"model.{name}"
-        dtype = content.tensors[source].dtype
-        yield _ExportTensor(
-            name.removeprefix("model."), shape, dtype, source, lambda tensor: tensor
-        )
 
 
 def _write_weights(
