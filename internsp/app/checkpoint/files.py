@@ -187,10 +187,7 @@ class Reader:
     def __init__(self, folder: Path, content: State) -> None:
         self._folder, self._content = folder, content
         self._mapped: dict[str, Tensor] = {}
-
-    def into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill ``tensors``: of each the part that this rank has, whatever parts were written."""
-        records = self._content.tensors
+        records = content.tensors
         stored = {
             name: TensorStorageMetadata(
                 TensorProperties(dtype=getattr(torch, record.dtype)),
@@ -202,15 +199,19 @@ class Reader:
             )
             for name, record in records.items()
         }
-        places = {
+        self._metadata = Metadata({**stored})
+        self._places = {
             MetadataIndex(name, torch.Size(chunk.offsets)): (chunk, record.dtype)
             for name, record in records.items()
             for chunk in record.chunks
         }
+
+    def into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill ``tensors``: of each the part that this rank has, whatever parts were written."""
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(dict(tensors), Metadata({**stored}), is_coordinator=False)
+        planner.set_up_planner(dict(tensors), self._metadata, is_coordinator=False)
         for item in planner.create_local_plan().items:
-            values = self._part(*places[item.storage_index])
+            values = self._part(*self._places[item.storage_index])
             for dim, (begin, size) in enumerate(
                 zip(item.storage_offsets, item.lengths, strict=True)
             ):
@@ -223,10 +224,7 @@ class Reader:
         """A full tensor, from all its parts."""
         record = self._content.tensors[name]
         full = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
-        for chunk in record.chunks:
-            ends = zip(chunk.offsets, chunk.sizes, strict=True)
-            box = tuple(slice(start, start + size) for start, size in ends)
-            full[box] = self._part(chunk, record.dtype)
+        self.into({name: full})
         return full
 
     def _part(self, chunk: Chunk, dtype: str) -> Tensor:
