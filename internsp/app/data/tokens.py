@@ -299,6 +299,7 @@ def _made(given: DocumentsConfig, path: Path, folder: Path, read: Read, dtype: A
     try:
         store = _opened(given, path, folder)
     except (ValueError, OSError):  # there is none, or it was cut
+        shutil.rmtree(folder, ignore_errors=True)
         try:
             _write(given, path, folder, read, dtype)
         except OSError as error:
@@ -327,14 +328,10 @@ def _write(given: DocumentsConfig, path: Path, folder: Path, read: Read, dtype: 
             file.write(digests.data)
         if f".{_state_of(given, path)[0]}." not in folder.name:
             raise ConfigError(f"data.paths: {path} was changed while its tokens were made")
-        with suppress(ValueError, OSError):
-            _opened(given, path, folder)  # another run has made the same meanwhile
-            return
-        shutil.rmtree(folder, ignore_errors=True)
         try:
             partial.rename(folder)
         except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another run, just now
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another run made the same
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
