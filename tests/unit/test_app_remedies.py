@@ -181,9 +181,6 @@ APP_CONFIG: Table = {
         'optimizer.name = "sgd"': accepted(optimizer={"name": "sgd", "momentum": 0.9}),
     },
     "{name} has none": {"leave it out": accepted(optimizer={"name": "sgd"})},
-    "a step would take more from every weight": {
-        "lower one of them": accepted(optimizer={"lr": 1.0, "weight_decay": 0.9}),
-    },
     "group {number}: {group.optimizer} is neither": {
         "give {both}": accepted(
             optimizer={"name": "muon", "groups": [{"match": "head", "optimizer": "adamw"}]}

@@ -344,20 +344,6 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     if optimizer.decay_steps is not None and optimizer.schedule != "wsd":
         text = f'unused with schedule = "{optimizer.schedule}"; set it to "wsd"'
         yield Problem(("optimizer.decay_steps", "optimizer.schedule"), text)
-    pairs = [(optimizer.lr, optimizer.weight_decay)]
-    for group in optimizer.groups:
-        pairs.append((
-            optimizer.lr if group.lr is None else group.lr,
-            optimizer.weight_decay if group.weight_decay is None else group.weight_decay,
-        ))  # fmt: skip
-    for lr, decay in pairs:
-        if lr * decay > 1:
-            text = (
-                f"lr = {lr:g} x weight_decay = {decay:g} is above 1: a step "
-                "would take more from every weight than all of it; lower one of them"
-            )
-            yield Problem(("optimizer.weight_decay", "optimizer.lr"), text)
-            return
 
 
 def _train(config: Config) -> Iterator[Problem]:
