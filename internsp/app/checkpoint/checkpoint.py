@@ -72,7 +72,7 @@ def manifest_of(
     Called on rank 0, also while later steps train.
 
     Args:
-        scaler: the loss scale and its counters (:func:`scale_of`) after ``step`` steps.
+        scaler: the loss scale and its counters after ``step`` steps, if there is a loss scaler.
     """
     return Manifest(
         step=step,
@@ -85,12 +85,6 @@ def manifest_of(
         tensors={},
         files={},
     ).model_dump(mode="json")
-
-
-def scale_of(session: Session) -> dict[str, float] | None:
-    """The current loss scale and its counters; ``None`` without a loss scaler."""
-    scaler = session.optimizer.loss_scaler
-    return None if scaler is None else scaler.state_dict()
 
 
 def _position(session: Session, sequences: int, tokens: int) -> Position:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from internsp.app.checkpoint import folder as checkpoint_folder
-from internsp.app.checkpoint.checkpoint import manifest_of, parameter_of, scale_of, state_of
+from internsp.app.checkpoint.checkpoint import manifest_of, parameter_of, state_of
 from internsp.app.checkpoint.disk import publish, write_part
 from internsp.app.checkpoint.files import FilePlan
 from internsp.app.checkpoint.manifest import canonical
@@ -130,7 +130,9 @@ class Saver:
             record = write_part(folder, plan.file, memory.numpy().data, given_up)
             return plan.file, record, values, list(names)
 
-        about = (step, sequences, tokens, self._run, scale_of(self._session))
+        scaler = self._session.optimizer.loss_scaler
+        scale = None if scaler is None else scaler.state_dict()
+        about = (step, sequences, tokens, self._run, scale)
         content = partial(manifest_of, self._session, *about)
         self._save = _Save(step, final, folder, content, given_up, in_background(write))
 

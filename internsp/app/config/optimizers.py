@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterable
 from typing import Any
 
+from internsp.base.names import nearest
 from internsp.config.functions import _IMPORT_PATH
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "muon")
@@ -17,15 +17,9 @@ def checked_optimizer(name: str) -> str:
     """``name`` if it is a named optimizer or an import path; nothing is imported yet."""
     if name in OPTIMIZERS or _IMPORT_PATH.fullmatch(name):
         return name
-    near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
+    near = nearest(name, OPTIMIZERS)
+    hint = f" (did you mean {near}?)" if near else ""
     raise ValueError(f'give {", ".join(OPTIMIZERS)}, or a class as "package.module:Class"{hint}')
-
-
-def checked_option(text: str) -> str:
-    """``text`` if it is one argument, ``name = value``."""
-    options([text])
-    return text
 
 
 def options(texts: Iterable[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-from internsp.app.config.optimizers import checked_optimizer, checked_option
+from internsp.app.config.optimizers import checked_optimizer, options
 from internsp.base.names import FOLDER_NAME, below
 from internsp.config.former import INSTRUCTION
 from internsp.config.sections import (
@@ -34,7 +34,7 @@ from internsp.config.sections import (
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(ge=0, le=1000)]
 OptimizerName = Annotated[Text, AfterValidator(checked_optimizer)]
-Option = Annotated[Text, AfterValidator(checked_option)]
+Option = Annotated[Text, AfterValidator(lambda text: options([text]) and text)]
 
 
 def _no_instruction(value: Any) -> Any:
