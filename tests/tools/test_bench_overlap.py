@@ -323,16 +323,6 @@ def test_namespaces_carry_the_process_id_and_are_all_removed(ranks: int) -> None
     assert all(" netns " in c for c in run.commands if c.startswith("ip link add"))
 
 
-def test_neighbors_of_a_machine_have_a_rate_of_their_own() -> None:
-    run = Recorder()
-    with Namespaces(4, run=run, owner=77) as network:
-        network.limit_machines(2, 400, 100)
-    rates = [c.split(" rate ")[1].split()[0] for c in run.commands if " class " in c]
-    assert rates == ["400000kbit", "100000kbit"] * 4
-    near = [c.split(" dst ")[1].split()[0] for c in run.commands if " filter " in c]
-    assert near == [f"10.77.0.{number}/32" for number in (2, 1, 4, 3)]
-
-
 def test_what_a_connection_sends_ahead_is_limited_in_every_namespace_and_told() -> None:
     run = Recorder()
     with Namespaces(2, send_buffer_kib=256, run=run, owner=77) as network:
@@ -414,20 +404,6 @@ def test_a_variant_that_trains_something_else_gets_no_time() -> None:
     assert "trains something else" in summary["failed"]["fsdp2"]
     assert sum("FSDP2: the loss fell by" in line for line in heard) == 1  # and is not run again
     assert "FSDP2" not in "".join(cell for row in report.table(summary) for cell in row)
-
-
-def test_faked_exchanges_get_a_time_whatever_they_train_and_other_fakes_are_refused() -> None:
-    name = "ours:exchange=faked"
-    told = {"compute": (0.5, [2.0, 9.0]), "ours": (1.5, [2.0, 1.9, 1.8]), name: (1.0, [7.0] * 3)}
-    options = Options(
-        preset="tiny", layers=2, sequence_ranks=2, variants=("compute", "ours", name)
-    ).resolve()
-    outcome = campaign.run(options, Link(), FakeSession(told), [].append)  # type: ignore[arg-type]
-    assert not outcome.failed
-    assert set(outcome.runs) == set(told)
-    assert "exchange" not in Spec.parse(name).arguments
-    with pytest.raises(ValueError, match="exchange is faked, deepspeed, or not given"):
-        Spec.parse("ours:exchange=none")
 
 
 @pytest.mark.parametrize(

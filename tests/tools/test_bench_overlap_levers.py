@@ -1,18 +1,13 @@
-"""Options of the benchmark: micro-batches, hybrid groups, one shared group, weights in pieces."""
+"""Options of the benchmark: micro-batches, hybrid groups, weights in pieces."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from internsp.mesh import WeightAxis
 from tools.bench.model import batch, elements, exchanged_bytes, full_batch
 from tools.overlap.laws import least_bytes, own_least_bytes, passes
 from tools.overlap.options import Options, Spec
-from tools.overlap.variants import with_shared_group
 
 
 def test_each_turn_between_passes_saves_the_blocks_in_the_slots() -> None:
@@ -58,7 +53,6 @@ def test_each_micro_batch_has_data_of_its_own_and_the_first_is_that_of_a_plain_s
         (Options(preset="four", variants=("ours:weight=3",)), "4 ranks are not groups of 3"),
         (Options(variants=("ours:weight=true",)), "not groups of True"),
         (Options(variants=("fsdp2:hybrid",)), "not several groups of 2"),
-        (Options(variants=("ours:gradient_group=own",)), "shared, or not given"),
     ],
 )
 def test_groups_that_cannot_be_made_are_refused(options: Options, words: str) -> None:
@@ -67,23 +61,7 @@ def test_groups_that_cannot_be_made_are_refused(options: Options, words: str) ->
 
 
 def test_what_a_name_says_of_groups_is_no_setting_of_weights() -> None:
-    spec = Spec.parse("ours:weight=2,gradient_group=shared,gather_before=qkv")
-    assert spec.arguments == {"gather_before": "qkv"}
-    assert (spec.weight, spec.shared_group) == (2, True)
-    assert (Spec.parse("ours").weight, Spec.parse("ours").shared_group) == (None, False)
+    spec = Spec.parse("ours:weight=2,gather_before=qkv")
+    assert (spec.arguments, spec.weight) == ({"gather_before": "qkv"}, 2)
+    assert Spec.parse("ours").weight is None
     assert Spec.parse("fsdp2:hybrid").weight is None
-
-
-def test_a_shared_group_changes_a_copy_of_the_mesh_only() -> None:
-    groups: dict[str, Any] = {
-        f"{name}_group": object()
-        for name in ("weight", "gradient", "replica", "zero", "zero_replica")
-    }
-    unused: Any = None
-    axis = WeightAxis("weight", unused, 0, 0, 0, param_mesh=unused, **groups)
-    mesh: Any = SimpleNamespace(dense=axis, experts=axis, gradient_group=axis.gradient_group)
-    shared = with_shared_group(mesh)
-    assert shared.dense.gradient_group is shared.gradient_group is axis.weight_group
-    assert shared.experts is shared.dense
-    assert mesh.dense is axis
-    assert axis.gradient_group is groups["gradient_group"] is mesh.gradient_group

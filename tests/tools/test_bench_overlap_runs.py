@@ -98,8 +98,7 @@ def test_micro_batches_train_the_same_and_full_accumulation_reduces_once(
     file = tmp_path / "out.json"
     flags = ("--network", "loopback", "--micro-batches", "2", "--json", str(file))
     full = "ours:accumulation=full"
-    wanted = ("ours", full, "ours:gradient_group=shared", "ddp", "fsdp2:full",
-              "fsdp2:chunked+last")  # fmt: skip
+    wanted = ("ours", full, "ddp", "fsdp2:full", "fsdp2:chunked+last")
     done = bench(*SMALL, *flags, "--variants", *wanted, "zero3")
     assert done.returncode == 0, done.stderr
     assert "2 micro-batches of 1 x 16 tokens" in done.stdout
@@ -107,7 +106,7 @@ def test_micro_batches_train_the_same_and_full_accumulation_reduces_once(
     assert set(summary["variants"]) == {"compute", *wanted}
     assert "one micro-batch" in summary["skipped"]["zero3"]
     rows = summary["variants"]
-    for name in ("ours", full, "ours:gradient_group=shared"):
+    for name in ("ours", full):
         assert rows[name]["payload_seen"] == rows[name]["payload"], name
     assert rows["ours"]["payload"] == summary["least_bytes"]
     # One of two reductions of every weight, of which half is sent.

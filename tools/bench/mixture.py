@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn.functional import all_to_all_single
 
 import internsp
-from tools.bench.ways import Ways
 
 WAYS = ("gathered", "exchanged", "fsdp2", "plain exchange")
 EXPERTS, TOP_K, WIDTH, HIDDEN, LAYERS = 16, 2, 256, 64, 3
@@ -47,11 +47,12 @@ class Mixture(nn.Module):
         return x.square().mean()
 
 
-class Worker(Ways):
-    """One rank: has each way's model."""
+class Worker:
+    """One rank: has each way's model, and times its steps."""
 
     def __init__(self) -> None:
-        super().__init__({way: self._model(way) for way in WAYS}, WIDTH)
+        self.rank = dist.get_rank()
+        self.models = {way: self._model(way) for way in WAYS}
 
     def _model(self, way: str) -> nn.Module:
         torch.manual_seed(0)
@@ -64,12 +65,25 @@ class Worker(Ways):
         ignored = set()
         if way == "plain exchange":
             for layer in model.layers:
-                layer.moe.experts.dispatch = PlainExchange(layer.moe.experts, dist.get_rank())
+                layer.moe.experts.dispatch = PlainExchange(layer.moe.experts, self.rank)
                 ignored |= set(layer.moe.experts.parameters())
         mesh_of_all = init_device_mesh("cpu", (2,))
         for layer in [*model.layers, model]:
             fully_shard(layer, mesh=mesh_of_all, ignored_params=ignored)
         return model
+
+    def step(self, way: str, tokens: int) -> tuple[float, float]:
+        """Seconds and summed loss of a forward and backward."""
+        model = self.models[way]
+        x = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(self.rank))
+        dist.barrier()
+        begin = time.perf_counter()
+        loss = model(x)
+        loss.backward()
+        dist.barrier()
+        seconds = time.perf_counter() - begin
+        model.zero_grad()
+        return seconds, float(loss)
 
 
 class PlainExchange:

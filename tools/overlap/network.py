@@ -166,20 +166,6 @@ class Namespaces(Link):
                 self._run([*tc, "replace", "dev", INTERFACE, "root", "tbf", *rate, *size])
         self._rate = rate_mbit
 
-    def limit_machines(self, ranks: int, near_mbit: float, far_mbit: float) -> None:
-        """Let ``ranks`` neighbors be a machine: a rank's sending rates to them, and to others."""
-        for rank in range(self.ranks):
-            tc, on = ["tc", "-n", self.name(rank)], ["dev", INTERFACE]
-            self._run([*tc, "qdisc", "replace", *on, "root", "handle", "1:", "htb", "default", "2"])
-            for number, rate in enumerate((near_mbit, far_mbit), 1):
-                limit = ["htb", "rate", f"{rate * 1000:.0f}kbit", "burst", f"{self.burst_kib}k"]
-                name = ["parent", "1:", "classid", f"1:{number}"]
-                self._run([*tc, "class", "replace", *on, *name, *limit])
-            first = rank // ranks * ranks
-            for other in {*range(first, first + ranks)} - {rank}:
-                to = ["u32", "match", "ip", "dst", f"10.77.0.{other + 1}/32", "flowid", "1:1"]
-                self._run([*tc, "filter", "add", *on, "protocol", "ip", "parent", "1:", *to])
-
     def _make(self) -> None:
         for rank in range(self.ranks):
             self._add(self.name(rank))

@@ -71,7 +71,7 @@ class Options(options.Trained):
     """namespaces: a rate-limited link (root, iproute2); loopback: no limit, any user."""
     variants: tuple[str, ...] = DEFAULT_VARIANTS
     """FAMILY[:SETTINGS][@free]. ours: KEY=VALUE,... of weight_parallel, and weight=RANKS per
-    group, gradient_group=shared; fsdp2: FORM+FORM of prefetch, chunked, unshard, last, whole,
+    group; fsdp2: FORM+FORM of prefetch, chunked, unshard, last, whole,
     full, hybrid; @free: no rate limit. compute is always added."""
     ranks: int | None = None
     """Processes, each with one computing thread."""
@@ -153,9 +153,6 @@ class Spec:
         forms: of ``fsdp2``.
         arguments: of ``ours``: keys of ``WeightParallelConfig`` and of ``SequenceConfig``.
         weight: of ``ours``: ranks of a weight group; ``None``: all.
-        shared_group: of ``ours``: reduce-scatters use the process group of the all-gathers.
-        exchange: of ``ours``: what replaces the head exchange. ``faked`` sends nothing and returns
-            wrong values; ``deepspeed``; empty: nothing does.
     """
 
     name: str
@@ -164,8 +161,6 @@ class Spec:
     forms: frozenset[str] = frozenset()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     weight: Any = None
-    shared_group: bool = False
-    exchange: str = ""
 
     @classmethod
     def parse(cls, name: str) -> Spec:
@@ -183,13 +178,8 @@ class Spec:
         free = bool(suffix)
         if family == "ours":
             given = _given(name, settings)
-            group, exchange = given.pop("gradient_group", ""), given.pop("exchange", "")
-            if group not in ("", "shared"):
-                raise ValueError(f"variant {name!r}: gradient_group is shared, or not given")
-            if exchange not in ("", "faked", "deepspeed"):
-                raise ValueError(f"variant {name!r}: exchange is faked, deepspeed, or not given")
             weight = given.pop("weight", None)
-            return cls(name, family, free, frozenset(), given, weight, bool(group), exchange)
+            return cls(name, family, free, frozenset(), given, weight)
         forms = frozenset(settings.split("+")) - {""}
         if family == "fsdp2" and forms - set(FORMS):
             raise ValueError(f"variant {name!r}: forms of fsdp2 are {', '.join(FORMS)}")

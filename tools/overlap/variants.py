@@ -7,11 +7,10 @@ over ranks (design.md 6), so every variant must train the same from the same wei
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -32,10 +31,8 @@ from internsp.base.trace import Trace
 from internsp.schedule.simulate import simulate
 from tools.bench.model import DTYPE, Blocks, batch, elements, fresh, full_batch, layout
 from tools.bench.options import Sizes
-from tools.overlap.faked import fake_exchanges
 from tools.overlap.laws import HYBRID
 from tools.overlap.options import Options, Spec
-from tools.overlap.ulysses import exchange_by_deepspeed
 
 Mark = Callable[[str], None]
 
@@ -67,27 +64,15 @@ class Setting:
         """The number of processes."""
         return dist.get_world_size()
 
-    @cached_property
-    def mesh(self) -> ParallelMesh:
-        """Weight parallel over all ranks. Collective, once."""
-        return self._make(self.world)
-
     def mesh_for(self, spec: Spec) -> ParallelMesh:
         """The mesh for a variant of ours. Collective, once per group size."""
         size = spec.weight or self.world
-        if size == self.world:
-            mesh = self.mesh
-        else:
-            if size not in self._meshes:
-                self._meshes[size] = self._make(size)
-            mesh = self._meshes[size]
-        return with_shared_group(mesh) if spec.shared_group else mesh
-
-    def _make(self, weight: int) -> ParallelMesh:
-        return ParallelMesh.create(
-            weight=weight, sequence=self.options.sequence_ranks, device_type="cpu",
-            timeout_seconds=self.options.timeout,
-        )  # fmt: skip
+        if size not in self._meshes:
+            self._meshes[size] = ParallelMesh.create(
+                weight=size, sequence=self.options.sequence_ranks, device_type="cpu",
+                timeout_seconds=self.options.timeout,
+            )  # fmt: skip
+        return self._meshes[size]
 
     @cached_property
     def flat_mesh(self) -> DeviceMesh:
@@ -99,15 +84,6 @@ class Setting:
         """For FSDP2: sharded in groups of two, replicated over them. Collective, once."""
         sizes = (self.world // HYBRID, HYBRID)
         return dist.init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-
-
-def with_shared_group(mesh: ParallelMesh) -> ParallelMesh:
-    """A copy of ``mesh`` whose reduce-scatters use the process groups of its all-gathers."""
-    shared = copy.copy(mesh)
-    shared.dense = replace(mesh.dense, gradient_group=mesh.dense.weight_group)
-    shared.experts = shared.dense
-    shared.gradient_group = shared.dense.gradient_group
-    return shared
 
 
 class Variant(ABC):
@@ -223,10 +199,6 @@ class Ours(Variant):
         self.communicator = parallelize(
             model, mesh, self.config, sequence=sequence, trace=self.trace
         )
-        if self.spec.exchange == "faked":
-            fake_exchanges(model)
-        elif self.spec.exchange == "deepspeed":
-            exchange_by_deepspeed(model)
         return model
 
     def optimizer_of(self, model: nn.Module) -> Any:
@@ -328,7 +300,7 @@ def make(setting: Setting, spec: Spec) -> Variant:
 
 def unavailable(spec: Spec, options: Options) -> str | None:
     """Why a variant cannot run here, or ``None``."""
-    from tools.overlap import ulysses, zero3
+    from tools.overlap import zero3
 
     if spec.family == "ours":
         try:
@@ -336,11 +308,6 @@ def unavailable(spec: Spec, options: Options) -> str | None:
         except ValueError as error:
             first = next((e["msg"] for e in getattr(error, "errors", list)()), str(error))
             return f"weight_parallel does not take {spec.name}: {first}"
-        if spec.exchange == "deepspeed":
-            if options.sequence_ranks == 1:
-                return "there are no heads to exchange (--sequence-ranks)"
-            heads = options.size("heads")
-            return ulysses.unavailable(heads, options.kv_heads or heads, options.sequence_ranks)
     if spec.family == "zero3":
         if options.micro_batches > 1:
             return "here it has one micro-batch a step only"
