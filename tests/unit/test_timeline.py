@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from internsp.app.report.timeline import (
     Bar,
+    Communication,
     build_timeline,
     communication,
     intersect,
@@ -59,24 +60,16 @@ def test_waits_and_compute_make_up_the_step():
 
 
 def test_each_kind_is_split_into_hidden_and_exposed():
-    rows = {r.kind: (r.count, r.nbytes, r.exposed, r.hidden) for r in communication(STEP)}
-    assert rows == {
-        "AG": (3, 250, 6, 20),  # 0-4 and 10-32, with waits 0-4 and 30-32
-        "RS": (1, 100, 5, 23),  # 62-90, with waits 62-65 and 88-90
-        "A2A": (1, 10, 5, 0),
-        "PUBLISH": (1, 7, 0, 5),
+    found = communication([*STEP, event("AG", 70, 80, "layers.0", "wq", "backward", 1)])
+    assert found == {
+        ("AG", None): Communication(4, 251, 6, 30),  # 0-4, 10-32, 70-80; waits 0-4 and 30-32
+        ("AG", "forward"): Communication(3, 250, 6, 20),
+        ("AG", "backward"): Communication(1, 1, 0, 10),
+        **dict.fromkeys((("A2A", None), ("A2A", "backward")), Communication(1, 10, 5, 0)),
+        # 62-90, with waits 62-65 and 88-90
+        **dict.fromkeys((("RS", None), ("RS", "backward")), Communication(1, 100, 5, 23)),
+        **dict.fromkeys((("PUBLISH", None), ("PUBLISH", "optimizer")), Communication(1, 7, 0, 5)),
     }
-
-
-def test_grouping_by_unit_and_by_phase_keeps_the_figures_of_their_members():
-    units = {(r.kind, r.unit): (r.exposed, r.hidden) for r in communication(STEP, by=("unit",))}
-    assert units["AG", "layers.0"] == (4, 0)
-    assert units["AG", "layers.1"] == (2, 20)
-    phases = {(r.kind, r.phase): (r.exposed, r.hidden) for r in communication(STEP, by=("phase",))}
-    assert phases["AG", "forward"] == (6, 20)
-    assert phases["RS", "backward"] == (5, 23)
-    both = communication(STEP, by=("unit", "phase"))
-    assert [(r.unit, r.phase) for r in both if r.kind == "A2A"] == [("layers.1", "backward")]
 
 
 def test_a_wait_is_attributed_to_the_collective_it_waited_for():
@@ -94,8 +87,7 @@ def test_a_wait_is_attributed_to_the_collective_it_waited_for():
 
 def test_a_collective_in_flight_lasts_to_the_end_of_the_step():
     events = [event("AG", 4, None), event("WAIT", 8, None), event("USE", 10, 10)]
-    (row,) = communication(events)
-    assert (row.hidden, row.exposed) == (4, 2)
+    assert communication(events)["AG", None] == Communication(1, 0, exposed=2, hidden=4)
     assert step_times(events).compute == 4
 
 
@@ -103,7 +95,7 @@ def test_a_step_without_communication_is_all_compute():
     times = step_times([event("USE", 3, 3), event("USE", 5, 5)])
     assert (times.step, times.compute, times.hidden, times.exposed) == (2, 2, 0, 0)
     assert step_times([]).step == 0
-    assert communication([]) == []
+    assert communication([]) == {}
     assert window_of([]) == (0, 0)
 
 

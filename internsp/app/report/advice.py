@@ -7,11 +7,11 @@ computing thread waited, and what would hide or avoid that communication.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from internsp.app.report.timeline import (
-    communication,
     intersect,
     measure,
     spans,
@@ -110,18 +110,18 @@ class _Figures:
         count = len(traces)
         times = [step_times(events) for events in traces.values()]
         waits: dict[tuple[str, str, str], float] = {}
-        in_flight = nbytes = 0.0
-        units: dict[tuple[str, str], float] = {}
+        in_flight = nbytes = unit_bytes = 0.0
         for events in traces.values():
             in_flight += measure(spans(events, ("AG", "RS"))) / count
             nbytes += sum(e.nbytes for e in events if e.kind in ("AG", "RS")) / count
             for row in where_waited(events):
                 key = (row.kind, row.unit, row.phase)
                 waits[key] = waits.get(key, 0.0) + row.seconds / count
-            for moving in communication(events, by=("unit", "phase")):
-                if moving.kind == "AG":
-                    place = moving.unit, moving.phase
-                    units[place] = max(units.get(place, 0.0), float(moving.nbytes))
+            received: Counter[tuple[str, str]] = Counter()
+            for event in events:
+                if event.kind == "AG":
+                    received[event.unit, event.phase] += event.nbytes
+            unit_bytes = max(unit_bytes, *received.values(), 0)
         return cls(
             step=sum(t.step for t in times) / count,
             compute=sum(t.compute for t in times) / count,
@@ -129,7 +129,7 @@ class _Figures:
             in_flight=in_flight,
             nbytes=nbytes,
             waits=waits,
-            unit_bytes=max(units.values(), default=0.0),
+            unit_bytes=unit_bytes,
             first=_launched_first(next(iter(traces.values()))),
         )
 

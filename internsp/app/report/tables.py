@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from internsp.app.report.timeline import (
     COMMUNICATION,
-    CommunicationRow,
+    Communication,
     StepTimes,
     communication,
     step_times,
@@ -44,9 +44,7 @@ class MeanRow:
     total: bool = False
 
     @classmethod
-    def of(
-        cls, rows: Sequence[CommunicationRow | StepTimes], ranks: int, **fields: object
-    ) -> MeanRow:
+    def of(cls, rows: Sequence[Communication | StepTimes], ranks: int, **fields: object) -> MeanRow:
         """The mean of the ranks' ``rows``; a rank without such communication counts as zero."""
         exposed = sum(row.exposed for row in rows) / ranks
         hidden = sum(row.hidden for row in rows) / ranks
@@ -63,19 +61,15 @@ def communication_rows(events: Traces) -> Iterator[MeanRow]:
     """Hidden and exposed time by kind and phase, and in total; nothing without a trace."""
     traces = [trace for trace in events.values() if trace]
     ranks = len(traces)
-    found = [row for trace in traces for row in communication(trace)]
-    parts = [row for trace in traces for row in communication(trace, by=("phase",))]
+    found = [communication(trace) for trace in traces]
     for kind, name in COMMUNICATION.items():
-        phases = dict.fromkeys(row.phase for row in parts if row.kind == kind)
-        groups = [(name, "", [row for row in found if row.kind == kind])]
-        for phase in phases if len(phases) > 1 else ():
-            rows = [row for row in parts if (row.kind, row.phase) == (kind, phase)]
-            groups.append(("", phase or "-", rows))
-        for label, phase, rows in groups:
-            if rows:
-                count = sum(row.count for row in rows) / ranks
-                nbytes = sum(row.nbytes for row in rows) / ranks
-                yield MeanRow.of(rows, ranks, name=label, phase=phase, count=count, nbytes=nbytes)
+        phases = list(dict.fromkeys(phase for each in found for key, phase in each if key == kind))
+        for phase in phases if len(phases) > 2 else phases[:1]:  # the first is all together
+            rows = [each[kind, phase] for each in found if (kind, phase) in each]
+            count = sum(row.count for row in rows) / ranks
+            nbytes = sum(row.nbytes for row in rows) / ranks
+            label = {"name": name} if phase is None else {"phase": phase or "-"}
+            yield MeanRow.of(rows, ranks, count=count, nbytes=nbytes, **label)
     if traces:
         yield MeanRow.of([step_times(trace) for trace in traces], ranks, total=True)
 

@@ -122,16 +122,13 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class CommunicationRow:
-    """Communication of one kind (and unit, and phase, if grouped by them) in seconds.
+class Communication:
+    """Collectives of one rank; of those in flight together a moment counts once.
 
-    Collectives of a row that were in flight together count once. Rows of different kinds may add up
-    to more than the step's total: a moment with two kinds in flight counts in both.
+    Those of different kinds may add up to more than the step's total: a moment with two kinds in
+    flight counts in both.
     """
 
-    kind: str
-    unit: str
-    phase: str
     count: int
     nbytes: int
     exposed: float
@@ -170,38 +167,24 @@ def step_times(events: Sequence[Event]) -> StepTimes:
     return StepTimes(end - start, measure(waited), measure(subtract(in_flight, waited)))
 
 
-def communication(events: Sequence[Event], by: Collection[str] = ()) -> list[CommunicationRow]:
-    """Hidden and exposed time of each kind of communication.
+def communication(events: Sequence[Event]) -> dict[tuple[str, str | None], Communication]:
+    """Hidden and exposed communication of one rank's step, by kind and phase.
 
-    Args:
-        events: one rank's events of one step.
-        by: ``"unit"``, ``"phase"``, both or neither: what to group by in addition to the kind.
-
-    Returns:
-        Rows by kind in the order of :data:`COMMUNICATION`, then in order of first appearance.
+    The phase ``None`` is a kind in all its phases; it comes before them.
     """
     window, waited = window_of(events), spans(events, WAITS)
-    groups: dict[tuple[str, str, str], list[Event]] = {}
+    groups: dict[tuple[str, str | None], list[Event]] = {}
     for event in events:
         if event.kind in COMMUNICATION:
-            unit = event.unit if "unit" in by else ""
-            phase = event.phase if "phase" in by else ""
-            groups.setdefault((event.kind, unit, phase), []).append(event)
-    order = list(COMMUNICATION)
-    rows = []
-    for (kind, unit, phase), members in sorted(groups.items(), key=lambda g: order.index(g[0][0])):
+            groups.setdefault((event.kind, None), []).append(event)
+            groups.setdefault((event.kind, event.phase), []).append(event)
+    found = {}
+    for key, members in groups.items():
         in_flight = [_span(event, window) for event in members]
         exposed = measure(intersect(in_flight, waited))
-        rows.append(
-            CommunicationRow(
-                *(kind, unit, phase),
-                count=len(members),
-                nbytes=sum(e.nbytes for e in members),
-                exposed=exposed,
-                hidden=measure(in_flight) - exposed,
-            )
-        )
-    return rows
+        nbytes = sum(event.nbytes for event in members)
+        found[key] = Communication(len(members), nbytes, exposed, measure(in_flight) - exposed)
+    return found
 
 
 def where_waited(events: Sequence[Event]) -> list[WaitRow]:
