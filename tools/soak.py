@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -133,7 +133,7 @@ def configuration(folder: Path) -> Path:
 
 
 class WatchedWork:
-    """A started run, and its descendant processes by role."""
+    """A started run: the processes of its session, whose leader is the launcher."""
 
     def __init__(self, config: Path, folder: Path, segment: Segment) -> None:
         words = [sys.executable, "-m", "internsp", "train", str(config)]
@@ -150,25 +150,24 @@ class WatchedWork:
             self.process = subprocess.Popen(
                 words, stdout=log, stderr=log, env=environment, start_new_session=True, cwd=folder
             )
-        self.roles: dict[int, tuple[str, str]] = {}  # by process: role, its start
 
     def look(self) -> int:
-        """Record processes and their memory; returns the last step in the metrics."""
+        """Record the memory of ranks that is their own; returns the last step in the metrics."""
         step = last_step(self.metrics)
-        for pid, role in tree(self.process.pid):
-            self.roles.setdefault(pid, (role, _started(pid)))
-            if role == "rank" and (held := _anonymous(pid)):
-                self.segment.memory.setdefault(pid, []).append((step, held))
+        for rank in self.ranks():
+            with suppress(OSError, KeyError):  # it has just ended
+                held = status("RssAnon", rank)
+                self.segment.memory.setdefault(rank, []).append((step, held))
         return step
 
-    def of(self, role: str) -> list[int]:
-        """Processes of a role that exist now."""
-        if role == "launcher":
-            return [self.process.pid]
-        return [pid for pid, found in tree(self.process.pid) if found == role]
+    def ranks(self) -> list[int]:
+        """Children of the fork server, which is a child of the launcher."""
+        parents = self.alive()
+        servers = {pid for pid, parent in parents.items() if parent == self.process.pid}
+        return [pid for pid, parent in parents.items() if parent in servers]
 
     def ended(self, since: float) -> bool:
-        """Wait until all recorded processes have ended; returns whether they have."""
+        """Wait until all processes have ended; returns whether they have."""
         while time.monotonic() - since < _LIMIT:
             self.process.poll()
             if not self.alive() and self.process.returncode is not None:
@@ -176,9 +175,15 @@ class WatchedWork:
             time.sleep(0.05)
         return False
 
-    def alive(self) -> list[int]:
-        """Recorded processes that still exist."""
-        return [pid for pid, (_, start) in self.roles.items() if start and _started(pid) == start]
+    def alive(self) -> dict[int, int]:
+        """Processes that exist, and the parent of each."""
+        found = {}
+        for place in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # of a process that has just ended
+                state, parent, _, session, *_ = place.read_text().rpartition(")")[2].split()
+                if session == str(self.process.pid) and state != "Z":
+                    found[int(place.parent.name)] = int(parent)
+        return found
 
     def kill(self) -> None:
         """Kill the remaining processes."""
@@ -186,40 +191,6 @@ class WatchedWork:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
-
-
-def tree(launcher: int) -> Iterator[tuple[int, str]]:
-    """(process, role) of a launcher and its descendants: children of the fork server are ranks."""
-    yield launcher, "launcher"
-    for server in _children(launcher):
-        ranks = _children(server)
-        yield server, "server" if ranks else "other"
-        yield from ((rank, "rank") for rank in ranks)
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):  # of a thread that has just ended
-                found += map(int, (thread / "children").read_text().split())
-    return found
-
-
-def _started(pid: int) -> str:
-    """When a process started (process ids are reused); empty: it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
-
-
-def _anonymous(pid: int) -> int:
-    """Anonymous memory of a process in bytes: neither file-backed nor shared."""
-    with suppress(OSError, KeyError):
-        return status("RssAnon", pid)
-    return 0
 
 
 def last_step(metrics: Path) -> int:
@@ -254,7 +225,7 @@ def run_segment(config: Path, folder: Path, segment: Segment, wait: float) -> No
                 return
         segment.ended = last_step(run.metrics)
         whom, number = FAULTS[segment.fault]
-        targets = run.of(whom)
+        targets = [run.process.pid] if whom == "launcher" else run.ranks()
         if not targets:
             segment.wrong.append(f"there was no {whom}")
             return
