@@ -106,7 +106,9 @@ def model(**sizes: int) -> Sections:
     """A byte-level Llama; one sequence per step."""
     return {
         "model": {"vocab_size": 257, **sizes},
+        "parallel": {"device": "cpu"},
         "train": {"global_batch": 1, "micro_batches": 1},
+        "optimizer": {"schedule": "constant", "warmup_steps": 0},
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -16,14 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from internsp import ParallelMesh, SequenceLayout, parallelize
+from internsp import ParallelMesh, SequenceLayout
 from internsp.app.config import Config
-from internsp.app.config.tiles import with_tile_count
-from internsp.app.models.factory import build_for_training, fill_parameters
-from internsp.app.session.optimizers import make_optimizer
-from internsp.optim import step_together
-from internsp.pipeline import MicroBatch, Pipeline
-from internsp.sp.dispatch import FIXED_BALANCE, fixed_sizes
+from internsp.app.session.own import Custom
+from internsp.app.session.session import Session
+from internsp.app.train.passes import PipelinedStep, PlainStep
+from internsp.sp.dispatch import FIXED_BALANCE
 from tools.bench.memory import free
 from tools.longest.cases import Case, Outcome, lack
 from tools.longest.limit import Peak, install, limit, return_memory
@@ -51,17 +50,19 @@ class Rank:
         return_memory()
         install()
         peak = Peak()
-        config = Config.model_validate(case.settings(length))
-        mesh = ParallelMesh.create(**config.degrees(), device_type="cpu")
+        # Threads of process groups are made before the limit: later sessions have the first's mesh.
+        ParallelMesh.create = functools.cache(ParallelMesh.create)  # type: ignore[assignment]
         for tokens in (SHORT, length):
-            KINDS[case.kind](config, mesh)(tokens)
+            KINDS[case.kind](Config.model_validate(case.settings(tokens)))(tokens)
         free()
+        config = Config.model_validate(case.settings(length))
         if most is not None:
             limit(most)
         try:
             with peak:
-                step = KINDS[case.kind](config, mesh)
-                step(SHORT if mesh.pipeline == 1 else length)  # a pipeline has one fixed length
+                step = KINDS[case.kind](config)
+                # A pipeline has one fixed length.
+                step(SHORT if config.parallel.pipeline == 1 else length)
                 begin = time.perf_counter()
                 loss, norm = step(length)
                 seconds = time.perf_counter() - begin
@@ -80,100 +81,39 @@ def _ids(row: int, length: int) -> Tensor:
 
 
 class Ours:
-    """internsp, from a configuration."""
+    """internsp: the session of a run, and its forward and backward."""
 
-    def __init__(self, config: Config, mesh: ParallelMesh) -> None:
-        self.config, self.mesh = config, mesh
-        self.model: Any = build_for_training(config)
-        self.communicator = parallelize(
-            self.model, self.mesh, config.weight_parallel,
-            activation_checkpoint=with_tile_count(config, self.mesh.data),
-        )  # fmt: skip
-        fill_parameters(config, self.model, [self.model], [self.communicator], self.mesh.device)
-        self.optimizer = make_optimizer(config, self.communicator, None)
+    def __init__(self, config: Config) -> None:
+        self.session = session = Session.create(config, custom=Custom(data=lambda mesh: ()))
+        self.passes = PlainStep(session) if session.pipeline is None else PipelinedStep(session)
 
     def __call__(self, length: int) -> tuple[float, float]:
         """See :data:`Step`."""
-        train, mesh = self.config.train, self.mesh
-        total = torch.zeros((), dtype=torch.float64)
+        config, mesh = self.session.config, self.session.mesh
+        train = config.train
         rows = train.global_batch // (train.micro_batches * mesh.data)
+        balance = config.sequence.balance if mesh.pipeline == 1 else FIXED_BALANCE
+        layouts = []
         for part in range(train.micro_batches):
             first = (part * mesh.data + mesh.data_rank) * rows
             ids = torch.cat([_ids(first + row, length) for row in range(rows)])
-            layout = SequenceLayout.create(
-                ids, rank=mesh.sequence_rank, size=mesh.sequence, ring=mesh.ring, near=mesh.near,
-                balance=self.config.sequence.balance,
+            layouts.append(
+                SequenceLayout.create(
+                    ids, rank=mesh.sequence_rank, size=mesh.sequence, ring=mesh.ring,
+                    near=mesh.near, balance=balance,
+                )
             )  # fmt: skip
-            loss, _ = self.model(
-                layout.input_ids, layout=layout, labels=layout.labels, loss_chunk=train.loss_chunk
-            )
-            (loss / (train.global_batch * (length - 1))).backward()
-            total += loss.detach()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        tokens = torch.tensor(train.global_batch * (length - 1), dtype=torch.float64)
+        total = self.passes.train(layouts, tokens)
+        self.session.step()
         dist.all_reduce(total)
-        return float(total) / (train.global_batch * (length - 1)), float(self.optimizer.grad_norm)
-
-
-class Staged:
-    """internsp's pipeline, from a configuration, for sequences of one length."""
-
-    def __init__(self, config: Config, mesh: ParallelMesh) -> None:
-        self.config, self.mesh = config, mesh
-        self.pipeline: Pipeline | None = None
-
-    def _make(self, length: int) -> Pipeline:
-        config, mesh, train = self.config, self.mesh, self.config.train
-        model: Any = build_for_training(config)
-        rows = train.global_batch // (train.micro_batches * mesh.data)
-        own = fixed_sizes(length, mesh.sequence_axes)[mesh.sequence_rank]
-        found = Pipeline.create(
-            model, mesh, config.weight_parallel, schedule=config.pipeline.schedule,
-            chunks=config.pipeline.chunks, micro_batches=train.micro_batches,
-            activation_checkpoint=with_tile_count(config, mesh.data),
-            shape=(rows, own, config.model.hidden_size), criterion=self._judged,
-        )  # fmt: skip
-        fill_parameters(config, model, list(found.chunks), found.communicators, mesh.device)
-        self.optimizers = [make_optimizer(config, each, None) for each in found.communicators]
-        return found
-
-    def _judged(self, output: Tensor, batch: MicroBatch) -> Tensor:
-        self.total += output.detach()
-        return output / self.divisor
-
-    def __call__(self, length: int) -> tuple[float, float]:
-        """See :data:`Step`."""
-        train, mesh = self.config.train, self.mesh
-        self.total = torch.zeros((), dtype=torch.float64)
-        self.divisor = train.global_batch * (length - 1)
-        self.pipeline = self.pipeline or self._make(length)
-        rows = train.global_batch // (train.micro_batches * mesh.data)
-        batches = []
-        for part in range(train.micro_batches):
-            first = (part * mesh.data + mesh.data_rank) * rows
-            layout = SequenceLayout.create(
-                torch.cat([_ids(first + row, length) for row in range(rows)]),
-                rank=mesh.sequence_rank, size=mesh.sequence, ring=mesh.ring, near=mesh.near,
-                balance=FIXED_BALANCE,
-            )  # fmt: skip
-            options = {"layout": layout, "labels": layout.labels, "loss_chunk": train.loss_chunk}
-            batches.append(MicroBatch((layout.input_ids,), options))
-        self.pipeline.step(batches)
-        step_together(self.optimizers, log=False)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        dist.all_reduce(self.total)
-        return float(self.total) / self.divisor, float(self.optimizers[0].grad_norm)
-
-
-def _ours(config: Config, mesh: ParallelMesh) -> Step:
-    return Ours(config, mesh) if mesh.pipeline == 1 else Staged(config, mesh)
+        return float(total / tokens), float(self.session.optimizer.grad_norm)
 
 
 class HuggingFace:
     """The unchanged Llama of transformers, one sequence per rank."""
 
-    def __init__(self, config: Config, mesh: ParallelMesh) -> None:
+    def __init__(self, config: Config) -> None:
         given = config.model
         torch.manual_seed(0)
         sizes = LlamaConfig(
@@ -219,6 +159,6 @@ class Sharded(HuggingFace):
                 module.set_force_sum_reduction_for_comms(True)
 
 
-KINDS: dict[str, Callable[[Config, ParallelMesh], Step]] = {
-    "internsp": _ours, "huggingface": HuggingFace, "fsdp2": Sharded,
+KINDS: dict[str, Callable[[Config], Step]] = {
+    "internsp": Ours, "huggingface": HuggingFace, "fsdp2": Sharded,
 }  # fmt: skip
