@@ -46,9 +46,7 @@ def make_link(options: Options) -> Link:
         raise NetworkError(reason)
     for name in remove_stale():
         say(f"removed {name}, left by a run that was killed")
-    return Namespaces(
-        options.size("ranks"), options.mtu, options.burst_kib, options.send_buffer_kib
-    )
+    return Namespaces(options.size("ranks"), options.send_buffer_kib)
 
 
 def session_on(link: Link, options: Options) -> Session:
@@ -56,7 +54,7 @@ def session_on(link: Link, options: Options) -> Session:
     return Session(
         Setup(
             "tools.overlap.rank:Worker", (options, link.interface), options.size("ranks"),
-            options.timeout, link.interface, link.namespaces, options.pin,
+            options.timeout, link.interface, link.namespaces,
         )
     )  # fmt: skip
 

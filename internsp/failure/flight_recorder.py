@@ -1,8 +1,7 @@
 """What torch's flight recorder knows of collectives that have not ended (NCCL; gloo from 2.13 on).
 
 A hang of which no rank has said the cause is left to torch: its watchdog ends an NCCL group at the
-timeout. The recorder runs where ``TORCH_FR_BUFFER_SIZE`` (before torch 2.9
-``TORCH_NCCL_TRACE_BUFFER_SIZE``) is above 0.
+timeout. The recorder runs where ``TORCH_FR_BUFFER_SIZE`` is above 0.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ def unfinished() -> str:
     Empty if there are none, or nothing is recorded.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
-    dump = dump or getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
-    if dump is None:
-        return ""
-    return describe(pickle.loads(dump()))  # noqa: S301 - of this process
+    return "" if dump is None else describe(pickle.loads(dump()))  # noqa: S301 - of this process
 
 
 def describe(recorded: Mapping[str, Any]) -> str:

@@ -31,7 +31,6 @@ def model_config(sizes: Sizes) -> ModelConfig:
         hidden_size=sizes.hidden,
         layers=sizes.layers,
         heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
         intermediate_size=sizes.intermediate,
     )
 
@@ -116,8 +115,7 @@ def exchanged_bytes(sizes: Sizes) -> float:
     """Bytes a rank sends for attention in a step: q, k, v, the output, and their gradients."""
     shards = sizes.sequence_ranks
     tokens = sizes.micro_batches * sizes.batch * sizes.sequence / shards
-    share = (sizes.kv_heads or sizes.heads) / sizes.heads
-    features = sizes.hidden * (2 + 2 * share) * 2
+    features = sizes.hidden * 4 * 2
     return sizes.layers * tokens * features * DTYPE.itemsize * (shards - 1) / shards
 
 

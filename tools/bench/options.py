@@ -27,7 +27,6 @@ class Sizes:
     heads: int
     layers: int
     sequence: int
-    kv_heads: int | None = None
     intermediate: int | None = None
     batch: int = 1
     ranks: int = 1

@@ -57,7 +57,6 @@ class Setup:
         timeout: seconds allowed for a collective and for a reply.
         interface: network interface of the group.
         namespaces: network namespace of each rank, as a file; empty: the parent's.
-        pin: bind rank r, including gloo's threads, to processor r modulo their number.
     """
 
     worker: str
@@ -66,7 +65,6 @@ class Setup:
     timeout: float
     interface: str = "lo"
     namespaces: Sequence[Path] = ()
-    pin: bool = False
 
 
 class _Rank:
@@ -203,8 +201,6 @@ def _serve(rank: int, setup: Setup, home: Path, log: Path, requests: Any) -> Non
         namespace = os.open(setup.namespaces[rank], os.O_RDONLY)
         if libc.setns(namespace, CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns", str(setup.namespaces[rank]))
-    if setup.pin:
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % (os.cpu_count() or 1)]})
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(setup.world)}
     os.environ["GLOO_SOCKET_IFNAME"] = setup.interface
 

@@ -21,6 +21,8 @@ from tools.bench.signals import Deaf
 PREFIX = "ispbench"
 NAME = re.compile(rf"^{PREFIX}(\d+)(r\d+|hub)$")
 INTERFACE = "ispeth"
+MTU = 9000  # of every interface, in bytes
+BURST = 256 << 10  # bytes that the token bucket filter sends at once; larger packets are split
 MOUNTED = Path("/run/netns")  # where iproute2 keeps them
 # IPv6's own messages would be counted as our bytes.
 NO_IPV6 = "f=/proc/sys/net/ipv6/conf/default/disable_ipv6; [ ! -e $f ] || echo 1 > $f"
@@ -88,8 +90,6 @@ class Namespaces(Link):
     """Namespaces for ``ranks`` ranks: created on entry, removed on exit, also after errors.
 
     Args:
-        mtu: of every interface.
-        burst_kib: bucket size of the token bucket filter; larger packets are split.
         send_buffer_kib: maximum per connection; 0: the host's setting.
         run: runs a command (a test may record it instead).
         owner: the process id in the names.
@@ -101,21 +101,17 @@ class Namespaces(Link):
     def __init__(
         self,
         ranks: int,
-        mtu: int = 9000,
-        burst_kib: int = 256,
         send_buffer_kib: int = 0,
         run: Run = run_command,
         owner: int | None = None,
     ) -> None:
         self.ranks = ranks
-        self.mtu = mtu
-        self.burst_kib = burst_kib
         self.send_buffer_kib = send_buffer_kib
         self._run = run
         self._owner = os.getpid() if owner is None else owner
         self._rate: float | None = None
         joined = "veth pair" if ranks == 2 else "veth and bridge"
-        self._joined = f"{ranks} network namespaces, {joined}, mtu {mtu}, tbf"
+        self._joined = f"{ranks} network namespaces, {joined}, mtu {MTU}, tbf"
         if send_buffer_kib:
             self._joined += f", at most {send_buffer_kib} KiB sent ahead by a connection"
         self._congestion: set[str] = set()  # in use, of each namespace
@@ -162,7 +158,7 @@ class Namespaces(Link):
                 self._run([*tc, "del", "dev", INTERFACE, "root"])
             else:
                 rate = ["rate", f"{rate_mbit * 1000:.0f}kbit"]
-                size = ["burst", f"{self.burst_kib * 1024}", "latency", "50ms"]
+                size = ["burst", f"{BURST}", "latency", "50ms"]
                 self._run([*tc, "replace", "dev", INTERFACE, "root", "tbf", *rate, *size])
         self._rate = rate_mbit
 
@@ -177,13 +173,13 @@ class Namespaces(Link):
             self._run([*inside, "add", "bridge", "type", "bridge", "forward_delay", "0"])
             for rank in range(self.ranks):
                 self._veth(self.name(rank), INTERFACE, self.hub, f"port{rank}")
-                self._run([*inside, "set", f"port{rank}", "mtu", str(self.mtu), "master", "bridge"])
+                self._run([*inside, "set", f"port{rank}", "mtu", str(MTU), "master", "bridge"])
                 self._run([*inside, "set", f"port{rank}", "up"])
-            self._run([*inside, "set", "bridge", "mtu", str(self.mtu), "up"])
+            self._run([*inside, "set", "bridge", "mtu", str(MTU), "up"])
         for rank in range(self.ranks):
             ip = ["ip", "-n", self.name(rank)]
             self._run([*ip, "address", "add", f"10.77.0.{rank + 1}/24", "dev", INTERFACE])
-            self._run([*ip, "link", "set", INTERFACE, "mtu", str(self.mtu), "up"])
+            self._run([*ip, "link", "set", INTERFACE, "mtu", str(MTU), "up"])
 
     def _add(self, name: str) -> None:
         self._run(["ip", "netns", "add", name])

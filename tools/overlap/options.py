@@ -79,8 +79,6 @@ class Options(options.Trained):
     """Minimal bytes / rate over compute; the rate follows from the measured compute."""
     rate_mbit: float | None = None
     """Rate of each rank's link, in Mbit/s; overrides the ratio."""
-    kv_heads: int | None = None
-    """Key/value heads; none: as many as heads."""
     sequence: int | None = None
     """Tokens of a sequence."""
     sequence_ranks: int = 1
@@ -88,19 +86,11 @@ class Options(options.Trained):
     ours only; the default variants then differ in where ours starts the next block's all-gather."""
     micro_batches: int = 1
     """Forward and backward passes per step, each with different data."""
-    warm_up: int = 1
-    """Steps of a variant before the measured ones, per round."""
-    mtu: int = 9000
-    """Of the links, in bytes."""
-    burst_kib: int = 256
-    """Bucket size of the rate limit, in KiB."""
     send_buffer_kib: int = 0
     """Limit of a connection's sent but unacknowledged data (tcp_wmem), in KiB; 0: the host's
     setting, some MiB."""
     lr: float = 20.0
     """Learning rate of plain SGD; large, since gradients of a mean over elements are small."""
-    pin: bool = False
-    """Bind rank r, gloo's threads included, to processor r modulo their number."""
     timeout: float = 300.0
     """Seconds allowed for one variant in one round."""
     mark: str = ""

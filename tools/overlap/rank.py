@@ -127,7 +127,6 @@ class Worker:
             "ends": ends,
             "phases": phases,
             "waited": sum(b - a for a, b in waits) / steps,
-            "computing_cpu": used / steps,
             "other_cpu": others / steps,
             "sent": None if sent is None or after is None else (after - sent) / steps,
         }

@@ -227,7 +227,6 @@ class Ours(Variant):
         plan = self.communicator.plan
         assert plan is not None, "parallelize always makes a plan"
         pool = self.communicator.state.pool
-        buffers = self.communicator.state.reducer.buffers
         micro_batches = self.setting.sizes.micro_batches
         schedule = simulate(plan, micro_batches, overlap=self.config.overlap)
         between = replica_bytes(self.optimizer) if self.communicator.mesh.replicas > 1 else 0
@@ -236,8 +235,6 @@ class Ours(Variant):
             "payload": schedule.nbytes("AG") + schedule.nbytes("RS") + between,
             "replica_bytes": between,
             "slot_bytes": pool.slot_nbytes,
-            "buffer_bytes": buffers.nbytes,
-            "buffer_allocations": buffers.allocations,
         }
 
 
