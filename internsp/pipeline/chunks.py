@@ -195,10 +195,6 @@ def _multiplications(module: nn.Module) -> float:
     return float(sum(p.numel() for p in module.parameters() if p.dim() > 1))
 
 
-def meta_hidden(
-    rows: int, length: int, width: int, dtype: torch.dtype, requires_grad: bool = True
-) -> Tensor:
+def meta_hidden(rows: int, length: int, width: int, dtype: torch.dtype) -> Tensor:
     """Hidden states ``[rows, length, width]`` on the meta device, as torch's stages take shapes."""
-    return torch.empty(
-        rows, length, width, dtype=dtype, device="meta", requires_grad=requires_grad
-    )
+    return torch.empty(rows, length, width, dtype=dtype, device="meta", requires_grad=True)

@@ -5,7 +5,7 @@ Imports nothing from :mod:`internsp.wp`: the two parallel degrees are independen
 
 from internsp.sp.attention import DistributedAttention
 from internsp.sp.checkpointing import checkpoint_context_fn
-from internsp.sp.exchange import ExchangeGroup, PendingExchange, exchange, start_exchange
+from internsp.sp.exchange import ExchangeGroup, PendingExchange, start_exchange
 from internsp.sp.heads import HeadPlan
 from internsp.sp.kernels import AttentionMask
 from internsp.sp.layout import IGNORE_INDEX, Documents, SequenceLayout
@@ -22,7 +22,6 @@ __all__ = [
     "PendingExchange",
     "SequenceLayout",
     "checkpoint_context_fn",
-    "exchange",
     "gather_logits",
     "start_exchange",
     "token_loss",

@@ -28,7 +28,6 @@ from internsp.sp.exchange import (
     ExchangeGroup,
     FinishedExchange,
     PendingExchange,
-    exchange,
     start_exchange,
 )
 from internsp.sp.heads import HeadPlan, Rotation
@@ -364,15 +363,10 @@ class DistributedAttention(nn.Module):
             return out
         # Without a layout all ranks have equally many positions.
         lengths = self._lengths(q.shape[1] // self.plan.size, layout)
-        return exchange(
-            out,
-            self.group,
-            lengths,
-            self.plan.query_ranges(),
-            to="sequence",
-            unit=self.unit,
+        return start_exchange(
+            out, self.group, lengths, self.plan.query_ranges(), to="sequence", unit=self.unit,
             label="out",
-        )
+        ).wait()  # fmt: skip
 
     def _local(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout | None) -> Tensor:
         """Attention of this rank's heads over all positions, ``[B, S, own heads, d]``."""

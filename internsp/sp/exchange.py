@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -332,7 +332,7 @@ def start_exchange(
     lengths: Sequence[int],
     head_ranges: Sequence[int],
     *,
-    to: str,
+    to: Literal["heads", "sequence"],
     unit: str = "",
     label: str = "",
     adjoint: bool = False,
@@ -356,8 +356,6 @@ def start_exchange(
     Raises:
         LayoutError: the shape of ``x`` does not fit the lengths and the head ranges.
     """
-    if to not in ("heads", "sequence"):
-        raise ValueError(f"An exchange goes to 'heads' or to 'sequence', not to {to!r}.")
     if group is None:
         return PendingExchange(None, (), x)
     rank, lengths, head_ranges = group.rank, tuple(lengths), tuple(head_ranges)
@@ -373,20 +371,3 @@ def start_exchange(
     token = _start(x, group.handle, lengths, head_ranges, to_heads, adjoint, unit, label)
     spec = (group.handle, lengths, head_ranges, to_heads, adjoint, unit, label, shape)
     return PendingExchange(token, spec, None)
-
-
-def exchange(
-    x: Tensor,
-    group: ExchangeGroup | None,
-    lengths: Sequence[int],
-    head_ranges: Sequence[int],
-    *,
-    to: str,
-    unit: str = "",
-    label: str = "",
-    adjoint: bool = False,
-) -> Tensor:
-    """Start an exchange (:func:`start_exchange`) and wait for its result."""
-    return start_exchange(
-        x, group, lengths, head_ranges, to=to, unit=unit, label=label, adjoint=adjoint
-    ).wait()

@@ -185,13 +185,10 @@ class _Transfers:
     ) -> None:
         """Start the messages of a step; two ranks have at most one in each direction."""
         group, trace = self.ring.group, self.ring.group.trace
-        operations: list[tuple[bool, Tensor, Transfer]] = []
-        events: list[tuple[_Block, int]] = []
-        for transfer, block in sends:
-            flat = block.flat()
-            if flat.numel():  # empty on ranks without heads; then the peer's is empty, too
-                operations.append((True, flat, transfer))
-                events.append((block, -1))
+        sent = [(block.flat(), transfer) for transfer, block in sends]
+        # Empty on ranks without heads; then the peer's is empty, too.
+        sent = [(flat, transfer) for flat, transfer in sent if flat.numel()]
+        received: list[tuple[Tensor, Transfer, _Block, int]] = []
         for transfer, block in receives:
             flat = block.flat()
             if not flat.numel():
@@ -203,23 +200,16 @@ class _Transfers:
                     "RING", unit=self.unit, weight=self.label, phase=self.phase,
                     nbytes=flat.numel() * flat.element_size(), in_flight=True,
                 )  # fmt: skip
-            operations.append((False, flat, transfer))
-            events.append((block, event))
-        if not operations:
+            received.append((flat, transfer, block, event))
+        if not sent and not received:
             return
-        works = group.batch_isend_irecv(
-            [
-                (is_send, flat, transfer.peer, transfer.block)
-                for is_send, flat, transfer in operations
-            ]
-        )
-        for work, (is_send, flat, transfer), (block, event) in zip(
-            works, operations, events, strict=True
-        ):
-            if is_send:
-                self._sends.append((work, flat))
-            else:
-                self._receives[transfer.block] = (work, flat, block, event)
+        works = iter(group.batch_isend_irecv([
+            *((True, flat, transfer.peer, transfer.block) for flat, transfer in sent),
+            *((False, flat, transfer.peer, transfer.block) for flat, transfer, _, _ in received),
+        ]))  # fmt: skip
+        self._sends += [(next(works), flat) for flat, _ in sent]
+        for flat, transfer, block, event in received:
+            self._receives[transfer.block] = next(works), flat, block, event
 
     def wait(self, block: int) -> _Block:
         """Return a block, after waiting for it if its receive is in flight."""

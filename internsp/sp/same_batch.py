@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class SameBatch:
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._group, self._device = mesh.sequence_group, mesh.device
-        self._single_rank = self._group is None or mesh.sequence == 1
+        self._single_rank = mesh.sequence == 1
         self._blocking_left = _BLOCKING_FORWARDS
         self._pending: BatchComparison | None = None
 
@@ -46,10 +46,10 @@ class SameBatch:
         if self._single_rank or not (self._blocking_left or self._device.type == "cpu"):
             return
         self.confirm()
-        layout = next(_layouts(args, kwargs), None)
+        given = (*args, *kwargs.values())
+        layout = next((x for x in given if isinstance(x, SequenceLayout)), None)
         if layout is None:
             return
-        assert self._group is not None, "the sequence group has several ranks"
         described = f"ranges {layout.ranges}, documents {layout.documents.rows}"
         inputs = {"ids": layout.all_ids, "tokens": layout.total_valid_tokens}
         self._pending = BatchComparison(inputs, described, self._group, self._device)
@@ -70,24 +70,6 @@ class SameBatch:
     def reset(self) -> None:
         """Drop the pending result after a failed pass."""
         self._pending = None
-
-
-def _layouts(args: Any, kwargs: Mapping[str, Any]) -> Iterator[SequenceLayout]:
-    yield from (x for x in (*args, *kwargs.values()) if isinstance(x, SequenceLayout))
-
-
-def require_same_batch(
-    inputs: Mapping[str, Any], state: str, group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Check that every rank of a sequence group has the same batch. Collective; blocks.
-
-    Args:
-        inputs, state: see :class:`BatchComparison`.
-
-    Raises:
-        LayoutError: two ranks have different inputs or states; raised on every rank.
-    """
-    BatchComparison(inputs, state, group, device).require_same()
 
 
 class BatchComparison:

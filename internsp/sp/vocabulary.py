@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from internsp.sp.exchange import ExchangeGroup, exchange
+from internsp.sp.exchange import ExchangeGroup, start_exchange
 from internsp.sp.heads import even_sizes, spans
 
 
@@ -27,9 +27,9 @@ def gather_logits(logits: Tensor, group: ExchangeGroup | None, lengths: Sequence
     if group is None:
         return logits
     everything = (0, logits.shape[2]) * group.size
-    return exchange(
+    return start_exchange(
         logits.unsqueeze(3), group, lengths, everything, to="heads", label="logits"
-    ).squeeze(3)
+    ).wait().squeeze(3)  # fmt: skip
 
 
 def vocabulary_parallel_cross_entropy(
@@ -86,9 +86,9 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         vocabulary = logits.shape[2]
         head_ranges = _vocabulary_ranges(vocabulary, group.size)
-        shard = exchange(
+        shard = start_exchange(
             logits.unsqueeze(3), group, lengths, head_ranges, to="heads", label="logits"
-        )
+        ).wait()
         shard = shard.squeeze(3).to(torch.promote_types(logits.dtype, torch.float32))
         all_labels = _gather_rows(labels, group, lengths)
         first, stop = head_ranges[2 * group.rank : 2 * group.rank + 2]
@@ -127,13 +127,8 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         if shard.shape[2]:
             target_grad = torch.where(in_shard, upstream, 0.0)
             shard.scatter_add_(2, index.unsqueeze(2), -target_grad.unsqueeze(2))
-        logits = exchange(
-            shard.to(ctx.dtype).unsqueeze(3),
-            ctx.group,
-            ctx.lengths,
-            ctx.head_ranges,
-            to="sequence",
-            label="logits",
-            adjoint=True,
-        )
+        logits = start_exchange(
+            shard.to(ctx.dtype).unsqueeze(3), ctx.group, ctx.lengths, ctx.head_ranges,
+            to="sequence", label="logits", adjoint=True,
+        ).wait()  # fmt: skip
         return logits.squeeze(3), None, None, None, None

@@ -41,11 +41,10 @@ def attach(
         own: Any = module.config
         by_kernel.setdefault(own._attn_implementation, {})[module] = name
     ring = None
-    if mesh.ring_group is not None and mesh.ring > 1:
+    if mesh.ring > 1:
         ring_group = ExchangeGroup.of(mesh.ring_group, trace)
         ring = RingAttention(ring_group, config.ring_form, config.inner_ring)
-    shared = mesh.sequence > mesh.ring
-    heads = ExchangeGroup.of(mesh.heads_group, trace) if shared and mesh.heads_group else None
+    heads = ExchangeGroup.of(mesh.heads_group, trace) if mesh.sequence > mesh.ring else None
     kernels = [
         SequenceParallelKernel(names, kernel, heads, ring) for kernel, names in by_kernel.items()
     ]

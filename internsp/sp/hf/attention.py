@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from internsp.base.autograd import in_backward
 from internsp.errors import LayoutError, StructureError
 from internsp.sp.attention import no_heads
-from internsp.sp.exchange import ExchangeGroup, exchange, start_exchange
+from internsp.sp.exchange import ExchangeGroup, start_exchange
 from internsp.sp.heads import HeadPlan
 from internsp.sp.hf.mask_spec import mask_spec_of
 from internsp.sp.hf.ring import RingAttention, is_plain_attention
@@ -274,9 +274,9 @@ class SequenceParallelKernel:
             )
             k, v = (ring.gather(x, shard, name, role) for x, role in ((k, "k"), (v, "v")))
             out = self._run(module, plan, shard, q, k, v, mask, options)
-        back = exchange(
+        back = start_exchange(
             out, self.group, sizes, plan.query_ranges(), to="sequence", unit=name, label="out"
-        )
+        ).wait()
         return back, None
 
     def _run(

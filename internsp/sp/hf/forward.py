@@ -29,7 +29,7 @@ from internsp.sp.hf.mask_spec import Rows, documents_of
 from internsp.sp.hf.shard import SequenceShard
 from internsp.sp.layout import IGNORE_INDEX, SequenceLayout
 from internsp.sp.ranges import MaskSpec, Ranges
-from internsp.sp.same_batch import require_same_batch
+from internsp.sp.same_batch import BatchComparison
 from internsp.sp.vocabulary import gather_logits
 
 _LOG = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class ForwardHooks:
         modes = f"training = {model.training}, gradients = {torch.is_grad_enabled()}"
         state = f"{foreign} {given_ranges} {modes}"
         # Comes first: with equal batches, all ranks raise the errors below.
-        require_same_batch(given, state, self.group.process_group, self.device)
+        BatchComparison(given, state, self.group.process_group, self.device).require_same()
         if foreign is not None:
             raise StructureError(
                 f"{foreign} since parallelize(), which would attend to this rank's tokens only: "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from internsp.errors import StructureError
 from internsp.sp.dispatch import ring_ranges
-from internsp.sp.exchange import ExchangeGroup, exchange
+from internsp.sp.exchange import ExchangeGroup, start_exchange
 from internsp.sp.hf.shard import SequenceShard
 from internsp.sp.layout import in_order, select_ranges
 from internsp.sp.ranges import MaskSpec, Ranges
@@ -61,9 +61,9 @@ class RingAttention:
         held = self.ring_ranges(shard)
         lengths = [sum(stop - start for start, stop in ranges) for ranges in held]
         everything = (0, x.shape[2]) * self.group.size
-        whole = exchange(
+        whole = start_exchange(
             x, self.group, lengths, everything, to="heads", unit=name, label=f"all {role}"
-        )
+        ).wait()
         return in_order(whole, held)
 
     def mask_rows(
