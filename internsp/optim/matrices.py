@@ -212,14 +212,49 @@ class PendingExchange:
     back.
 
     Attributes:
+        active: the round's matrices that take part, in its order, the same on all ranks.
         received: the output: by sending rank, the pieces one after another (first value, then
             gradient, where both are sent).
-        sent: the input, laid out by receiving rank.
     """
 
+    round: Round
+    active: Sequence[Matrix]
     handle: Handle
     received: Tensor
-    sent: Tensor
+
+    @property
+    def own(self) -> Matrix | None:
+        """The matrix that this rank owns, if it takes part."""
+        return self.round.own(self.active)
+
+    def wait(self) -> None:
+        """Wait on the current stream (CPU: block)."""
+        self.round.collectives.wait(self.handle, self.round.name, "", "step")
+        self.handle.keep = ()
+
+    def gathered(self, number: int) -> list[Tensor]:
+        """Wait; returns the ``number`` tensors of :attr:`own`, 1-D, as in storage."""
+        self.wait()
+        if self.own is None:
+            return []
+        found = [self.received.new_empty(self.own.numel) for _ in range(number)]
+        at = 0
+        for _, (first, count) in sorted(self.own.pieces.items()):
+            for tensor in found:
+                tensor[first : first + count].copy_(self.received[at : at + count])
+                at += count
+        self.received = self.received.new_empty(0)  # frees it before the step
+        return found
+
+    def scattered(self) -> Iterator[tuple[Matrix, Tensor]]:
+        """Wait, and return this rank's piece of each matrix of which it has one."""
+        self.wait()
+        at = 0
+        for matrix in self.active:
+            numel = self.round.piece_numel(matrix)
+            if numel:
+                yield matrix, self.received[at : at + numel]
+                at += numel
 
 
 class Round:
@@ -232,13 +267,16 @@ class Round:
     def __init__(self, number: int, matrices: Sequence[Matrix], collectives: Collectives) -> None:
         self.name = f"matrices {number}"
         self.matrices = sorted(matrices, key=lambda matrix: matrix.owner)
-        self._collectives = collectives
+        self.collectives = collectives
 
-    @property
-    def own_matrix(self) -> Matrix | None:
-        """The matrix that this rank owns, if any."""
-        rank = self._collectives.rank
-        return next((matrix for matrix in self.matrices if matrix.owner == rank), None)
+    def own(self, among: Sequence[Matrix]) -> Matrix | None:
+        """The one of the round's matrices ``among`` that this rank owns, if any."""
+        rank = self.collectives.rank
+        return next((matrix for matrix in among if matrix.owner == rank), None)
+
+    def piece_numel(self, matrix: Matrix) -> int:
+        """Number of elements of this rank's piece."""
+        return matrix.pieces.get(self.collectives.rank, (0, 0))[1]
 
     def gather(
         self,
@@ -252,34 +290,18 @@ class Round:
         Args:
             pieces: returns what is sent of a matrix, given the number of elements of this rank's
                 piece: ``number`` tensors of ``dtype``.
-            active: the round's matrices that take part, in its order, the same on all ranks.
         """
-        rank, size = self._collectives.rank, self._collectives.size
+        size, own = self.collectives.size, self.own(active)
         parts: list[Tensor] = []
         sent, received = [0] * size, [0] * size
         for matrix in active:
-            numel = self._numel(matrix)
+            numel = self.piece_numel(matrix)
             sent[matrix.owner] = numel * number
             if numel:
                 parts += pieces(matrix, numel)
-            if matrix.owner == rank:
-                for peer, (_, count) in matrix.pieces.items():
-                    received[peer] = count * number
+        for peer, (_, count) in own.pieces.items() if own is not None else ():
+            received[peer] = count * number
         return self._all_to_all(active, parts, received, sent, number, dtype)
-
-    def finish_gather(self, exchange: PendingExchange, number: int) -> list[Tensor]:
-        """On an owner: wait; returns the ``number`` tensors of its matrix, 1-D, as in storage."""
-        self.wait(exchange)
-        own = self.own_matrix
-        assert own is not None, "the caller checks"
-        found = [exchange.received.new_empty(own.numel) for _ in range(number)]
-        at = 0
-        for _, (first, count) in sorted(own.pieces.items()):
-            for tensor in found:
-                tensor[first : first + count].copy_(exchange.received[at : at + count])
-                at += count
-        exchange.received = exchange.received.new_empty(0)  # frees it before the step
-        return found
 
     def scatter(
         self, own_values: Tensor | None, dtype: torch.dtype, active: Sequence[Matrix]
@@ -289,36 +311,16 @@ class Round:
         Args:
             own_values: the matrix that this rank owns, 1-D; ``None``: it owns none that takes part.
         """
-        rank, size = self._collectives.rank, self._collectives.size
+        size, own = self.collectives.size, self.own(active)
         parts, sent, received = [], [0] * size, [0] * size
         for matrix in active:
-            received[matrix.owner] = self._numel(matrix)
-            if matrix.owner == rank:
-                assert own_values is not None, "its owner has stepped it"
-                for peer, (first, count) in sorted(matrix.pieces.items()):
-                    sent[peer] = count
-                    parts.append(own_values[first : first + count])
+            received[matrix.owner] = self.piece_numel(matrix)
+        if own is not None:
+            assert own_values is not None, "its owner has stepped it"
+            for peer, (first, count) in sorted(own.pieces.items()):
+                sent[peer] = count
+                parts.append(own_values[first : first + count])
         return self._all_to_all(active, parts, received, sent, 1, dtype)
-
-    def finish_scatter(
-        self, exchange: PendingExchange, active: Sequence[Matrix]
-    ) -> Iterator[tuple[Matrix, Tensor]]:
-        """Wait, and return this rank's piece of each matrix of which it has one."""
-        self.wait(exchange)
-        at = 0
-        for matrix in active:
-            numel = self._numel(matrix)
-            if numel:
-                yield matrix, exchange.received[at : at + numel]
-                at += numel
-
-    def wait(self, exchange: PendingExchange) -> None:
-        """Wait on the current stream (CPU: block)."""
-        self._collectives.wait(exchange.handle, self.name, "", "step")
-        exchange.handle.keep, exchange.sent = (), exchange.sent.new_empty(0)
-
-    def _numel(self, matrix: Matrix) -> int:
-        return matrix.pieces.get(self._collectives.rank, (0, 0))[1]
 
     def _all_to_all(
         self,
@@ -333,13 +335,13 @@ class Round:
         packed = torch.cat(list(parts)) if parts else empty
         # In a group of one nothing is sent.
         arrived = packed
-        if self._collectives.size > 1:
+        if self.collectives.size > 1:
             arrived = packed.new_empty(sum(received))
         total = sum(matrix.numel for matrix in active) * number * dtype.itemsize
-        handle = self._collectives.exchange_parts(
+        handle = self.collectives.exchange_parts(
             arrived, packed, received, sent, self.name, active[0].member.name, total
         )
-        return PendingExchange(handle, arrived, packed)
+        return PendingExchange(self, active, handle, arrived)
 
 
 class MatrixSteps:
@@ -392,9 +394,10 @@ class MatrixSteps:
         for (group_name, *_), matrices in alike.items():
             self._form_rounds(matrices, groups[group_name], load[group_name])
         for round_ in self.rounds[made_before:]:
-            if round_.own_matrix is not None and not round_.own_matrix.state_sliced:
-                round_.own_matrix.make_optimizer(settings[round_.own_matrix.group])
-                self.own.append(round_.own_matrix)
+            own = round_.own(round_.matrices)
+            if own is not None and not own.state_sliced:
+                own.make_optimizer(settings[own.group])
+                self.own.append(own)
 
     def _form_rounds(
         self, matrices: list[Matrix], collectives: Collectives, load: dict[int, int]
@@ -445,28 +448,23 @@ class MatrixSteps:
         for bucket, count in pending.items():
             if not count:
                 bucket.publish(self._communicator.state)
-        scattering: tuple[Round, list[Matrix], PendingExchange] | None = None
+        scattering: PendingExchange | None = None
         for number, (round_, active) in enumerate(rounds):
             assert gathering is not None, "launched a round before"
             current, gathering = gathering, gather(number + 1)
-            new_values = self._step_own(round_, active, current, settings)
+            new_values = self._step_own(current, settings)
             del current  # frees the received pieces' memory
             self._finish_scatter(scattering, pending, settings)
-            scattering = round_, active, round_.scatter(new_values, active[0].send_spec[1], active)
+            scattering = round_.scatter(new_values, active[0].send_spec[1], active)
         self._finish_scatter(scattering, pending, settings)
 
     def _step_own(
-        self,
-        round_: Round,
-        active: Sequence[Matrix],
-        gathering: PendingExchange,
-        settings: Sequence[Mapping[str, Any]],
+        self, gathering: PendingExchange, settings: Sequence[Mapping[str, Any]]
     ) -> Tensor | None:
-        own = round_.own_matrix
-        if own is None or own not in active:
-            round_.wait(gathering)
+        own = gathering.own
+        arrived = gathering.gathered(gathering.active[0].send_spec[0])
+        if own is None:
             return None
-        arrived = round_.finish_gather(gathering, own.send_spec[0])
         start = self._trace.now()
         new_values = own.step(arrived, settings[own.group])
         self._trace.record("STEP", own.member.name, start=start, end=self._trace.now())
@@ -474,17 +472,16 @@ class MatrixSteps:
 
     def _finish_scatter(
         self,
-        scattering: tuple[Round, list[Matrix], PendingExchange] | None,
+        scattering: PendingExchange | None,
         pending: dict[Bucket, int],
         settings: Sequence[Mapping[str, Any]],
     ) -> None:
         """Wait for a round's new values and write this rank's pieces into its slices."""
         if scattering is None:
             return
-        round_, active, exchange = scattering
-        for matrix, values in round_.finish_scatter(exchange, active):
+        for matrix, values in scattering.scattered():
             matrix.write_piece(values, settings[matrix.group])
-        for matrix in active:
+        for matrix in scattering.active:
             pending[matrix.bucket] -= 1
             if not pending[matrix.bucket]:
                 matrix.bucket.copy_master_to_owned()
@@ -509,14 +506,11 @@ class MatrixSteps:
         laid out like masters. Collective; blocks."""
         found: dict[Bucket, dict[str, Tensor]] = {}
         for round_, name, dtype, active in self._state_exchanges(settings):
-            own, own_values = round_.own_matrix, None
-            like = active[0].bucket.master.new_empty(0, dtype=dtype)
-            if own in active:
-                assert own is not None, "it is in the list"
-                value = own.state.get(name)
+            own, own_values = round_.own(active), None
+            if own is not None:
+                like, value = own.bucket.master.new_empty(0, dtype=dtype), own.state.get(name)
                 own_values = like.new_zeros(own.numel) if value is None else own.to_storage(value)
-            exchange = round_.scatter(own_values, dtype, active)
-            for matrix, values in round_.finish_scatter(exchange, active):
+            for matrix, values in round_.scatter(own_values, dtype, active).scattered():
                 of = found.setdefault(matrix.bucket, {})
                 if name not in of:
                     of[name] = torch.zeros_like(matrix.bucket.master, dtype=dtype)
@@ -536,12 +530,10 @@ class MatrixSteps:
             def piece(matrix: Matrix, numel: int, name: str = name) -> list[Tensor]:
                 return [slices[matrix.bucket][name][matrix.start : matrix.start + numel]]
 
-            gathering = round_.gather(piece, 1, dtype, active)
-            own = round_.own_matrix
-            if own is None or own not in active:
-                round_.wait(gathering)
-            else:
-                found[own][name] = own.from_storage(round_.finish_gather(gathering, 1)[0])
+            own = round_.own(active)
+            arrived = round_.gather(piece, 1, dtype, active).gathered(1)
+            if own is not None:
+                found[own][name] = own.from_storage(arrived[0])
         return found
 
     def _state_exchanges(

@@ -498,12 +498,10 @@ ARGUED: dict[str, tuple[str, ...]] = {
         "optim/guarded.py: GuardedParameter.full_tensor: wait_until_ready",
         "optim/guarded.py: GuardedParameter.redistribute: wait_until_ready",
     ),
-    "not in these forms: schedule-free optimizers, whole matrices whose state is in slices, and a "
-    "loss with a term of an offloaded parameter itself, to whose sum the host adds": (
+    "not in these forms: schedule-free optimizers, and a loss with a term of an offloaded "
+    "parameter itself, to whose sum the host adds": (
         "optim/reduction.py: ZeroReducer._add_autograd_gradient: synchronize",
         "optim/zero.py: ZeroOptimizer._switch: synchronize",
-        "optim/matrices.py: MatrixSteps._step_own: wait",
-        "optim/matrices.py: MatrixSteps.state_from_slices: wait",
     ),
 }
 """Why it may be left out in all forms: what covers it, or why no stream is at stake."""
