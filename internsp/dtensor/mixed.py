@@ -184,10 +184,11 @@ def _as_parameter_value(found: Any, member: Any) -> Any:
     return found
 
 
-def _flatten(args: Any, options: Any) -> Iterator[Any]:
+def flatten(args: Any, options: Any) -> Iterator[Any]:
+    """The arguments of a call, and what lists and tuples among them hold."""
     for arg in (*args, *options.values()):
         if isinstance(arg, (list, tuple)):
-            yield from _flatten(arg, {})
+            yield from flatten(arg, {})
         else:
             yield arg
 
@@ -195,7 +196,7 @@ def _flatten(args: Any, options: Any) -> Iterator[Any]:
 def _plain_tensors(args: Any, options: Any) -> list[Tensor]:
     """The plain tensors among the arguments of a call."""
     return [
-        a for a in _flatten(args, options) if isinstance(a, Tensor) and not isinstance(a, DTensor)
+        a for a in flatten(args, options) if isinstance(a, Tensor) and not isinstance(a, DTensor)
     ]
 
 
@@ -285,7 +286,7 @@ def _mixed_gradient_error(func: Any, args: Any, options: Any) -> GradientError:
 
 
 def _first_parameter(args: Any, options: Any) -> ParameterTensor:
-    return next(arg for arg in _flatten(args, options) if isinstance(arg, ParameterTensor))
+    return next(arg for arg in flatten(args, options) if isinstance(arg, ParameterTensor))
 
 
 def _describe_call(func: Any, args: Any, options: Any) -> str:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from internsp.base.autograd import in_backward
 from internsp.dtensor.asked import asked
+from internsp.dtensor.mixed import flatten
 from internsp.dtensor.parameter import Member
 from internsp.dtensor.placed import grad_dtype, spec_with_dtype
 from internsp.errors import GradientError
@@ -26,11 +27,6 @@ from internsp.errors import GradientError
 M = TypeVar("M", bound=Member)
 
 _aten: Any = torch.ops.aten
-
-
-def _flat(args: Iterable[Any], kwargs: dict[str, Any] | None) -> list[Any]:
-    given = [*args, *(kwargs or {}).values()]
-    return [x for a in given for x in (a if isinstance(a, (list, tuple)) else (a,))]
 
 
 class _NoValues(Tensor):
@@ -44,7 +40,8 @@ class _NoValues(Tensor):
     ) -> Any:
         """What autograd adds in C++ under a torch that does not ask the gradient's class
         (:mod:`internsp.dtensor.asked`); every other operation raises."""
-        found = next((x for x in _flat(args, kwargs) if isinstance(x, _NoValues)), None)
+        given = flatten(args, kwargs or {})
+        found = next((x for x in given if isinstance(x, _NoValues)), None)
         owner = None if found is None else found._of()
         if owner is None:
             raise GradientError("an unfinished gradient")
@@ -137,7 +134,8 @@ class UnfinishedGradient(DTensor):
             if func is _aten.add_.Tensor and first._on_add is not None and in_backward():
                 first._on_add(args[1])
                 return first
-        found = next((x for x in _flat(args, kwargs) if isinstance(x, UnfinishedGradient)), None)
+        given = flatten(args, kwargs or {})
+        found = next((x for x in given if isinstance(x, UnfinishedGradient)), None)
         raise found._read_error() if found is not None else GradientError("an unfinished gradient")
 
 

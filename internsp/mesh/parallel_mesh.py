@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -205,7 +205,6 @@ class ParallelMesh:
         self.timeout_seconds = timeout_seconds
         self._models = 0
         self.users = MeshUsers()
-        self._owned: OwnedGroups | None = None
         self.is_closed = False
         self._near_groups: dict[tuple[str, int, str], dist.ProcessGroup] = {}
         self._reading_meshes: dict[tuple[str, bool], DeviceMesh] = {}
@@ -241,6 +240,9 @@ class ParallelMesh:
         self.zero_replica_group, self.param_mesh = dense.zero_replica_group, dense.param_mesh
         self.expert, self.expert_rank = experts.expert, experts.expert_rank
         self.expert_group = groups["expert"]
+        self._owned = OwnedGroups(groups.values())
+        for axis in self.axes:  # DTensors find the groups by their names
+            self._owned.keep_for(axis.param_mesh)
 
     @classmethod
     def create(
@@ -378,15 +380,7 @@ class ParallelMesh:
         shape = replace(shape, machines=dict(enumerate(machines)))
         groups = make_groups(shape, timedelta(seconds=timeout_seconds))
         _connect(shape, groups, device)
-        mesh = cls(shape, rank, device, groups, timeout_seconds)
-        mesh.own(groups.values())
-        return mesh
-
-    def own(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Take over groups that were made for this mesh: they end with it."""
-        self._owned = OwnedGroups(groups)
-        for axis in self.axes:  # DTensors find the groups by their names
-            self._owned.keep_for(axis.param_mesh)
+        return cls(shape, rank, device, groups, timeout_seconds)
 
     def close(self) -> None:
         """End the mesh's process groups, and with them their threads and connections.
@@ -417,9 +411,8 @@ class ParallelMesh:
         for name in [*vars(self)]:
             if isinstance(vars(self)[name], (dist.ProcessGroup, WeightAxis, DeviceMesh)):
                 delattr(self, name)
-        if self._owned is not None:
-            self._owned.end(but=found)
-            self._owned = None
+        self._owned.end(but=found)
+        del self._owned  # the others end as garbage
 
     def __enter__(self) -> Self:
         return self
@@ -450,11 +443,8 @@ class ParallelMesh:
         old, timeout = self.pipeline_group, timedelta(seconds=self.timeout_seconds)
         ranks = self.shape.ranks("pipeline")
         self.pipeline_group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
-        if self._owned is not None:
-            self._owned.add(self.pipeline_group)
-            self._owned.end_one(old)
-        else:
-            dist.destroy_process_group(old)
+        self._owned.add(self.pipeline_group)
+        self._owned.end_one(old)
 
     def next_model(self) -> int:
         """Number of the next model on this mesh, the same on all ranks of a stage."""
@@ -483,8 +473,7 @@ class ParallelMesh:
 
         timeout = timedelta(seconds=self.timeout_seconds)
         group = new_group(ranks, self.model_group.group_name, timeout)
-        if self._owned is not None:
-            self._owned.add(group)
+        self._owned.add(group)
         return group
 
     def reading_mesh(self, axis: WeightAxis, replicas: bool = False) -> DeviceMesh:

@@ -80,6 +80,4 @@ def _of_part(mesh: DeviceMesh, data: int) -> ParallelMesh:
     machines = {rank: name for _, rank, name in told}
     shape = MeshShape(len(ranks), sizes[data - 1], tensor=tensor, order=ranks, machines=machines)
     groups = make_groups(shape, timedelta(minutes=5), make)
-    made = ParallelMesh(shape, dist.get_rank(), device_of(mesh.device_type), groups)
-    made.own(groups.values())
-    return made
+    return ParallelMesh(shape, dist.get_rank(), device_of(mesh.device_type), groups)

@@ -89,14 +89,7 @@ class MeshShape:
     """The degrees of a mesh, checked by arithmetic alone (no process group is needed).
 
     Attributes:
-        zero: replicas of a dense weight over which optimizer state is sharded; ``None``: all.
-        expert_weight: ranks over which an expert's weight is sharded; ``None``: as ``weight``.
-        expert: ranks that hold different experts (expert parallel degree).
-        tensor: ranks over which torch's ``parallelize_module`` shards the layers.
-        ring: ranks of a sequence between which keys and values are sent; for each of them,
-            ``sequence / ring`` ranks share heads.
-        near: which ranks are neighbors, ``heads`` or ``ring`` (:class:`SequenceAxes`).
-        near_experts: likewise, ``expert_weight`` or ``expert``.
+        weight, ..., near_experts: the arguments of :meth:`internsp.ParallelMesh.create`.
         order: the global ranks in the order of ``pipeline x stage x tensor``; ``None``: ascending.
         machines: the machine of each global rank, by any name; ``None``: not known.
 

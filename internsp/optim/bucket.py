@@ -173,10 +173,6 @@ class Bucket:
             master, segments, offload, link, total, group_index=group_index,
         )  # fmt: skip
 
-    def group_of(self, member: Member) -> int:
-        """The index of a member's group in ``param_groups``."""
-        return self.group_index[member]
-
     @property
     def counted(self) -> bool:
         """Whether the gradient norm counts it: not a tied weight's copies on later stages."""

@@ -588,7 +588,7 @@ def _matrices(
     numel, length = math.prod(shape), bucket.master.numel()
     found = []
     for index in range(count):
-        made = Matrix(member, bucket, index, shape, dim, bucket.group_of(member))
+        made = Matrix(member, bucket, index, shape, dim, bucket.group_index[member])
         begin = index * numel
         for peer, w, z in positions:
             valid = rows

@@ -58,7 +58,7 @@ class OptimizerState:
         cls = bucket.method.slice_optimizer
         if cls is None:
             return self.steps.state_names(self._matrix[member], self._settings)
-        key = bucket.group_of(member), bucket.master.dtype
+        key = bucket.group_index[member], bucket.master.dtype
         if key not in self._names:
             like = torch.zeros(2, dtype=key[1], device=bucket.device)  # where it is stepped
             self._names[key] = StateNames(like, cls, self._settings[key[0]])

@@ -547,7 +547,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             communicator.state.link.synchronize()
         self._stepped.steps += 1
         for bucket in self._buckets:
-            if not changed.keys() & {bucket.group_of(member) for member in bucket.offsets}:
+            if not changed.keys() & {bucket.group_index[member] for member in bucket.offsets}:
                 continue
             if bucket.method.whole_matrix:
                 raise TypeError(

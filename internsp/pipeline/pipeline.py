@@ -320,7 +320,7 @@ class Pipeline:
         Args:
             runs: how often the step runs the schedule.
         """
-        plans = [c.plan for c in self.communicators if c.plan is not None]
+        plans = [communicator.plan for communicator in self.communicators]
         return simulate_actions([*self.actions] * runs, plans, overlap)
 
     @property
