@@ -159,9 +159,7 @@ class DistributedAttention(nn.Module):
         """
         if role not in _ROLES:
             raise ValueError(f"The role of an exchange is one of {_ROLES}, not {role!r}.")
-        heads = self.heads if role == "q" else self.kv_heads
-        cut = self.plan.query_ranges() if role == "q" else self.plan.kv_ranges()
-        return self._start(x, heads, cut, role, layout)
+        return self._start(x, role, layout)
 
     @torch.compiler.disable
     def forward(
@@ -249,10 +247,7 @@ class DistributedAttention(nn.Module):
     @torch.compiler.disable
     def packed_qkv(self, qkv: Tensor, layout: SequenceLayout | None = None) -> Tensor:
         """Attention of packed ``[B, s, heads + 2 kv_heads, d]`` (q, k, v): one exchange."""
-        heads = self.heads + 2 * self.kv_heads
-        x = self._start(qkv, heads, self.plan.qkv_ranges(), "qkv", layout).wait()
-        queries, kv = self._own_heads()
-        q, k, v = x.split([queries, kv, kv], dim=2)
+        q, k, v = self._split(self._start(qkv, "qkv", layout).wait(), "qkv")
         return self._attend(q, k, v, layout)
 
     @torch.compiler.disable
@@ -263,10 +258,9 @@ class DistributedAttention(nn.Module):
         if kv.dim() != 5 or kv.shape[2] != 2:
             raise LayoutError(f"Packed kv must be [B, s, 2, kv_heads, d], got {list(kv.shape)}.")
         first = q if isinstance(q, PendingExchange) else self.start(q, "q", layout)
-        flat = kv.flatten(2, 3)
-        second = self._start(flat, 2 * self.kv_heads, self.plan.kv_ranges(2), "kv", layout)
+        second = self._start(kv.flatten(2, 3), "kv", layout)
         whole_q = first.wait()
-        k, v = second.wait().split([self._own_heads()[1]] * 2, dim=2)
+        k, v = self._split(second.wait(), "kv")
         return self._attend(whole_q, k, v, layout)
 
     def extra_repr(self) -> str:
@@ -308,13 +302,10 @@ class DistributedAttention(nn.Module):
         """This rank's number among the ranks that share heads."""
         return 0 if self.group is None else self.group.rank
 
-    def _own_heads(self) -> tuple[int, int]:
-        """Numbers of query heads and of key/value heads of this rank."""
-        (q0, q1), (kv0, kv1) = (
-            self.plan.query[self._heads_rank],
-            self.plan.key_value[self._heads_rank],
-        )
-        return q1 - q0, kv1 - kv0
+    def _split(self, x: Tensor, roles: str) -> Sequence[Tensor]:
+        """This rank's heads of each of ``roles``, which ``x`` has one after another."""
+        spans = (self.plan.of(role)[0][self._heads_rank] for role in roles)
+        return x.split([stop - first for first, stop in spans], dim=2)
 
     def _lengths(self, length: int, layout: SequenceLayout | None) -> tuple[int, ...]:
         """Positions of each rank of the heads group, from the layout or, without one, all equal."""
@@ -330,31 +321,23 @@ class DistributedAttention(nn.Module):
             )
         return tuple(layout.sizes[rank] for rank in self.axes.sharing(self._ring_rank))
 
-    def _check_shape(
-        self, x: Tensor, label: str, layout: SequenceLayout | None, heads: int | None = None
-    ) -> tuple[int, ...]:
+    def _check_shape(self, x: Tensor, roles: str, layout: SequenceLayout | None) -> tuple[int, ...]:
         """Check the shape of ``x``; return the positions of each rank that shares heads."""
-        if heads is None:
-            heads = self.heads if label == "q" else self.kv_heads
+        heads = sum(self.plan.of(role)[1] for role in roles)
         lengths = self._lengths(x.shape[1], layout)
         wanted = (lengths[self._heads_rank], heads, self.head_dim)
         if x.dim() != 4 or tuple(x.shape[1:]) != wanted:
             raise LayoutError(
-                f"Rank {self._heads_rank}: {label} of {self.unit or 'attention'} must be "
+                f"Rank {self._heads_rank}: {roles} of {self.unit or 'attention'} must be "
                 f"[B, {', '.join(map(str, wanted))}], got {list(x.shape)}."
             )
         return lengths
 
-    def _start(
-        self,
-        x: Tensor,
-        heads: int,
-        cut: Sequence[int],
-        label: str,
-        layout: SequenceLayout | None,
-    ) -> PendingExchange:
-        lengths = self._check_shape(x, label, layout, heads)
-        return start_exchange(x, self.group, lengths, cut, to="heads", unit=self.unit, label=label)
+    def _start(self, x: Tensor, roles: str, layout: SequenceLayout | None) -> PendingExchange:
+        lengths, ranges = self._check_shape(x, roles, layout), self.plan.ranges(roles)
+        return start_exchange(
+            x, self.group, lengths, ranges, to="heads", unit=self.unit, label=roles
+        )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout | None) -> Tensor:
         """Attention of this rank's heads over all positions, then the exchange back."""
@@ -364,7 +347,7 @@ class DistributedAttention(nn.Module):
         # Without a layout all ranks have equally many positions.
         lengths = self._lengths(q.shape[1] // self.plan.size, layout)
         return start_exchange(
-            out, self.group, lengths, self.plan.query_ranges(), to="sequence", unit=self.unit,
+            out, self.group, lengths, self.plan.ranges("q"), to="sequence", unit=self.unit,
             label="out",
         ).wait()  # fmt: skip
 

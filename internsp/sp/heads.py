@@ -103,30 +103,21 @@ class HeadPlan:
         first, stop = self.query[rank]
         return tuple(head // group - self.key_value[rank][0] for head in range(first, stop))
 
-    def query_ranges(self) -> tuple[int, ...]:
-        """Head ranges (see :mod:`internsp.sp.exchange`) of queries ``[B, s, heads, d]``."""
-        return self._ranges_by_rank(((0, self.query),))
+    def of(self, role: str) -> tuple[tuple[Span, ...], int]:
+        """Heads of each rank, and of the model: for ``k`` and ``v`` key/value heads, else query
+        heads."""
+        if role in ("k", "v"):
+            return self.key_value, self.kv_heads
+        return self.query, self.heads
 
-    def kv_ranges(self, parts: int = 1) -> tuple[int, ...]:
-        """Head ranges of ``[B, s, parts * kv_heads, d]``: keys or values, or keys then values."""
-        return self._ranges_by_rank(
-            tuple((part * self.kv_heads, self.key_value) for part in range(parts))
-        )
-
-    def qkv_ranges(self) -> tuple[int, ...]:
-        """Head ranges of ``[B, s, heads + 2 kv_heads, d]``: queries, then keys, then values."""
-        return self._ranges_by_rank(
-            (
-                (0, self.query),
-                (self.heads, self.key_value),
-                (self.heads + self.kv_heads, self.key_value),
-            )
-        )
-
-    def _ranges_by_rank(self, parts: tuple[tuple[int, tuple[Span, ...]], ...]) -> tuple[int, ...]:
-        return tuple(
-            offset + bound
-            for rank in range(self.size)
-            for offset, ranges in parts
-            for bound in ranges[rank]
-        )
+    def ranges(self, roles: str) -> tuple[int, ...]:
+        """Head ranges (see :mod:`internsp.sp.exchange`) of ``[B, s, heads, d]`` that holds the
+        heads of ``roles`` (``q``, ``k``, ``v``, ``kv``, ``qkv``) one after another."""
+        found: list[list[int]] = [[] for _ in range(self.size)]
+        offset = 0
+        for role in roles:
+            spans, count = self.of(role)
+            for own, (first, stop) in zip(found, spans, strict=True):
+                own += offset + first, offset + stop
+            offset += count
+        return tuple(bound for own in found for bound in own)

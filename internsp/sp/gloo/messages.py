@@ -57,7 +57,7 @@ class ExchangeShape:
 
     def heads(self, role: str, rank: int) -> slice:
         """The heads of a rank: query heads for ``q`` and ``out``, else key/value heads."""
-        return slice(*(self.plan.key_value if role in "kv" else self.plan.query)[rank])
+        return slice(*self.plan.of(role)[0][rank])
 
     def head_count(self, role: str, rank: int) -> int:
         """Number of heads of a rank."""
@@ -66,7 +66,7 @@ class ExchangeShape:
 
     def total_heads(self, role: str) -> int:
         """Number of heads of all ranks."""
-        return self.plan.kv_heads if role in "kv" else self.plan.heads
+        return self.plan.of(role)[1]
 
     def features(self, heads: slice) -> slice:
         """The features of ``heads``: rows of a projection, columns of the out-projection."""

@@ -250,12 +250,10 @@ class SequenceParallelKernel:
         sizes = shard.sharing
         pending = [
             start_exchange(
-                x.transpose(1, 2), self.group, sizes, heads_of, to="heads", unit=name, label=role
+                x.transpose(1, 2), self.group, sizes, plan.ranges(role), to="heads", unit=name,
+                label=role,
             )
-            for role, x, heads_of in (
-                ("q", query, plan.query_ranges()), ("k", key, plan.kv_ranges()),
-                ("v", value, plan.kv_ranges()),
-            )
+            for role, x in (("q", query), ("k", key), ("v", value))
         ]  # fmt: skip
         q, k, v = (x.wait() for x in pending)
         mine, stop = plan.query[self.rank]
@@ -275,7 +273,7 @@ class SequenceParallelKernel:
             k, v = (ring.gather(x, shard, name, role) for x, role in ((k, "k"), (v, "v")))
             out = self._run(module, plan, shard, q, k, v, mask, options)
         back = start_exchange(
-            out, self.group, sizes, plan.query_ranges(), to="sequence", unit=name, label="out"
+            out, self.group, sizes, plan.ranges("q"), to="sequence", unit=name, label="out"
         ).wait()
         return back, None
 
