@@ -53,10 +53,14 @@ class WeightAxis:
     """
 
     name: str
-    shape: AxisShape
+    size: int
     rank: int
-    expert_rank: int
+    replicas: int
     replica_rank: int
+    zero: int
+    zero_rank: int
+    expert: int
+    expert_rank: int
     weight_group: dist.ProcessGroup
     gradient_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup
@@ -93,32 +97,10 @@ class WeightAxis:
             [groups[n] for n in names], device_type, mesh=grid, mesh_dim_names=tuple(names)
         )
         by_field = {f"{n}_group": groups[n] for n in _AXIS_GROUPS}
-        return cls(name, shape, rank, expert_rank, replica_rank, param_mesh=mesh, **by_field)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks over which a weight is sharded."""
-        return self.shape.size
-
-    @property
-    def replicas(self) -> int:
-        """Number of ranks that hold the same shard."""
-        return self.shape.replicas
-
-    @property
-    def expert(self) -> int:
-        """Number of ranks that hold different experts under the same names."""
-        return self.shape.expert
-
-    @property
-    def zero(self) -> int:
-        """Number of replicas over which optimizer state is sharded."""
-        return self.shape.zero
-
-    @property
-    def zero_rank(self) -> int:
-        """Rank in the ZeRO group."""
-        return self.replica_rank % self.zero
+        return cls(
+            name, shape.size, rank, shape.replicas, replica_rank, shape.zero,
+            replica_rank % shape.zero, shape.expert, expert_rank, param_mesh=mesh, **by_field,
+        )  # fmt: skip
 
     def placements(self, own: Placement, tensor: Placement | None = None) -> list[Placement]:
         """Placements on :attr:`param_mesh` of a parameter.

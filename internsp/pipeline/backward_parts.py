@@ -1,4 +1,4 @@
-"""What a pipeline needs of a communicator: the split backward's order, and shape inference.
+"""What a pipeline needs of a communicator: shared slots, and shape inference.
 
 Zero-bubble schedules (arXiv 2401.10241) split a backward into an input backward (B), which computes
 input gradients, and a later weight backward (W). The stage tells the communicator which of the two
@@ -14,12 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.parameter import ShardedParameter
-
-
-def grad_ready_order(communicator: ISPCommunicator) -> list[ShardedParameter]:
-    """Sharded weights in the order in which a weight backward computes their gradients."""
-    return list(reversed(communicator.replicated.sharded))
 
 
 def shared_slot_storages(communicator: ISPCommunicator) -> set[int]:

@@ -68,19 +68,15 @@ class _ChunkSimulator(Simulator):
         if not action.part:
             self.forward()
             return
-        if action.part == WEIGHT:
-            self._weight_backward()
+        if action.part == WEIGHT:  # one order for all units
+            self.queue.backward.begin_backward_part(weights=True, exchanges=self.exchanges)
+            self.record(self.queue.backward.end_backward_part())
+            self.end_pass()
         else:
             if action.part == INPUT:
                 self.queue.backward.begin_backward_part(weights=False)
             self.backward(weight_gradients=action.part != INPUT)
         self.record(self.queue.reductions.finish(last=self.exchanges))
-
-    def _weight_backward(self) -> None:
-        """A weight backward: one order for all units."""
-        self.queue.backward.begin_backward_part(weights=True, exchanges=self.exchanges)
-        self.record(self.queue.backward.end_backward_part())
-        self.end_pass()
 
 
 def simulate_actions(

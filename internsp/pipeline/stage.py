@@ -23,7 +23,7 @@ from torch.distributed.pipelining._backward import (
 
 from internsp.base.autograd import tensors
 from internsp.errors import LayoutError, StructureError
-from internsp.pipeline.backward_parts import grad_ready_order, shape_inference, shared_slot_storages
+from internsp.pipeline.backward_parts import shape_inference, shared_slot_storages
 from internsp.pipeline.chunks import MicroBatch
 from internsp.pipeline.graph import split_blocker
 from internsp.pipeline.hooks import FULL, INPUT, WEIGHT, ComputeAction, SchedulerHook
@@ -266,7 +266,8 @@ class ISPPipelineStage(PipelineStage):
     def _trained_parameters(self) -> Iterator[Any]:
         """Stand-ins of the trained parameters, in the order in which gradients are computed."""
         communicator = self.communicator
-        members = (*grad_ready_order(communicator), *communicator.replicated.members)
+        replicated = communicator.replicated
+        members = (*reversed(replicated.sharded), *replicated.members)
         for parameter in (member.parameter for member in members):
             if parameter.requires_grad:
                 if id(parameter) not in self._stand_ins:

@@ -52,14 +52,16 @@ class ExchangeGroup:
     """
 
     process_group: dist.ProcessGroup
-    trace: Trace | None
+    given: Trace | None
     rank: int
     size: int
     peer_exchanges: PeerExchanges | None = None  # messages between pairs of ranks
+    trace: Trace = field(init=False)
     in_flight: MessagesInFlight = field(init=False)
     handle: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.trace = self.given or Trace()
         self.in_flight = MessagesInFlight(self.trace)
         self.handle = _GROUPS.add(self)
 
@@ -71,7 +73,7 @@ class ExchangeGroup:
         if isinstance(group, ExchangeGroup):
             return group
         for known in _GROUPS.alive():
-            if known.process_group is group and known.trace is trace:
+            if known.process_group is group and known.given is trace:
                 return known
         return cls(group, trace, dist.get_rank(group), dist.get_world_size(group))
 

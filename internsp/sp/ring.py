@@ -184,7 +184,7 @@ class _Transfers:
         self, sends: list[tuple[Transfer, _Block]], receives: list[tuple[Transfer, _Block]]
     ) -> None:
         """Start the messages of a step; two ranks have at most one in each direction."""
-        group, trace = self.ring.group, self.ring.group.trace
+        group = self.ring.group
         sent = [(block.flat(), transfer) for transfer, block in sends]
         # Empty on ranks without heads; then the peer's is empty, too.
         sent = [(flat, transfer) for flat, transfer in sent if flat.numel()]
@@ -194,12 +194,9 @@ class _Transfers:
             if not flat.numel():
                 self.held[transfer.block] = block
                 continue
-            event = -1
-            if trace is not None:
-                event = trace.record(
-                    "RING", unit=self.unit, weight=self.label, phase=self.phase,
-                    nbytes=flat.numel() * flat.element_size(), in_flight=True,
-                )  # fmt: skip
+            event = group.trace.record(
+                "RING", self.unit, self.label, self.phase, flat.nbytes, in_flight=True
+            )
             received.append((flat, transfer, block, event))
         if not sent and not received:
             return
@@ -218,13 +215,12 @@ class _Transfers:
             return self.held[block]
         work, _, found, event = incoming
         trace = self.ring.group.trace
-        begin = None if trace is None else trace.now()
+        begin = trace.now()
         work.wait()
-        if trace is not None:
-            end = trace.now()
-            trace.waited(begin, end)
-            trace.record("RING_WAIT", self.unit, self.label, self.phase, start=begin, end=end)
-            trace.finish(event, end)
+        end = trace.now()
+        trace.waited(begin, end)
+        trace.record("RING_WAIT", self.unit, self.label, self.phase, start=begin, end=end)
+        trace.finish(event, end)
         self.held[block] = found
         return found
 

@@ -189,11 +189,9 @@ class PeerExchange:
             )
         if not part.numel():
             return
-        trace = self.group.trace
-        if trace is not None:
-            unit, _, phase = self.key
-            event = trace.record("A2A", unit, role, phase, part.nbytes, in_flight=True)
-            self._events.append(event)
+        unit, _, phase = self.key
+        event = self.group.trace.record("A2A", unit, role, phase, part.nbytes, in_flight=True)
+        self._events.append(event)
         self._sent.append(part)
         self._works.append(self.group.isend(part, peer, self._tag))
 
@@ -209,7 +207,7 @@ class PeerExchange:
         peer_exchanges(self.group).remove(self)
         unit, what, phase = self.key
         trace = self.group.trace
-        begin = None if trace is None else trace.now()
+        begin = trace.now()
         try:
             for work in self._works:
                 work.wait()
@@ -218,12 +216,11 @@ class PeerExchange:
                 f"Rank {self.group.rank} of its sequence group: messages of {what} of "
                 f"{unit or 'attention'} did not arrive in {phase}: {error}"
             ) from error
-        if trace is not None:
-            end = trace.now()
-            trace.waited(begin, end)
-            trace.record("A2A_WAIT", unit, what, phase, start=begin, end=end)
-            for event in self._events:
-                trace.finish(event, end)
+        end = trace.now()
+        trace.waited(begin, end)
+        trace.record("A2A_WAIT", unit, what, phase, start=begin, end=end)
+        for event in self._events:
+            trace.finish(event, end)
         self._works.clear()
         self._sent.clear()
 
