@@ -33,28 +33,24 @@ Wait = Callable[[Work, str], None]
 _INDEX = torch.int32  # of experts' numbers in a message
 
 
-def _plain_wait(work: Work, what: str) -> None:
-    work.wait()
-
-
 @dataclass(eq=False)
 class OwnerGroup:
     """The ranks that own different experts of a model, and the messages in flight between them.
 
     Attributes:
         process_group: the mesh's ``expert_group``.
-        trace: records ``A2A`` for each message and ``A2A_WAIT`` for each wait; or ``None``.
+        trace: records ``A2A`` for each message and ``A2A_WAIT`` for each wait.
         rank, size: of the group.
         wait: waits for a collective, and names the block and phase if it fails.
         launched: called at each launch with what is sent and the phase.
     """
 
     process_group: dist.ProcessGroup
-    trace: Trace | None
+    trace: Trace
     rank: int
     size: int
-    wait: Wait = _plain_wait
-    launched: Callable[[str, str], None] = lambda what, phase: None
+    wait: Wait
+    launched: Callable[[str, str], None]
     in_flight: MessagesInFlight = field(init=False)
     handle: int = field(init=False)
 

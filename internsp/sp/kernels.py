@@ -60,9 +60,11 @@ class Kernel(Protocol):
 
     def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why it cannot compute this; None when it can. Does not check what is installed."""
+        return None
 
     def missing(self) -> str | None:
         """Which package is missing, and how to install it; None when it is installed."""
+        return None
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, kv_index: tuple[int, ...], mask: AttentionMask,
@@ -92,7 +94,7 @@ def _match_kv_heads(k: Tensor, v: Tensor, kv_index: tuple[int, ...]) -> tuple[Te
     return keys, values, False
 
 
-class SdpaKernel:
+class SdpaKernel(Kernel):
     """``torch.nn.functional.scaled_dot_product_attention``: every device and dtype.
 
     Documents are computed one by one, which costs the sum of the squares of their lengths; a
@@ -100,14 +102,6 @@ class SdpaKernel:
     """
 
     name = "sdpa"
-
-    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """None: it can compute everything."""
-        return None
-
-    def missing(self) -> str | None:
-        """None: it is part of torch."""
-        return None
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, kv_index: tuple[int, ...], mask: AttentionMask,
@@ -139,7 +133,7 @@ class SdpaKernel:
         return torch.cat(rows)
 
 
-class _PackedKernel:
+class _PackedKernel(Kernel):
     """Base of the variable-length kernels: half precision on CUDA, tokens packed in one row."""
 
     name = ""

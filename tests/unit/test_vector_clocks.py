@@ -427,9 +427,6 @@ ARGUED: dict[str, tuple[str, ...]] = {
     "a receive of the same group's stream comes later, and has been waited for": (
         "sp/ring.py: _Transfers.wait_sends: wait",
     ),
-    "of owners without a communicator, which `parallelize` never makes": (
-        "experts/exchange.py: _plain_wait: wait",
-    ),
     "of times: the host's clock, and a stream for which no other one waits": (
         "base/accelerator.py: DeviceClock.restart: synchronize",
         "base/accelerator.py: DeviceClock.restart: synchronize 2",
