@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import TYPE_CHECKING, Generic
 
-from internsp.schedule.passes import Passes
-from internsp.schedule.slots import SlotContents
 from internsp.schedule.terms import BACKWARD, FORWARD, Action, Unit, W
+
+if TYPE_CHECKING:  # it has the enclosing blocks as a part
+    from internsp.schedule.backward import Backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,33 +41,6 @@ class Enclosing(Generic[W]):
     recomputed: bool = False
 
 
-class UnitsBackward(Protocol[W]):
-    """What the enclosing blocks need of :class:`internsp.schedule.backward.Backward`."""
-
-    slots: SlotContents[W]
-    passes: Passes[W]
-
-    def pre_backward_of_unit(
-        self, unit: Unit[W], all_ranks: bool, run: int | None, out: list[Action[W]]
-    ) -> None:
-        """The pre-backward of a unit."""
-
-    def pass_over_blocks(self, to: int, out: list[Action[W]]) -> None:
-        """Act for the units above number ``to``, which got no gradient on this rank."""
-
-    def post_backward(self, out: list[Action[W]]) -> None:
-        """The open unit's post-backward."""
-
-    def reduce_unit(self, unit: Unit[W], out: list[Action[W]], last: bool) -> None:
-        """Reduce the gradients of a rest."""
-
-    def recompute(self, unit: Unit[W], following: Unit[W] | None) -> list[Action[W]]:
-        """The forward of a unit within a recompute of several units: gather it."""
-
-    def leave_recompute(self, unit: Unit[W]) -> None:
-        """End that forward of the unit."""
-
-
 class EnclosingBlocks(Generic[W]):
     """The enclosing blocks of one chunk: a part of its backward, with one event in forward.
 
@@ -78,7 +52,7 @@ class EnclosingBlocks(Generic[W]):
         open: the block whose backward runs.
     """
 
-    def __init__(self, units: UnitsBackward[W], blocks: Sequence[Enclosing[W]]) -> None:
+    def __init__(self, units: Backward[W], blocks: Sequence[Enclosing[W]]) -> None:
         self.blocks = blocks
         self._units = units
         for block in blocks:

@@ -474,7 +474,7 @@ class ReplicatedParameter(ModelParameter):
     @property
     def weight_part(self) -> bool:
         """See :attr:`internsp.wp.communicator.WPCommunicator.weight_part`."""
-        return bool(self.sums.events.weight_part)
+        return self.sums.events.weight_part
 
     def unshard(self, weight: ReplicatedParameter) -> Tensor:
         """The local replica, in the compute dtype, fresh (WP-3)."""

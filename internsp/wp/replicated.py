@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,21 +14,10 @@ from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import Collectives, all_reduce
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, trained, unflatten
 
+if TYPE_CHECKING:  # these follow the passes; gradients that are ready only name them
+    from internsp.wp.events import Events
+
 SMALL = "gradients of replicated parameters"  # what the all-reduce is called in errors
-
-
-class BackwardEvents(Protocol):
-    """What replicated parameters need of :class:`internsp.wp.events.Events`."""
-
-    backward: int
-    """The graph task of the backward that is known to run, or -1."""
-
-    @property
-    def weight_part(self) -> bool:
-        """Whether the weight backward of a split backward runs."""
-
-    def begin_at_gradient(self) -> None:
-        """A gradient is ready, and no backward is known to run."""
 
 
 class ReplicatedParameters:
@@ -48,7 +37,7 @@ class ReplicatedParameters:
         events: where the program is in its passes (:meth:`bind`).
     """
 
-    events: BackwardEvents
+    events: Events
 
     def __init__(self, mesh: ParallelMesh, sharded: list[ShardedParameter]) -> None:
         self._mesh = mesh
@@ -63,7 +52,7 @@ class ReplicatedParameters:
         self._sent, self._there = list[bool](), torch.empty(0)  # the last copied to the device
         self._current, self._turns = current_stream(mesh.device), Turns()
 
-    def bind(self, events: BackwardEvents) -> None:
+    def bind(self, events: Events) -> None:
         """Let the gradients that are ready be reported to ``events``."""
         self.events = events
 
