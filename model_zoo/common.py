@@ -8,9 +8,8 @@ layers and to ``attend``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -89,18 +88,6 @@ class FeedForward(nn.Module):
         return down
 
 
-AttentionFactory = Callable[[ModelConfig, Device, torch.dtype | None], nn.Module]
-FeedForwardFactory = Callable[[ModelConfig, int, Device, torch.dtype | None], nn.Module]
-"""Makes the feed forward of a block from its number, 0 for the first."""
-
-
-def dense(
-    config: ModelConfig, number: int, device: Device, dtype: torch.dtype | None
-) -> FeedForward:
-    """The feed forward of a block without experts."""
-    return FeedForward(config, device, dtype)
-
-
 def experts_of(
     config: ModelConfig, device: Device, dtype: torch.dtype | None, **options: Any
 ) -> MixtureOfExperts:
@@ -125,7 +112,7 @@ class Block(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        attention: AttentionFactory,
+        attention: type[nn.Module],
         feed_forward: nn.Module,
         device: Device,
         dtype: torch.dtype | None,
@@ -156,17 +143,17 @@ class Block(nn.Module):
 class CausalLM(nn.Module):
     """Embedding, blocks, norm and head; a family chooses attention and feed forward of its blocks.
 
+    Attributes:
+        attention: the class of the blocks' attention, made of config, device and dtype.
+
     ``internsp.parallelize`` sets ``loss_options`` when the head is parallel: keyword arguments of
     :func:`internsp.sp.token_loss`, such as ``output="vocabulary"`` and its ``group``.
     """
 
+    attention: ClassVar[type[nn.Module]]
+
     def __init__(
-        self,
-        config: ModelConfig,
-        attention: AttentionFactory,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        feed_forward: FeedForwardFactory = dense,
+        self, config: ModelConfig, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         # Resolved once here, so that the choice of "auto" is logged once and not for every norm.
@@ -178,12 +165,16 @@ class CausalLM(nn.Module):
         vocabulary, hidden = config.vocab_size, config.hidden_size
         self.embed = ParallelEmbeddingWithCommExt(vocabulary, hidden, device=device, dtype=dtype)
         self.layers = nn.ModuleList(
-            Block(config, attention, feed_forward(config, number, device, dtype), device, dtype)
+            Block(config, self.attention, self.feed_forward(number, device, dtype), device, dtype)
             for number in range(config.layers)
         )
         self.norm = RMSNorm(hidden, config.norm_eps, config.norm, device, dtype)
         self.head = ParallelLinearWithCommExt(hidden, vocabulary, False, device, dtype)
         self.tie()
+
+    def feed_forward(self, number: int, device: Device, dtype: torch.dtype | None) -> nn.Module:
+        """Make the feed forward of block ``number``, 0 for the first."""
+        return FeedForward(self.config, device, dtype)
 
     def tie(self) -> None:
         """Make the head's weight the embedding's parameter again, if the config ties them.

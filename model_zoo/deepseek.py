@@ -19,7 +19,7 @@ from internsp.errors import LayoutError
 from internsp.layers import ParallelLinearWithCommExt
 from internsp.layers.norm import RMSNorm
 from internsp.layers.rotary import RotaryTables, apply_rotary
-from internsp.model_zoo.common import CausalLM, Device, Sizes, dense, experts_of, split_heads
+from internsp.model_zoo.common import CausalLM, Device, Sizes, experts_of, split_heads
 from internsp.sp import DistributedAttention, SequenceLayout
 
 LATENT_EPS = 1e-6  # theirs, whatever the other norms' is
@@ -87,15 +87,6 @@ def rotary_size(config: ModelConfig) -> int:
     return found
 
 
-def _feed_forward(
-    config: ModelConfig, number: int, device: Device, dtype: torch.dtype | None
-) -> nn.Module:
-    if number < config.dense_layers:
-        return dense(config, number, device, dtype)
-    shared = config.expert_width if config.shared_size is None else config.shared_size
-    return experts_of(config, device, dtype, score="sigmoid", shared=shared)
-
-
 class DeepSeek(CausalLM):
     """``embed, layers.N.{attention, feed_forward}, norm, head``.
 
@@ -103,8 +94,18 @@ class DeepSeek(CausalLM):
     ``w1, w3, w2`` in the first blocks, then ``router, experts`` and ``shared_experts``.
     """
 
+    attention = LatentAttention
+
     def __init__(
         self, config: ModelConfig, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
-        super().__init__(config, LatentAttention, device, dtype, _feed_forward)
+        super().__init__(config, device, dtype)
         self.rotary_dim = rotary_size(config)
+
+    def feed_forward(self, number: int, device: Device, dtype: torch.dtype | None) -> nn.Module:
+        """See :class:`CausalLM`: the blocks behind the first ``dense_layers`` have experts."""
+        config = self.config
+        if number < config.dense_layers:
+            return super().feed_forward(number, device, dtype)
+        shared = config.expert_width if config.shared_size is None else config.shared_size
+        return experts_of(config, device, dtype, score="sigmoid", shared=shared)

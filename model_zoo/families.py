@@ -11,7 +11,7 @@ from internsp.model_zoo.internlm2 import InternLM2
 from internsp.model_zoo.llama import Llama
 from internsp.model_zoo.mixtral import Mixtral
 
-FAMILIES: dict[str, type[Llama] | type[InternLM2] | type[Mixtral] | type[DeepSeek]] = {
+FAMILIES: dict[str, type[CausalLM]] = {
     "llama": Llama, "internlm2": InternLM2, "mixtral": Mixtral, "deepseek": DeepSeek,
 }  # fmt: skip
 

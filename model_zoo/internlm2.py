@@ -45,7 +45,4 @@ class InternLM2Attention(nn.Module):
 class InternLM2(CausalLM):
     """``embed, layers.N.{attention.{wqkv,wo}, feed_forward.{w1,w3,w2}}, norm, head``."""
 
-    def __init__(
-        self, config: ModelConfig, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(config, InternLM2Attention, device, dtype)
+    attention = InternLM2Attention

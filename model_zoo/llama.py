@@ -45,7 +45,4 @@ class LlamaAttention(nn.Module):
 class Llama(CausalLM):
     """``embed, layers.N.{attention.{wq,wk,wv,wo}, feed_forward.{w1,w3,w2}}, norm, head``."""
 
-    def __init__(
-        self, config: ModelConfig, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(config, LlamaAttention, device, dtype)
+    attention = LlamaAttention

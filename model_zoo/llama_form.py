@@ -64,7 +64,7 @@ def exported_tensors(
     """
     if kind == "internlm2":
         for source, shape in shapes.items():
-            yield ExportedTensor(_internlm2_name(source), source, shape, _identity)
+            yield ExportedTensor(_internlm2_name(source), source, shape, identity)
         return
     sizes = Sizes.of(config)
     for source, shape in shapes.items():
@@ -82,14 +82,14 @@ def exported_tensors(
                 name = f"{block}self_attn.{short}_proj.{leaf}"
                 yield ExportedTensor(name, source, cut, partial(_rows_of, which, sizes))
         else:
-            yield ExportedTensor(f"{block}{_NAMES[module]}.{leaf}", source, shape, _identity)
+            yield ExportedTensor(f"{block}{_NAMES[module]}.{leaf}", source, shape, identity)
     if config.qkv_bias != config.bias:  # Llama has one switch for both
         for layer in range(config.layers):
             for linear in ("wo",) if config.qkv_bias else ("wq", "wk", "wv"):
                 heads = sizes.kv_heads if linear in ("wk", "wv") else sizes.heads
                 rows = sizes.hidden if linear == "wo" else heads * sizes.head_dim
                 name = f"model.layers.{layer}.{_NAMES[f'attention.{linear}']}.bias"
-                yield ExportedTensor(name, None, (rows,), _identity)
+                yield ExportedTensor(name, None, (rows,), identity)
 
 
 def joined_tensors(
@@ -121,7 +121,8 @@ def _internlm2_name(name: str) -> str:
     return f"{own.get(module, f'model.{module}')}.{kind}"
 
 
-def _identity(tensor: Tensor) -> Tensor:
+def identity(tensor: Tensor) -> Tensor:
+    """``tensor``."""
     return tensor
 
 

@@ -8,23 +8,17 @@ done by a bias (``model.balance_rate``), which needs no loss. There is no slidin
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from internsp.config.model import ModelConfig
-from internsp.layers import MixtureOfExperts
 from internsp.model_zoo.common import CausalLM, Device, experts_of
 from internsp.model_zoo.llama import LlamaAttention
-
-
-def _experts(
-    config: ModelConfig, number: int, device: Device, dtype: torch.dtype | None
-) -> MixtureOfExperts:
-    return experts_of(config, device, dtype)
 
 
 class Mixtral(CausalLM):
     """``embed, layers.N.{attention.{wq,wk,wv,wo}, feed_forward.{router,experts}}, norm, head``."""
 
-    def __init__(
-        self, config: ModelConfig, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(config, LlamaAttention, device, dtype, _experts)
+    attention = LlamaAttention
+
+    def feed_forward(self, number: int, device: Device, dtype: torch.dtype | None) -> nn.Module:
+        """See :class:`CausalLM`: every block has experts."""
+        return experts_of(self.config, device, dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from internsp.config.model import ModelConfig
 from internsp.model_zoo import llama_form
 from internsp.model_zoo.common import Sizes
 from internsp.model_zoo.deepseek import rotary_size
-from internsp.model_zoo.llama_form import ExportedTensor, Rows
+from internsp.model_zoo.llama_form import ExportedTensor, Rows, identity
 
 _DEEPSEEK = {
     "attention.wq": "self_attn.q_proj", "attention.wkv_down": "self_attn.kv_a_proj_with_mqa",
@@ -77,19 +78,19 @@ def exported_tensors(
         if module == "feed_forward.experts":
             yield from _experts(kind, f"{mixture}.experts", leaf, source, shape)
         elif source.endswith("feed_forward.router.weight"):
-            yield ExportedTensor(f"{mixture}.gate.weight", source, shape, _same)
+            yield ExportedTensor(f"{mixture}.gate.weight", source, shape, identity)
             own = source.removesuffix("weight") + "bias"
             if bias is not None:
                 size = (1, shape[0]) if kind == "ernie4_5_moe" else shape[:1]
                 chooses = own if own in shapes else None
-                yield ExportedTensor(f"{mixture}.{bias}", chooses, size, partial(_shaped, size))
+                yield ExportedTensor(f"{mixture}.{bias}", chooses, size, methodcaller("view", size))
         elif module == "feed_forward.router":
             continue  # the bias, told with its weight
         elif kind == "deepseek_v3" and module in _DEEPSEEK:
-            yield ExportedTensor(f"{block}{_DEEPSEEK[module]}.{leaf}", source, shape, _same)
+            yield ExportedTensor(f"{block}{_DEEPSEEK[module]}.{leaf}", source, shape, identity)
         elif kind == "ernie4_5_moe" and module in _TURNED:
             name, order = f"{block}{_TURNED[module]}.{leaf}", _neighbors(config, shape[0])
-            yield ExportedTensor(name, source, shape, partial(_reordered, order))
+            yield ExportedTensor(name, source, shape, itemgetter(order))
         else:
             llama[source] = shape
     yield from llama_form.exported_tensors(config, llama)
@@ -148,21 +149,9 @@ def _neighbors(config: ModelConfig, rows: int) -> Tensor:
     return numbers.transpose(1, 2).flatten()
 
 
-def _reordered(order: Tensor, tensor: Tensor) -> Tensor:
-    return tensor[order]
-
-
-def _shaped(shape: tuple[int, ...], tensor: Tensor) -> Tensor:
-    return tensor.view(shape)
-
-
 def _expert(number: int, first: int, count: int, weight: Tensor) -> Tensor:
     """One expert's columns of ``[experts, in, out]`` as ``[count, in]``."""
     return weight[number, :, first : first + count].t()
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def exported_config(config: ModelConfig, dtype: str, positions: int) -> dict[str, Any]:
