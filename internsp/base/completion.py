@@ -9,42 +9,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 from internsp.base.trace import Work
 
 
-class WatchedWork:
+class WatchedWork(Future[None]):
     """A work handle for which a :class:`CompletionThread` waits; other threads wait here."""
 
-    def __init__(self, work: Work, on_end: Callable[[float], None]) -> None:
-        self._work = work
-        self._on_end = on_end
-        self._done = threading.Event()
-        self._error: Exception | None = None
-
-    def run(self) -> None:
-        """Called on the completion thread: wait for the work, then call ``on_end``."""
-        try:
-            self._work.wait()
-            self._on_end(time.perf_counter())
-        except Exception as error:  # noqa: BLE001 - raised by wait(); the thread goes on
-            self._error = error
-        finally:
-            # Before the waiter goes on: the thread lingers, and would keep a model and its groups.
-            del self._work, self._on_end
-            self._done.set()
-
     def wait(self) -> None:
-        """Block until the work has ended.
-
-        Raises:
-            Exception: the error of the work; a ``RuntimeError`` if a peer has ended.
-        """
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+        """Block until the work has ended; raises its error (``RuntimeError`` if a peer has)."""
+        self.result()
 
 
 LINGER = 0.02
@@ -59,7 +36,7 @@ class CompletionThread:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[WatchedWork] = deque()
+        self._queue: deque[tuple[Work, Callable[[float], None], WatchedWork]] = deque()
         self._more = threading.Condition()
         self._runs = False
 
@@ -69,9 +46,9 @@ class CompletionThread:
         Returns:
             A handle to wait for instead of ``work``.
         """
-        watched = WatchedWork(work, on_end)
+        watched = WatchedWork()
         with self._more:
-            self._queue.append(watched)
+            self._queue.append((work, on_end, watched))
             self._more.notify()
             runs, self._runs = self._runs, True
         if not runs:
@@ -85,8 +62,22 @@ class CompletionThread:
                     self._runs = bool(self._queue)
                     if not self._runs:
                         return
-                watched = self._queue.popleft()
-            watched.run()
+                work, on_end, watched = self._queue.popleft()
+            error = _error_of(work, on_end)
+            # Before the waiter goes on: the thread lingers, and would keep a model and its groups.
+            del work, on_end
+            watched.set_exception(error)
+            del watched, error
+
+
+def _error_of(work: Work, on_end: Callable[[float], None]) -> Exception | None:
+    """Wait for ``work``, then call ``on_end``; returns what was raised."""
+    try:
+        work.wait()
+        on_end(time.perf_counter())
+    except Exception as error:  # noqa: BLE001 - raised by wait(); the thread goes on
+        return error
+    return None
 
 
 def call_when_done(work: Any, on_end: Callable[[float], None]) -> None:
