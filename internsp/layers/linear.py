@@ -73,12 +73,8 @@ class ParallelLinearWithCommExt(nn.Linear):
             applied to the result of all products, which registers the pre-backward hook that
             unshards the weight again.
         """
-        weights, guard = open_weights(self)
-
-        def project(input: Tensor) -> Tensor:
-            return F.linear(input, weights["weight"], weights["bias"])
-
-        return project, guard
+        weight, bias, guard = self.unshard_weight_and_bias()
+        return lambda input: F.linear(input, weight, bias), guard
 
 
 @plain(saves=True)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.utils import _apply_to_tensors  # through dataclasses, too
-from torch.utils.hooks import RemovableHandle
 
 from internsp.config import WeightParallelConfig
 from internsp.errors import ConfigError
@@ -93,23 +92,19 @@ def _compute_dtype(
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def register_casts(found: Sequence[ModuleCasts]) -> list[RemovableHandle]:
+def register_casts(found: Sequence[ModuleCasts]) -> None:
     """Register the hooks that cast, outside of those of
     :func:`internsp.modules.hooks.register_hooks`.
 
     They run outside of a checkpoint, so that a recompute starts from inputs that are already cast.
     """
-    handles: list[RemovableHandle] = []
     for casts in found:
         if casts.inputs is not None:
             before = partial(_cast_inputs, casts.inputs)
-            handles.append(
-                casts.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            )
+            casts.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         if casts.outputs is not None:
             after = partial(_cast_outputs, casts.outputs)
-            handles.append(casts.module.register_forward_hook(after))
-    return handles
+            casts.module.register_forward_hook(after)
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ weight, and no module is converted. A module without a communicator is an ordina
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -200,37 +201,29 @@ Unsharded = dict[Member, tuple[Tensor, ParameterHandle]]
 """The views that were made in one forward, by weight."""
 
 
+@dataclass(eq=False, slots=True)
 class Scope:
     """The forward of a block, or of the model, in which any code may read parameters.
 
     Attributes:
-        unsharded: views made since the forward began; ``None`` outside of it.
+        module, name: the module whose forward this is, and its name (empty for the model).
+        communicator: the chunk's.
         block: whether the forward is a block's. Weights outside of the blocks stay in their slots,
             so that for them it does not matter where backward enters.
         recomputed: whether activation checkpointing runs the forward again.
+        unsharded: views made since the forward began; ``None`` outside of it.
         members: ``_parameters`` of the modules in it.
         taken: weights that a parametrization has taken out of their modules in this forward.
-        module, name: the module whose forward this is, and its name (empty for the model).
-        communicator: the chunk's.
     """
 
-    __slots__ = (
-        "block", "communicator", "members", "module", "name", "recomputed", "taken", "unsharded"
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        communicator: ISPCommunicator,
-        block: bool = True,
-        recomputed: bool = False,
-    ) -> None:
-        self.module, self.name, self.communicator = module, name, communicator
-        self.unsharded: Unsharded | None = None
-        self.block, self.recomputed = block, recomputed
-        self.members: list[Weights] = []
-        self.taken: list[Taken] = []
+    module: nn.Module
+    name: str
+    communicator: ISPCommunicator
+    block: bool = True
+    recomputed: bool = False
+    unsharded: Unsharded | None = None
+    members: list[Weights] = field(default_factory=list)
+    taken: list[Taken] = field(default_factory=list)
 
 
 class Taken(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from internsp.schedule.chunk import ChunkLayout
-from internsp.schedule.terms import Policy, slot_sizes
+from internsp.schedule.terms import Policy
 
 
 def with_run_order(plan: ChunkLayout, order: Sequence[int]) -> ChunkLayout:
@@ -29,7 +29,7 @@ def slots_for_order(order: Sequence[int], policy: Policy) -> list[int]:
     """
     slots = [policy.slot(block) for block in range(policy.blocks)]
     moving = [block for block in order if block not in policy.kept]
-    shared = len(slot_sizes([0] * policy.blocks, policy.depth, policy.kept)) - len(policy.kept)
+    shared = policy.slots - len(policy.kept)
     # For each slot, the position in the order of the last block that had it.
     last = [-1 - slot for slot in reversed(range(shared))]
     chosen: dict[int, int] = {}

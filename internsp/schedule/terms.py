@@ -237,8 +237,11 @@ class Policy:
         return len(slot_sizes([0] * self.blocks, self.depth, self.kept))
 
     def slot(self, block: int) -> int:
-        """Index of a block's slot: it is fixed, as saved views alias the slot (design.md 4.1)."""
-        return slot_of(block, self.blocks, self.depth, self.kept)
+        """Index of a block's slot in :func:`slot_sizes`: it is fixed, as saved views alias the slot
+        (design.md 4.1)."""
+        before = sum(other < block for other in self.kept)
+        shared = min(self.depth + 1, self.blocks - len(self.kept))
+        return shared + before if block in self.kept else (block - before) % shared
 
     def targets(self, block: int, phase: str) -> list[int]:
         """Blocks to prefetch when ``block``'s trigger fires, the nearest first.
@@ -268,13 +271,6 @@ def slot_sizes(sizes: Sequence[int], depth: int, kept: Collection[int]) -> list[
     moving = [size for block, size in enumerate(sizes) if block not in kept]
     shared = [max(moving)] * min(depth + 1, len(moving)) if moving else []
     return [*shared, *(sizes[block] for block in sorted(kept))]
-
-
-def slot_of(block: int, blocks: int, depth: int, kept: Collection[int]) -> int:
-    """Index of ``block``'s slot in :func:`slot_sizes`."""
-    before = sum(other < block for other in kept)
-    shared = min(depth + 1, blocks - len(kept))
-    return shared + before if block in kept else (block - before) % shared
 
 
 def prefetch_targets(coming: Iterable[int], depth: int, kept: Collection[int]) -> list[int]:

@@ -23,7 +23,6 @@ from internsp.schedule.terms import (
     Parcel,
     Policy,
     Unit,
-    slot_of,
 )
 from tests.support import queue_oracle
 
@@ -157,10 +156,7 @@ def random_chunk(draw: Random) -> Chunk:
         for block in range(first, last + 1):
             around[block], again[block] = 0, whole
         enclosing = [("around", 0, unit("rest", 103), first, last, whole)]
-    made = [
-        unit(f"b{n}", slot_of(n, blocks, depth, policy.kept), n, again[n], around[n])
-        for n in range(blocks)
-    ]
+    made = [unit(f"b{n}", policy.slot(n), n, again[n], around[n]) for n in range(blocks)]
     root = [unit("embed", 100)] + ([unit("other", 101)] if draw.random() < 0.3 else [])
     head = draw.choice([None, root[0], unit("head", 102)])
     order: list[int] = []

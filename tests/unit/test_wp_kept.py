@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from internsp.schedule.chunk import ChunkLayout, UnitLayout, WeightLayout
 from internsp.schedule.simulate import simulate
-from internsp.schedule.terms import BACKWARD, FORWARD, Policy, prefetch_targets, slot_of, slot_sizes
+from internsp.schedule.terms import BACKWARD, FORWARD, Policy, prefetch_targets, slot_sizes
 from internsp.structure.kept import blocks_within, evenly_spread, extra_slot_bytes
 from tools.bench.bounds import MBIT, Line, play
 
@@ -95,15 +95,14 @@ def test_the_cost_is_what_comes_on_top_of_the_shared_slots() -> None:
     assert slot_sizes([5, 6, 7], 1, (1,)) == [7, 7, 6]
 
 
-@given(
-    blocks=st.integers(1, 9), depth=st.integers(1, 3), kept=st.frozensets(st.integers(0, 8))
-)
+@given(blocks=st.integers(1, 9), depth=st.integers(1, 3), kept=st.frozensets(st.integers(0, 8)))
 def test_kept_blocks_share_no_slot_and_every_slot_holds_its_blocks(
     blocks: int, depth: int, kept: frozenset[int]
 ) -> None:
     kept &= frozenset(range(blocks))
     sizes = [3 + i * 7 % 5 for i in range(blocks)]
-    slots = [slot_of(b, blocks, depth, kept) for b in range(blocks)]
+    policy = Policy(blocks, depth, kept=kept)
+    slots = [policy.slot(block) for block in range(blocks)]
     given_sizes = slot_sizes(sizes, depth, kept)
     assert set(slots) == set(range(len(given_sizes)))
     for block, slot in enumerate(slots):
