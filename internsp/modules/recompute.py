@@ -43,9 +43,7 @@ def checkpoint_block(
         group: returns the group in which a call saves tensors (:mod:`internsp.modules.offload`);
             ``None``: they stay on the device.
     """
-    Wrapping.of(block).add(
-        partial(_recomputing, block, reentrant, context_fn, recomputed, group)
-    )
+    Wrapping.of(block).add(partial(_recomputing, block, reentrant, context_fn, recomputed, group))
 
 
 def _recomputing(
@@ -56,9 +54,7 @@ def _recomputing(
     group: Callable[[], OffloadGroup] | None,
     inner: Forward,
 ) -> Forward:
-    inner = _BufferGuard(block).wrap(inner)
-    if recomputed is not None:
-        inner = _with_callback(inner, recomputed)
+    inner = _running_again(block, recomputed, inner)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -111,9 +107,7 @@ def _recomputing(
 
 def _is_activation(tensor: Any) -> bool:
     """Whether it is a floating tensor that another operation computed, and not a leaf."""
-    return (
-        isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.grad_fn is not None
-    )
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.grad_fn is not None
 
 
 def _as_positional(
@@ -146,66 +140,52 @@ def _versions(inputs: Any) -> list[tuple[Tensor, int]]:
     return [(given, given._version) for given in tensors(inputs) if not given.is_inference()]
 
 
-class _BufferGuard:
-    """Keeps a recompute from writing a block's buffers: experts' token counts, running statistics.
+def _running_again(
+    block: nn.Module, recomputed: Callable[[], object] | None, inner: Forward
+) -> Forward:
+    """``inner``, whose recomputes write into copies of the block's buffers (experts' token counts,
+    running statistics), and call ``recomputed`` at their end.
 
     A recompute runs the forward once more, and must not count twice. A buffer that the forward both
     reads and writes has, in the recompute, its value after the forward, as in torch's checkpoint.
     """
+    modules = list(block.modules())
+    writing: list[nn.Module] = []  # modules whose buffers a forward has written
 
-    def __init__(self, block: nn.Module) -> None:
-        self._modules = list(block.modules())
-        self._writing: list[nn.Module] = []  # modules whose buffers a forward has written
+    def first(*args: Any, **kwargs: Any) -> Any:
+        before = [
+            (module, name, value, value._version)
+            for module in modules
+            for name, value in module._buffers.items()
+            if value is not None and not value.is_inference()
+        ]
+        named = [list(module._buffers) for module in modules]
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            for module, name, value, version in before:
+                same = module._buffers.get(name) is value and value._version == version
+                if not same and module not in writing:
+                    writing.append(module)
+            for module, names in zip(modules, named, strict=True):
+                if list(module._buffers) != names and module not in writing:
+                    writing.append(module)  # it registered a buffer
 
-    def wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``inner`` such that in a recompute it writes into copies of the buffers."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not in_backward():
-                before = [
-                    (module, name, value, value._version)
-                    for module in self._modules
-                    for name, value in module._buffers.items()
-                    if value is not None and not value.is_inference()
-                ]
-                named = [list(module._buffers) for module in self._modules]
-                try:
-                    return inner(*args, **kwargs)
-                finally:
-                    for module, name, value, version in before:
-                        same = module._buffers.get(name) is value and value._version == version
-                        if not same and module not in self._writing:
-                            self._writing.append(module)
-                    for module, names in zip(self._modules, named, strict=True):
-                        if list(module._buffers) != names and module not in self._writing:
-                            self._writing.append(module)  # it registered a buffer
-            # Copy all buffers of a module: no version counter shows what a batch norm writes.
-            held: list[dict[str, Any]] = [dict(module._buffers) for module in self._writing]
-            for module, buffers in zip(self._writing, held, strict=True):
-                for name, value in buffers.items():  # a buffer that autograd saved must not change
-                    module._buffers[name] = None if value is None else value.detach().clone()
-            try:
-                return inner(*args, **kwargs)
-            finally:  # torch's early stop leaves by an exception
-                for module, buffers in zip(self._writing, held, strict=True):
-                    module._buffers.update(buffers)
-
-        return forward
-
-
-def _with_callback(
-    inner: Callable[..., Any], recomputed: Callable[[], object]
-) -> Callable[..., Any]:
-    """``inner``, which calls ``recomputed`` after each recompute."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def again(*args: Any, **kwargs: Any) -> Any:
+        # Copy all buffers of a module: no version counter shows what a batch norm writes.
+        held: list[dict[str, Any]] = [dict(module._buffers) for module in writing]
+        for module, buffers in zip(writing, held, strict=True):
+            for name, value in buffers.items():  # a buffer that autograd saved must not change
+                module._buffers[name] = None if value is None else value.detach().clone()
         try:
             return inner(*args, **kwargs)
         finally:  # torch's early stop leaves by an exception
-            if in_backward():
+            for module, buffers in zip(writing, held, strict=True):
+                module._buffers.update(buffers)
+            if recomputed is not None:
                 recomputed()
 
-    return forward
+    return lambda *args, **kwargs: (again if in_backward() else first)(*args, **kwargs)
 
 
 def _reentrant_possible(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
