@@ -53,7 +53,7 @@ def test_an_exported_model_stops_where_its_tokenizer_ended_documents(
     given = Config.model_validate({"data": {"tokenizer": str(tmp_path / "words.json")}})
     content = SimpleNamespace(step=1, data=SimpleNamespace(fingerprint="of a text"), tensors={})
     monkeypatch.setattr(export, "newest", lambda run: (run, content, given, []))
-    monkeypatch.setattr(export, "_of_zoo", lambda *given: ())
+    monkeypatch.setattr(export, "_tensors", lambda *given: ())
     export.export(tmp_path, tmp_path / "to")
     found = json.loads((tmp_path / "to" / "config.json").read_text())
     assert found["eos_token_id"] == end
