@@ -13,7 +13,7 @@ from internsp.app.config import DataConfig
 from internsp.app.data import documents as sources
 from internsp.app.data.batches import DataSource, rows_of, split
 from internsp.app.data.documents import paths_of, read_pieces, stdlib_documents
-from internsp.app.data.order import Documents, PackedRows
+from internsp.app.data.order import Documents, Rows
 from internsp.app.data.tokenizer import ByteTokenizer, Piece, load_tokenizer
 from internsp.app.data.tokens import TokenStore, documents
 from internsp.errors import ConfigError, MissingDependencyError
@@ -50,14 +50,14 @@ def read_documents(config: DataConfig) -> list[bytes]:
     return found
 
 
-def packed(source: DataSource, held_out: bool = False) -> PackedRows:
+def packed(source: DataSource, held_out: bool = False) -> Rows:
     part = source.parts[0]
     rows = part.held_out if held_out else part.train
-    assert isinstance(rows, PackedRows)
+    assert isinstance(rows, Rows)
     return rows
 
 
-def tokens_of(rows: PackedRows) -> list[int]:
+def tokens_of(rows: Rows) -> list[int]:
     return rows.documents.read(0, len(rows.documents)).tolist()
 
 
@@ -77,7 +77,7 @@ def test_a_row_is_the_stream_from_its_begin_and_knows_the_documents_that_start_i
     store = stored([4, 5, 6, 7], [1, 2], [3])
     # In another order than stored, over two stores.
     found = Documents.create([store, store], np.array([5, 8, 10]), np.array([3, 2, 5]))
-    rows = PackedRows(found, 4, seed=0)
+    rows = Rows(found, 4, seed=0)
     assert [rows.cut(begin).ids.tolist() for begin in (0, 2, 3, 6)] == [
         [1, 2, END, 3], [END, 3, END, 4], [3, END, 4, 5], [5, 6, 7, END],
     ]  # fmt: skip

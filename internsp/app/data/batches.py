@@ -25,8 +25,6 @@ from internsp.app.config import Config, DataConfig, DocumentsConfig, MixturePart
 from internsp.app.data.order import (
     Documents,
     Mixture,
-    PackedRows,
-    PaddedRows,
     Row,
     Rows,
     counted,
@@ -135,9 +133,8 @@ def _require_enough(found: Documents, what: str, data: DataConfig, name: str) ->
 
 def _rows_of_documents(found: Documents, data: DataConfig, seed: int, tokenizer: Tokenizer) -> Rows:
     """Sequences of these documents, packed or padded as ``data`` sets."""
-    if data.pack:
-        return PackedRows(found, data.sequence_length, seed)
-    return PaddedRows(found, data.sequence_length, seed, tokenizer.end_of_document)
+    padding = None if data.pack else tokenizer.end_of_document
+    return Rows(found, data.sequence_length, seed, padding)
 
 
 class Evaluation(NamedTuple):

@@ -7,7 +7,6 @@ which of several texts each sequence comes from.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -109,43 +108,35 @@ class Documents:
         return values >> 1, list(zip(edges[::2], edges[1::2], strict=True))
 
 
-class Rows(ABC):
-    """Sequences of one length, cut from documents.
+class Rows:
+    """Sequences of one length, cut from documents, in an order of each epoch.
 
-    A sequence is cut at a place, a number; each kind of rows has its own.
+    Packed, documents lie end to end and are cut every ``length`` tokens, in each epoch at others;
+    the place of a sequence is its first token. Padded, a sequence is one document, or a piece of a
+    longer one, whose number is its place. A piece of one token is left out: it predicts nothing.
+
+    Args:
+        padding: fills sequences up; ``None``: they are packed.
 
     Attributes:
         per_epoch: number of sequences in one epoch.
         available: number of sequences that :meth:`even` chooses from.
     """
 
-    per_epoch: int
-    available: int
-    _step: int  # from a place to the next, in the order of the documents
-
-    def __init__(self, documents: Documents, length: int, seed: int) -> None:
-        self.documents, self.length, self.seed = documents, length, seed
+    def __init__(
+        self, documents: Documents, length: int, seed: int, padding: int | None = None
+    ) -> None:
+        self.documents, self.length, self.seed, self.padding = documents, length, seed, padding
         self.order = lru_cache(maxsize=2)(self._order)
-
-    @abstractmethod
-    def _order(self, epoch: int) -> Integers:
-        """``[per_epoch]``, the places of an epoch's sequences."""
-
-    @abstractmethod
-    def _range(self, place: int) -> tuple[int, int]:
-        """The first token, in the order of the documents, and the number of tokens."""
-
-    @abstractmethod
-    def cut(self, place: int) -> Row:
-        """The sequence at a place."""
-
-    @abstractmethod
-    def _unmarked_count(self, place: int) -> int:
-        """Number of tokens that the loss counts where all count that can be predicted."""
-
-    def _place(self, number: int) -> int:
-        epoch, at = divmod(number, self.per_epoch)
-        return int(self.order(epoch)[at])
+        if padding is None:
+            self.available = len(documents) // length
+            # One fewer than fit: the cuts of each epoch start at another offset.
+            self.per_epoch = max(1, self.available - 1)
+            return
+        # A remainder of one token gives no sequence.
+        pieces = (np.diff(documents.starts) + length - 2) // length
+        self._firsts = np.concatenate([np.zeros(1, np.int64), np.cumsum(pieces, dtype=np.int64)])
+        self.per_epoch = self.available = int(self._firsts[-1])
 
     def row(self, number: int) -> Row:
         """Sequence ``number`` of the endless order."""
@@ -153,12 +144,28 @@ class Rows(ABC):
 
     def even(self, number: int, total: int) -> Row:
         """Sequence ``number`` of ``total`` that are evenly spaced over all documents."""
-        return self.cut(number * self.available // total * self._step)
+        at = number * self.available // total
+        return self.cut(at * self.length if self.padding is None else at)
+
+    def cut(self, place: int) -> Row:
+        """The sequence at a place."""
+        begin, count = self._range(place)
+        found, ignored = self.documents.unmarked(self.documents.read(begin, count))
+        if self.padding is None:
+            return Row(found, [0, *(self._starts(begin) - begin).tolist()], ignored)
+        ids = np.full(self.length, self.padding, np.int64)
+        ids[:count] = found
+        if count < self.length:
+            ignored.append((count, self.length))
+        return Row(ids, None, ignored)
 
     def counted(self, number: int) -> int:
         """Number of its tokens that the loss counts; reads tokens only if they encode it."""
         place = self._place(number)
-        return counted(self.cut(place)) if self.documents.marked else self._unmarked_count(place)
+        if self.documents.marked:
+            return counted(self.cut(place))
+        begin, count = self._range(place)
+        return count - 1 - (len(self._starts(begin)) if self.padding is None else 0)
 
     def position_of(self, number: int) -> tuple[int, int]:
         """Where it begins: its document, and the token within the document."""
@@ -166,83 +173,36 @@ class Rows(ABC):
         document = self.documents.document_at(begin)
         return document, begin - int(self.documents.starts[document])
 
-
-class PackedRows(Rows):
-    """Documents end to end, cut every ``length`` tokens; each epoch has other cuts and order. A
-    place is the first token."""
-
-    def __init__(self, documents: Documents, length: int, seed: int) -> None:
-        super().__init__(documents, length, seed)
-        self._step = length
-        self.available = len(documents) // length
-        # One fewer than fit: the cuts of each epoch start at another offset.
-        self.per_epoch = max(1, self.available - 1)
-
-    def cut(self, place: int) -> Row:
-        """See :class:`Rows`."""
-        ids, ignored = self.documents.unmarked(self.documents.read(place, self.length))
-        return Row(ids, [0, *(self._starts(place) - place).tolist()], ignored)
+    def _place(self, number: int) -> int:
+        epoch, at = divmod(number, self.per_epoch)
+        return int(self.order(epoch)[at])
 
     def _range(self, place: int) -> tuple[int, int]:
-        return place, self.length
-
-    def _unmarked_count(self, place: int) -> int:
-        return self.length - 1 - len(self._starts(place))
+        """The first token, in the order of the documents, and the number of tokens."""
+        if self.padding is None:
+            return place, self.length
+        document = int(np.searchsorted(self._firsts, place, side="right")) - 1
+        starts = self.documents.starts
+        begin = int(starts[document]) + (place - int(self._firsts[document])) * self.length
+        return begin, min(self.length, int(starts[document + 1]) - begin)
 
     def _starts(self, begin: int) -> Integers:
-        """The documents that start within the sequence from token ``begin`` on."""
+        """The documents that start within the packed sequence from token ``begin`` on."""
         documents = self.documents
         first = documents.document_at(begin) + 1
         last = int(np.searchsorted(documents.starts, begin + self.length, side="left"))
         return documents.starts[first:last]
 
     def _order(self, epoch: int) -> Integers:
-        """Starts of the sequences of an epoch: disjoint, shuffled, all shifted by one offset."""
+        """``[per_epoch]``, the places of an epoch: disjoint, shuffled, packed all shifted by one
+        offset."""
         rng = np.random.default_rng([self.seed, 1, epoch])
+        if self.padding is not None:
+            return rng.permutation(self.per_epoch).astype(np.int64)
         room = len(self.documents) - self.per_epoch * self.length
         offset = int(rng.integers(0, min(room, self.length - 1) + 1))
         begins: Integers = rng.permutation(self.per_epoch).astype(np.int64)
         return begins * self.length + offset
-
-
-class PaddedRows(Rows):
-    """One document a sequence, padded to ``length`` with ``padding``; longer ones are split. A
-    place is the number of a piece.
-
-    A sequence that would have a single token is left out, since it predicts nothing.
-    """
-
-    def __init__(self, documents: Documents, length: int, seed: int, padding: int) -> None:
-        super().__init__(documents, length, seed)
-        self._step, self.padding = 1, padding
-        sizes = np.diff(documents.starts)
-        pieces = (sizes + length - 2) // length  # a remainder of one token gives no sequence
-        self._firsts = np.concatenate([np.zeros(1, np.int64), np.cumsum(pieces, dtype=np.int64)])
-        self.per_epoch = self.available = int(self._firsts[-1])
-
-    def cut(self, place: int) -> Row:
-        """See :class:`Rows`."""
-        begin, count = self._range(place)
-        found, ignored = self.documents.unmarked(self.documents.read(begin, count))
-        ids = np.full(self.length, self.padding, np.int64)
-        ids[:count] = found
-        if count < self.length:
-            ignored.append((count, self.length))
-        return Row(ids, None, ignored)
-
-    def _range(self, place: int) -> tuple[int, int]:
-        document = int(np.searchsorted(self._firsts, place, side="right")) - 1
-        starts = self.documents.starts
-        begin = int(starts[document]) + (place - int(self._firsts[document])) * self.length
-        return begin, min(self.length, int(starts[document + 1]) - begin)
-
-    def _unmarked_count(self, place: int) -> int:
-        return self._range(place)[1] - 1
-
-    def _order(self, epoch: int) -> Integers:
-        rng = np.random.default_rng([self.seed, 1, epoch])
-        order: Integers = rng.permutation(self.per_epoch).astype(np.int64)
-        return order
 
 
 class Mixture:
