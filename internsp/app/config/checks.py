@@ -22,7 +22,6 @@ HELD_OUT = "held-out"
 
 ROWS = ("jsonl", "parquet", "datasets")
 """Sources that have rows of named columns."""
-_MOST_PATHS = 10  # number of wrong paths that are listed
 # Keys of the section model that only the zoo's models read.
 _OF_EXPERTS = (
     "experts", "top_k", "expert_size", "auxiliary", "z_loss", "capacity_factor", "balance_rate",
@@ -398,12 +397,9 @@ def _files(config: Config) -> Iterator[Problem]:
     data, resume = config.data, config.checkpoint.named
     named = {"paths": [data], "mixture": data.mixture, "evaluation": data.evaluation}
     for key, tables in named.items():
-        paths = [path for given in tables for path in given.paths]
-        unfit = [mistake for path in paths if (mistake := _unfit_text(path))]
-        if len(unfit) > _MOST_PATHS:
-            unfit[_MOST_PATHS:] = [f"and {len(unfit) - _MOST_PATHS} more that cannot be read"]
-        for mistake in unfit:
-            yield Problem((f"data.{key}",), mistake)
+        for path in (path for given in tables for path in given.paths):
+            if mistake := _unfit_text(path):
+                yield Problem((f"data.{key}",), mistake)
     if data.tokenizer != "bytes" and (mistake := _unfit_text(data.tokenizer)):
         yield Problem(("data.tokenizer",), f'{mistake} (or "bytes" for no tokenizer)')
     if resume is not None and (mistake := _missing(resume, "checkpoint")):
