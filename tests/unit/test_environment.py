@@ -12,10 +12,8 @@ WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "
 def test_a_whole_environment_and_none_at_all_are_right() -> None:
     around = launched(WHOLE | {"LOCAL_RANK": "1"}, joins=True)
     assert (around.rank, around.world_size, around.problems) == (1, 4, ())
-    assert not around.reports
     alone = launched({}, joins=True)
     assert (alone.rank, alone.world_size, alone.problems) == (None, None, ())
-    assert alone.reports
 
 
 def test_a_plan_takes_the_number_of_ranks_alone() -> None:

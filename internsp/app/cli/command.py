@@ -12,14 +12,13 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import tyro
 
 from internsp.app.cli import plain
-from internsp.app.cli.plain import print_output, printing
+from internsp.app.cli.plain import printing
 from internsp.app.config import Config, read_config, report, sections
 from internsp.app.config.errors import Problem
 from internsp.app.process.environment import Launched, launched
@@ -123,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config, problems = read_config(command.config, _with_unknown(given, unknown), world_size=size)
     problems = [*around.problems, *problems, *_stray(command, unknown)]
     if config is None or problems:
-        if around.reports:
+        if not around.rank:  # one process of a run prints them
             write_lines(f"internsp: {report(command.config, problems)}", sys.stderr)
         return USAGE_ERROR
     return _perform(command, config, around)
@@ -132,45 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _perform(command: Any, config: Config, around: Launched) -> int:
     try:
         if isinstance(command, _Plan):
-            from internsp.app.plan.screen import print_plan
-
             size = command.devices or around.world_size or config.launch.processes
-            if command.write is not None and not (command.search or command.calibrate):
-                raise ConfigError("--write: it writes what --search or --calibrate finds; give one")
-            if command.search and command.calibrate:
-                raise ConfigError("--search: it takes a device that is known; calibrate it first")
-            known: list[Any] = []
-            if command.device is not None:
-                from internsp.app.plan.devices import device_named, on_device
-
-                device = device_named(command.device, command.device_file)
-                config, known = on_device(config, device), [device]
-            if command.calibrate:
-                from internsp.app.plan.calibrate import print_calibration
-
-                if not known:
-                    raise ConfigError("--calibrate: give --device NAME, whose constants are fitted")
-                runs = command.calibrate
-                print_output(
-                    partial(print_calibration, config, size, known[0], runs, command.write)
-                )
-                return 0
-            if command.search:
-                from internsp.app.plan.searched import print_search
-
-                if not known:
-                    raise ConfigError("--search: give --device NAME, on which seconds are compared")
-                best = partial(print_search, config, size, known[0], write=command.write)
-                print_output(best)
-                return 0
-            if command.longest is not None:
-                from internsp.app.plan.longest import print_longest
-
-                wanted, host = command.longest, command.host_memory
-                print_output(lambda: print_longest(config, size, wanted, host))
-                return 0
-            files = command.picture, command.schedule
-            print_output(lambda: print_plan(config, size, None, *files, *known))
+            with printing():
+                _plan(command, config, size)
             return 0
         return _train(config, command.output or Path("runs") / config.train.name, around.rank)
     except InternspError as error:
@@ -179,6 +142,40 @@ def _perform(command: Any, config: Config, around: Launched) -> int:
         return error.exit_status
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _plan(command: _Plan, config: Config, size: int) -> None:
+    """Print the plan for ``size`` ranks, or what its options find."""
+    if command.write is not None and not (command.search or command.calibrate):
+        raise ConfigError("--write: it writes what --search or --calibrate finds; give one")
+    if command.search and command.calibrate:
+        raise ConfigError("--search: it takes a device that is known; calibrate it first")
+    known: list[Any] = []
+    if command.device is not None:
+        from internsp.app.plan.devices import device_named, on_device
+
+        device = device_named(command.device, command.device_file)
+        config, known = on_device(config, device), [device]
+    if command.calibrate:
+        from internsp.app.plan.calibrate import print_calibration
+
+        if not known:
+            raise ConfigError("--calibrate: give --device NAME, whose constants are fitted")
+        print_calibration(config, size, known[0], command.calibrate, command.write)
+    elif command.search:
+        from internsp.app.plan.searched import print_search
+
+        if not known:
+            raise ConfigError("--search: give --device NAME, on which seconds are compared")
+        print_search(config, size, known[0], write=command.write)
+    elif command.longest is not None:
+        from internsp.app.plan.longest import print_longest
+
+        print_longest(config, size, command.longest, command.host_memory)
+    else:
+        from internsp.app.plan.screen import print_plan
+
+        print_plan(config, size, None, command.picture, command.schedule, *known)
 
 
 def _train(config: Config, output: Path, rank: int | None) -> int:

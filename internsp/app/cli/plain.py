@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
@@ -172,7 +172,8 @@ def perform(name: str, words: Sequence[str]) -> int:
                 COMMANDS[name], prog=f"internsp {name}", args=list(words), use_underscores=True
             )
         lines = command.perform()
-        print_output(lambda: write_lines("\n".join(lines), sys.stdout))
+        with printing():
+            write_lines("\n".join(lines), sys.stdout)
     except InternspError as error:
         write_lines(f"internsp: {error}", sys.stderr)
         return error.exit_status
@@ -207,12 +208,6 @@ def printing() -> Iterator[None]:
         raise MachineError(f"standard output: {error.strerror}") from error
 
 
-def print_output(write: Callable[[], None]) -> None:
-    """Run ``write``, which prints; see :func:`printing`."""
-    with printing():
-        write()
-
-
 def _discard_stdout() -> None:
     """Discard buffered output, or Python would report the error again at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -228,7 +223,8 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def _write_text(text: str) -> None:
     """Write at once, without a newline; control characters are not sent to a terminal."""
     shown = printable(text) if sys.stdout.isatty() else text
-    print_output(lambda: print(shown, end=""))
+    with printing():
+        print(shown, end="")
 
 
 def _bundled() -> list[Any]:

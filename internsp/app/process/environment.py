@@ -32,11 +32,6 @@ class Launched:
     problems: tuple[Problem, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def reports(self) -> bool:
-        """Whether this process prints mistakes: only one process of a run does."""
-        return not self.rank
-
 
 def launched(environment: Mapping[str, str], joins: bool) -> Launched:
     """Read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``.
