@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from internsp.app.config import HELD_OUT
-from internsp.app.report.metrics import StepMetrics, read_metrics
-from internsp.app.report.page import COLORS, Chart, evaluated, rendered, write_page
+from internsp.app.report.metrics import StepMetrics, read_metrics, write_whole
+from internsp.app.report.page import COLORS, Chart, evaluated, rendered
 from internsp.app.report.svg import Series, line_chart
 from internsp.base.sizes import human
 from internsp.config.former import translated
@@ -122,7 +122,7 @@ def write_comparison(runs: Sequence[Run], path: Path) -> Path:
         charts=_charts(runs),
         beyond=max(len(runs) - len(COLORS), 0),
     )
-    return write_page(page, path)
+    return write_whole(page, path)
 
 
 def _charts(runs: Sequence[Run]) -> list[Chart]:

@@ -197,7 +197,13 @@ def _rows(path: Path) -> list[tuple[str, StepMetrics]]:
 
 def _keep_rows_before(path: Path, step: int) -> None:
     kept = [line for line, row in _rows(path) if row.step < step]
-    # Replaced atomically: a run killed here keeps either the old file or the new one.
+    write_whole("".join(line + "\n" for line in kept), path)
+
+
+def write_whole(text: str, path: Path) -> Path:
+    """Write a file, atomically replacing an older one: a run killed here keeps one of them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    fresh.write_text(text, encoding="utf-8")
     os.replace(fresh, path)
+    return path

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from markupsafe import Markup
 from pydantic import TypeAdapter, ValidationError
 
 from internsp.app.config import HELD_OUT
-from internsp.app.report.metrics import StepMetrics, read_metrics
+from internsp.app.report.metrics import StepMetrics, read_metrics, write_whole
 from internsp.app.report.svg import PHASES, Series, draw_timeline, drawable, line_chart, number
 from internsp.app.report.tables import COORDINATES, communication_rows, mesh_grids, waiting
 from internsp.app.report.timeline import step_times
@@ -99,7 +98,7 @@ class Report:
         Raises:
             OSError: the page cannot be written.
         """
-        return write_page(self.render(), Path(path))
+        return write_whole(self.render(), Path(path))
 
     def render(self) -> str:
         """The page as HTML text."""
@@ -162,15 +161,6 @@ def _kept() -> list[str]:
     """What ``report.json`` has of a report: the rest is in files of its own."""
     names = [field.name for field in dataclasses.fields(Report)]
     return [name for name in names if name not in ("config_toml", "metrics")]
-
-
-def write_page(page: str, path: Path) -> Path:
-    """Write a page into ``path``, atomically replacing an older one; its folder is created."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(page, encoding="utf-8")
-    os.replace(fresh, path)
-    return path
 
 
 def rendered(name: str, **content: Any) -> str:

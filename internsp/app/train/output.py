@@ -41,7 +41,6 @@ class Output:
         self._metrics: MetricsWriter | None = None
         self._writers: Writers | None = None
         self._spikes, self._slow = Spikes(), SlowRanks(session.mesh.pipeline_rank)
-        alerts.notify = self.note
 
     def open(self, notes: Sequence[str], done: int, tokens: int) -> int:
         """Begin after ``done`` finished steps and ``tokens``. Collective.
@@ -52,6 +51,7 @@ class Output:
         Raises:
             ConfigError, MissingDependencyError: on every rank: see :class:`Writers`.
         """
+        self._alerts.notify = self.note
         rows: list[StepMetrics] = []
         if self._session.mesh.rank == 0:
             rows = self._open_first(done, tokens)
@@ -146,6 +146,7 @@ class Output:
 
     def close(self) -> None:
         """Close what is open, after an error, too; may be called more than once."""
+        self._alerts.notify = print  # the rank's log will be closed
         if self._display is not None:
             self._display.close()
         if self._writers is not None:

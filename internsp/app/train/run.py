@@ -84,11 +84,9 @@ def _alerts(config: Config, main: bool) -> Iterator[Alerts]:
     try:
         yield alerts
     except Exception as error:
-        alerts.notify = print  # the rank's log is closed
         alerts.send("failed", f"the run failed: {type(error).__name__}: {error}")
         raise
     finally:
-        alerts.notify = print
         with suppress(OSError):
             alerts.close()
 
