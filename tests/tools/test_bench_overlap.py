@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tools.bench.bounds import Line, play, shares
+from tools.bench.bounds import play, shares
 from tools.bench.model import batch, elements, exchanged_bytes, full_batch, layout
 from tools.bench.report import put
 from tools.bench.rounds import Agreement, Spread, order
@@ -64,8 +64,8 @@ def test_the_rate_makes_communication_the_wanted_multiple_of_compute() -> None:
 USES = {(phase, w): s for phase, s in (("forward", 1.0), ("backward", 2.0)) for w in "ab"}
 
 
-def line(kind: str, phase: str, weight: str, seconds: float = 0.0) -> Line:
-    return Line(kind, phase, weight, round(seconds * SECOND))
+def line(kind: str, phase: str, weight: str, seconds: float = 0.0) -> tuple[str, str, str, int]:
+    return kind, phase, weight, round(seconds * SECOND)
 
 
 def test_a_played_schedule_hides_what_fits_and_shows_its_two_ends() -> None:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 MBIT = 125_000.0  # bytes per second
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of a schedule, like :class:`internsp.schedule.chunk.ScheduleLine`, without torch."""
-
-    kind: str
-    phase: str
-    weight: str
-    nbytes: int = 0
-
-
 def play(
-    lines: Sequence[Line], seconds: Mapping[tuple[str, str], float], rate_mbit: float
+    lines: Iterable[tuple[str, str, str, int]],
+    seconds: Mapping[tuple[str, str], float],
+    rate_mbit: float,
 ) -> float:
     """Seconds of a schedule on one computing thread and one link that sends a message at a time.
 
@@ -29,18 +20,19 @@ def play(
     result is a bound: communication itself costs no processor time here.
 
     Args:
+        lines: kind, phase, weight and bytes of each action.
         seconds: compute time of a use, by ``(phase, weight)``.
     """
     now = free = 0.0
     arrives: dict[str, float] = {}
-    for line in lines:
-        if line.kind in ("AG", "RS"):
-            free = max(free, now) + line.nbytes / (rate_mbit * MBIT)
-            arrives[line.weight] = free
-        elif line.kind == "WAIT":
-            now = max(now, arrives.get(line.weight, now))
-        elif line.kind == "USE":
-            now += seconds.get((line.phase, line.weight), 0.0)
+    for kind, phase, weight, nbytes in lines:
+        if kind in ("AG", "RS"):
+            free = max(free, now) + nbytes / (rate_mbit * MBIT)
+            arrives[weight] = free
+        elif kind == "WAIT":
+            now = max(now, arrives.get(weight, now))
+        elif kind == "USE":
+            now += seconds.get((phase, weight), 0.0)
     return now
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from internsp import ISPCommunicator, ParallelMesh, WeightParallelConfig, parallelize
 from internsp.config import ActivationCheckpointConfig
 from internsp.schedule.simulate import simulate
-from tools.bench.bounds import MBIT, Line, play, shares
+from tools.bench.bounds import MBIT, play, shares
 from tools.bench.model import fresh, initial_weights, process_group, repeated
 from tools.bench.options import Sizes
 from tools.gpu import rounds
@@ -98,7 +98,7 @@ def _bound(communicator: ISPCommunicator, compute: float, rate: float) -> float:
     plan = communicator.plan
     assert plan is not None, "parallelize always makes a plan"
     actions = simulate(plan).actions
-    lines = [Line(a.kind, a.phase, a.weight, a.nbytes) for a in actions]
+    lines = [(a.kind, a.phase, a.weight, a.nbytes) for a in actions]
     numels = {w.name: w.layout.padded_numel for unit in communicator.blocks for w in unit.weights}
     spent = shares(numels, {"forward": compute / 3, "backward": compute * 2 / 3})
     return play(lines, spent, rate / MBIT)

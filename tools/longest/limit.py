@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from math import prod
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -61,10 +60,7 @@ class Peak:
         self._begun.set()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
 

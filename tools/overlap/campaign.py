@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.bench.bounds import MBIT, Line, play, shares
+from tools.bench.bounds import MBIT, play, shares
 from tools.bench.ranks import Refused, Session
 from tools.bench.rounds import Agreement, Spread, order
 from tools.overlap.idle import found
@@ -258,7 +258,7 @@ def _ours(outcome: Outcome, spec: Spec, first: dict[str, Any], median: float) ->
     return row
 
 
-def schedule_bound(outcome: Outcome, schedule: list[list[Any]], rate_mbit: float) -> float:
+def schedule_bound(outcome: Outcome, schedule: list[Any], rate_mbit: float) -> float:
     """Duration of the printed schedule on this link with the measured compute times."""
     runs = outcome.runs["compute"]
     phases = {
@@ -267,8 +267,7 @@ def schedule_bound(outcome: Outcome, schedule: list[list[Any]], rate_mbit: float
     }
     passes = {k: phases[k] / outcome.options.micro_batches for k in ("forward", "backward")}
     each = shares(outcome.hello["numels"], passes)
-    lines = [Line(*action) for action in schedule]
-    return play(lines, each, rate_mbit) + phases["optimizer"]
+    return play(schedule, each, rate_mbit) + phases["optimizer"]
 
 
 def exposures(events: Sequence[Sequence[Any]]) -> list[tuple[str, str, float]]:

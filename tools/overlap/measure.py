@@ -46,26 +46,19 @@ class WaitClock:
         return taken
 
 
-class Interface:
-    """Counters of a network interface in this process's network namespace.
+def sent(interface: str) -> int | None:
+    """Bytes sent so far by an interface of this process's network namespace, headers included.
 
-    Args:
-        name: of the interface; ``"lo"`` also carries other processes' bytes and is not read.
+    ``None`` for ``"lo"``, which carries other processes' bytes, too.
     """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def sent(self) -> int | None:
-        """Bytes sent so far, headers included, or ``None`` if not available."""
-        if self._name == "lo":
-            return None
-        # Not /sys, which shows the namespace in which it was mounted.
-        for line in Path("/proc/self/net/dev").read_text().splitlines():
-            name, _, counters = line.partition(":")
-            if name.strip() == self._name:
-                return int(counters.split()[8])  # the first eight columns are received data
-        raise RuntimeError(f"this network namespace has no interface {self._name}")
+    if interface == "lo":
+        return None
+    # Not /sys, which shows the namespace in which it was mounted.
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            return int(counters.split()[8])  # the first eight columns are received data
+    raise RuntimeError(f"this network namespace has no interface {interface}")
 
 
 class Sampler(AbstractContextManager["Sampler"]):
@@ -75,7 +68,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         samples: ``(perf_counter seconds, bytes sent so far)``.
     """
 
-    def __init__(self, interface: Interface) -> None:
+    def __init__(self, interface: str) -> None:
         self._interface = interface
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -83,10 +76,10 @@ class Sampler(AbstractContextManager["Sampler"]):
 
     def _sample(self) -> None:
         while True:
-            sent = self._interface.sent()
-            if sent is None:
+            nbytes = sent(self._interface)
+            if nbytes is None:
                 return
-            self.samples.append((time.perf_counter(), sent))
+            self.samples.append((time.perf_counter(), nbytes))
             if self._stop.wait(SAMPLE_SECONDS):
                 return
 

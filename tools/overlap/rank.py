@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tools.bench.memory import free, status
 from tools.bench.model import exchanged_bytes, initial_weights
-from tools.overlap.measure import Interface, Sampler, WaitClock, peak_of, reset_peak
+from tools.overlap.measure import Sampler, WaitClock, peak_of, reset_peak, sent
 from tools.overlap.options import Options, Spec
 from tools.overlap.variants import Ours, Setting, Variant, make, reference, unavailable
 
@@ -24,7 +24,7 @@ class Worker:
 
     def __init__(self, options: Options, interface: str) -> None:
         self.options = options
-        self.interface = Interface(interface)
+        self.interface = interface
         self.clock = WaitClock()
         self.clock.install()
         self.setting = Setting(options, initial_weights(options.sizes()))
@@ -108,7 +108,7 @@ class Worker:
         marks: list[tuple[str, float]] = []
         dist.barrier()
         self.clock.take()
-        sent = self.interface.sent()
+        before = sent(self.interface)
         process, thread = time.process_time(), time.thread_time()
         start = time.perf_counter()
         for _ in range(steps):
@@ -118,7 +118,7 @@ class Worker:
         others = time.process_time() - process - used
         waits = self.clock.take()
         dist.barrier()
-        after = self.interface.sent()
+        after = sent(self.interface)
         for (name, begin), (_, end) in itertools.pairwise(marks):
             phases[name] = phases.get(name, 0.0) + (end - begin) / steps
         phases.pop("end", None)
@@ -128,7 +128,7 @@ class Worker:
             "phases": phases,
             "waited": sum(b - a for a, b in waits) / steps,
             "other_cpu": others / steps,
-            "sent": None if sent is None or after is None else (after - sent) / steps,
+            "sent": None if before is None or after is None else (after - before) / steps,
         }
 
     def _profile(self, variant: Variant) -> dict[str, Any]:

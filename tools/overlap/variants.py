@@ -231,7 +231,7 @@ class Ours(Variant):
         schedule = simulate(plan, micro_batches, overlap=self.config.overlap)
         between = replica_bytes(self.optimizer) if self.communicator.mesh.replicas > 1 else 0
         return {
-            "schedule": [[a.kind, a.phase, a.weight, a.nbytes] for a in schedule.actions],
+            "schedule": [(a.kind, a.phase, a.weight, a.nbytes) for a in schedule.actions],
             "payload": schedule.nbytes("AG") + schedule.nbytes("RS") + between,
             "replica_bytes": between,
             "slot_bytes": pool.slot_nbytes,
