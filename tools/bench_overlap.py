@@ -14,11 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.bench.ranks import RankError, Refused, Session, Setup
 from tools.bench.report import Page, say, write
