@@ -14,7 +14,6 @@ import json
 import math
 import os
 import random
-import shlex
 import signal
 import statistics
 import subprocess
@@ -36,7 +35,7 @@ from internsp.app.checkpoint import manifest
 from internsp.app.checkpoint.disk import steps_in
 from internsp.app.report.metrics import read_metrics
 from tools.bench.memory import status
-from tools.bench.report import markdown_rows, put, say
+from tools.bench.report import Page, Table, put, say
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH, EVERY, TIMEOUT = 12, 50, 20
@@ -301,17 +300,9 @@ def checked(folder: Path, segments: list[Segment]) -> dict[str, Any]:
     }
 
 
-def report(given: Arguments, segments: list[Segment], found: dict[str, Any]) -> list[str]:
-    """The figures, as lines of a page."""
+def report(segments: list[Segment], found: dict[str, Any]) -> Page:
+    """The figures."""
     by_fault = Counter(segment.fault for segment in segments)
-    fits = slopes(segments)
-    lines = [
-        "## Soak", "",
-        "```", f"python -m tools.soak {_words(given)}", "```", "",
-        "trains one run for some minutes. Each segment has another mesh and number of ranks (1 to "
-        "4 processes on this machine) and ends with a fault; the next segment resumes by itself. "
-        "The command wrote this:", "",
-    ]  # fmt: skip
     slowest = max(segments, key=lambda segment: segment.seconds)
     table = [
         ["found", ""],
@@ -329,31 +320,26 @@ def report(given: Arguments, segments: list[Segment], found: dict[str, Any]) -> 
          f"{slowest.seconds:.1f} ({slowest.fault})"],
         ["loss, first step and mean of the last 50", "{:.3f}, {:.3f}".format(*found["loss"])],
     ]  # fmt: skip
-    if fits:
+    if fits := slopes(segments):
         mean, error = growth(fits)
         ranks = f"{mean * 1000 / 1024:+.1f} ± {error * 1000 / 1024:.1f}"
         table.append(["growth of a rank's memory, KiB in 1,000 steps", ranks])
         table.append(["fitted over, ranks of segments and their steps",
                       f"{len(fits)}, {int(sum(weight for _, weight in fits)):,}"])  # fmt: skip
-    lines += markdown_rows(table)
-    lines += [
-        "",
-        "A segment begins by reading the newest checkpoint (one every "
-        f"{EVERY} steps), so the steps after it are done again. The growth is the mean of lines "
-        f"fitted to each rank's anonymous memory from its {_SETTLED}th step of a segment on, with "
-        "twice its standard error over ranks and segments. Stopped ranks are noticed after "
-        f"`parallel.timeout_seconds` ({TIMEOUT} s here).",
+    facts = [
+        "trains one run for some minutes, on 1 to 4 processes of this machine",
+        "each segment has another mesh and number of ranks and ends with a fault; the next one "
+        "resumes by itself",
     ]
-    return lines
-
-
-def _words(given: Arguments) -> str:
-    words = [f"--minutes {given.minutes:g}", f"--seed {given.seed}"]
-    if given.segment_seconds != Arguments.segment_seconds:
-        words.append(f"--segment_seconds {given.segment_seconds:g}")
-    if given.document is not None:
-        words.append(f"--document {shlex.quote(str(given.document))}")
-    return " ".join(words)
+    remarks = [
+        f"A segment begins by reading the newest checkpoint (one every {EVERY} steps), so the "
+        "steps after it are done again.",
+        "The growth is the mean of lines fitted to each rank's anonymous memory from its "
+        f"{_SETTLED}th step of a segment on, with twice its standard error over ranks and "
+        "segments.",
+        f"Stopped ranks are noticed after `parallel.timeout_seconds` ({TIMEOUT} s here).",
+    ]
+    return Page(facts, [Table(table, remarks=remarks)])
 
 
 def soak(given: Arguments, folder: Path) -> tuple[list[Segment], dict[str, Any]]:
@@ -379,7 +365,7 @@ def soak(given: Arguments, folder: Path) -> tuple[list[Segment], dict[str, Any]]
     return segments, checked(folder, segments)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Returns 0 if nothing was lost, left behind or wrong."""
     given = tyro.cli(Arguments, args=arguments, description=__doc__)
     # The parent may ignore signals (nohup, a background job), and the runs would inherit that.
@@ -388,16 +374,16 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(number, signal.SIG_DFL)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         segments, found = soak(given, Path(folder))
-    lines = report(given, segments, found)
-    print("\n".join(lines))
+    page = report(segments, found)
+    print(page.text())
     for segment in segments:
         for wrong in segment.wrong:
             say(f"{segment.world} ranks {segment.mesh}, {segment.fault}: {wrong}")
     if given.document is not None:
-        put(given.document, "soak", "\n".join([*lines, ""]))
+        put(given.document, "soak", page.markdown(["python", "-m", "tools.soak", *arguments]))
     lost = sum(value for key, value in found.items() if key.endswith("lost or twice"))
     return int(bool(lost or any(s.wrong or s.left for s in segments)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

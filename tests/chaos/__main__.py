@@ -25,7 +25,7 @@ from tests.chaos.report import document, lines
 from tests.chaos.tally import Fault, Found
 
 ROOT = Path(__file__).parents[2]
-SOAK = "\n<!-- soak -->"  # of the page: what another command has written stays
+SOAK = "\n## Soak\n"  # of the page: what another command has written stays
 
 
 @dataclass(frozen=True)
