@@ -7,15 +7,16 @@ Nothing is run. The lengths, and the devices' memory where given, are those of t
 ``max_length``). The plan is that of internsp with the same mechanisms: weights sharded over all
 ranks, sequences by heads, full activation checkpointing, activations, gradients and optimizer state
 in host memory (weights too on one device), tiled feed-forwards, chunked loss. The longest sequence
-is that for the device's memory and a rank's share of the node's host memory; ``--components`` adds
-the plan's components.
+is that for the device's memory and a rank's share of the node's host memory.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
+
+from internsp.app.config import Config
+from internsp.app.plan.longest import MemoryBudget
 
 GIB, GB = 1 << 30, 10**9
 HOST, A_NODE = 1900 * GB, 8
@@ -68,17 +69,12 @@ def settings(run: Run) -> dict[str, Any]:
 
 def main() -> None:
     """Print a table."""
-    from internsp.app.config import Config
-    from internsp.app.plan.longest import MemoryBudget  # imports torch
-
     print("| model | devices | memory, GiB | host, GB | published | theirs, GB | ours at it, "
           "GB | host of ours at it, GB | longest of ours | ratio | bound by |\n|---|---:|---:|---:|"
           "---:|---:|---:|---:|---:|---:|---|")  # fmt: skip
-    components = []
     for run in RUNS:
         budget = MemoryBudget(Config.model_validate(settings(run)), run.devices)
-        rows = budget.at(run.tokens)
-        here, there = (sum(n for _, n in each) / GB for each in rows)
+        here, there = (sum(n for _, n in each) / GB for each in budget.at(run.tokens))
         host = HOST // min(run.devices, A_NODE)
         found = budget.longest(run.has * GIB, host)
         cells = [
@@ -88,13 +84,6 @@ def main() -> None:
             f"{found.length:,}", f"{found.length / run.tokens:.2f}", found.bound,
         ]  # fmt: skip
         print(f"| {' | '.join(cells)} |", flush=True)
-        components += [
-            f"{run.model} on {run.devices}, {run.tokens:,} tokens: {name}: {nbytes / GB:.2f} GB"
-            for name, nbytes in [*rows[0], *rows[1]]
-            if nbytes >= GB // 100
-        ]
-    if "--components" in sys.argv[1:]:
-        print("\n" + "\n".join(components))
 
 
 if __name__ == "__main__":
