@@ -21,7 +21,7 @@ from internsp.app.cli import plain
 from internsp.app.cli.plain import printing
 from internsp.app.config import Config, read_config, report, sections
 from internsp.app.config.errors import Problem
-from internsp.app.process.environment import Launched, launched
+from internsp.app.process.environment import launched
 from internsp.app.process.terminal import write_lines
 from internsp.base.names import nearest
 from internsp.base.version import __version__
@@ -88,25 +88,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: from ``--help`` (0) and from a command line that tyro cannot parse (2).
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except InternspError as error:
+        lines = [f"internsp: {error}", *getattr(error, "__notes__", ())]
+        write_lines("\n".join(lines), sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
     if words and words[0] in plain.COMMANDS:
-        return plain.perform(words[0], words[1:])
-    stranger = _unknown_command(words)
-    if stranger:
-        write_lines(f"internsp: {stranger}", sys.stderr)
-        return USAGE_ERROR
+        plain.perform(words[0], words[1:])
+        return 0
+    _require_known(words)
     try:
         with printing():
             if words[:1] == ["--version"]:
                 print(f"internsp {__version__}")
                 return 0
             command, unknown = _parse(words)
-    except MachineError as error:
-        write_lines(f"internsp: {error}", sys.stderr)
-        return error.exit_status
     except (ImportError, OSError) as error:  # tyro's, which writes a shell's completion script
-        write_lines(f"internsp: {words[0]}: {error}", sys.stderr)
-        return MachineError.exit_status
+        raise MachineError(f"{words[0]}: {error}") from error
     given = {name: getattr(command, name) for name in sections()}
     if getattr(command, "resume", None) is not None:
         given["checkpoint"] = {**given["checkpoint"], "resume": command.resume}
@@ -114,34 +118,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(around.variables)
     devices = getattr(command, "devices", None)
     if devices is not None and devices < 1:  # the degrees of no configuration divide it
-        write_lines(f"internsp: --devices {devices}: give a number from 1 on", sys.stderr)
-        return USAGE_ERROR
+        raise ConfigError(f"--devices {devices}: give a number from 1 on")
     size = devices or around.world_size
-    if getattr(command, "search", False):  # the file's degrees are not those that are searched
-        size = None
-    config, problems = read_config(command.config, _with_unknown(given, unknown), world_size=size)
+    searched = getattr(command, "search", False)  # not the file's degrees
+    config, problems = read_config(
+        command.config, _with_unknown(given, unknown), world_size=None if searched else size
+    )
     problems = [*around.problems, *problems, *_stray(command, unknown)]
     if config is None or problems:
-        if not around.rank:  # one process of a run prints them
-            write_lines(f"internsp: {report(command.config, problems)}", sys.stderr)
-        return USAGE_ERROR
-    return _perform(command, config, around)
-
-
-def _perform(command: Any, config: Config, around: Launched) -> int:
-    try:
-        if isinstance(command, _Plan):
-            size = command.devices or around.world_size or config.launch.processes
-            with printing():
-                _plan(command, config, size)
-            return 0
+        if around.rank:  # one process of a run tells them
+            return USAGE_ERROR
+        raise ConfigError(report(command.config, problems))
+    if isinstance(command, _Train):
         return _train(config, command.output or Path("runs") / config.train.name, around.rank)
-    except InternspError as error:
-        lines = [f"internsp: {error}", *getattr(error, "__notes__", ())]
-        write_lines("\n".join(lines), sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    with printing():
+        _plan(command, config, size or config.launch.processes)
+    return 0
 
 
 def _plan(command: _Plan, config: Config, size: int) -> None:
@@ -233,14 +225,14 @@ def _where(output: Path, rank: int) -> str:
     return f"internsp:\n{text}" if text else ""
 
 
-def _unknown_command(words: Sequence[str]) -> str | None:
-    """What is wrong with the command's name, in one line; ``None`` if it is known."""
+def _require_known(words: Sequence[str]) -> None:
+    """Raise a :class:`ConfigError` if there is no such command."""
     if not words or words[0].startswith("-") or words[0] in _COMMANDS:
-        return None
+        return
     *others, last = known = [*_COMMANDS, *plain.COMMANDS]
     near = nearest(words[0], known)
     hint = f"did you mean {near}?" if near else f"there are {', '.join(others)} and {last}"
-    return f"unknown command {words[0]}; {hint}"
+    raise ConfigError(f"unknown command {words[0]}; {hint}")
 
 
 def _parse(words: list[str]) -> tuple[Any, list[str]]:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import tyro
 
 from internsp.app.process.terminal import printable, shows_escapes, write_lines
-from internsp.errors import ConfigError, InternspError, MachineError
+from internsp.errors import ConfigError, MachineError
 
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 
@@ -159,25 +159,20 @@ COMMANDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def perform(name: str, words: Sequence[str]) -> int:
-    """Run the command ``name`` with its arguments; returns its exit status.
+def perform(name: str, words: Sequence[str]) -> None:
+    """Run the command ``name`` with its arguments.
 
     Raises:
         SystemExit: from ``--help`` (0) and from a command line that tyro cannot parse (2).
     """
     plain_help()
-    try:
-        with printing():
-            command = tyro.cli(
-                COMMANDS[name], prog=f"internsp {name}", args=list(words), use_underscores=True
-            )
-        lines = command.perform()
-        with printing():
-            write_lines("\n".join(lines), sys.stdout)
-    except InternspError as error:
-        write_lines(f"internsp: {error}", sys.stderr)
-        return error.exit_status
-    return 0
+    with printing():
+        command = tyro.cli(
+            COMMANDS[name], prog=f"internsp {name}", args=list(words), use_underscores=True
+        )
+    lines = command.perform()
+    with printing():
+        write_lines("\n".join(lines), sys.stdout)
 
 
 def plain_help() -> None:
