@@ -105,11 +105,7 @@ def first_cause(outcomes: Sequence[RankOutcome]) -> ChildError | None:
                 ranks=[outcome.rank],
             )
     for outcome in outcomes:
-        if (
-            outcome.failure is None
-            and (outcome.exit_status or outcome.ended_early)
-            and not outcome.killed
-        ):
+        if outcome.failed and outcome.failure is None:
             status = f"exit status {outcome.exit_status}"
             before = " before its run had come to an end" if outcome.ended_early else ""
             text = f"rank {outcome.rank} ended with {status}{before}{later}"

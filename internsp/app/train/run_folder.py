@@ -64,19 +64,14 @@ class RunFolder:
                 return resumed.run, notes
             moved = f"{', '.join(names)} came after step {resumed.step}: now in {aside}"
             return resumed.run, [*notes, moved]
-        moved_to = self._set_aside()
+        moved_to = set_aside(self.path)
         if moved_to is None:
             return self.run, []
-        return self.run, [f"the run that was in {self.path} is now in {moved_to}"]
-
-    def _set_aside(self) -> Path | None:
-        """Move an older run's folder away with its lock, and lock a new folder."""
+        # It has taken its lock along: the new folder has its own.
         assert self._lock is not None, "rank 0 alone runs this, and holds the lock"
-        moved = set_aside(self.path)
-        if moved is not None:
-            self._lock.release(moved)
-            self._lock = RunLock(self.path, self.run)
-        return moved
+        self._lock.release(moved_to)
+        self._lock = RunLock(self.path, self.run)
+        return self.run, [f"the run that was in {self.path} is now in {moved_to}"]
 
     def release(self) -> None:
         """Release the folder's lock; may be called more than once."""
@@ -98,7 +93,7 @@ def claimed(path: Path, main: bool) -> Iterator[RunFolder]:
     held: list[RunLock] = []
 
     def acquire() -> str:
-        run = new_id()
+        run = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
         try:
             held.append(RunLock(path, run))
         except OSError as error:
@@ -119,11 +114,6 @@ def claimed(path: Path, main: bool) -> Iterator[RunFolder]:
         if main and fresh and set(os.listdir(path)) <= {LOCK, OWNER}:
             shutil.rmtree(path, ignore_errors=True)  # a run that could not start leaves no folder
         folder.release()
-
-
-def new_id() -> str:
-    """A new unique id of a run: the time of its start and a random part."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
 
 
 def set_aside(output: Path) -> Path | None:
