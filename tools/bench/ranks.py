@@ -10,6 +10,7 @@ import ctypes
 import multiprocessing
 import os
 import pkgutil
+import signal
 import tempfile
 import time
 import traceback
@@ -20,13 +21,14 @@ from datetime import timedelta
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from internsp.app.process.lifetime import signal_at_parents_end
 from tools.bench.signals import Deaf
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE_LINES = 8
 CLONE_NEWNET = 0x40000000
-PR_SET_PDEATHSIG, SIGKILL = 1, 9
 
 
 class RankError(RuntimeError):
@@ -175,30 +177,23 @@ class Session(AbstractContextManager["Session"]):
 def start_server(*modules: str) -> None:
     """Start the fork server, once per process, with ``modules`` preloaded."""
     multiprocessing.set_forkserver_preload(list(modules))
-    before = dict(os.environ)
-    # Environment variables are read when torch is loaded; the path is needed for the imports.
-    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    path = [str(ROOT), *filter(None, [before.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(path)
-    try:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # The numbers of threads are read when torch is loaded; the path is needed for the imports.
+    with patch.dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONPATH=path):
         forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _serve(rank: int, setup: Setup, home: Path, log: Path, requests: Any) -> None:
     """Join the group and serve requests until the parent closes the pipe. An error is sent as a
     reply; the parent decides what it means."""
     os.setsid()  # only the parent handles Ctrl-C
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "prctl"):  # Linux: with the parent the fork server ends, and then this process
-        libc.prctl(PR_SET_PDEATHSIG, SIGKILL)
+    signal_at_parents_end(signal.SIGKILL)  # with the parent the fork server ends, and then this one
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for number in (1, 2):
         os.dup2(output, number)
     if setup.namespaces:  # before any thread starts: a thread has the namespace of its creator
         namespace = os.open(setup.namespaces[rank], os.O_RDONLY)
+        libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(namespace, CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns", str(setup.namespaces[rank]))
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(setup.world)}
