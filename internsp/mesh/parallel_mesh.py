@@ -582,16 +582,13 @@ def _initialize(device_type: str | None, timeout_seconds: float) -> None:
     backend = dist.get_default_backend_for_device(device)
     # Bound, NCCL makes the mesh's communicators by splitting one that exists.
     bound = None if device.type == accelerator.HOST else device
+    given: dict[str, Any] = {}
     try:
         if fresh_store.is_shared():
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
             store = fresh_store.for_this_start(store, rank, world_size, timeout_seconds)
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
-                device_id=bound,
-            )  # fmt: skip
-        else:
-            dist.init_process_group(backend, timeout=timeout, device_id=bound)
+            given = {"store": store, "rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, timeout=timeout, device_id=bound, **given)
     except (dist.DistError, ValueError) as error:  # the store's address: MASTER_ADDR and so on
         variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         settings = ", ".join(f"{name}={os.environ.get(name)}" for name in variables)

@@ -182,15 +182,15 @@ class Pipeline:
             )
         count = mesh.pipeline * chunks
         blocks = split_model(model, count)
-        checked = config or WeightParallelConfig()
+        config = config or WeightParallelConfig()
         sequence = sequence or SequenceConfig()
         again = activation_checkpoint or ActivationCheckpointConfig()
-        require_none(mistakes(checked, sequence, again, ring=mesh.ring, pipeline=True))
+        require_none(mistakes(config, sequence, again, ring=mesh.ring, pipeline=True))
         if mesh.expert > 1 and isinstance(model, nn.Module):
             from internsp.parallel.experts import take_experts
 
-            take_experts(model, checked, mesh.expert, mesh.expert_rank)
-        require_patterns_match(model, checked, mesh.shape)
+            take_experts(model, config, mesh.expert, mesh.expert_rank)
+        require_patterns_match(model, config, mesh.shape)
         if router_scale is not None and isinstance(model, nn.Module):
             for module in model.modules():
                 if hasattr(module, "router_ranks"):
@@ -204,7 +204,7 @@ class Pipeline:
         copy_shared_modules([modules[stage] for stage in own])
         for index, stage in enumerate(own):
             module = modules[stage]
-            weights, checkpoint = chunk_config(module, config, activation_checkpoint)
+            weights, checkpoint = chunk_config(module, config, again)
             communicator = parallelize(
                 module,
                 mesh,
@@ -215,9 +215,8 @@ class Pipeline:
                 split=kind.splits_backward_of(stage),
             )
             sharded = {id(weight.parameter) for weight in communicator.replicated.sharded}
-            tiled = checkpoint is not None and checkpoint.tiles != 1
             recomputed = any(unit.recomputed for unit in communicator.blocks)
-            whole_blocks = weights.compile or tiled or recomputed
+            whole_blocks = weights.compile or checkpoint.tiles != 1 or recomputed
             args: dict[str, Any] = {}
             if shape is not None:
                 args = meta_stage_args(module, shape, hidden_dtype(module, config))
@@ -504,12 +503,9 @@ def require_patterns_match(
 
 
 def chunk_config(
-    chunk: Chunk,
-    config: WeightParallelConfig | None,
-    checkpoint: ActivationCheckpointConfig | None,
-) -> tuple[WeightParallelConfig, ActivationCheckpointConfig | None]:
+    chunk: Chunk, config: WeightParallelConfig, checkpoint: ActivationCheckpointConfig
+) -> tuple[WeightParallelConfig, ActivationCheckpointConfig]:
     """The configuration for one chunk: its own block names, indices and matching patterns."""
-    config = config or WeightParallelConfig()
     own = [name for name, _ in chunk.named_parameters()]
     update: dict[str, Any] = {  # patterns that match something in this chunk
         "blocks": chunk.block_names(),
@@ -523,12 +519,9 @@ def chunk_config(
         ),
         "rules": rules_of_chunk(chunk, config.rules),
     }
-    config = config.model_copy(update=update)
-    if checkpoint is not None:
-        chosen = sorted(recomputed_blocks(checkpoint, chunk.total))
-        local = tuple(i - chunk.blocks.start for i in chosen if i in chunk.blocks)
-        checkpoint = checkpoint.model_copy(update={"blocks": local})
-    return config, checkpoint
+    chosen = sorted(recomputed_blocks(checkpoint, chunk.total))
+    local = tuple(i - chunk.blocks.start for i in chosen if i in chunk.blocks)
+    return config.model_copy(update=update), checkpoint.model_copy(update={"blocks": local})
 
 
 def can_split_backward(chunk: nn.Module, sharded: set[int], whole_blocks: bool) -> bool:
@@ -549,9 +542,9 @@ def can_split_backward(chunk: nn.Module, sharded: set[int], whole_blocks: bool) 
     )
 
 
-def hidden_dtype(chunk: nn.Module, config: WeightParallelConfig | None) -> torch.dtype:
+def hidden_dtype(chunk: nn.Module, config: WeightParallelConfig) -> torch.dtype:
     """Dtype of the hidden states between chunks: the dtype in which weights compute."""
-    if config is not None and config.compute_dtype is not None:
+    if config.compute_dtype is not None:
         return DTYPES[config.compute_dtype]
     return next(chunk.parameters()).dtype
 

@@ -65,11 +65,6 @@ class Documents:
         return cls(tuple(rows), length, copy_to(device, ends), max(flat))
 
     @property
-    def one_per_row(self) -> bool:
-        """Whether every row is a single document."""
-        return all(len(sizes) == 1 for sizes in self.lengths)
-
-    @property
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """``lengths``; only one row where all rows are equal."""
         return self.lengths[:1] if len(set(self.lengths)) == 1 else self.lengths

@@ -236,7 +236,7 @@ def _outlines(
             weights.rules,
         )
         shardings = plan_sharding(chunk, structure, weights, shape.expert)
-        again = set(checkpoint.selected(len(blocks))) if checkpoint is not None else set()
+        again = set(checkpoint.selected(len(blocks)))
         plan = chunk_layout(
             shardings,
             structure,
