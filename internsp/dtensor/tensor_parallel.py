@@ -142,7 +142,8 @@ def _require(name: str, parameter: DTensor, mesh: ParallelMesh) -> None:
             "mesh: a rank cannot be a tensor rank and a weight or replica rank at once; the tensor "
             f"ranks of this mesh are {mesh.shape.grid[mesh.pipeline_rank, 0].tolist()} and alike"
         )
-    own = _tensor_ranks(mesh)
+    _, inside, _ = mesh.shape.coordinates(mesh.rank)
+    own: list[int] = mesh.shape.grid[mesh.pipeline_rank, inside].tolist()
     if theirs.ndim != 1 or ranks != own:
         raise StructureError(
             f"{on}, in {theirs.ndim} dimension(s), but the tensor ranks of internsp's mesh are "
@@ -155,9 +156,3 @@ def _require(name: str, parameter: DTensor, mesh: ParallelMesh) -> None:
             f"{name} is placed {placement} on its tensor ranks (this is rank {mesh.rank}): only "
             "what is placed Shard or Replicate there can be cut further; redistribute it first"
         )
-
-
-def _tensor_ranks(mesh: ParallelMesh) -> list[int]:
-    _, inside, _ = mesh.shape.coordinates(mesh.rank)
-    found: list[int] = mesh.shape.grid[mesh.pipeline_rank, inside].tolist()
-    return found

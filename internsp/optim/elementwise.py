@@ -52,7 +52,7 @@ def require_elementwise(
         Exception: whatever ``cls`` itself raises about its settings.
     """
     _require_possible(cls)
-    known = next((name for name in _base_names(cls) if name in _WHOLE_MATRIX), None)
+    known = next((name for name in base_names(cls) if name in _WHOLE_MATRIX), None)
     if known is not None:
         raise TypeError(_not_elementwise_message(cls, f"it is {known}"))
     cls([torch.zeros(4, 4, device=device)], **defaults)  # may raise: its settings are wrong
@@ -87,7 +87,7 @@ def require_whole_matrix(
     except (TypeError, RuntimeError) as error:
         raise TypeError(f"{name_of(cls)}: its step of a matrix failed: {error}") from error
     _require_independent(cls, device, defaults)
-    if any(name in _WHOLE_MATRIX for name in _base_names(cls)) or _why_not_elementwise(
+    if any(name in _WHOLE_MATRIX for name in base_names(cls)) or _why_not_elementwise(
         cls, device, defaults
     ):
         return
@@ -183,12 +183,13 @@ def _steps_alike(
     return True
 
 
-def _base_names(cls: OptimizerClass) -> list[str]:
+def base_names(cls: OptimizerClass) -> list[str]:
+    """The names of the class and of its bases; of a function none."""
     return [base.__name__ for base in getattr(cls, "__mro__", ())]
 
 
 def _require_possible(cls: OptimizerClass) -> None:
-    known = next((name for name in _base_names(cls) if name in _REFUSED), None)
+    known = next((name for name in base_names(cls) if name in _REFUSED), None)
     if known is not None:
         raise TypeError(
             f"ZeroOptimizer needs an elementwise optimizer (AdamW, SGD, RMSprop, ...), or one of "

@@ -14,6 +14,7 @@ from torch import Tensor
 from internsp.base.stand_in import OptimizerClass, copied, is_torchs_own, settings_of
 from internsp.errors import ConfigError
 from internsp.optim.elementwise import (
+    base_names,
     default_settings,
     name_of,
     require_elementwise,
@@ -57,7 +58,7 @@ class Method:
     def stacks(self) -> bool:
         """Whether a 3-D parameter is a stack of matrices, each stepped by itself. So it is for
         Muon, which takes 2-D matrices: the experts of a grouped weight are such a stack."""
-        return _is_torch_class(self.cls, "Muon")
+        return _is_muon(self.cls)
 
     @cached_property
     def takes_verdict(self) -> bool:
@@ -73,15 +74,13 @@ class Method:
         return self.cls([{**copied(settings), "params": [tensor]}])
 
 
-def _is_torch_class(cls: Any, name: str) -> bool:
-    known = getattr(torch.optim, name, None)
-    return known is not None and isinstance(cls, type) and issubclass(cls, known)
+def _is_muon(cls: OptimizerClass) -> bool:
+    return isinstance(cls, type) and issubclass(cls, torch.optim.Muon)
 
 
 def is_known_whole_matrix(cls: OptimizerClass) -> bool:
     """Whether the class is known to need a whole parameter: torch's Muon, and any Adafactor."""
-    named = [base.__name__ for base in getattr(cls, "__mro__", ())]
-    return _is_torch_class(cls, "Muon") or "Adafactor" in named  # transformers has its own
+    return _is_muon(cls) or "Adafactor" in base_names(cls)  # transformers has its own
 
 
 def methods_of(

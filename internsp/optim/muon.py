@@ -13,13 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from internsp.base.stand_in import OptimizerClass
-
-try:
-    from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
-except ImportError:  # another torch: its class is used as it is, on whole matrices
-    _adjust_lr = _zeropower_via_newtonschulz = None  # type: ignore[assignment]
 
 UPDATE_DTYPE = torch.bfloat16
 """The dtype in which the update is computed and sent."""
@@ -77,7 +73,7 @@ def apply_update(
 def can_slice_state(cls: OptimizerClass, device: torch.device, arguments: dict[str, Any]) -> bool:
     """Whether these functions together step as ``cls`` does: by experiment, as torch may change
     it."""
-    if cls is not torch.optim.Muon or _zeropower_via_newtonschulz is None:
+    if cls is not torch.optim.Muon:
         return False
     for shape in ((6, 4), (4, 6)):
         whole = torch.linspace(-3.0, 2.0, 24, device=device).view(shape)

@@ -19,13 +19,11 @@ from internsp.sp.exchange import ExchangeGroup, start_exchange
 from internsp.sp.heads import even_sizes, spans
 
 
-def gather_logits(logits: Tensor, group: ExchangeGroup | None, lengths: Sequence[int]) -> Tensor:
+def gather_logits(logits: Tensor, group: ExchangeGroup, lengths: Sequence[int]) -> Tensor:
     """Gather ``[B, c, V]`` of each rank into ``[B, C, V]`` on every rank, in rank order.
 
     Differentiable: the gradients of one position from several ranks are summed. Blocks.
     """
-    if group is None:
-        return logits
     everything = (0, logits.shape[2]) * group.size
     return start_exchange(
         logits.unsqueeze(3), group, lengths, everything, to="heads", label="logits"
