@@ -81,10 +81,9 @@ class OwnExperts:
         self._require_experts_alone(name, module, number)
         own = number // self.owners
         for each, parameter in held.items():
-            if parameter.shape[:1] == (number,) and self.is_expert(f"{name}.{each}"):
-                module._parameters[each] = self._part(
-                    parameter, f"{name}.{each}", self.rank * own, own
-                )
+            if parameter.shape[:1] == (number,):
+                made = self._part(parameter, f"{name}.{each}", self.rank * own, own)
+                module._parameters[each] = made
         self._before.append((module, number, held))
         module.num_experts = own  # type: ignore[assignment]
         module.expert_ranks = self.owners  # type: ignore[assignment]
@@ -92,10 +91,8 @@ class OwnExperts:
     def _require_experts_alone(self, name: str, module: nn.Module, number: int) -> None:
         """Every parameter with the experts has one slice an expert; every other is no expert's."""
         for each, parameter in module.named_parameters():
-            sliced, full = (
-                each in module._parameters and parameter.shape[:1] == (number,),
-                (f"{name}.{each}".removeprefix(".")),
-            )
+            full = f"{name}.{each}".removeprefix(".")
+            sliced = each in module._parameters and parameter.shape[:1] == (number,)
             if sliced == self.is_expert(full):
                 continue
             if sliced:

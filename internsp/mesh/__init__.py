@@ -2,6 +2,6 @@
 
 from internsp.mesh.parallel_mesh import ParallelMesh, WeightAxis
 from internsp.mesh.sequence import SequenceAxes
-from internsp.mesh.shape import AxisShape, MeshShape
+from internsp.mesh.shape import MeshShape
 
-__all__ = ["AxisShape", "MeshShape", "ParallelMesh", "SequenceAxes", "WeightAxis"]
+__all__ = ["MeshShape", "ParallelMesh", "SequenceAxes", "WeightAxis"]

@@ -3,18 +3,16 @@
 from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, split_model
 from internsp.pipeline.hooks import ComputeAction, ISPCommunicatorSchedulerHook, SchedulerHook
 from internsp.pipeline.pipeline import Pipeline
-from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, schedule_kind
+from internsp.pipeline.schedules import schedule_kind
 from internsp.pipeline.stage import ISPPipelineStage
 
 __all__ = [
-    "SCHEDULES",
     "Chunk",
     "ISPCommunicatorSchedulerHook",
     "ISPPipelineStage",
     "MicroBatch",
     "Pipeline",
     "ComputeAction",
-    "ScheduleKind",
     "SchedulerHook",
     "SplittableModel",
     "schedule_kind",
