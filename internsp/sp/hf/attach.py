@@ -12,12 +12,7 @@ from internsp.config import SequenceConfig
 from internsp.mesh import ParallelMesh
 from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.hf.attention import SequenceParallelKernel
-from internsp.sp.hf.examine import (
-    attentions,
-    find_pretrained_model,
-    finds_documents,
-    positions_source,
-)
+from internsp.sp.hf.examine import attentions, find_pretrained_model
 from internsp.sp.hf.forward import ForwardHooks
 from internsp.sp.hf.ring import RingAttention
 
@@ -52,8 +47,7 @@ def attach(
     for own in _configs(model):
         now = own._attn_implementation_internal
         own._attn_implementation_internal = keys.get(now, now)
-    source, finds = positions_source(inner), finds_documents(inner)
-    ForwardHooks(inner, kernels, group, mesh.sequence_axes, mean, source, finds, mesh.device)
+    ForwardHooks(inner, kernels, group, mesh, mean)
 
 
 def _configs(model: nn.Module) -> list[Any]:

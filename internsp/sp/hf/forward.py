@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from internsp.errors import LayoutError, StructureError
-from internsp.mesh import SequenceAxes
+from internsp.mesh import ParallelMesh
 from internsp.sp.dispatch import rank_ranges
 from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.hf.attention import SequenceParallelKernel
+from internsp.sp.hf.examine import finds_documents, positions_source
 from internsp.sp.hf.mask_spec import Rows, documents_of
 from internsp.sp.hf.shard import SequenceShard
 from internsp.sp.layout import IGNORE_INDEX, SequenceLayout
@@ -54,13 +55,7 @@ class ForwardHooks:
         model: the ``transformers`` model itself, without wrappers.
         kernels: the attention entries of the model.
         group: the sequence group.
-        axes: which of its ranks share heads, and which are a ring.
         mean: whether gradients are later averaged over ranks, not summed.
-        positions_from: from what the model computes ``position_ids`` if it is given none, see
-            :func:`.examine.positions_source`.
-        finds_documents: whether the model finds documents in ``position_ids``, see
-            :func:`.examine.finds_documents`.
-        device: of the model, for the check of the batch.
     """
 
     def __init__(
@@ -68,18 +63,15 @@ class ForwardHooks:
         model: Any,
         kernels: list[SequenceParallelKernel],
         group: ExchangeGroup,
-        axes: SequenceAxes,
+        mesh: ParallelMesh,
         mean: bool,
-        positions_from: str,
-        finds_documents: bool,
-        device: torch.device,
     ) -> None:
-        self.model, self.kernels, self.group, self.axes = model, kernels, group, axes
-        self.positions_from, self.finds_documents = positions_from, finds_documents
+        self.model, self.kernels, self.group = model, kernels, group
+        self.axes, self.device = mesh.sequence_axes, mesh.device
+        self.positions_from, self.finds_documents = positions_source(model), finds_documents(model)
         # Undoes the later division of gradients by the number of ranks of the sequence group.
         self.gradient_factor = float(group.size) if mean else 1.0
         self.model_loss = model.loss_function
-        self.device = device
         self.as_tuple = False
         self.shard: SequenceShard | None = None
         self.warned = False
