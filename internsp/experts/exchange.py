@@ -125,7 +125,6 @@ def _finish_impl(
     send: Sequence[int],
     receive: Sequence[int],
     numbers: int,
-    adjoint: bool,
     name: str,
     what: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,7 +172,7 @@ def _start_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     # The graph keeps the group alive until the graph itself is freed.
     ctx.group = _GROUPS.find(handle)
     ctx.likes = rows.new_empty(0, rows.shape[1]), weights.new_empty(0, weights.shape[1])
-    ctx.spec = (handle, receive, send, 0, True, name, what)
+    ctx.spec = (handle, receive, send, 0, name, what)
 
 
 def _start_backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
@@ -182,14 +181,14 @@ def _start_backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _finish_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, _, _, handle, send, receive, _, _, name, what = inputs
+    _, _, _, handle, send, receive, _, name, what = inputs
     ctx.group = _GROUPS.find(handle)
     ctx.spec = (handle, receive, send, True, name, what)
 
 
 def _finish_backward(ctx: Any, rows: Tensor, weights: Tensor, index: Any) -> tuple[Any, ...]:
     nothing = torch.empty(rows.shape[0], 0, dtype=_INDEX, device=rows.device)
-    return _start(rows, weights, nothing, *ctx.spec), *(None,) * 9
+    return _start(rows, weights, nothing, *ctx.spec), *(None,) * 8
 
 
 _start.register_autograd(_start_backward, setup_context=_start_context)
@@ -214,7 +213,7 @@ class Message:
         spec = (group.handle, list(send), list(receive))
         self._token = _start(rows, weights, index, *spec, False, name, what)
         likes = rows.detach()[:0], weights.detach()[:0]
-        self._rest = (*likes, *spec, index.shape[1], False, name, what)
+        self._rest = (*likes, *spec, index.shape[1], name, what)
 
     def wait(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rows ``[M, h]``, weights ``[M, k]`` and numbers ``[M, j]``, sorted by the sender."""

@@ -242,7 +242,6 @@ def _finish_impl(
     lengths: Sequence[int],
     head_ranges: Sequence[int],
     to_heads: bool,
-    adjoint: bool,
     unit: str,
     label: str,
     shape: Sequence[int],
@@ -278,7 +277,7 @@ def _start_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     # The autograd graph keeps the group alive until the graph itself is freed.
     ctx.group = group
     shape = (batch, lengths[group.rank], _width(head_ranges), depth)
-    ctx.spec = (handle, lengths, head_ranges, not to_heads, True, unit, label, shape)
+    ctx.spec = (handle, lengths, head_ranges, not to_heads, unit, label, shape)
 
 
 def _start_backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
@@ -286,13 +285,13 @@ def _start_backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _finish_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, handle, lengths, head_ranges, to_heads, _, unit, label, _ = inputs
+    _, handle, lengths, head_ranges, to_heads, unit, label, _ = inputs
     ctx.group = _GROUPS.find(handle)
     ctx.spec = (handle, lengths, head_ranges, not to_heads, True, unit, label)
 
 
 def _finish_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _start(grad, *ctx.spec), *(None,) * 8
+    return _start(grad, *ctx.spec), *(None,) * 7
 
 
 _start.register_autograd(_start_backward, setup_context=_start_context)
@@ -371,5 +370,5 @@ def start_exchange(
         )
     shape = (x.shape[0], lengths[rank], width, x.shape[3])
     token = _start(x, group.handle, lengths, head_ranges, to_heads, adjoint, unit, label)
-    spec = (group.handle, lengths, head_ranges, to_heads, adjoint, unit, label, shape)
+    spec = (group.handle, lengths, head_ranges, to_heads, unit, label, shape)
     return PendingExchange(token, spec, None)
