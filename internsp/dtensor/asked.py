@@ -26,9 +26,7 @@ def _asked_by_mode(kind: C) -> C:
     described: Any = kind
     compute = described.__torch_function__
 
-    def through_mode(
-        _: type, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def through_mode(_: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with _Asking(kind):
             return compute(func, types, args, kwargs or {})
 
@@ -43,9 +41,7 @@ class _Asking(TorchDispatchMode):
         super().__init__()
         self._kind = kind
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, self._kind) for each in types):
             return self._kind.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))

@@ -71,9 +71,7 @@ class Chunk(nn.Module):
         last: whether the chunk has the head and returns the summed loss.
     """
 
-    def __init__(
-        self, model: SplittableModel, blocks: range, first: bool, last: bool
-    ) -> None:
+    def __init__(self, model: SplittableModel, blocks: range, first: bool, last: bool) -> None:
         super().__init__()
         self.first, self.last = first, last
         self.blocks = blocks

@@ -147,9 +147,7 @@ class PipelineRecovery(Recovery):
 
     def _recover(self, first: str) -> None:
         mesh = self._mesh
-        if not self._consensus.verdict(
-            self._verdict_topic, self._position(), self._same_positions
-        ):
+        if not self._consensus.verdict(self._verdict_topic, self._position(), self._same_positions):
             self._end_by(first)
             self.check()
         try:

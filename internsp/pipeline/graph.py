@@ -19,9 +19,7 @@ from internsp.modules.parameters import weights_behind
 Node = Any  # torch.autograd.graph.Node, or the context of a Function
 
 
-def split_blocker(
-    outputs: Iterable[Tensor], inputs: Iterable[Any], shared: Collection[int]
-) -> str:
+def split_blocker(outputs: Iterable[Tensor], inputs: Iterable[Any], shared: Collection[int]) -> str:
     """Why this backward cannot be split, as text; empty if it can be.
 
     Args:
@@ -43,7 +41,7 @@ def split_blocker(
             return (
                 f"{_first_and_count(weights)} gets its gradient through {node.name()}, which does "
                 "not lie between the chunk's input and its output and needs an unsharded weight, "
-                "overwritten by then without weight_parallel.keep_unsharded = \"all\""
+                'overwritten by then without weight_parallel.keep_unsharded = "all"'
             )
     return ""
 
