@@ -45,7 +45,6 @@ class Segment:
         tensor: 1-D view of the slice's master values, on which the inner optimizer works.
         start, stop: its index range in the slice.
         offset: index of the same element in the parameter's own flat storage.
-        group: index of the parameter's group in ``param_groups``.
     """
 
     member: Member
@@ -53,7 +52,6 @@ class Segment:
     start: int
     stop: int
     offset: int
-    group: int
 
     @cached_property
     def region(self) -> Region:
@@ -167,7 +165,7 @@ class Bucket:
             master.copy_(owned)
         total = HostSum(link, length, wide) if link and GRADIENTS in offload else None
         replicated = not isinstance(members[0], ShardedParameter)
-        segments = _segments(offsets, master, group_index)
+        segments = _segments(offsets, master)
         return cls(
             name, axis, method, replicated, _tensor_sharded(members[0]), flat, offsets, gaps, owned,
             master, segments, offload, link, total, group_index=group_index,
@@ -187,6 +185,12 @@ class Bucket:
     def has_master(self) -> bool:
         """Whether ``master`` is a copy in fp32, as the parameters are 16-bit."""
         return self.master is not self.owned
+
+    @property
+    def reduced(self) -> Tensor:
+        """``gradient`` where reductions are finished."""
+        assert self.gradient is not None, "finish_reductions gives each bucket a gradient"
+        return self.gradient
 
     @property
     def hosted(self) -> bool:
@@ -224,13 +228,15 @@ class Bucket:
 
     def make_inner(self, settings: list[dict[str, Any]]) -> None:
         """Make the optimizer of this rank's segments with the settings of their groups."""
-        self.groups = sorted({segment.group for segment in self.segments})
+        self.groups = sorted({self.group_index[s.member] for s in self.segments})
         if self.groups and self.method.slice_optimizer is not None:
             self.inner = self.method.slice_optimizer(
                 [
                     {
                         **copied(settings[g]),
-                        "params": [s.tensor for s in self.segments if s.group == g],
+                        "params": [
+                            s.tensor for s in self.segments if self.group_index[s.member] == g
+                        ],
                     }
                     for g in self.groups
                 ]
@@ -295,10 +301,10 @@ class Bucket:
             return
         inner = self.inner
         self.scale_gradient(self.take(verdict))
-        assert self.gradient is not None, "finish_reductions gives each bucket a gradient"
+        gradient = self.reduced
         for segment in self.segments:
             if segment.member in used:  # unused parameters are skipped, as torch skips `.grad` None
-                segment.tensor.grad = self.gradient[segment.start : segment.stop]
+                segment.tensor.grad = gradient[segment.start : segment.stop]
         inner.step()
         if verdict.found_inf is not None:
             self.note_stepped([s for s in self.segments if s.tensor.grad is not None])
@@ -325,9 +331,8 @@ class Bucket:
 
     def scale_gradient(self, factor: float | Tensor) -> None:
         """Multiply the gradient by ``factor``."""
-        assert self.gradient is not None, "finish_reductions gives each bucket a gradient"
         if isinstance(factor, Tensor) or factor != 1.0:
-            self.gradient.mul_(factor)
+            self.reduced.mul_(factor)
 
     def copy_master_to_owned(self) -> None:
         """Write the new master values to the 16-bit parameters, rounded."""
@@ -360,10 +365,9 @@ class Bucket:
 
     def zero_gradient(self, member: Member) -> None:
         """Set this rank's part of ``member``'s gradient to zero."""
-        assert self.gradient is not None, "the caller checks"
         if self.link is not None:
             self.link.synchronize()
-        self.zero_range(self.gradient, member)
+        self.zero_range(self.reduced, member)
 
     def zero_range(self, slice_: Tensor, member: Member) -> None:
         """Set the part of ``member`` in ``slice_``, a slice like ``gradient``, to zero."""
@@ -413,9 +417,7 @@ def _zeros(what: str, like: _Memory, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
-def _segments(
-    offsets: dict[Member, int], master: Tensor, group_index: dict[Member, int]
-) -> list[Segment]:
+def _segments(offsets: dict[Member, int], master: Tensor) -> list[Segment]:
     """This rank's slice as segments: the parameters' own elements, without padding."""
     length = master.numel()
     begin = next(iter(offsets)).axis.zero_rank * length
@@ -424,10 +426,8 @@ def _segments(
         valid = member.local(member.storage).numel()  # padded rows come last
         first, last = max(start, begin), min(start + valid, begin + length)
         if first < last:
-            tensor, group = master[first - begin : last - begin], group_index[member]
-            segments.append(
-                Segment(member, tensor, first - begin, last - begin, first - start, group)
-            )
+            tensor = master[first - begin : last - begin]
+            segments.append(Segment(member, tensor, first - begin, last - begin, first - start))
     return segments
 
 

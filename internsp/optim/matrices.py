@@ -57,7 +57,6 @@ class Matrix:
         owner: the owner's rank in the group.
         inner: the matrix's optimizer, on its owner; ``None`` on other ranks, and where state is in
             slices.
-        tensor: the parameter of ``inner``; has no memory between two steps.
         segment: this rank's segment in which its piece lies; ``None``: this rank has no piece.
     """
 
@@ -71,7 +70,6 @@ class Matrix:
     start: int = 0
     owner: int = -1
     inner: torch.optim.Optimizer | None = None
-    tensor: Tensor | None = None
     segment: Segment | None = None
 
     @property
@@ -87,14 +85,13 @@ class Matrix:
     def pieces_to_send(self, numel: int, settings: Mapping[str, Any]) -> list[Tensor]:
         """This rank's piece (``numel`` elements) of each tensor that the owner needs."""
         bucket, index = self.bucket, slice(self.start, self.start + numel)
-        assert bucket.gradient is not None, "finish_reductions gives each bucket a gradient"
         if not self.state_sliced:
-            return [bucket.master[index], bucket.gradient[index]]
+            return [bucket.master[index], bucket.reduced[index]]
         assert isinstance(bucket.inner, muon.MuonSlices), "the method's slice_optimizer"
         assert self.segment is not None, "its piece lies in one"
         momentum = bucket.inner.momentum(self.segment.tensor)
         own = momentum[self.start - self.segment.start :][:numel]
-        return [muon.momentum_update(own, bucket.gradient[index], settings)]
+        return [muon.momentum_update(own, bucket.reduced[index], settings)]
 
     def write_piece(self, values: Tensor, settings: Mapping[str, Any]) -> None:
         """Update this rank's piece of the master values with what the owner has sent."""
@@ -117,9 +114,13 @@ class Matrix:
     @property
     def state(self) -> State:
         """The live state, on its owner; empty before its first step, and on other ranks."""
-        if self.inner is None or self.tensor is None or self.tensor not in self.inner.state:
-            return {}
-        return self.inner.state[self.tensor]
+        return {} if self.inner is None else self.inner.state.get(self._owned[1], {})
+
+    @property
+    def _owned(self) -> tuple[torch.optim.Optimizer, Tensor]:
+        """On its owner: the optimizer and its parameter, which has no memory between two steps."""
+        assert self.inner is not None, "on its owner"
+        return self.inner, self.inner.param_groups[0]["params"][0]
 
     @property
     def _storage_shape(self) -> tuple[int, ...]:
@@ -153,11 +154,10 @@ class Matrix:
     def load_state(self, state: State) -> None:
         """On its owner: continue from ``state``, which must not be used elsewhere; empty: as before
         the first step."""
-        assert self.inner is not None, "on its owner"
-        assert self.tensor is not None, "made with it"
-        self.inner.state.pop(self.tensor, None)
+        inner, tensor = self._owned
+        inner.state.pop(tensor, None)
         if state:
-            self.inner.state[self.tensor] = state
+            inner.state[tensor] = state
 
     def slices(self, values: Tensor) -> Slices:
         """``values``, a state of this matrix, in the form that
@@ -171,17 +171,17 @@ class Matrix:
     def make_optimizer(self, settings: Mapping[str, Any]) -> None:
         """On its owner: make the optimizer."""
         like = self.bucket.master
-        self.tensor = torch.zeros(self.shape, dtype=like.dtype, device=like.device)
-        self.inner = self.bucket.method.make_optimizer(self.tensor, settings)
+        tensor = torch.zeros(self.shape, dtype=like.dtype, device=like.device)
+        self.inner = self.bucket.method.make_optimizer(tensor, settings)
         self.free_step_memory()
 
     def free_step_memory(self) -> None:
         """Free the memory of gradient and values, which only a step needs."""
-        assert self.tensor is not None, "on its owner"
+        _, tensor = self._owned
         # The shape is kept, with the memory of one element: some optimizers make state like the
         # parameter at their first step.
-        self.tensor.grad = None
-        self.tensor.data = self.tensor.new_zeros(()).expand(self.shape)
+        tensor.grad = None
+        tensor.data = tensor.new_zeros(()).expand(self.shape)
 
     def step(self, arrived: list[Tensor], settings: Mapping[str, Any]) -> Tensor:
         """On its owner: step, and return the new values or the update, 1-D, in the order of
@@ -193,15 +193,14 @@ class Matrix:
         """
         if self.state_sliced:
             return self.to_storage(muon.orthogonalize(self.from_storage(arrived.pop()), settings))
-        assert self.inner is not None, "on its owner"
-        assert self.tensor is not None, "made with it"
-        self.inner.param_groups[0].update(copied(settings))
+        inner, tensor = self._owned
+        inner.param_groups[0].update(copied(settings))
         gradient = self.from_storage(arrived.pop())
-        self.tensor.data = self.from_storage(arrived.pop())
-        self.tensor.grad = gradient
+        tensor.data = self.from_storage(arrived.pop())
+        tensor.grad = gradient
         try:
-            self.inner.step()
-            return self.to_storage(self.tensor.data)
+            inner.step()
+            return self.to_storage(tensor.data)
         finally:
             self.free_step_memory()
 

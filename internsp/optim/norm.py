@@ -60,12 +60,12 @@ def norm_and_flags(
 
 def _norms(bucket: Bucket) -> Sequence[Tensor]:
     """The norm of each segment's gradient."""
-    assert bucket.gradient is not None, "the caller has looked"
-    parts = [bucket.gradient[segment.start : segment.stop] for segment in bucket.segments]
+    gradient = bucket.reduced
+    parts = [gradient[segment.start : segment.stop] for segment in bucket.segments]
     link = None if bucket.host_sum is None else bucket.link
-    where = bucket.gradient.device if link is None else link.device
+    where = gradient.device if link is None else link.device
     # A device adds block by block, and few have units for fp64.
-    wide = torch.float64 if where.type == "cpu" else bucket.gradient.dtype
+    wide = torch.float64 if where.type == "cpu" else gradient.dtype
     if link is None:
         return torch._foreach_norm(parts, 2, wide)
     return [torch.linalg.vector_norm(part, dtype=wide) for part in link.iterate_on_device(parts)]

@@ -363,13 +363,12 @@ class ZeroReducer:
     @staticmethod
     def _add_autograd_gradient(bucket: Bucket, member: Member, gradient: Tensor) -> None:
         """Add it to the bucket's slice, without an exchange: every rank has it already."""
-        assert bucket.gradient is not None, "it has been exchanged"
         if bucket.host_sum is not None and bucket.link is not None:
             bucket.link.synchronize()  # the host adds
         for segment in bucket.segments:
             if segment.member is member:
                 part = gradient.flatten()[segment.offset :][: segment.tensor.numel()]
-                target = bucket.gradient[segment.start : segment.stop]
+                target = bucket.reduced[segment.start : segment.stop]
                 target += part.to(target.device)
 
     def _replicated_handle(self, work: dist.Work | None) -> Handle:

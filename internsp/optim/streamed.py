@@ -78,7 +78,6 @@ class _Piece:
         self, bucket: Bucket, link: HostLink, segments: Sequence[Segment], merges: bool
     ) -> None:
         assert bucket.inner is not None, "a bucket with segments has an inner optimizer"
-        assert bucket.gradient is not None, "finish_reductions gives each bucket a gradient"
         self.bucket, self.link, self.segments = bucket, link, segments
         self._inner: Any = bucket.inner
         self._merges = merges and bucket.has_master
@@ -95,7 +94,7 @@ class _Piece:
             index = slice(s.start, s.stop)
             self.values.append(on_device(s.tensor.data, bucket.master_hosted))
             self.owned.append(on_device(bucket.owned[index], self._merges and bucket.hosted))
-            self.gradients.append(on_device(bucket.gradient[index], bucket.host_sum is not None))
+            self.gradients.append(on_device(bucket.reduced[index], bucket.host_sum is not None))
             state = self._inner.state.get(s.tensor, {})
             self.states.append({
                 name: on_device(value, OPTIMIZER in bucket.offload)

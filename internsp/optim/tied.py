@@ -57,20 +57,18 @@ class ZeroGradients:
     def local_sum(self, member: Member) -> tuple[Tensor, bool]:
         """See :class:`StepGradients`."""
         bucket = self._bucket[member]
-        assert bucket.gradient is not None, "finish() gives every bucket a gradient"
-        return bucket.gradient.to(bucket.device), member in self._added
+        return bucket.reduced.to(bucket.device), member in self._added
 
     def set_total(self, member: Member, total: Tensor | None) -> None:
         """See :class:`StepGradients`."""
         bucket, before = self._bucket[member], self._before.pop(member)
-        assert bucket.gradient is not None, "finish() gives every bucket a gradient"
         if total is None:
-            bucket.gradient.zero_()
+            bucket.reduced.zero_()
         else:
-            bucket.gradient.copy_(total)
+            bucket.reduced.copy_(total)
             self._used.add(member)
         if before is not None:
-            bucket.gradient.add_(before)
+            bucket.reduced.add_(before)
 
     def discard_step(self) -> None:
         """See :class:`StepGradients`."""

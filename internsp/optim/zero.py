@@ -227,8 +227,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.finish_reductions()
         found = {}
         for bucket in self._buckets:
-            assert bucket.gradient is not None, "finish_reductions gives every bucket a gradient"
-            for member, part in bucket.all_gather_slices(bucket.gradient).items():
+            for member, part in bucket.all_gather_slices(bucket.reduced).items():
                 if member in self._reducer.used:
                     found[member.name] = member.wrap(part).full_tensor() * self._gradient_factor()
         return found

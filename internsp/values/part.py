@@ -334,10 +334,9 @@ class ModelPart:
         if part is None:
             parameter.grad = None
         elif bucket is not None:
-            assert bucket.gradient is not None, "gradients were installed, so they are in slices"
             factor = parameter._owner._gradient_factor()
-            wide = member.like_storage(part.to(bucket.gradient.dtype) / factor)
-            bucket.write_slice(bucket.gradient, member, wide)
+            wide = member.like_storage(part.to(bucket.reduced.dtype) / factor)
+            bucket.write_slice(bucket.reduced, member, wide)
         elif parameter.grad is None:
             parameter.grad = member.wrap(member.like_storage(part.to(grad_dtype(parameter))))
         else:
