@@ -15,7 +15,7 @@ from torch import nn
 from internsp.base.names import did_you_mean, matches
 from internsp.config import PlanRule
 from internsp.errors import StructureError
-from internsp.structure.inner import Named, UnitModules, divide_into_units
+from internsp.structure.inner import Block, Named, divide_into_units
 from internsp.structure.prefetch import prefetch_counts
 from internsp.structure.rules import BLOCK_KEYS, NO_RULES, Rules, match_rules
 
@@ -26,33 +26,6 @@ TRIGGERS: dict[str, tuple[str, ...]] = {
     "out_proj": ("out_proj", "wo", "o_proj", "c_proj", "dense", "proj", "to_out"),
     "mlp": ("w1", "gate_proj", "fc1", "c_fc", "up_proj", "dense_h_to_4h", "fc_in", "gate_up_proj"),
 }
-
-
-@dataclass(frozen=True)
-class Block:
-    """A unit of the gather queue and its prefetch trigger.
-
-    It is a transformer block; or, where rules of the plan say so, a part of one or several blocks.
-
-    Attributes:
-        module: its module, the first of several.
-        trigger_name, trigger_module: the prefetch trigger; ``None``: the unit's entry.
-        trigger: which prefetch trigger was looked for.
-        rule_options: what the plan's rules set for it, by key.
-        modules: all of its modules, by name.
-        layers: indices of the model's blocks that it consists of, or of the one it is a part of.
-        around: index of the enclosing block that it is a part of; -1: none.
-    """
-
-    name: str
-    module: nn.Module
-    trigger_name: str | None
-    trigger_module: nn.Module | None
-    trigger: str = "qkv"
-    rule_options: Mapping[str, Any] = field(default_factory=dict)
-    modules: tuple[Named, ...] = ()
-    layers: tuple[int, ...] = ()
-    around: int = -1
 
 
 @dataclass(frozen=True)
@@ -150,11 +123,9 @@ def read_structure(
     found = _blocks(model, blocks)
     matched_rules = match_rules(model, rules)
     divided = divide_into_units(found, matched_rules)
-    enclosing = _enclosing(found, divided)
-    number = {around.layer: n for n, around in enumerate(enclosing)}
     parts = tuple(
-        _block(
-            part, trigger, gather_before_modules, number.get(part.layers[0], -1),
+        _with_trigger(
+            part, trigger, gather_before_modules,
             matched_rules.options_for([name for name, _ in part.modules], BLOCK_KEYS),
         )
         for part in divided
@@ -172,16 +143,18 @@ def read_structure(
     options = [part.rule_options for part in parts]
     counts = prefetch_counts([part.name for part in parts], options, head and head[0])
     embedding = embeddings[0] if embeddings else None
-    return Structure(parts, embedding, head, matched_rules, counts, enclosing, len(found))
+    around = _enclosing(found, parts)
+    return Structure(parts, embedding, head, matched_rules, counts, around, len(found))
 
 
-def _enclosing(blocks: Sequence[Named], parts: Sequence[UnitModules]) -> tuple[EnclosingBlock, ...]:
-    found = []
-    for layer, (name, module) in enumerate(blocks):
-        own = [i for i, part in enumerate(parts) if part.inside and part.layers == (layer,)]
-        if own:
-            found.append(EnclosingBlock(name, module, layer, own[0], own[-1]))
-    return tuple(found)
+def _enclosing(blocks: Sequence[Named], parts: Sequence[Block]) -> tuple[EnclosingBlock, ...]:
+    inside: dict[int, list[int]] = {}
+    for index, part in enumerate(parts):
+        if part.around >= 0:
+            inside.setdefault(part.layers[0], []).append(index)
+    return tuple(
+        EnclosingBlock(*blocks[layer], layer, own[0], own[-1]) for layer, own in inside.items()
+    )
 
 
 def _blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -276,17 +249,13 @@ def _block_candidates(named: list[tuple[str, nn.Module]]) -> str:
     )
 
 
-def _block(
-    part: UnitModules, trigger: str, patterns: Sequence[str], around: int,
-    rule_options: Mapping[str, Any],
+def _with_trigger(
+    part: Block, trigger: str, patterns: Sequence[str], rule_options: Mapping[str, Any]
 ) -> Block:
     if "gather_before" in rule_options:  # the configured modules are for the other blocks
         trigger, patterns = rule_options["gather_before"], ()
     patterns = rule_options.get("gather_before_modules", patterns)
-    module = part.modules[0][1]
-    entry = Block(
-        part.name, module, None, None, trigger, rule_options, part.modules, part.layers, around
-    )
+    entry, module = replace(part, trigger=trigger, rule_options=rule_options), part.module
     if trigger in ("qkv", "rolling") and not patterns:
         return entry
     usual = TRIGGERS.get(trigger, ())
@@ -297,7 +266,7 @@ def _block(
                     full = inner if len(part.modules) == 1 else f"{prefix}.{inner}"
                     return replace(entry, trigger_name=full, trigger_module=child)
     by_rule = rule_options.keys() & {"gather_before", "gather_before_modules"}
-    if around >= 0 and not by_rule:
+    if part.around >= 0 and not by_rule:
         return entry  # not every part of a block has a trigger module: its entry is the trigger
     key = "weight_parallel.gather_before_modules"
     key = "gather_before_modules in its rule" if by_rule else key

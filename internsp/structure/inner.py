@@ -7,8 +7,9 @@ a divided block that are in none of its units are its rest (:mod:`internsp.sched
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -20,24 +21,38 @@ Named = tuple[str, nn.Module]
 
 
 @dataclass(frozen=True)
-class UnitModules:
-    """The modules of one unit of the gather queue.
+class Block:
+    """A unit of the gather queue and its prefetch trigger.
+
+    It is a transformer block; or, where rules of the plan say so, a part of one or several blocks.
 
     Attributes:
         name: its module's; for several modules the parent's with theirs: ``layers.0.(wq+wk)``.
-        modules: in the order of registration.
-        layers: indices of the model's blocks that the modules belong to.
-        inside: whether it is a part of a block.
+        modules: all of its modules, by name, in the order of registration.
+        layers: indices of the model's blocks that it consists of, or of the one it is a part of.
+        around: index of the enclosing block that it is a part of; -1: none.
+        trigger: which prefetch trigger was looked for.
+        trigger_name, trigger_module: the prefetch trigger; ``None``: the unit's entry.
+        rule_options: what the plan's rules set for it, by key.
     """
 
     name: str
     modules: tuple[Named, ...]
     layers: tuple[int, ...]
-    inside: bool = False
+    around: int = -1
+    trigger: str = "qkv"
+    trigger_name: str | None = None
+    trigger_module: nn.Module | None = None
+    rule_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def module(self) -> nn.Module:
+        """The first of its modules."""
+        return self.modules[0][1]
 
 
-def divide_into_units(blocks: Sequence[Named], rules: Rules) -> list[UnitModules]:
-    """The units of a model's ``blocks``, in the order in which they run.
+def divide_into_units(blocks: Sequence[Named], rules: Rules) -> list[Block]:
+    """The units of a model's ``blocks``, in the order in which they run, without triggers.
 
     Units of one block are in the order of the patterns if one rule makes all of them, else in the
     order in which their modules are registered.
@@ -64,10 +79,11 @@ def divide_into_units(blocks: Sequence[Named], rules: Rules) -> list[UnitModules
                 "name it in weight_parallel.blocks, in the order in which they run"
             )
         own.setdefault(around, []).append((name, matched_rule))
-    parts: list[UnitModules] = []
-    for number, (name, module) in enumerate(blocks):
+    parts: list[Block] = []
+    divided = sorted(own)
+    for number, block in enumerate(blocks):
         if number in own:
-            parts += _units_inside(number, module, name, own[number])
+            parts += _units_inside(number, divided.index(number), block, own[number])
             continue
         together = next((c for c in merged.values() if number in c), [number])
         if number == together[0]:
@@ -89,8 +105,9 @@ def _unit_rules(rules: Rules) -> dict[str, MatchedRule]:
 
 
 def _units_inside(
-    number: int, block: nn.Module, block_name: str, own: Sequence[tuple[str, MatchedRule]]
-) -> list[UnitModules]:
+    number: int, around: int, named: Named, own: Sequence[tuple[str, MatchedRule]]
+) -> list[Block]:
+    block_name, block = named
     registered = [f"{block_name}.{name}" for name, _ in block.named_modules() if name]
     modules = {name: block.get_submodule(name[len(block_name) + 1 :]) for name, _ in own}
     for name in modules:
@@ -110,16 +127,14 @@ def _units_inside(
     else:
         ordered = list(units.values())
     return [
-        UnitModules(
-            _unit_name(names), tuple((n, modules[n]) for n in names), (number,), inside=True
-        )
+        Block(_unit_name(names), tuple((n, modules[n]) for n in names), (number,), around)
         for names in ordered
     ]
 
 
 def _merged_unit(
     numbers: Sequence[int], blocks: Sequence[Named], own: dict[int, list[tuple[str, MatchedRule]]]
-) -> UnitModules:
+) -> Block:
     numbers = sorted(numbers)
     names = [blocks[number][0] for number in numbers]
     if numbers[-1] - numbers[0] + 1 != len(numbers):
@@ -132,9 +147,7 @@ def _merged_unit(
             f"weight_parallel.rules: {divided[0]} is one unit with other blocks, and has units of "
             "its own"
         )
-    return UnitModules(
-        _unit_name(names), tuple(blocks[number] for number in numbers), tuple(numbers)
-    )
+    return Block(_unit_name(names), tuple(blocks[number] for number in numbers), tuple(numbers))
 
 
 def _unit_name(names: Sequence[str]) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from internsp.errors import StructureError
-from internsp.structure.blocks import Block, EnclosingBlock, Structure
-from internsp.structure.inner import Named
+from internsp.structure.blocks import EnclosingBlock, Structure
+from internsp.structure.inner import Block, Named
 from internsp.structure.prefetch import KEYS, prefetch_counts
 
 
@@ -94,10 +94,7 @@ def _block(unit: NamedUnit, layer: int, free: bool) -> Block:
     for key, others in unit.ahead.items():
         if named := tuple(other.name for other in others if other.kind == "block"):
             options[key] = named
-    return Block(
-        unit.name, unit.modules[0][1], None, None, rule_options=options,
-        modules=tuple(unit.modules), layers=(layer,), around=unit.around,
-    )  # fmt: skip
+    return Block(unit.name, tuple(unit.modules), (layer,), unit.around, rule_options=options)
 
 
 def _prefetches(blocks: Sequence[Block], notes: list[str]) -> dict[tuple[str, int], int]:
