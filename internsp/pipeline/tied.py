@@ -99,8 +99,8 @@ def make_tied_weights(
         declared = {one[min(one)]: one for one in declared if one}
     weights: list[TiedWeight] = []
 
-    def read() -> tuple[list[str], dict[tuple[str, int], str]]:
-        facts = {}
+    def read() -> tuple[list[str], list[dict[int, str]]]:
+        forms: list[dict[int, str]] = []
         for number in (number for one in declared.values() for number in one):
             if not 0 <= number < count:
                 raise StructureError(
@@ -108,42 +108,38 @@ def make_tied_weights(
                 )
         for name, one in declared.items():
             copies = tuple(TiedCopy(stage, rank_of(stage), one[stage]) for stage in sorted(one))
-            weight = TiedWeight(name, copies)
+            weights.append(TiedWeight(name, copies))
+            forms.append({})
             for stage in (stage for stage in stages if stage.stage_index in one):
-                member = _member(stage.submod, one[stage.stage_index])
-                if isinstance(member, str):
-                    facts[name, stage.stage_index] = member
-                    continue
-                facts[name, stage.stage_index] = _form(member)
-                weight.own_copies.append((stage.communicator, member))
-            weights.append(weight)
+                member, form = _copy_in(stage.submod, one[stage.stage_index])
+                forms[-1][stage.stage_index] = form
+                if member is not None:
+                    weights[-1].own_copies.append((stage.communicator, member))
         if any(c.state.consumer.is_optimizer for weight in weights for c, _ in weight.own_copies):
             raise OrderError(
                 f"rank {mesh.rank} has a ZeroOptimizer for a chunk with tied weights already: make "
                 "the Pipeline first, which finds tied weights, then the optimizers"
             )
-        return [str(weight) for weight in weights], facts
+        return [str(weight) for weight in weights], forms
 
     _compare(Objects(mesh.pipeline_group).on_every(read), weights, mesh)
     return TiedWeights(mesh, weights, track)
 
 
-def _member(chunk: nn.Module, name: str) -> Member | str:
+def _copy_in(chunk: nn.Module, name: str) -> tuple[Member | None, str]:
+    """A chunk's copy, and what must be equal for all copies, as text."""
     try:
         parameter: Any = chunk.get_parameter(name)
     except AttributeError:
-        return "is not there"
+        return None, "is not there"
     member: Member | None = getattr(parameter, "_member", None)
-    return "is not parallel (a rule of the plan ignores it)" if member is None else member
-
-
-def _form(member: Member) -> str:
-    """What must be equal for all copies, as text."""
+    if member is None:
+        return None, "is not parallel (a rule of the plan ignores it)"
     shape = f"{list(member.parameter.shape)} {member.dtype}"
     if not isinstance(member, ShardedParameter):
-        return f"is replicated, {shape}"
+        return member, f"is replicated, {shape}"
     dim, size, axis = member.layout.dim, member.layout.size, member.axis.name
-    return f"is sharded on dimension {dim} of {shape} over {size} ranks ({axis})"
+    return member, f"is sharded on dimension {dim} of {shape} over {size} ranks ({axis})"
 
 
 def _compare(gathered: Sequence[Any], weights: Sequence[TiedWeight], mesh: ParallelMesh) -> None:
@@ -154,11 +150,9 @@ def _compare(gathered: Sequence[Any], weights: Sequence[TiedWeight], mesh: Paral
                 f"pipeline ranks tie different weights: {declared[0]} and {names} (pipeline ranks "
                 f"0 and {rank}; this is rank {mesh.rank}): make the same model on every rank"
             )
-    forms: dict[tuple[str, int], str] = {}
-    for _, facts in gathered:
-        forms |= facts
-    for weight in weights:
-        found = [forms.get((weight.name, each.stage), "is on no rank") for each in weight.copies]
+    for number, weight in enumerate(weights):
+        forms = {stage: form for _, own in gathered for stage, form in own[number].items()}
+        found = [forms.get(each.stage, "is on no rank") for each in weight.copies]
         wrong = any(form.startswith(("is not ", "is on ")) for form in found)
         if wrong or len(set(found)) > 1:
             parts = [f"{each} {form}" for each, form in zip(weight.copies, found, strict=True)]
