@@ -27,30 +27,22 @@ from internsp.modules.wrapping import Forward, Wrapping
 from internsp.wp.parameter import Member, ShardedParameter
 
 
-class BlockParameters:
-    """All parameters of a block.
+class BlockHandle:
+    """The use of all parameters of a block in one forward.
 
-    Attributes:
-        all: sharded and replicated ones, in the order of use.
+    Args:
+        weights: sharded and replicated ones, in the order of use.
         sharded: the sharded weights of the block's unit, which backward needs in their slot again.
         shared: sharded weights of units outside of the blocks: other blocks use them, too.
-        in_unit: ``sharded`` as a set.
     """
 
-    def __init__(self, weights: Sequence[Member]) -> None:
-        self.all = weights
-        found = [weight for weight in weights if isinstance(weight, ShardedParameter)]
-        self.sharded = [weight for weight in found if weight.unit.block >= 0]
-        self.shared = [weight for weight in found if weight not in self.sharded]
-        self.in_unit = frozenset(self.sharded)
-
-
-class BlockHandle:
-    """The use of all parameters of a block in one forward."""
-
-    def __init__(self, of: BlockParameters) -> None:
-        self.weights, self.sharded, self.shared = of.all, of.sharded, of.shared
-        self._in_unit = of.in_unit
+    def __init__(
+        self,
+        weights: Sequence[Member],
+        sharded: Sequence[ShardedParameter],
+        shared: Sequence[ShardedParameter],
+    ) -> None:
+        self.weights, self.sharded, self.shared = weights, sharded, shared
 
     def unshard(self) -> list[Tensor]:
         """The tensors to compute with."""
@@ -89,7 +81,7 @@ class BlockHandle:
         for weight, gradient in reversed(list(zip(self.weights, gradients, strict=True))):
             if gradient is None:
                 continue
-            if weight in self._in_unit and together:
+            if together and isinstance(weight, ShardedParameter) and weight.unit.block >= 0:
                 sharded.append((weight, gradient))
             else:
                 weight.require_version(self._shown[weight])
@@ -110,7 +102,9 @@ def _unsharding_all(block: nn.Module, inner: Forward) -> Forward:
     modules = [m for m in block.modules() if weights_of(m)]
     held: list[Any] = [m._parameters for m in modules]
     own = [weight for weights in held for weight in weights.weights.values()]
-    weights_of_block = BlockParameters(own)
+    found = [weight for weight in own if isinstance(weight, ShardedParameter)]
+    sharded = [weight for weight in found if weight.unit.block >= 0]
+    shared = [weight for weight in found if weight.unit.block < 0]
     copied = [(m, weights) for m, weights in zip(modules, held, strict=True) if weights.copies]
 
     @wraps(inner)
@@ -118,7 +112,7 @@ def _unsharding_all(block: nn.Module, inner: Forward) -> Forward:
         for module, weights in copied:
             weights.require_copies(module)
         before = input_tensors((args, kwargs))
-        handle = BlockHandle(weights_of_block)
+        handle = BlockHandle(own, sharded, shared)
         unsharded = views(handle, *[weight.parameter for weight in own])
         plain = _plain(held, unsharded)
         handed = [dict(inside) for inside in plain]
@@ -183,14 +177,9 @@ def _keep_what_was_put_in(
     return taken
 
 
-def compile_block(block: nn.Module, **options: Any) -> None:
-    """:func:`unshard_at_block_entry` with a compiled forward.
-
-    Args:
-        options: for ``torch.compile``.
-    """
-    wrapping = Wrapping.of(block)
-    wrapping.prepare = lambda forward: _uncollected(torch.compile(forward, **options))
+def compile_block(block: nn.Module) -> None:
+    """:func:`unshard_at_block_entry` with a compiled forward."""
+    Wrapping.of(block).prepare = lambda forward: _uncollected(torch.compile(forward))
     unshard_at_block_entry(block)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -19,7 +19,7 @@ from internsp.modules.casts import find_casts
 from internsp.modules.supported import require_supported
 from internsp.parallel.build import CollectivesFactory, Examined, build
 from internsp.parallel.compare import require_same_model
-from internsp.structure.assign import plan_sharding, require_patterns_matched
+from internsp.structure.assign import ParameterSharding, plan_sharding, require_patterns_matched
 from internsp.structure.blocks import read_structure
 from internsp.structure.units import chunk_layout
 from internsp.wp.collectives import Collectives
@@ -181,13 +181,30 @@ def examine(
     recomputed = recomputed_blocks(checkpoint, structure.layers)
     shardings = plan_sharding(model, structure, config, shape.expert)
     if own_communicator:
-        from internsp.parallel.own import require_own_serves
-
-        require_own_serves(shardings)
+        _require_own_serves(shardings)
     plan = chunk_layout(
         shardings, structure, config, shape, recomputed, split, device, own_communicator
     )
     return Examined(structure, recomputed, shardings, plan, split)
+
+
+def _require_own_serves(shardings: Sequence[ParameterSharding]) -> None:
+    """Refuse what a communicator of the user's own cannot do for a weight."""
+    for sharding in shardings:
+        options = sharding.options
+        if sharding.unit is None:
+            continue
+        if options.offload:
+            raise ConfigError(
+                f"weight_parallel.offload of {sharding.name}: a communicator of your own reads "
+                "shards on the device; offload nothing, or take the library's communicator"
+            )
+        if options.custom_gather is not None or options.quantize != "none":
+            raise ConfigError(
+                f"weight_parallel.quantize (or a rule's functions) of {sharding.name}: a "
+                "communicator of your own decides what travels; quantize nothing, or take the "
+                "library's communicator"
+            )
 
 
 def _has_sequences(model: nn.Module, mesh: ParallelMesh, config: SequenceConfig) -> bool:
