@@ -1,10 +1,11 @@
 """Casts the inputs and outputs of single modules to the dtypes that rules of the plan set.
 
-A rule with a ``compute_dtype`` makes some modules compute in another dtype than their neighbors.
-If there is such a rule, the floating inputs of every block, every matched module and the head are
-cast to the dtype in which it computes, unless ``cast_inputs`` is false; the floating outputs of a
-matched module are cast to the rule's ``output_dtype`` (like FSDP2's ``MixedPrecisionPolicy`` of a
-module). Without such a rule no hook is registered, and only the model's own inputs are cast.
+The model's own floating inputs are cast to ``weight_parallel.compute_dtype``. A rule with a
+``compute_dtype`` makes some modules compute in another dtype than their neighbors. If there is such
+a rule, the floating inputs of every block, every matched module and the head are cast to the dtype
+in which it computes; the floating outputs of a matched module are cast to the rule's
+``output_dtype`` (like FSDP2's ``MixedPrecisionPolicy`` of a module). ``cast_inputs`` turns casts of
+inputs off.
 """
 
 from __future__ import annotations

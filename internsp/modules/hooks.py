@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.utils import _apply_to_tensors  # through dataclasses, too
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -105,7 +104,6 @@ def register_hooks(
     root_scope: Scope,
     blocks: Sequence[BlockHooks],
     communicator: ISPCommunicator,
-    compute_dtype: torch.dtype | None = None,
     compiles: bool = False,
     context_fn: ContextFn | None = None,
     offload: ActivationOffload | None = None,
@@ -128,13 +126,11 @@ def register_hooks(
         root: the model.
         root_scope: in which weights outside of the blocks may be read.
         blocks: the units, and the blocks that hold units.
-        compute_dtype: dtype of the weights, if it is not their own; the root's floating inputs are
-            cast to it.
         compiles: ``torch.compile`` compiles each block as a whole.
         context_fn: says what selective checkpointing keeps.
         offload: offloads the activations that recomputed blocks keep.
     """
-    hooks = Hooks(communicator.events, compute_dtype)
+    hooks = Hooks(communicator.events)
     members = communicator.replicated.all_parameters()
 
     # The model. Before all other hooks, so that a user's hooks find the state of this pass.
@@ -197,9 +193,8 @@ def register_hooks(
 class Hooks:
     """The hooks of one chunk."""
 
-    def __init__(self, events: Events, compute_dtype: torch.dtype | None) -> None:
+    def __init__(self, events: Events) -> None:
         self._events = events
-        self._compute_dtype = compute_dtype
         self._inputs: dict[Block, InputTensors] = {}
         self.module_groups: dict[Unit, ModuleGroup] = {}
 
@@ -226,22 +221,16 @@ class Hooks:
             trigger = hooked.trigger if hooked.trigger is not None else modules[0]
             trigger.register_forward_pre_hook(partial(self._at_prefetch_trigger, block))
 
-    def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         compiled = module._compiled_call_impl is not None  # module.compile()
         if compiled or transforming() or torch.compiler.is_compiling():
             refuse_transformed("the model", compiled)
         refuse_traced("the model")
         if graph_task() != NO_TASK:
-            return None
+            return
         for group in self.module_groups.values():
             group.left = None  # a forward that failed may have left it set
         self._events.root_pre_forward(args, kwargs)
-        if self._compute_dtype is None:
-            return None
-        return _apply_to_tensors(self._cast, (args, kwargs))
-
-    def _cast(self, value: Tensor) -> Tensor:
-        return value.to(self._compute_dtype) if value.is_floating_point() else value
 
     def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if graph_task() != NO_TASK:

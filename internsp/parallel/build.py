@@ -21,7 +21,7 @@ from internsp.failure.comm_context import CommContext, Counters
 from internsp.failure.consensus import Consensus
 from internsp.failure.recovery import StageRecovery
 from internsp.mesh import ParallelMesh, WeightAxis
-from internsp.modules.casts import find_casts, register_casts
+from internsp.modules.casts import ModuleCasts, find_casts, register_casts
 from internsp.modules.hooks import BlockHooks, register_hooks
 from internsp.modules.parameters import Scope, attach, put
 from internsp.modules.reads import ForwardReads
@@ -508,16 +508,14 @@ def _register(
         )
         for i, block in enumerate(structure.blocks)
     ]
-    casts = find_casts(model, structure, config)
-    dtype = None  # to which the model's inputs are cast
+    casts = [*find_casts(model, structure, config)]
     if config.compute_dtype is not None and config.cast_inputs:
-        dtype = DTYPES[config.compute_dtype]
+        casts.append(ModuleCasts("", model, DTYPES[config.compute_dtype], None))
     register_hooks(
         model,
         scopes.root,
         hooked,
         communicator,
-        dtype,
         config.compile,
         _context_fn(checkpoint),
         activations,

@@ -349,7 +349,7 @@ class Backward(Generic[W]):
         if not self.progress.split:
             self.turns.declare([(unit, group) for group in reversed(unit.groups)])
         passes.gather_block(number, out)
-        opened.reaching = unit.recomputed and unit.has_trigger
+        opened.reaching = unit.recomputed and unit.trigger_at >= 0
         if not opened.reaching:
             passes.prefetch(unit, BACKWARD, out)
 

@@ -101,7 +101,7 @@ class Reductions(Generic[W]):
         """After a failure: nothing is in flight."""
         self._flying.clear()
         self._flying_bytes, self._unit = 0, None
-        self.exchanges.forget()
+        self.exchanges.reset()
 
     def _finish_oldest(self, out: list[Action[W]]) -> None:
         _, weights, nbytes = self._flying.popleft()
@@ -160,8 +160,9 @@ class Exchanges(Generic[W]):
         self.declare(parcels, self._limit)
 
     def reset(self) -> None:
-        """Begin anew: no parcel is complete, exchanged or in flight."""
+        """Begin anew: nothing is reduced, complete, exchanged or in flight."""
         self.early = False
+        self._reducing.clear()
         self._at = 0  # the next parcel
         self._again: set[int] = set()  # parcels with a reduction after their exchange
         self._settled: set[W] = set()  # weights whose last reduction of this backward was launched
@@ -211,11 +212,6 @@ class Exchanges(Generic[W]):
             self._start(index, out)
         while self._flying:
             self._finish_oldest(out)
-        self.reset()
-
-    def forget(self) -> None:
-        """After a failure: :meth:`reset`, also of the reductions in flight."""
-        self._reducing.clear()
         self.reset()
 
     def _start(self, index: int, out: list[Action[W]]) -> None:

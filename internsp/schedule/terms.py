@@ -109,11 +109,6 @@ class Unit(Generic[W]):
     around: int = -1
     groups: Sequence[Group[W]] = field(default=(), init=False)
 
-    @property
-    def has_trigger(self) -> bool:
-        """Whether a module inside it is the prefetch trigger; otherwise its entry is."""
-        return self.trigger_at >= 0
-
 
 @dataclass(frozen=True, eq=False)
 class Parcel(Generic[W]):

@@ -73,7 +73,7 @@ def example(
     cut = {w.name: w.layout.dim for w in communicator.replicated.sharded}
     communicator.reshard(variables["model"])
     wide = {w.name: w.reduce_dtype == torch.float64 for w in communicator.replicated.sharded}
-    return cut, [unit.has_trigger for unit in communicator.blocks], wide
+    return cut, [unit.trigger_at >= 0 for unit in communicator.blocks], wide
 
 
 @pytest.mark.thorough(1)

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from internsp.config import ActivationCheckpointConfig
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
+from internsp.parallel.parallelize import parallelize
 from tests.support.models import Tiny, Twin, raises
 from tests.support.ranks import ranks
 
@@ -106,3 +108,18 @@ def test_inputs_are_not_cast_where_a_rule_says_so_and_compiled_blocks_are_refuse
     with pytest.raises((RuntimeError, TypeError, IndexError)):
         twin.ours(torch.ones(2, 3, dtype=HIGH))  # used as ids, but not integers: they stay fp64
     assert asked == [HIGH]
+
+
+@ranks(1)
+def test_a_models_inputs_are_cast_again_where_a_program_recomputes_the_whole_model() -> None:
+    mesh = ParallelMesh.create(weight=1, device_type="cpu", timeout_seconds=20)
+    model = Tiny().double()
+    inner, asked = model.layers[0], list[torch.dtype]()
+    model.embed = nn.Identity()  # inputs are hidden states
+    parallelize(model, mesh, WeightParallelConfig(compute_dtype="float32"))
+    inner.register_forward_pre_hook(lambda _, args: asked.append(args[0].dtype))
+    hidden = torch.randn(2, 3, inner.wo.in_features, dtype=HIGH, requires_grad=True)
+    torch_checkpoint(model, hidden, use_reentrant=False).sum().backward()
+    assert asked == [LOW, LOW]
+    assert hidden.grad is not None
+    assert hidden.grad.dtype is HIGH

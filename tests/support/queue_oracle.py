@@ -904,7 +904,7 @@ class GatherQueue(Generic[U, W]):
         if not self.split:
             self._declare_reductions([(unit, group) for group in reversed(unit.groups)])
         self._demand_block(number, out)
-        self._reaching = unit.recomputed and unit.has_trigger
+        self._reaching = unit.recomputed and unit.trigger_at >= 0
         if not self._reaching:
             self._prefetch_from(unit, BACKWARD, out)
 
