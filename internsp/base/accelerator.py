@@ -56,7 +56,7 @@ class Arrival:
             self._streams.add(stream)
 
 
-class Turns:
+class StreamTurns:
     """Orders the streams that use the same memory: who takes it stands behind all users so far."""
 
     def __init__(self) -> None:

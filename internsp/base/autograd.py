@@ -74,8 +74,8 @@ def compiled(name: str) -> StructureError:
     """The error for a module that the user has compiled, with the code that gathers its weights."""
     return StructureError(
         f"{name} is compiled by torch.compile around what gathers its weights, which no compiler "
-        "can trace: have blocks compiled by weight_parallel.compile = true (with trigger 'qkv' or "
-        "'rolling'); functions of plain tensors may be compiled freely"
+        "can trace: have blocks compiled by weight_parallel.compile = true (with gather_before = "
+        "'qkv' or 'rolling'); functions of plain tensors may be compiled freely"
     )
 
 

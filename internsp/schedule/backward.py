@@ -44,9 +44,6 @@ class OpenBlock(Generic[W]):
 class Backward(Generic[W]):
     """The backward of one chunk.
 
-    Args:
-        enclosing: blocks that hold several units.
-
     Attributes:
         open: the block whose backward runs.
         turns: whose reduction is next.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from internsp.base.accelerator import Stream, Turns, current_stream
+from internsp.base.accelerator import Stream, StreamTurns, current_stream
 from internsp.base.host import HostSum
 from internsp.base.trace import Trace
 from internsp.mesh import WeightAxis
@@ -125,7 +125,7 @@ class GradientReducer:
         self.unsharded_sums = UnshardedSums(buffers)
         self.frozen: set[ShardedParameter] = set()
         self._current = current_stream(buffers.device)
-        self._turns = Turns()
+        self._turns = StreamTurns()
 
     def take_turn(self) -> None:
         """Make the current stream, which works on gradients next, stand behind those before it.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from internsp.base.accelerator import Turns, copy_to, current_stream
+from internsp.base.accelerator import StreamTurns, copy_to, current_stream
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import Collectives, all_reduce
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, trained, unflatten
@@ -50,7 +50,7 @@ class ReplicatedParameters:
         self.given: set[int] = set()
         self._mine: list[bool] = []  # this rank's flags in the last reduction
         self._sent, self._there = list[bool](), torch.empty(0)  # the last copied to the device
-        self._current, self._turns = current_stream(mesh.device), Turns()
+        self._current, self._turns = current_stream(mesh.device), StreamTurns()
 
     def bind(self, events: Events) -> None:
         """Let the gradients that are ready be reported to ``events``."""

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from internsp.base.accelerator import Arrival, CurrentStream, Turns, current_stream
+from internsp.base.accelerator import Arrival, CurrentStream, StreamTurns, current_stream
 from internsp.schedule import terms as schedule
 from internsp.schedule.chunk import aligned
 from internsp.schedule.terms import Group
@@ -101,7 +101,7 @@ class SlotStreams:
     def __init__(self, current: CurrentStream | None) -> None:
         self._current = current
         self.active = current is not None
-        self._turns = Turns()
+        self._turns = StreamTurns()
         self._arrivals: dict[Hashable, Arrival] = {}  # of what lies in the slot
 
     def before_overwrite(self, *weights: Hashable) -> None:
