@@ -58,18 +58,7 @@ def matches(name: str, pattern: str) -> bool:
     """Whether a valid ``pattern`` (see :func:`mistake`) matches all of ``name``."""
     if "*" not in pattern and "?" not in pattern and "{" not in pattern:
         return name == pattern
-    parts = name.split(".")
-    reached = {0}  # numbers of name parts that the pattern's parts so far may have matched
-    for part in pattern.split("."):
-        if part == "**":
-            reached = set(range(min(reached), len(parts) + 1))
-        else:
-            expression = _expression(part)
-            fitting = (i for i in reached if i < len(parts) and expression.fullmatch(parts[i]))
-            reached = {i + 1 for i in fitting}
-        if not reached:
-            return False
-    return len(parts) in reached
+    return _expression(pattern).fullmatch(f"{name}.") is not None
 
 
 def ancestors(name: str) -> Iterator[str]:
@@ -113,14 +102,19 @@ def checked(pattern: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _expression(part: str) -> re.Pattern[str]:
-    return re.compile("".join(map(_translated, _TOKEN.finditer(part))), re.DOTALL)
+def _expression(pattern: str) -> re.Pattern[str]:
+    """For names with a dot behind each part."""
+    any_parts = r"(?:[^.]*\.)*"
+    return re.compile("".join(
+        any_parts if part == "**" else "".join(map(_translated, _TOKEN.finditer(part))) + r"\."
+        for part in pattern.split(".")
+    ))  # fmt: skip
 
 
 def _translated(token: re.Match[str]) -> str:
     text = token[0]
     if text in "*?":
-        return ".*" if text == "*" else "."
+        return "[^.]*" if text == "*" else "[^.]"
     if text[0] != "{":
         return re.escape(text)
     numbers = "[0-9]+"
