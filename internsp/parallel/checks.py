@@ -6,12 +6,12 @@ from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from internsp.errors import StructureError
 from internsp.failure.consensus import Consensus
 from internsp.failure.recovery import StageRecovery
-from internsp.mesh import ParallelMesh
+from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.parallel.compare import token_count_check
 from internsp.wp.checks import RootCheck
 from internsp.wp.parameter import Member, ShardedParameter, trained
@@ -129,22 +129,17 @@ def register_read_checks(weights: Sequence[ShardedParameter], recovery: StageRec
     Sets ``weight.meet``, which ``full_tensor()`` calls before its all-gather, and its backward
     before the sum over all ranks.
     """
-    consensus: dict[tuple[object, str], Consensus] = {}
-    for weight in weights:
-        axis = weight.axis
-        grid = axis.param_mesh.mesh
 
-        def among(of: str, ranks: list[int], axis: Any = axis) -> Consensus | None:
-            if len(ranks) == 1:
-                return None
-            if (axis, of) not in consensus:
-                name = f"{recovery.shared_name}/{axis.name}/{of}"
-                consensus[axis, of] = recovery.among(name, ranks)
-            return consensus[axis, of]
+    def among(axis: WeightAxis, of: str, grid: Tensor) -> Consensus | None:
+        name, ranks = f"{recovery.shared_name}/{axis.name}/{of}", grid.flatten().tolist()
+        return recovery.among(name, ranks) if len(ranks) > 1 else None
 
-        replica = axis.replica_rank
-        of_replica = among(str(replica), grid[replica].flatten().tolist())
-        weight.meet = partial(_meet, of_replica, among("all", grid.flatten().tolist()))
+    for axis in dict.fromkeys(weight.axis for weight in weights):
+        replica, grid = axis.replica_rank, axis.param_mesh.mesh
+        meet = partial(_meet, among(axis, str(replica), grid[replica]), among(axis, "all", grid))
+        for weight in weights:
+            if weight.axis is axis:
+                weight.meet = meet
 
 
 def _meet(
@@ -185,5 +180,3 @@ class FrozenParameterCheck:
         remedy = "freeze and unfreeze the same parameters on all ranks"
         self._consensus.same("frozen", what, kind=StructureError, remedy=remedy)
         self._agreed = now
-
-
