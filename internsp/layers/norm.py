@@ -95,9 +95,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size]`` to ``[..., size]`` in the same dtype. Does not block."""
-        return self._normalized(x, self.weight)
-
-    def _normalized(self, x: Tensor, weight: Tensor) -> Tensor:
+        weight = self.weight
         if self._apex is not None and x.is_cuda:
             return self._fused(self._apex, x, weight)
         if x.is_cuda and weight.dtype == x.dtype:
