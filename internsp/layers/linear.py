@@ -145,12 +145,3 @@ class ParallelEmbeddingWithCommExt(nn.Embedding):
     """
 
     shard_dim = 0
-
-
-__all__ = [
-    "ColumnParallelLinearWithCommExt",
-    "GroupedLinearWithCommExt",
-    "ParallelEmbeddingWithCommExt",
-    "ParallelLinearWithCommExt",
-    "RowParallelLinearWithCommExt",
-]
