@@ -12,7 +12,7 @@ from internsp.schedule.chunk import ChunkLayout, UnitLayout, WeightLayout
 from internsp.schedule.simulate import simulate
 from internsp.schedule.terms import BACKWARD, FORWARD, Policy, prefetch_targets, slot_sizes
 from internsp.structure.kept import blocks_within, evenly_spread, extra_slot_bytes
-from tools.bench.bounds import MBIT, Line, play
+from tools.bench.bounds import MBIT, play
 
 SIZES = {"q": 1.0, "k": 1.0, "v": 1.0, "wo": 1.0, "w1": 8 / 3, "w3": 8 / 3, "w2": 8 / 3}
 BLOCK = sum(SIZES.values())
@@ -36,7 +36,7 @@ def played(blocks: int, kept: tuple[int, ...], slowness: float, micro_batches: i
         for part, size in SIZES.items()
         for phase, times in ((FORWARD, 1), (BACKWARD, 2))
     }
-    lines = [Line(a.kind, a.phase, a.weight, a.nbytes) for a in schedule.actions]
+    lines = [(a.kind, a.phase, a.weight, a.nbytes) for a in schedule.actions]
     return play(lines, seconds, 1e6 * BLOCK / slowness / MBIT)
 
 
