@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from internsp.app.train.run_folder import RunFolder
 from internsp.app.train.run_lock import RunLock
 from internsp.errors import ConfigError
 
@@ -102,3 +103,15 @@ def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
     won = [process.communicate(timeout=60)[0] for process in several]
     # Two at once would meet in the folder, which mkdir does not make twice.
     assert won == ["20\n"] * 3
+
+
+def test_a_run_that_sets_an_older_one_aside_holds_its_own_folder(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    folder = RunFolder(path, "two", RunLock(path, "two"))
+    (path / "metrics.jsonl").touch()
+    run, (note,) = folder._begin(None)
+    assert (run, note) == ("two", f"the run that was in {path} is now in {tmp_path / 'run.1'}")
+    with pytest.raises(ConfigError, match="in use by"):
+        RunLock(path, "three")
+    RunLock(tmp_path / "run.1", "three").release(tmp_path / "run.1")
+    folder.release()
