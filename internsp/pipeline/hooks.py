@@ -61,17 +61,13 @@ class SchedulerHook:
         """The chunk has run all its micro-batches of this step."""
 
 
-def gather_phase(action: ComputeAction) -> str | None:
-    """The phase of the first all-gather of ``action``; ``None`` if it gathers nothing."""
-    if not action.part:
-        return FORWARD
-    return None if action.part == WEIGHT else BACKWARD
-
-
-def next_gathering_action(actions: Sequence[ComputeAction], index: int) -> ComputeAction | None:
-    """The first action after ``index`` that gathers weights; its first block can be prefetched."""
-    later = actions[index + 1 :]
-    return next((action for action in later if gather_phase(action) is not None), None)
+def next_gather(actions: Sequence[ComputeAction], index: int) -> tuple[ComputeAction, str] | None:
+    """The first action after ``index`` that gathers weights, of which the first block can be
+    prefetched, and the phase of its first all-gather."""
+    for action in actions[index + 1 :]:
+        if action.part != WEIGHT:
+            return action, BACKWARD if action.part else FORWARD
+    return None
 
 
 def last_weight_backwards(actions: Sequence[ComputeAction]) -> frozenset[int]:
@@ -143,7 +139,7 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         planned = self._actions[self._index] if self._index < len(self._actions) else None
         if planned != action:
             raise OrderError(f"the schedule runs {action} where the plan has {planned}")
-        coming = next_gathering_action(self._actions, self._index)
+        coming = next_gather(self._actions, self._index)
         communicator = self._communicators[action.stage]
         communicator.accumulation.begin_action(
             communicator.queue.passes.order.policy.accumulate_whole,
@@ -166,11 +162,10 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         self._index += 1
         self._last_end = trace.now()
 
-    def _prefetch(self, coming: ComputeAction | None) -> None:
+    def _prefetch(self, coming: tuple[ComputeAction, str] | None) -> None:
         if coming is not None:
-            phase = gather_phase(coming)
-            assert phase is not None, "next_gathering_action() skips actions that gather nothing"
-            self._communicators[coming.stage].prefetch_pass(phase)
+            action, phase = coming
+            self._communicators[action.stage].prefetch_pass(phase)
 
     def after_backward(self, action: ComputeAction) -> None:
         """Finish reductions: unsharded gradients do not outlive a micro-batch (WP-6).

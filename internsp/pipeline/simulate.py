@@ -18,14 +18,12 @@ from internsp.pipeline.hooks import (
     INPUT,
     WEIGHT,
     ComputeAction,
-    gather_phase,
     last_weight_backwards,
-    next_gathering_action,
+    next_gather,
 )
 from internsp.pipeline.schedules import Order, ScheduleAction
 from internsp.schedule.chunk import ChunkLayout, Schedule
 from internsp.schedule.simulate import Simulator
-from internsp.schedule.terms import FORWARD
 
 
 def compute_actions(
@@ -101,12 +99,12 @@ def simulate_with_launches(
     reducing = last_weight_backwards(actions)
     for index, action in enumerate(actions):
         before = len(out.actions)
-        coming = next_gathering_action(actions, index)
+        coming = next_gather(actions, index)
 
-        def expect(coming: ComputeAction | None = coming) -> None:
+        def expect(coming: tuple[ComputeAction, str] | None = coming) -> None:
             if coming is not None:
-                other = chunks[coming.chunk]
-                other.record(other.queue.prefetch_pass(gather_phase(coming) or FORWARD))
+                other = chunks[coming[0].chunk]
+                other.record(other.queue.prefetch_pass(coming[1]))
 
         simulated = chunks[action.chunk]
         simulated.at_next_pass = expect  # type: ignore[method-assign]

@@ -11,12 +11,7 @@ import pytest
 
 from internsp.base.trace import Trace
 from internsp.errors import ConfigError, OrderError
-from internsp.pipeline.hooks import (
-    ComputeAction,
-    ISPCommunicatorSchedulerHook,
-    gather_phase,
-    next_gathering_action,
-)
+from internsp.pipeline.hooks import ComputeAction, ISPCommunicatorSchedulerHook, next_gather
 from internsp.pipeline.schedules import (
     SCHEDULES,
     Order,
@@ -162,10 +157,9 @@ def test_the_next_pass_that_gathers_is_prefetched_for_wherever_it_is() -> None:
         ComputeAction(3, 1, 0, "full"),
         ComputeAction(1, 0, 1), ComputeAction(1, 0, 1, "weight"),
     ]  # fmt: skip
-    wanted = [places[1], places[3], places[3], places[4], None, None]
-    assert [next_gathering_action(places, index) for index in range(len(places))] == wanted
-    assert [gather_phase(at) for at in places] == [
-        "forward", "backward", None, "backward", "forward", None,
+    assert [next_gather(places, index) for index in range(len(places))] == [
+        (places[1], "backward"), (places[3], "backward"), (places[3], "backward"),
+        (places[4], "forward"), None, None,
     ]  # fmt: skip
 
 
