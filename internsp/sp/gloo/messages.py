@@ -225,14 +225,6 @@ class PeerExchange:
         self._sent.clear()
 
 
-class _Successor(NamedTuple):
-    """The exchange that came next, with the sizes of its messages."""
-
-    key: ExchangeKey
-    plan: HeadPlan
-    depth: int
-
-
 class PeerExchanges:
     """The exchanges of one group, in the same order on all ranks of the group."""
 
@@ -240,7 +232,7 @@ class PeerExchanges:
         self._in_flight: dict[PeerExchange, None] = {}
         self._preposted: list[PeerExchange] = []  # those in flight whose start has not come
         self._previous: ExchangeKey | None = None
-        self._successors: dict[ExchangeKey, _Successor] = {}
+        self._successors: dict[ExchangeKey, tuple[ExchangeKey, ExchangeShape]] = {}
 
     def start(self, group: ExchangeGroup, key: ExchangeKey, shape: ExchangeShape) -> PeerExchange:
         """Return the exchange ``key`` with its receives posted."""
@@ -251,7 +243,7 @@ class PeerExchanges:
             self._preposted.remove(exchange)
             exchange.key = key
         if self._previous is not None:
-            self._successors[self._previous] = _Successor(key, shape.plan, shape.depth)
+            self._successors[self._previous] = key, shape
         self._previous = key
         return exchange
 
@@ -262,12 +254,12 @@ class PeerExchanges:
         backward for the next forward, whose lengths may differ. If another exchange follows (a
         block is skipped), the next exchange with equal sizes gets the receives, on every rank.
         """
-        found = self._successors.get(exchange.key)
-        if found is None or (found.key.phase == "forward") != (exchange.key.phase == "forward"):
+        key, last = self._successors.get(exchange.key, (None, exchange.shape))
+        if key is None or (key.phase == "forward") != (exchange.key.phase == "forward"):
             return
-        shape = replace(exchange.shape, plan=found.plan, depth=found.depth)
-        if self._find_preposted(found.key, shape) is None:
-            self._preposted.append(self._post(exchange.group, found.key, shape))
+        shape = replace(exchange.shape, plan=last.plan, depth=last.depth)  # of this batch
+        if self._find_preposted(key, shape) is None:
+            self._preposted.append(self._post(exchange.group, key, shape))
 
     def remove(self, exchange: PeerExchange) -> None:
         """Drop an exchange whose wait has begun."""
