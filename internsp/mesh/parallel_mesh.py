@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from numbers import Real
 from types import TracebackType
@@ -120,12 +120,8 @@ class WeightAxis:
 
 
 RequestedDegrees = tuple[int | str | tuple[int, ...] | None, ...]
-DEGREES = (
-    "weight", "sequence", "pipeline", "zero", "expert_weight", "expert", "tensor", "ring", "near",
-    "near_experts", "order",
-)  # fmt: skip
-"""The arguments of :class:`MeshShape` after ``world_size``, in the order of ``RequestedDegrees``.
-``order`` is only set by a user's DeviceMesh."""
+"""The arguments of :class:`MeshShape` between ``world_size`` and ``machines``, in order; ``order``
+is only set by a user's DeviceMesh."""
 
 _GROUPS = (
     "stage", "weight", "gradient", "replica", "zero", "zero_replica", "sequence", "data",
@@ -653,7 +649,8 @@ def _require_same_request(requested: RequestedDegrees | str, rank: int) -> tuple
     odd = [r for r, other in enumerate(everyone) if other != everyone[0]]
     if odd:
         first, other = everyone[0], everyone[odd[0]]
-        names = DEGREES if isinstance(first, str) else DEGREES[: len(first)]
+        names = [field.name for field in fields(MeshShape)][1:-1]
+        names = names if isinstance(first, str) else names[: len(first)]
         texts = [f"({a})" if isinstance(a, str) else a for a in (first, other)]
         raise MeshError(
             f"ranks ask for different meshes: rank 0 ({', '.join(names)}) = {texts[0]}, but rank "
