@@ -39,7 +39,6 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import GradientError, StructureError
 from internsp.modules.entry import compile_block, unshard_at_block_entry
 from internsp.modules.parameters import Scope, weights_of, wrap_forward, wrap_scope
-from internsp.modules.scalars import convert_state_before_steps
 from internsp.modules.watch import (
     after_load,
     after_step,
@@ -185,9 +184,8 @@ def register_hooks(
     root.register_state_dict_pre_hook(lambda *_: communicator.wait_until_ready())
     alive = weakref.ref(communicator)
     # Never removed: a finalizer could run while torch iterates over its hooks.
-    register_optimizer_step_pre_hook(partial(before_step, alive))
+    register_optimizer_step_pre_hook(partial(before_step, alive, {}))
     register_optimizer_step_post_hook(after_step)
-    convert_state_before_steps(communicator)
 
 
 class Hooks:

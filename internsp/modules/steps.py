@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import Shard
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from internsp.errors import StructureError
+from internsp.wp.parameter import Member
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer, stepped: Sequence[nn.Parameter]) -> None:
@@ -64,6 +66,55 @@ def lay_out_alike(optimizer: torch.optim.Optimizer, stepped: Sequence[nn.Paramet
             if own is None or own.shape != local.shape or own.stride() == local.stride():
                 continue
             value._local_tensor = torch.empty_like(local, dtype=own.dtype).copy_(own)
+
+
+def place_scalars(
+    optimizer: torch.optim.Optimizer,
+    scalars: Sequence[Member],
+    known: dict[type, frozenset[str]],
+) -> None:
+    """Make state that is like a parameter without dimensions a ``DTensor`` like it.
+
+    ``set_optimizer_state_dict`` of full values takes a moment without dimensions for a value such
+    as the step count, and leaves it a plain tensor, which torch's optimizers cannot step together
+    with a ``DTensor``.
+
+    Args:
+        known: names of the state that is like a parameter, of classes seen before; added to.
+
+    Raises:
+        StructureError: they cannot be found from the group's settings.
+    """
+    kind: Any = type(optimizer)
+    for member in scalars:
+        if member.parameter not in optimizer.state:
+            continue
+        state = optimizer.state[member.parameter]
+        plain = {name for name, value in state.items() if _is_plain_scalar(value)} - {"step"}
+        if plain and kind not in known:
+            known[kind] = _names_like(member, optimizer)
+        for name in plain and plain & known[kind]:
+            state[name] = member.wrap(state[name].to(member.device))
+
+
+def _is_plain_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.dim()
+
+
+def _names_like(member: Member, optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    from internsp.base.stand_in import StateNames, settings_of  # rarely needed
+
+    like = torch.zeros(2, dtype=member.dtype, device=member.device)
+    groups, kind = optimizer.param_groups, type(optimizer)
+    own = [group for group in groups if any(p is member.parameter for p in group["params"])]
+    try:
+        return frozenset(StateNames(like, kind, settings_of(own[0])).slices)
+    except Exception as error:
+        raise StructureError(
+            f"{kind.__name__} has plain tensors as state of {member.name}, which has no "
+            f"dimensions, on rank {dist.get_rank()}, and no second one could be made to see which "
+            f"of them are like the parameter ({error}): load DTensor, as its state_dict() has them"
+        ) from error
 
 
 def after_closure(

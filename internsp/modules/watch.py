@@ -57,11 +57,15 @@ def require_no_gradient_hooks(model: nn.Module, members: Sequence[Member]) -> Ca
 
 def before_step(
     communicator_ref: Callable[[], ISPCommunicator | None],
+    like_parameters: dict[type, frozenset[str]],
     optimizer: torch.optim.Optimizer,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Pre-hook of every torch optimizer's step: refuse or wait, if it steps our parameters.
+
+    Args:
+        like_parameters: what :func:`internsp.modules.steps.place_scalars` knows.
 
     Returns:
         The arguments of the step, where the gradients come from a closure among them.
@@ -87,11 +91,19 @@ def before_step(
     stepped = [member.parameter for member in members if id(member.parameter) in ids]
     if not stepped:  # it writes no shard that a gather in flight reads
         return None
-    from internsp.modules.steps import after_closure, lay_out_alike, refuse_optimizer
+    from internsp.modules.steps import (
+        after_closure,
+        lay_out_alike,
+        place_scalars,
+        refuse_optimizer,
+    )
 
     def prepare() -> None:
         communicator.placeholders.require_finished(stepped)
         lay_out_alike(optimizer, stepped)
+        scalars = communicator.replicated.scalars
+        if scalars and not communicator.state.consumer.is_optimizer:
+            place_scalars(optimizer, scalars, like_parameters)
         if communicator.state.handles or communicator.events.full_params_in:
             communicator.events.require_shards()
             communicator.state.wait_for_gathers()

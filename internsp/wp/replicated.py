@@ -29,6 +29,7 @@ class ReplicatedParameters:
 
     Attributes:
         members: the replicated parameters.
+        scalars: those without dimensions.
         sharded: the chunk's sharded parameters, which have flags only.
         flat: the flat gradient; ``None`` until it is first needed.
         given: indices of the parameters of which this rank has a gradient.
@@ -43,6 +44,7 @@ class ReplicatedParameters:
         self._mesh = mesh
         self.frozen: set[ReplicatedParameter] = set()
         self.members: list[ReplicatedParameter] = []
+        self.scalars: list[ReplicatedParameter] = []
         self.sharded = sharded
         self.flat: Tensor | None = None
         self.numel = 0
@@ -70,6 +72,8 @@ class ReplicatedParameters:
         member.sums, member.index = self, len(self.members)
         self.members.append(member)
         self.numel += member.shape.numel()
+        if not member.shape:
+            self.scalars.append(member)
 
     # the flat sum
 
