@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from internsp.base.autograd import (
     clone_aliases,
     input_tensors,
-    no_second_derivatives,
     register_pre_backward_hook,
 )
 from internsp.modules.parameters import Taken, put_back, require_unwritten, views, weights_of
@@ -66,8 +65,6 @@ class BlockHandle:
 
     def pre_backward(self, gradients: Any) -> None:
         """Unshard the weights for the backward of the block: the same values in their slot."""
-        if torch.is_grad_enabled():
-            no_second_derivatives()
         for weight in (*self.sharded, *self.shared):
             weight.require_version(self._shown[weight])
         if self.sharded:
