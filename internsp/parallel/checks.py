@@ -100,20 +100,11 @@ class AddedParameterCheck:
         Raises:
             StructureError: a parameter was added.
         """
-        if not self._snapshot or any(
-            len(parameters) != count or tuple(children.values()) != seen
+        if self._snapshot and all(
+            len(parameters) == count and tuple(children.values()) == seen
             for children, seen, parameters, count in self._snapshot
         ):
-            self._raise_if_added()
-            self._take_snapshot()
-
-    def _take_snapshot(self) -> None:
-        self._snapshot = [
-            (m._modules, tuple(m._modules.values()), m._parameters, len(m._parameters))
-            for m in self._model.modules()
-        ]
-
-    def _raise_if_added(self) -> None:
+            return
         for path, module in self._model.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and (module, name) not in self._known:
@@ -121,6 +112,10 @@ class AddedParameterCheck:
                         f"{path}.{name} was added after parallelize(), so that no rank would "
                         "share its gradient: build the whole model first, adapters included"
                     )
+        self._snapshot = [
+            (m._modules, tuple(m._modules.values()), m._parameters, len(m._parameters))
+            for m in self._model.modules()
+        ]
 
 
 def register_read_checks(weights: Sequence[ShardedParameter], recovery: StageRecovery) -> None:
