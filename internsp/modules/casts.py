@@ -40,11 +40,14 @@ class ModuleCasts:
 def find_casts(
     model: nn.Module, structure: Structure, config: WeightParallelConfig
 ) -> Sequence[ModuleCasts]:
-    """The casts that rules set for modules of ``model``; outer modules first.
+    """The casts of ``model``'s inputs, and those that rules set for its modules; outer ones first.
 
     Raises:
         ConfigError: a module to cast is inside a compiled block.
     """
+    found = []
+    if config.compute_dtype is not None and config.cast_inputs:
+        found.append(ModuleCasts("", model, DTYPES[config.compute_dtype], None))
     rules = structure.rules
     matched = {
         name: matched_rule
@@ -54,10 +57,9 @@ def find_casts(
         if name in matched_rule.modules
     }
     if not matched:
-        return ()
+        return found
     blocks = [name for block in structure.blocks for name, _ in block.modules]
     head = [structure.head[0]] if structure.head is not None else []
-    found = []
     for name, module in model.named_modules():
         if name not in matched and name not in blocks and name not in head:
             continue

@@ -21,7 +21,7 @@ from internsp.failure.comm_context import CommContext, Counters
 from internsp.failure.consensus import Consensus
 from internsp.failure.recovery import StageRecovery
 from internsp.mesh import ParallelMesh, WeightAxis
-from internsp.modules.casts import ModuleCasts, find_casts, register_casts
+from internsp.modules.casts import find_casts, register_casts
 from internsp.modules.hooks import BlockHooks, register_hooks
 from internsp.modules.parameters import Scope, attach, put
 from internsp.modules.reads import ForwardReads
@@ -40,7 +40,6 @@ from internsp.structure.assign import (
     enclosing_block_of,
 )
 from internsp.structure.blocks import Structure
-from internsp.structure.dtypes import DTYPES
 from internsp.wp.checks import RootCheck
 from internsp.wp.collectives import Collectives, ReplicaCollectives
 from internsp.wp.communicator import (
@@ -508,9 +507,6 @@ def _register(
         )
         for i, block in enumerate(structure.blocks)
     ]
-    casts = [*find_casts(model, structure, config)]
-    if config.compute_dtype is not None and config.cast_inputs:
-        casts.append(ModuleCasts("", model, DTYPES[config.compute_dtype], None))
     register_hooks(
         model,
         scopes.root,
@@ -520,7 +516,7 @@ def _register(
         _context_fn(checkpoint),
         activations,
     )
-    register_casts(casts)
+    register_casts(find_casts(model, structure, config))
     keep_parameters_in_place(model, communicator.parameters_of)
     if checkpoint is not None and checkpoint.tiles != 1:
         from internsp.modules.tiles import tile_all
