@@ -19,8 +19,7 @@ from internsp.config import WeightParallelConfig
 from internsp.errors import ConfigError, StructureError
 from internsp.mesh.shape import MeshShape
 from internsp.schedule.chunk import ChunkLayout
-from internsp.schedule.simulate import simulate
-from internsp.schedule.unused import BatchUsage
+from internsp.schedule.simulate import BatchUsage, simulate
 from internsp.structure.assign import plan_sharding
 from internsp.structure.blocks import read_structure
 from internsp.structure.units import chunk_layout

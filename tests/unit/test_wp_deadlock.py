@@ -19,10 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from internsp.schedule.chunk import ChunkLayout, ScheduleLine, UnitLayout
-from internsp.schedule.simulate import simulate
+from internsp.schedule.simulate import BatchUsage, simulate
 from internsp.schedule.terms import FINISH
 from internsp.schedule.turns import Turns
-from internsp.schedule.unused import BatchUsage
 from tests.unit.test_wp_order import data
 from tests.unit.test_wp_schedule import chunk, chunks
 

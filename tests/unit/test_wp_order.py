@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from internsp.schedule.chunk import ChunkLayout, UnitLayout, WeightLayout
 from internsp.schedule.learned import slots_for_order, with_run_order
 from internsp.schedule.queue import GatherQueue
-from internsp.schedule.simulate import simulate
+from internsp.schedule.simulate import BatchUsage, simulate
 from internsp.schedule.terms import FORWARD, Action, Policy
-from internsp.schedule.unused import BatchUsage
 from tests.unit.test_wp_schedule import PARTS, chunk, chunks
 
 LAUNCHES = ("AG", "RS", "A2A")
