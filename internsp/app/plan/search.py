@@ -96,53 +96,36 @@ class Space:
         self.base = workload_of(base, MeshShape(1))
         self.memory, self.observations = FREE * device.memory, Observations()
         self.least = LeastBytes(base, self.base, self.observations)
-        self._blocks: dict[tuple[Any, ...], tuple[BlockSeconds, tuple[float, float]]] = {}
+        self._blocks: dict[object, tuple[BlockSeconds, tuple[float, float]]] = {}
+        self.computed = lru_cache(maxsize=None)(self._computed)
         self.sent = lru_cache(maxsize=None)(self._sent)
         self.stepped = lru_cache(maxsize=None)(self._stepped)
         self.ways = lru_cache(maxsize=None)(self._ways)
 
     def allows(self, layout: Layout) -> bool:
         """Whether its degrees, batch and blocks divide."""
-        if self.ranks % layout.pipeline or layout.pipeline not in self._pipelines():
-            return False
-        stage = self.ranks // layout.pipeline
-        if (layout.sequence, layout.ring) not in set(self._sequences(stage)):
-            return False
         weights, sizes = self.sizes(layout)
-        numbers = self._micro_batches(
-            stage // layout.sequence, layout.pipeline, layout.schedule
-        )
-        return (
-            layout.schedule in self._schedules(layout.pipeline)
-            and layout.micro_batches in set(numbers)
-            and layout.expert in self._owners(stage)
-            and layout.weight in weights
-            and layout.expert_weight in sizes
-        )
+        family = replace(layout, checkpoint="none", weight=1, expert_weight=min(1, layout.expert))
+        shards = layout.weight in weights and layout.expert_weight in sizes
+        return shards and family in self.families()
 
     def families(self) -> Iterator[Layout]:
         """Layouts that recompute nothing, with weights, and experts, sharded over one rank."""
-        for pipeline in self._pipelines():
+        model = self.config.model
+        pipelines = (1,) if model.family == "hf" else divisors(self.ranks)
+        for pipeline, schedule in product(pipelines, SCHEDULES):
+            # Each chunk has a block at least.
+            if model.layers < pipeline * schedule[1] or (pipeline == 1 and schedule[1] > 1):
+                continue
             stage = self.ranks // pipeline
-            for schedule in self._schedules(pipeline):
-                for sequence, ring in self._sequences(stage):
-                    data = stage // sequence
-                    for number in self._micro_batches(data, pipeline, schedule):
-                        for owners in self._owners(stage):
-                            yield Layout(
-                                pipeline, schedule, sequence, ring, 1, 0, number, "none", False,
-                                owners, min(1, owners),
-                            )  # fmt: skip
-
-    def _pipelines(self) -> list[int]:
-        if self.config.model.family == "hf":
-            return [1]
-        return [n for n in divisors(self.ranks) if n <= self.config.model.layers]
-
-    def _schedules(self, pipeline: int) -> list[tuple[str, int]]:
-        """Those whose chunks have a block at least."""
-        found = SCHEDULES if pipeline > 1 else SCHEDULES[:1]
-        return [one for one in found if self.config.model.layers >= pipeline * one[1]]
+            owners = divisors(math.gcd(stage, model.experts)) if model.mixtures else (0,)
+            for sequence, ring in self._sequences(stage):
+                numbers = self._micro_batches(stage // sequence, pipeline, schedule)
+                for number, expert in product(numbers, owners):
+                    yield Layout(
+                        pipeline, schedule, sequence, ring, 1, 0, number, "none", False,
+                        expert, min(1, expert),
+                    )  # fmt: skip
 
     def _sequences(self, stage: int) -> Iterator[tuple[int, int]]:
         model = self.config.model
@@ -155,9 +138,7 @@ class Space:
                 if sequence // ring <= max(model.heads, 1):
                     yield sequence, ring
 
-    def _micro_batches(
-        self, data: int, pipeline: int, schedule: tuple[str, int]
-    ) -> Iterator[int]:
+    def _micro_batches(self, data: int, pipeline: int, schedule: tuple[str, int]) -> Iterator[int]:
         batch = self.config.train.global_batch
         if batch % data:
             return
@@ -165,12 +146,6 @@ class Space:
             whole = schedule[0] != INTERLEAVED or number % pipeline == 0
             if pipeline == 1 or (number >= pipeline and whole):
                 yield number
-
-    def _owners(self, stage: int) -> tuple[int, ...]:
-        """Over how many ranks experts may be divided; 0: there are none."""
-        if not self.config.model.mixtures:
-            return (0,)
-        return divisors(math.gcd(stage, self.config.model.experts))
 
     def sizes(self, family: Layout) -> tuple[Sequence[int], Sequence[int]]:
         """Over how many ranks weights, and each expert, may be sharded in a family."""
@@ -233,18 +208,18 @@ class Space:
         found = (self.planned(one) for one in self.variants(layout))
         return next((one for one in found if one is not None), None)
 
-    def block(self, layout: Layout) -> tuple[BlockSeconds, tuple[float, float]]:
-        """A block's seconds, and those of the ends: of few values of a layout."""
-        data = self.ranks // layout.pipeline // layout.sequence
-        rows = self.config.train.global_batch // (data * layout.micro_batches)
+    def _computed(self, layout: Layout) -> tuple[Workload, Computed]:
+        """The workload of a layout, and what it computes: a block's seconds, and those of the ends,
+        are of few of its values."""
+        load = self.load(layout)
+        degrees = load.degrees
         key = (
-            rows, layout.sequence, layout.ring, layout.checkpoint, layout.expert,
-            layout.expert_weight, layout.tiled,
+            load.rows, degrees.context, degrees.ring, load.recompute, degrees.expert,
+            degrees.expert_shards,
         )  # fmt: skip
         if key not in self._blocks:
-            load = self.load(layout)
             self._blocks[key] = block_seconds(load, self.device), ends(load, self.device)
-        return self._blocks[key]
+        return load, Computed.of(load, self.device, *self._blocks[key])
 
     def _sent(self, layout: Layout) -> WeightMessages:
         return WeightMessages.of(self.load(layout), self.device)
@@ -311,40 +286,43 @@ class Space:
             tiled=layout.tiled,
         )
 
+    def bound(self, layout: Layout, weights: Sequence[int], sizes: Sequence[int]) -> float:
+        """A lower bound of the seconds with weights, and experts, over one of so many ranks.
+
+        Layouts that differ in how weights and the optimizer are sharded compute alike.
+        """
+        load, computed = self.computed(replace(layout, weight=1))
+        ways = self.ways(layout.pipeline, layout.expert, weights, sizes)
+        return min(composed(load, self.device, computed, *way).total for way in ways)
+
     def roots(self) -> tuple[list[Node], int]:
         """A node for each of the :meth:`families`, and how many layouts there are."""
         found, number = [], 0
         for one in self.families():
             weights, sizes = self.sizes(one)
-            bound = Family(self, one).least(one, weights, sizes)
-            found.append(Node(bound, number, ANY_CHECKPOINT, one))
+            found.append(Node(self.bound(one, weights, sizes), number, ANY_CHECKPOINT, one))
             number += len(CHECKPOINTS) * len(weights) * len(sizes)
         return found, number
 
     def parts(self, node: Node) -> Iterator[Node]:
         """What a node has, with bounds of their own: recompute only adds."""
-        if node.level == ANY_CHECKPOINT:
-            for at, name in enumerate(CHECKPOINTS):
-                one = replace(node.any_of, checkpoint=name)
-                weights, sizes = self.sizes(one)
-                bound = node.bound if at == 0 else Family(self, one).least(one, weights, sizes)
-                number = node.number + at * len(weights) * len(sizes)
-                yield Node(bound, number, ANY_WEIGHT, one)
-        elif node.level == ANY_WEIGHT:
-            family = Family(self, node.any_of)
-            weights, sizes = self.sizes(node.any_of)
-            for at, weight in enumerate(weights):
-                one = replace(node.any_of, weight=weight)
-                bound = family.least(one, (weight,), sizes)
-                yield Node(bound, node.number + at * len(sizes), ANY_SIZE, one, family)
-        elif node.level == ANY_SIZE:
-            assert node.family is not None
-            for number, size in enumerate(self.sizes(node.any_of)[1], node.number):
-                one = replace(node.any_of, expert_weight=size)
-                bound = node.family.least(one, (one.weight,), (size,))
-                yield Node(bound, number, ANY_VARIANT, one)
-        else:
+        if node.level == ANY_VARIANT:
             yield Node.of(node.number, node.any_of, self.variants(node.any_of))
+            return
+        weights, sizes = self.sizes(node.any_of)
+        choices: list[tuple[str, Sequence[Any]]] = [
+            ("checkpoint", tuple(CHECKPOINTS)), ("weight", weights), ("expert_weight", sizes)
+        ]  # fmt: skip
+        name, values = choices[node.level]
+        each = math.prod(len(later) for _, later in choices[node.level + 1 :])
+        for at, value in enumerate(values):
+            one = replace(node.any_of, **{name: value})
+            bound = self.bound(
+                one,
+                weights if node.level < ANY_WEIGHT else (one.weight,),
+                sizes if node.level < ANY_SIZE else (one.expert_weight,),
+            )
+            yield Node(bound, node.number + at * each, node.level + 1, one)
 
 
 class Variant(NamedTuple):
@@ -362,7 +340,6 @@ class Node:
         number: of the first of them, in the order of all.
         level: in what they differ.
         any_of: the first of them.
-        family: of those that differ in how experts are sharded only.
         now, left: of one layout alone, its first variant, which has the seconds of ``bound``, and
             the others; ``None``: none can fit.
     """
@@ -371,7 +348,6 @@ class Node:
     number: int
     level: int = field(compare=False)
     any_of: Layout = field(compare=False)
-    family: Family | None = field(compare=False, default=None)
     now: Variant | None = field(compare=False, default=None)
     left: Iterator[Variant] = field(compare=False, default=iter(()))
 
@@ -387,33 +363,8 @@ class Node:
 ANY_CHECKPOINT, ANY_WEIGHT, ANY_SIZE, ANY_VARIANT, ONE = range(5)
 
 
-class Family:
-    """Layouts that compute alike: they differ in how weights and the optimizer are sharded.
-
-    Args:
-        first: one of them.
-    """
-
-    def __init__(self, space: Space, first: Layout) -> None:
-        self.space, self.load = space, space.load(first)
-        self._computed: dict[int, Computed] = {}
-
-    def least(self, layout: Layout, weights: Sequence[int], sizes: Sequence[int]) -> float:
-        """A lower bound for weights, and experts, over one of so many ranks."""
-        load, device, size = self.load, self.space.device, layout.expert_weight
-        if size not in self._computed:
-            self._computed[size] = Computed.of(load, device, *self.space.block(layout))
-        ways = self.space.ways(layout.pipeline, layout.expert, weights, sizes)
-        return min(composed(load, device, self._computed[size], *way).total for way in ways)
-
-
-def search(
-    config: Config, ranks: int, device: Device, rows: int = ROWS, prune: bool = True
-) -> Searched:
+def search(config: Config, ranks: int, device: Device, rows: int = ROWS) -> Searched:
     """The layouts that fit and take least seconds, at most ``rows``.
-
-    Args:
-        prune: false evaluates every layout.
 
     Raises:
         ConfigError: no layout fits.
@@ -421,8 +372,6 @@ def search(
     space = Space(config, ranks, device)
     evaluated = planned = 0
     queue, possible = space.roots()
-    if not prune:
-        queue = [replace(node, bound=0.0) for node in queue]
     heapq.heapify(queue)
     best: list[Found] = []
     while queue and len(best) < rows:
@@ -430,8 +379,6 @@ def search(
         if node.level != ONE:
             parts = list(space.parts(node))
             evaluated += len(parts) if node.level == ANY_SIZE else 0
-            if not prune and node.level != ANY_VARIANT:
-                parts = [replace(part, bound=0.0) for part in parts]
         else:
             assert node.now is not None, "those that cannot fit are left out"
             planned += 1
