@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from internsp.app.config import Config
 from internsp.app.models.factory import build_model, device_type
@@ -29,9 +30,9 @@ from internsp.app.plan.machines import on_machines, sums_lines
 from internsp.app.plan.matrices import MatrixTraffic
 from internsp.app.plan.offloaded import with_sums
 from internsp.app.plan.pipeline import PipelinePlan, print_schedules, tables
-from internsp.app.plan.seconds import StepSeconds
-from internsp.app.plan.sequences import head_exchange_lines
-from internsp.app.plan.step import Plan, check_length, traffic
+from internsp.app.plan.replayed import replayed
+from internsp.app.plan.sequences import SequenceTraffic, head_exchange_lines
+from internsp.app.plan.step import Plan, check_length
 from internsp.app.process import terminal
 from internsp.base.accelerator import HOST, device_count
 from internsp.base.sizes import human
@@ -58,10 +59,11 @@ LEVERS = {
     "their way",
     "gradient sums": 'weight_parallel.offload = ["gradients"], or more weight ranks',
     "unsharded gradient sums (full accumulation)": 'weight_parallel.accumulation = "sharded"',
-    "optimizer state": 'more ranks share it (parallel.optimizer_ranks), or '
+    "optimizer state": "more ranks share it (parallel.optimizer_ranks), or "
     'weight_parallel.offload = ["optimizer"]',
 }
 """What makes the largest component smaller."""
+Part = str | Text | Table
 
 
 def print_plan(
@@ -94,65 +96,51 @@ def print_plan(
         _write("--picture", picture, plan.picture())
     if schedule is not None:
         _write("--schedule", schedule, listing(config, plan))
-    console.print(_title(config, plan), markup=False)
-    found = [budget.at(config.data.sequence_length, rank) for rank in range(len(budget.ranks))]
-    limit = _memory_here(config) if device is None else int(device.memory)
-    _print_verdict(config, found, limit, device, console)
-    predicted = _predict(config, plan, device)
-    if device is not None and predicted is not None:
-        for line in seconds_lines(config, plan.shape, device, predicted):
-            console.print(line, markup=False)
-    if config.train.batch_tokens:
-        console.print(
-            f"A step has as many micro-batches as {config.train.batch_tokens:,} tokens need "
-            f"(train.batch_tokens); planned are {config.train.micro_batches}."
-        )
-    _print_rules(_rules(plan, config), console)
-    if isinstance(plan, Plan):
-        _print_chunk(plan, console)
-    else:
-        _print_stages(plan, config, console)
-    for line in _machine_lines(config, plan, world_size, device):
-        console.print(line, markup=False)
-    console.print(_memory_table(config, found))
-    if predicted is not None:
-        console.print(seconds_table(predicted))
-    named = [("the picture", picture), ("the whole schedule", schedule)]
-    for what, path in named:
+    for part in _screen(config, budget, device):
+        console.print(part, markup=False)
+    for what, path in (("the picture", picture), ("the whole schedule", schedule)):
         if path is not None:
             console.print(f"{what} is in {path}", markup=False)
     if schedule is None:
         console.print("--schedule FILE writes the mesh by rank and every action of the step")
 
 
-def _print_chunk(plan: Plan, console: Console) -> None:
-    console.print(_traffic_table(plan))
-    for line in block_lines(plan.chunk, plan.schedule):
-        console.print(line, markup=False)
-    if plan.kept.blocks:
-        console.print(plan.kept.line())
-    console.print(_units_line(plan.chunk))
-
-
-def _machine_lines(
-    config: Config, plan: Plan | PipelinePlan, world_size: int, device: Device | None
-) -> Iterator[str]:
-    """What goes between machines: of gradients, and of experts."""
+def _screen(config: Config, budget: MemoryBudget, device: Device | None) -> Iterator[Part]:
+    plan = budget.plan
+    yield _title(config, plan)
+    found = [budget.at(config.data.sequence_length, rank) for rank in range(len(budget.ranks))]
+    yield from _verdict(config, found, device)
+    predicted = None
+    if device is not None:
+        chunk = plan.chunk if isinstance(plan, Plan) else None
+        predicted = replayed(config, plan.shape, device, chunk)
+        yield from seconds_lines(config, plan.shape, device, predicted)
+    if config.train.batch_tokens:
+        yield (
+            f"A step has as many micro-batches as {config.train.batch_tokens:,} tokens need "
+            f"(train.batch_tokens); planned are {config.train.micro_batches}."
+        )
+    rules = _rules(plan, config)
+    if rules.matched:
+        yield Text("Rules of the plan", style="bold")
+    yield from rules_lines(rules)
+    yield from _chunk(plan) if isinstance(plan, Plan) else _stages(plan, config)
+    ranks = plan.shape.world_size
     if device is not None:
         chunks = [plan.chunk] if isinstance(plan, Plan) else [c.plan for c in plan.ranks[0].chunks]
-        yield from sums_lines(config, chunks, world_size, device)
-    near = None if device is None else device.near_ranks
-    yield from expert_lines(config, world_size, near)
+        yield from sums_lines(config, chunks, ranks, device)
+    yield from expert_lines(config, ranks, None if device is None else device.near_ranks)
+    yield _memory_table(config, found)
+    if predicted is not None:
+        yield seconds_table(predicted)
 
 
-def _predict(
-    config: Config, plan: Plan | PipelinePlan, device: Device | None
-) -> StepSeconds | None:
-    if device is None:
-        return None
-    from internsp.app.plan.replayed import replayed
-
-    return replayed(config, plan.shape, device, plan.chunk if isinstance(plan, Plan) else None)
+def _chunk(plan: Plan) -> Iterator[Part]:
+    yield _traffic_table(plan)
+    yield from block_lines(plan.chunk, plan.schedule)
+    if plan.kept.blocks:
+        yield plan.kept.line()
+    yield _units_line(plan.chunk)
 
 
 def _title(config: Config, plan: Plan | PipelinePlan) -> str:
@@ -176,13 +164,6 @@ def _rules(plan: Plan | PipelinePlan, config: Config) -> Rules:
     if isinstance(plan, Plan):
         return plan.rules
     return match_rules(build_model(config), config.weight_parallel.rules)
-
-
-def _print_rules(rules: Rules, console: Console) -> None:
-    if rules.matched:
-        console.print("[bold]Rules of the plan[/bold]")
-    for line in rules_lines(rules):
-        console.print(line, markup=False)
 
 
 def _traffic_table(plan: Plan) -> Table:
@@ -240,37 +221,35 @@ def _units_line(chunk: ChunkLayout) -> str:
     )
 
 
-def _print_stages(plan: PipelinePlan, config: Config, console: Console) -> None:
-    for printed in tables(config, plan):
-        console.print(printed)
+def _stages(plan: PipelinePlan, config: Config) -> Iterator[Part]:
+    yield from tables(config, plan)
     for number, rank in enumerate(plan.ranks):
         each = [MatrixTraffic.of(config, plan.shape, chunk.shardings) for chunk in rank.chunks]
         if exchanges := sum(one.exchanges for one in each):
             received = human(sum(one.received for one in each))
-            console.print(
+            yield (
                 f"Pipeline rank {number}: a step has {exchanges} exchanges of matrices to and from "
                 f"owners, {received} received (mean)"
             )
         blocks = sum(len(chunk.blocks) for chunk in rank.chunks)
         again = sum(chunk.recomputed for chunk in rank.chunks)
-        for name, nbytes in traffic(config, plan.shape, blocks, again).rows(plan.shape):
-            console.print(f"Pipeline rank {number}: {name}: {human(nbytes)} a step")
+        sent = SequenceTraffic.of(config, plan.shape, blocks, again)
+        for name, nbytes in sent.rows(plan.shape):
+            yield f"Pipeline rank {number}: {name}: {human(nbytes)} a step"
         if any(chunk.plan.policy.kept for chunk in rank.chunks):
-            line = rank.kept().line()
-            console.print(f"Pipeline rank {number}: {line}")
-    console.print("Simulated with the messages between ranks: no rank waits forever.")
+            yield f"Pipeline rank {number}: {rank.kept().line()}"
+    yield "Simulated with the messages between ranks: no rank waits forever."
 
 
-def _print_verdict(
-    config: Config, found: Sequence[tuple[Rows, Rows]], limit: int | None, device: Device | None,
-    console: Console,
-) -> None:
+def _verdict(
+    config: Config, found: Sequence[tuple[Rows, Rows]], device: Device | None
+) -> Iterator[str]:
     """Whether the step fits, and what makes the largest component of the fullest rank smaller.
 
     Args:
-        limit: bytes that there are for a rank; ``None``: unknown.
-        device: whose memory that is; ``None``: this machine's.
+        device: whose memory there is for a rank; ``None``: this machine's.
     """
+    limit = _memory_here(config) if device is None else int(device.memory)
     on_host = device_type(config) == HOST  # what is offloaded stays in the same memory
     memory = [[*here, *there] if on_host else here for here, there in found]
     needed = [sum(nbytes for _, nbytes in rows) for rows in memory]
@@ -285,7 +264,7 @@ def _print_verdict(
             verdict += "; steps become slower where less than 10% stays free"
     if not on_host and (hosted := sum(nbytes for _, nbytes in found[full][1])):
         verdict += f"; and {human(hosted)} of host memory"
-    console.print(verdict, markup=False)
+    yield verdict
     name, nbytes = max(memory[full], key=lambda row: row[1])
     lever = next((text for what, text in LEVERS.items() if name.startswith(what)), None)
     again = config.activation_checkpoint
@@ -296,7 +275,7 @@ def _print_verdict(
         )
     if lever is not None:
         share = f"{nbytes / needed[full]:.0%} of it are {name}"
-        console.print(f"{share}. Less: {lever}", markup=False)
+        yield f"{share}. Less: {lever}"
 
 
 def _memory_table(config: Config, found: Sequence[tuple[Rows, Rows]]) -> Table:

@@ -27,13 +27,14 @@ class SequenceTraffic:
     ring: int
 
     @classmethod
-    def of(cls, config: Config, shape: MeshShape, blocks: int, again: int) -> SequenceTraffic:
-        """Traffic of a rank with ``blocks`` blocks, ``again`` of which recompute attention."""
+    def of(cls, config: Config, shape: MeshShape, blocks: int, recomputed: int) -> SequenceTraffic:
+        """Traffic of a rank with ``blocks`` blocks, ``recomputed`` of which are checkpointed."""
         axes = shape.sequence_axes
         rows = config.train.global_batch // shape.data
         heads = cls._head_exchange_bytes(config, shape, rows) * (axes.heads - 1) // axes.heads
         around, returned = (0, 0) if axes.ring == 1 else cls._ring_bytes(config, shape, rows)
-        passes = 2 * blocks + again
+        again = config.activation_checkpoint.mode == "full"  # selective keeps what attention sent
+        passes = 2 * blocks + again * recomputed
         return cls(heads * passes, around * passes + returned * blocks)
 
     @staticmethod

@@ -14,10 +14,7 @@ from internsp.app.config import Config
 from internsp.app.models.factory import build_model, device_type
 from internsp.app.plan.kinds import block_kinds
 from internsp.app.plan.matrices import MatrixTraffic
-from internsp.app.plan.offloaded import (
-    OffloadedMemory,
-    exchange_buffer_bytes,
-)
+from internsp.app.plan.offloaded import OffloadedMemory, exchange_buffer_bytes
 from internsp.app.plan.pipeline import PipelinePlan, RankPlan
 from internsp.app.plan.sequences import SequenceTraffic
 from internsp.base.host import GRADIENTS, OPTIMIZER, WEIGHTS
@@ -109,7 +106,8 @@ def make_plan(config: Config, world_size: int) -> Plan:
     )
     return Plan(
         config, shape, parameters, chunk, tuple(shardings),
-        traffic(config, shape, config.model.layers, len(recomputed)), structure.rules, kinds,
+        SequenceTraffic.of(config, shape, config.model.layers, len(recomputed)), structure.rules,
+        kinds,
     )  # fmt: skip
 
 
@@ -168,12 +166,6 @@ def _memory(
         *matrices.rows(),
         *off.rows(),
     ]
-
-
-def traffic(config: Config, shape: MeshShape, blocks: int, recomputed: int) -> SequenceTraffic:
-    """What a rank with ``blocks`` blocks, ``recomputed`` of them, sends for attention in a step."""
-    again = recomputed if config.activation_checkpoint.mode == "full" else 0
-    return SequenceTraffic.of(config, shape, blocks, again)
 
 
 def check_length(config: Config) -> None:
