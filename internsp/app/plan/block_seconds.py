@@ -69,18 +69,15 @@ def block_seconds(load: Workload, device: Device) -> BlockSeconds:
     attends, reads = attention(load, device), passes(load, device)
     forward = Work(multiplied, attends[0], reads[0])
     backward = Work(block_products_backward(load, device), attends[1], reads[1])
-    repeated = forward.times(again.products, again.attention, again.passes)
+    products = again.products * multiplied
     if again.products and not habits.whole_recompute:
-        repeated = Work(
-            max(0.0, again.products * (forward.products - last)), repeated.attention,
-            repeated.passes,
-        )
+        products = max(0.0, again.products * (multiplied - last))
+    read = again.passes * reads[0]
     if load.tiled:  # in each block, with the last product; a recompute stops before them
         own = fed(load, device)
-        repeated = Work(
-            again.products * (multiplied - own.products) + own.products, repeated.attention,
-            again.passes * (reads[0] - own.passes) + own.passes,
-        )
+        products = again.products * (multiplied - own.products) + own.products
+        read = again.passes * (reads[0] - own.passes) + own.passes
+    repeated = Work(products, again.attention * attends[0], read)
     whole = 1 if again.products and again.attention else 0
     tensor, hidden = _tensor(load, device, whole)
     return BlockSeconds(
@@ -159,13 +156,9 @@ def _context(
         group = Group(degrees.ring, far, device)
         one = group.pass_on(load.tokens * 4 * model.kv_heads * features / by_heads)
         steps = degrees.ring - 1
-        if load.habits.context_overlap:
-            ahead, behind = (seconds / degrees.ring for seconds in attends)
-            forward += steps * max(0.0, one - ahead)
-            backward += steps * (max(0.0, 2 * one - behind) + again * max(0.0, one - ahead))
-        else:
-            forward += steps * one
-            backward += steps * (2 + again) * one
+        ahead, behind = (seconds / degrees.ring for seconds in attends)  # beside its messages
+        forward += steps * max(0.0, one - ahead)
+        backward += steps * (max(0.0, 2 * one - behind) + again * max(0.0, one - ahead))
         # Each part's output is merged with that of the others, in 32 bits.
         merged = load.tokens * model.heads * features * 12 / by_heads
         merged *= steps / (device.bandwidth * STREAMED)

@@ -9,7 +9,7 @@ pass by pass, for operations of torch one by one (``eager``), for a program's ow
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 
 from internsp.app.plan.devices import Device
@@ -37,13 +37,6 @@ class Work:
     def total(self) -> float:
         """All of it."""
         return self.products + self.attention + self.passes
-
-    def __add__(self, other: Work) -> Work:
-        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def times(self, products: float, attention: float, passes: float) -> Work:
-        """Each part times its own factor."""
-        return Work(self.products * products, self.attention * attention, self.passes * passes)
 
 
 @lru_cache(maxsize=100_000)
@@ -76,8 +69,7 @@ def attention(load: Workload, device: Device) -> tuple[float, float]:
     length = load.sequence / degrees.context
     if load.habits.kernel == "unfused":
         return _unfused(load, device)
-    masked = 2 if load.habits.causal_halves else 1
-    done = 4 * rows * heads * length * load.sequence * model.head_dim / masked
+    done = 4 * rows * heads * length * load.sequence * model.head_dim / 2  # what is not masked
     if not load.habits.context_balanced:  # the last part of a sequence sees the most of it
         done *= 2 - 1 / degrees.context
     # Blocks of 128 queries of each head are computed in waves.
@@ -159,8 +151,6 @@ def passes(load: Workload, device: Device) -> tuple[float, float]:
         norms, norms_back = norms + 56, norms_back + 56  # root mean squares in fp32, one by one
     if not model.gated:
         act, act_back, turn, turn_back = 4, 6, 0, 0  # an activation, no rotation
-        if habits.fused == "eager":
-            act, act_back = 4, 6
     rotated = (model.heads + model.kv_heads) * model.head_dim / tensor
     whole = model.topk * model.expert_ffn + model.shared_ffn if model.experts else model.ffn
     width = whole / tensor

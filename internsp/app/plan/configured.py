@@ -12,14 +12,13 @@ from internsp.app.config.tiles import tile_count
 from internsp.app.models.factory import device_type
 from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, Workload
 from internsp.base.accelerator import HOST
-from internsp.base.host import GRADIENTS, OPTIMIZER, WEIGHTS
+from internsp.base.host import ACTIVATIONS
 from internsp.mesh import MeshShape
 from internsp.mesh.sequence import RING
 from internsp.pipeline.schedules import schedule_kind
 from internsp.structure.dtypes import DTYPES
 
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
-_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 _LAUNCHES = 0.0004  # seconds of the host for a block's forward with its hooks
 # Bytes of an element in a run's ZeRO step on a device, without and with 16-bit weights: fused
 # AdamW 32, as it writes the gradient that it has divided; the gradient's copies and norm 12 or 10;
@@ -105,9 +104,8 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
     """One step of ``config`` on the ranks of ``shape``."""
     model, train, weights = config.model, config.train, config.weight_parallel
     model_shape = shape_of(config)
-    dtype = _NAMES[weights.compute_dtype or train.dtype]
-    size = _SIZES[dtype]
-    stored = _SIZES[_NAMES[train.dtype]]
+    dtype = weights.compute_dtype or train.dtype
+    stored = DTYPES[train.dtype].itemsize
     again = config.activation_checkpoint
     share = len(again.selected(model.layers)) / model.layers
     full = share if again.mode == "full" else 0.0
@@ -116,7 +114,7 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
     habits = Habits(
         fused="compiled" if weights.compile else "kernels" if on_device else "eager",
         kernel="flash2",
-        gather_bytes=1 if weights.quantize != "none" and weights.quantize else size,
+        gather_bytes=DTYPES[dtype].itemsize if weights.quantize == "none" else 1,
         reduce_bytes=reduce_dtype(config).itemsize,
         keeps_gathers=weights.keep_unsharded == "all",
         overlaps=weights.overlap,
@@ -134,23 +132,17 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         step_bytes=_STEP_BYTES[stored < 4] if on_device else 0,
         passes_state=on_device,
     )
-    away = set(weights.offload)
-    offload = {
-        name for name, there in (
-            ("optimizer", OPTIMIZER in away), ("gradients", GRADIENTS in away),
-            ("weights", WEIGHTS in away), ("activations", bool(again.offload)),
-        ) if there
-    }  # fmt: skip
+    away = [*weights.offload, ACTIVATIONS] if again.offload else weights.offload
     return Workload(
         model=model_shape,
         degrees=degrees_of(config, shape, bool(model_shape.experts)),
         sequence=config.data.sequence_length,
         rows=max(1, train.global_batch // (train.micro_batches * shape.data)),
         micro_batches=train.micro_batches,
-        dtype=dtype,
+        dtype=_NAMES[dtype],
         recompute=Recompute(share, full, share),
         habits=habits,
-        offload=frozenset(offload),
+        offload=frozenset(away),
         loss_chunk=train.loss_chunk,
         tiled=tile_count(config, shape.data) > 1,
     )

@@ -47,7 +47,7 @@ class Group:
             return 0.0
         domains = -(-self.size // self.within)
         steps = self.size - 1
-        far = domains - 1 if domains > 1 else 0
+        far = domains - 1
         return BASE + (steps - far) * NEAR_HOP + far * FAR_HOP
 
     def gather(self, nbytes: float) -> float:
@@ -55,10 +55,10 @@ class Group:
         if self.size <= 1:
             return 0.0
         near, far = self._rate()
-        domains = -(-self.size // self.within)
-        seconds = 0.0 if self.within == 1 else nbytes * (self.size - 1) / self.size / near
-        if domains > 1:
-            seconds = max(seconds, nbytes * (self.size - 1) / self.size / far)
+        moved = nbytes * (self.size - 1) / self.size
+        seconds = 0.0 if self.within == 1 else moved / near
+        if self.within < self.size:
+            seconds = max(seconds, moved / far)
         return seconds + self.latency
 
     def reduce(self, nbytes: float, in_parts: bool = False) -> float:

@@ -102,7 +102,8 @@ class Computed:
         return cls(
             _micro_batch(load, block, blocks), blocks, forward, backward, sum(both),
             blocks * block.messages, blocks * block.backward.products / 2,
-            _fullest(load), _passed(load, device),
+            _ranks(stage_blocks(load), load.degrees.pipeline, load.degrees.v_shaped),
+            _passed(load, device),
         )  # fmt: skip
 
 
@@ -259,31 +260,9 @@ class _Rank:
         return self.before * one + max(0.0, back - self.behind * forward * self.own * one)
 
 
-def _fullest(load: Workload) -> tuple[_Rank, ...]:
-    """The pipeline ranks one of which finishes last."""
-    degrees = load.degrees
-    if load.habits.balances_head:
-        return _ranks(stage_blocks(load), degrees.pipeline, degrees.v_shaped)
-    return _even_ranks(load.model.layers, degrees.pipeline, degrees.interleave)
-
-
-def _even_ranks(layers: int, stages: int, chunks: int) -> tuple[_Rank, ...]:
-    """As :func:`_ranks` of chunks with as many blocks, of which the first have one more."""
-    few, more = divmod(layers, stages * chunks)
-    again, first = divmod(more, stages)  # the ranks before ``first`` have one block more
-    own, mean = few * chunks + again, layers / stages
-
-    def rank(number: int) -> _Rank:
-        before = number * own + min(number, first)
-        mine = own + (number < first)
-        after, last = layers - before - mine, number == stages - 1
-        return _Rank(mine / mean, before / mean, after / mean, stages - 1 - number, last)
-
-    return tuple(rank(number) for number in sorted({first - 1, stages - 2, stages - 1} - {-1}))
-
-
 @lru_cache(maxsize=10_000)
 def _ranks(blocks: tuple[int, ...], stages: int, v_shaped: bool) -> tuple[_Rank, ...]:
+    """The pipeline ranks one of which finishes last."""
     sums = [sum(blocks[rank::stages]) for rank in range(stages)]
     if v_shaped:
         sums = [blocks[rank] + blocks[-1 - rank] for rank in range(stages)]
@@ -301,9 +280,12 @@ def _ranks(blocks: tuple[int, ...], stages: int, v_shaped: bool) -> tuple[_Rank,
 
 
 def stage_blocks(load: Workload) -> tuple[int, ...]:
-    """Blocks of each chunk of a pipeline, in the order of the model, as internsp divides them."""
+    """Blocks of each chunk of a pipeline, in the order of the model."""
     model, degrees = load.model, load.degrees
     parts = degrees.pipeline * degrees.interleave
+    if not load.habits.balances_head:
+        few, more = divmod(model.layers, parts)
+        return (few + 1,) * more + (few,) * (parts - more)
     width = model.shared_ffn if model.experts else model.ffn
     cost = model.attention_parameters + (2 + model.gated) * model.hidden * width
     cost += model.experts * model.expert_parameters // degrees.expert
@@ -331,23 +313,17 @@ def idle_in_a_v(load: Workload, computed: Computed, waited: float, uneven: float
     return max(idle, uneven + (stages - 2) * weights)
 
 
-def _by_element(load: Workload, device: Device) -> tuple[float, float]:
-    """Seconds of the optimizer an element: with its state on the device, and in host memory."""
-    habits = load.habits
-    each = habits.step_bytes or {"eager": 100, "kernels": 34, "compiled": 44}[habits.fused]
-    here = each / (device.bandwidth * STREAMED)
-    if habits.passes_state:
-        away = habits.state_bytes + habits.shard_bytes * ("weights" in load.offload)
-        return here, here + away / (device.host * _HOST_SHARE)
-    return here, 1 / _HOST_ADAM + _COPIED / _HOST_LINK
-
-
 def _optimizer(load: Workload, device: Device) -> tuple[float, float]:
     """Seconds of the optimizer's step, and of copies where the host steps its own memory."""
-    shard = _shard(load)
-    if "optimizer" in load.offload and not load.habits.passes_state:
+    habits, shard, away = load.habits, _shard(load), "optimizer" in load.offload
+    if away and not habits.passes_state:
         return shard / _HOST_ADAM, shard * _COPIED / _HOST_LINK
-    return shard * _by_element(load, device)["optimizer" in load.offload], 0.0
+    each = habits.step_bytes or {"eager": 100, "kernels": 34, "compiled": 44}[habits.fused]
+    seconds = each / (device.bandwidth * STREAMED)
+    if away:
+        passed = habits.state_bytes + habits.shard_bytes * ("weights" in load.offload)
+        seconds += passed / (device.host * _HOST_SHARE)
+    return shard * seconds, 0.0
 
 
 def _shard(load: Workload) -> float:
@@ -374,7 +350,6 @@ def _accumulated(load: Workload, device: Device) -> float:
     held: float = model.layers * model.dense_parameters + model.embedding
     held /= degrees.tensor * degrees.pipeline * degrees.sharded
     held += (
-        model.layers * model.experts * model.expert_parameters
-        / (degrees.pipeline * degrees.expert)
+        model.layers * model.experts * model.expert_parameters / (degrees.pipeline * degrees.expert)
     )
     return held * load.habits.accumulates / (device.bandwidth * STREAMED)

@@ -1,8 +1,4 @@
-"""Seconds of the messages of weights and of gradients, and how many of them are exposed. Pure.
-
-Messages of weights that all ranks use, and of experts', depend on few degrees each: a search
-computes them once for all layouts that have these degrees.
-"""
+"""Seconds of the messages of weights and of gradients, and how many of them are exposed. Pure."""
 
 from __future__ import annotations
 
@@ -39,20 +35,14 @@ class WeightMessages:
     @classmethod
     def of(cls, load: Workload, device: Device) -> WeightMessages:
         """Those of ``load``."""
-        if not divides(load):
+        if max(load.degrees.sharded, load.degrees.expert_shards) <= 1:  # no weight is sharded
             return replicas(load, device)
         dense, experts = dense_messages(load, device), expert_messages(load, device)
         return cls(*map(add, vars(dense).values(), vars(experts).values()))
 
 
-def divides(load: Workload) -> bool:
-    """Whether any weight is sharded."""
-    return load.degrees.sharded > 1 or load.degrees.expert_shards > 1
-
-
 def dense_messages(load: Workload, device: Device) -> WeightMessages:
-    """Of weights that every token uses; of experts', too, where their shards are those of others.
-    """
+    """Of weights that every token uses; of experts', too, where they are sharded as others."""
     degrees, habits, model = load.degrees, load.habits, load.model
     over = degrees.sharded
     group = Group(over, degrees.tensor, device)
@@ -88,9 +78,7 @@ def expert_messages(load: Workload, device: Device) -> WeightMessages:
         gather,
         0.0 if degrees.kind == "zero2" else gather,
         _reduced(few, own, habits),
-        alike.all_reduce(
-            own * habits.reduce_bytes / degrees.expert_shards, habits.sends_parts
-        ),
+        alike.all_reduce(own * habits.reduce_bytes / degrees.expert_shards, habits.sends_parts),
     )
 
 

@@ -49,11 +49,6 @@ class ModelShape:
         return self.attention_parameters + ffn + 2 * self.hidden
 
     @property
-    def block_parameters(self) -> int:
-        """Of one block."""
-        return self.dense_parameters + self.experts * self.expert_parameters
-
-    @property
     def embedding(self) -> int:
         """Of the embedding; a head that is not tied has as many."""
         return self.vocab * self.hidden
@@ -61,7 +56,8 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Of the whole model."""
-        return self.layers * self.block_parameters + self.embedding * (1 if self.tied else 2)
+        block = self.dense_parameters + self.experts * self.expert_parameters
+        return self.layers * block + self.embedding * (1 if self.tied else 2)
 
 
 @dataclass(frozen=True)
@@ -160,9 +156,7 @@ class Habits:
         overlaps: gathers and reductions run beside computation.
         launches: seconds of the host for a block's forward; the device never runs ahead of it.
         accumulates: bytes of memory traffic an element of a gradient takes in each micro-batch.
-        context_overlap: messages of a ring run beside attention.
         context_balanced: each part of a sequence has as much of causal attention as others.
-        causal_halves: the kernel skips what is masked.
         once_an_owner: a token travels once to each owner of its experts, not once to each expert,
             and a recompute sends no results.
         sends_ahead: messages between stages run beside computation.
@@ -193,9 +187,7 @@ class Habits:
     overlaps: bool = True
     launches: float = 0.0004
     accumulates: int = 12
-    context_overlap: bool = True
     context_balanced: bool = True
-    causal_halves: bool = True
     once_an_owner: bool = False
     sends_ahead: bool = False
     collectives: int = 1
