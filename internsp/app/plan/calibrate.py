@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
-from rich.console import Console
 
 from internsp.app.config import Config
 from internsp.app.plan.answer import human_seconds, seconds_lines
@@ -97,8 +97,7 @@ def calibrate(runs: Sequence[MeasuredRun], device: Device) -> Calibration:
 
 
 def print_calibration(
-    config: Config, ranks: int, device: Device, folders: Sequence[Path],
-    write: Path | None = None, console: Console | None = None,
+    config: Config, ranks: int, device: Device, folders: Sequence[Path], write: Path | None = None
 ) -> None:
     """Fit ``device`` to the runs in ``folders``, write it, and print what it says of ``config``.
 
@@ -107,8 +106,8 @@ def print_calibration(
 
     Raises:
         ConfigError: a run is none, too short or scatters; or the file cannot be written.
-    """  # fmt: skip
-    console = console or terminal.console()
+    """
+    console = terminal.console()
     runs = [read_run(folder) for folder in folders]
     found = calibrate(runs, device)
     path = write or folders[0].resolve().parent / FITTED_FILE
@@ -137,46 +136,34 @@ def print_calibration(
 
 def text_of(found: Calibration, runs: Sequence[MeasuredRun], base: Device) -> str:
     """The file of a fitted device, in the form of ``devices.toml``."""
-    device, worst = found.device, max(map(abs, found.residuals))
-    peak = ", ".join(f"{dtype} = {rate / TERA!r}" for dtype, rate in device.peak.items())
-    kernels = ", ".join(
-        f"{name} = {[rate / TERA for rate in rates]}" for name, rates in device.attention.items()
-    )
-    constants = vars(device.fitted)
-    values = ", ".join(f"{name} = {constants[name]:.6g}" for name in CONSTANTS)
-    today = datetime.datetime.now(tz=datetime.UTC).date()
-    return "\n".join([
-        f"{_HEAD} A file for --device-file.",
-        f"[{device.name}]",
-        f"source = {_quoted(device.source)}",
-        f"kind = {_quoted(device.kind)}",
-        f"peak = {{ {peak} }}",
-        f"memory_gib = {device.memory / 2**30!r}",
-        f"bandwidth_GBps = {device.bandwidth / GIGA!r}",
-        f"multiprocessors = {device.multiprocessors}",
-        f"near_GBps = {device.near / GIGA!r}",
-        f"near_ranks = {device.near_ranks}",
-        f"far_Gbps = {device.far * 8 / GIGA!r}",
-        f"host_GBps = {device.host / GIGA!r}",
-        f"attention = {{ {kernels} }}",
-        f"fitted = {{ {values}, rows = [{', '.join(map(_quoted, device.fitted.rows))}] }}",
-        "",
-        f"[{device.name}.measured]",
-        f"base = {_quoted(base.name)}",
-        f"date = {today.isoformat()}",
-        f"internsp = {_quoted(__version__)}",
-        f"torch = {_quoted(torch.__version__)}",
-        f"constants = [{', '.join(map(_quoted, found.constants))}]",
-        f"steps = {[run.steps for run in runs]}",
-        f"scatter = {[round(run.scatter, 4) for run in runs]}",
-        f"residual = {worst:.4f}  # largest share by which a run's predicted seconds are off",
-        "",
-    ])  # fmt: skip
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    device = found.device
+    constants = {name: float(format(getattr(device.fitted, name), ".6g")) for name in CONSTANTS}
+    entry = {
+        "source": device.source,
+        "kind": device.kind,
+        "peak": {dtype: rate / TERA for dtype, rate in device.peak.items()},
+        "memory_gib": device.memory / 2**30,
+        "bandwidth_GBps": device.bandwidth / GIGA,
+        "multiprocessors": device.multiprocessors,
+        "near_GBps": device.near / GIGA,
+        "near_ranks": device.near_ranks,
+        "far_Gbps": device.far * 8 / GIGA,
+        "host_GBps": device.host / GIGA,
+        "attention": {k: [rate / TERA for rate in rates] for k, rates in device.attention.items()},
+        "fitted": {**constants, "rows": device.fitted.rows},
+        "measured": {
+            "base": base.name,
+            "date": datetime.datetime.now(tz=datetime.UTC).date(),
+            "internsp": __version__,
+            "torch": torch.__version__,
+            "constants": found.constants,
+            "steps": [run.steps for run in runs],
+            "scatter": [round(run.scatter, 4) for run in runs],
+            "residual": round(max(map(abs, found.residuals)), 4),
+        },
+    }
+    about = "residual: the largest share by which a run's predicted seconds are off."
+    return f"{_HEAD} A file for --device-file.\n# {about}\n{tomli_w.dumps({device.name: entry})}"
 
 
 def _predictor(run: MeasuredRun, kind: Device) -> Predict:
@@ -203,20 +190,14 @@ def _errors(cases: Sequence[tuple[MeasuredRun, Predict]], device: Device) -> lis
     return found
 
 
-def _depends(
-    cases: Sequence[tuple[MeasuredRun, Predict]], device: Device, name: str
-) -> bool:
+def _depends(cases: Sequence[tuple[MeasuredRun, Predict]], device: Device, name: str) -> bool:
+    # Slowdown works on what links and products do; a tenth of it is less.
+    least = 0.3 * _TOLD if name == "slowdown" else _TOLD
     value = getattr(device.fitted, name)
     other = replace(device, fitted=replace(device.fitted, **{name: 0.9 * value}))
     return any(
-        abs(predict(other).total / predict(device).total - 1) > _TOLD * _share(name)
-        for _, predict in cases
+        abs(predict(other).total / predict(device).total - 1) > least for _, predict in cases
     )
-
-
-def _share(name: str) -> float:
-    """Slowdown works on what links and products do; a tenth of it is less."""
-    return 0.3 if name == "slowdown" else 1.0
 
 
 def _fit(
@@ -242,9 +223,9 @@ def _fit(
     unit = torch.eye(len(names), dtype=torch.float64)
     for _ in range(_ROUNDS):
         slopes = torch.stack([(at(point + 1e-3 * way)[1] - errors) / 1e-3 for way in unit], dim=1)
-        step = torch.linalg.solve(
-            slopes.T @ slopes + damping * unit, -slopes.T @ errors
-        ).clamp(-1.0, 1.0)
+        step = torch.linalg.solve(slopes.T @ slopes + damping * unit, -slopes.T @ errors).clamp(
+            -1.0, 1.0
+        )
         tried, fresh = at(point + step)
         if fresh.square().sum() < errors.square().sum():
             point, fitted, errors, damping = point + step, tried, fresh, damping / 10
