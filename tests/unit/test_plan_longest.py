@@ -98,8 +98,12 @@ def test_models_of_transformers_are_planned_by_their_own_code(
 ) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
     transformers.LlamaConfig(
-        vocab_size=272, hidden_size=64, num_hidden_layers=5, num_attention_heads=4,
-        intermediate_size=192, max_position_embeddings=8192,
+        vocab_size=272,
+        hidden_size=64,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        intermediate_size=192,
+        max_position_embeddings=8192,
     ).save_pretrained(tmp_path)
     model = {"family": "hf", "path": str(tmp_path)}
     settings = config(again, model=model, train={"loss_chunk": 256})
@@ -402,8 +406,8 @@ def test_where_blocks_take_over_from_the_loss_is_found_without_a_step_of_that_le
     settings = on(device, layers=2)
     model = ActivationModel(settings, MeshShape(1))
     planned = model.at(length)
-    step = observe(settings, 1, length, model._tiles(length), 2, 2, "all")
-    short = observe(settings, 1, 4096, model._tiles(4096), 2, 2, "all")
+    step = observe(settings, 1, length, length // model._tile, 2, 2, "all")
+    short = observe(settings, 1, 4096, 4096 // model._tile, 2, 2, "all")
     assert short.phases[0] > short.phases[-1]
     assert step.phases[0] < step.phases[-1] == step.peak
     assert planned.kept + planned.working == pytest.approx(step.peak, rel=0.01)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -116,7 +118,7 @@ class ActivationModel:
         self.kinds = block_kinds(config, build_model(config)) if kinds is None else kinds
         again = len(config.activation_checkpoint.selected(len(self.kinds)))
         self.recomputing = again if recomputing is None else recomputing
-        self._steps: dict[int, Activations] = {}
+        self._step = cache(self._all_blocks)
 
     def at(self, length: int) -> Activations:
         """Activation memory for sequences of ``length`` tokens, counted over all ranks.
@@ -135,11 +137,14 @@ class ActivationModel:
             after = (i for i, each in enumerate(lengths) if i and each >= local)
             above = next(after, len(lengths) - 1)
             small, large = lengths[above - 1], lengths[above]
-            found = _interpolate((small, large), [self._step(small), self._step(large)], local)
+            found = _interpolate((small, large), self._step(small), self._step(large), local)
         if found.host_pieces and device_type(self.config) != "cpu":
             taken = sum(map(pinned_bytes, found.host_pieces))
             found = replace(found, host=found.host * taken // sum(found.host_pieces))
-        return (self._with_formulas(found, local) if self._formulas else found).with_highest_peak()
+        if self.config.model.family == "hf" and self.shape.sequence > 1:  # run as on one rank
+            exchanges = {HEADS: self._head_exchange_bytes(local), RING: self._ring_bytes(local)}
+            found = replace(found, exchanges=exchanges)
+        return found.with_highest_peak()
 
     def _shortest(self) -> int:
         """Positions of the shortest step: complete tiles (if their length is fixed) and chunks."""
@@ -153,17 +158,11 @@ class ActivationModel:
         """Positions of a tile, where the length of tiles is fixed."""
         return -(-tile_tokens(self.config) // self.rows // ROWS) * ROWS
 
-    def _tiles(self, positions: int) -> int:
-        tiles = self.config.activation_checkpoint.tiles
-        return positions // self._tile if tiles == "auto" else tiles
-
-    def _step(self, positions: int) -> Activations:
-        if positions not in self._steps:
-            self._steps[positions] = self._all_blocks(positions, self._tiles(positions))
-        return self._steps[positions]
-
-    def _all_blocks(self, positions: int, tiles: int) -> Activations:
+    def _all_blocks(self, positions: int) -> Activations:
         """A step of all blocks, computed from steps of few blocks of each kind."""
+        tiles: Any = self.config.activation_checkpoint.tiles
+        if tiles == "auto":
+            tiles = positions // self._tile
         offload = self.config.activation_checkpoint.offload
         again, plain = self.kinds[: self.recomputing], self.kinds[self.recomputing :]
 
@@ -209,15 +208,6 @@ class ActivationModel:
         more = kept(others, True, {shown[-1]: block}) - max(offloaded - 1, 0) * block
         more += kept(Counter(plain), False, {})
         return _activations(base or whole, more, base.host if base else (), offloaded, block)
-
-    @property
-    def _formulas(self) -> bool:
-        """Whether exchanges are not measured: transformers' models are run as on one rank."""
-        return self.config.model.family == "hf" and self.shape.sequence > 1
-
-    def _with_formulas(self, found: Activations, local: int) -> Activations:
-        exchanges = {HEADS: self._head_exchange_bytes(local), RING: self._ring_bytes(local)}
-        return replace(found, exchanges=exchanges)
 
     def _head_exchange_bytes(self, local: int) -> int:
         """Upper bound of the queries, keys and values that exchanges of heads have in flight."""
@@ -271,26 +261,17 @@ def _activations(
     )  # fmt: skip
 
 
-def _interpolate(at: tuple[int, int], steps: Sequence[Activations], wanted: int) -> Activations:
+def _interpolate(
+    at: tuple[int, int], low: Activations, high: Activations, wanted: int
+) -> Activations:
     """Interpolate (or extrapolate) the steps of the two lengths ``at`` linearly to ``wanted``."""
-    low, high = steps
 
-    def line(small: int, large: int) -> int:
+    def line(small: Any, large: Any) -> Any:
+        if isinstance(large, tuple):
+            return tuple(map(line, small, large))
+        if isinstance(large, Mapping):
+            return {kind: line(small[kind], large[kind]) for kind in large}
         return round(large + (large - small) / (at[1] - at[0]) * (wanted - at[1]))
 
-    names = ("batch", "kept", "forward", "working", "between_parts", "host", "block")
-    values = {name: line(getattr(low, name), getattr(high, name)) for name in names}
-    exchanges = {kind: line(low.exchanges[kind], high.exchanges[kind]) for kind in high.exchanges}
-    earlier_peaks = tuple(
-        line(*each) for each in zip(low.earlier_peaks, high.earlier_peaks, strict=True)
-    )
-    host_pieces = tuple(
-        line(*each) for each in zip(low.host_pieces, high.host_pieces, strict=False)
-    )
-    return Activations(
-        exchanges=exchanges,
-        earlier_peaks=earlier_peaks,
-        host_pieces=host_pieces,
-        offloaded=high.offloaded,
-        **values,
-    )
+    values = {name: line(getattr(low, name), value) for name, value in vars(high).items()}
+    return replace(high, **{**values, "offloaded": high.offloaded})

@@ -64,10 +64,7 @@ class PipelineActivations:
     def at(self, rank: int, length: int) -> RankActivations:
         """Activation memory of a pipeline rank, for sequences of ``length`` tokens in all."""
         plan = self.plan.ranks[rank]
-        chosen = self.config.data.model_copy(update={"sequence_length": length})
-        message = message_bytes(
-            self.config.model_copy(update={"data": chosen}), self.plan.shape
-        )
+        message = message_bytes(self.config, self.plan.shape, length)
         activations = {chunk.stage: self.models[chunk.stage].at(length) for chunk in plan.chunks}
         model_parts = {stage: self.models[stage].model_part for stage in activations}
         number = self.plan.micro_batches

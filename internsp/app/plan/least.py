@@ -19,7 +19,7 @@ from internsp.app.config import Config
 from internsp.app.models.factory import build_model
 from internsp.app.plan.kinds import block_kinds, shown_kinds
 from internsp.app.plan.observations import Observations
-from internsp.app.plan.observe import ModelPart
+from internsp.app.plan.observe import WHOLE, ModelPart, Observed
 from internsp.app.plan.workload import Workload
 from internsp.mesh import MeshShape
 from internsp.parallel.experts import take_experts
@@ -342,19 +342,14 @@ class LeastBytes:
             )
             for positions in _MEASURED
         ]  # fmt: skip
-        block = [step.block for step in steps]
-        return _of_a_token(block, [step.kept for step in steps])
+        return _of_a_token([step.block for step in steps], [step.kept for step in steps])
 
     def _halves_bytes(self, kind: int) -> _Halves:
         """Those of a kind, of sequences on one rank each: more that share them keep no less."""
         part = ModelPart(MeshShape(2, pipeline=2), False, False, split=True)
-        parts = [replace(part, kinds=(kind,) * blocks) for blocks in (2, 3)]
         two, three = (
-            [
-                self.observations.of(self.config, 1, n, 1, len(part.kinds), 0, None, part)
-                for n in _MEASURED
-            ]
-            for part in parts
+            [self._observed(replace(part, kinds=(kind,) * blocks), n) for n in _MEASURED]
+            for blocks in (2, 3)
         )
         kept = [step.between_parts for step in two]
         block = [step.between_parts - one for step, one in zip(three, kept, strict=True)]
@@ -364,13 +359,16 @@ class LeastBytes:
     def _loss_bytes(self, positions: int, splits: bool) -> float:
         """Bytes that head and loss work in, of weights' gradients most: more tokens take more."""
         kinds = 2 * self.kinds[-1:]
-        if not splits:
-            part = ModelPart(MeshShape(1), kinds=kinds)
-            step = self.observations.of(self.config, 1, positions, 1, 2, 0, None, part)
-            return step.phases[0] - step.kept
-        part = ModelPart(MeshShape(2, pipeline=2), False, split=True, kinds=kinds)
-        step = self.observations.of(self.config, 1, positions, 1, 2, 0, None, part)
-        return step.peak - step.kept
+        if splits:
+            part = ModelPart(MeshShape(2, pipeline=2), False, split=True, kinds=kinds)
+            step = self._observed(part, positions)
+            return step.peak - step.kept
+        step = self._observed(replace(WHOLE, kinds=kinds), positions)
+        return step.phases[0] - step.kept
+
+    def _observed(self, part: ModelPart, positions: int) -> Observed:
+        """One sequence through blocks that recompute nothing."""
+        return self.observations.of(self.config, 1, positions, 1, len(part.kinds), 0, None, part)
 
 
 def _of_a_token(block: Sequence[int], two: Sequence[int]) -> _Kept:

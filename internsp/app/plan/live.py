@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -107,7 +106,7 @@ class LiveBytes(TorchDispatchMode):
         if not self._paused:
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor):
-                    self._note(tensor.untyped_storage())
+                    self._count(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
             if (own := self._taken.get(func._schema.name)) is not None:
                 nbytes = own(*args, **kwargs)
                 self._add(self._kind, nbytes)
@@ -118,14 +117,11 @@ class LiveBytes(TorchDispatchMode):
     def exclude(self, *tensors: Tensor) -> None:
         """Do not count these, nor views of them."""
         for tensor in tensors:
-            if id(tensor.untyped_storage()) not in self._counted:
-                self._count(tensor.untyped_storage(), 0)
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        if id(storage) not in self._counted:
-            self._count(storage, storage.nbytes())
+            self._count(tensor.untyped_storage(), 0)
 
     def _count(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        if id(storage) in self._counted:
+            return
         self._counted.add(id(storage))
         self._add(self._kind, nbytes)
         self._update_peak()
@@ -148,14 +144,13 @@ class LiveBytes(TorchDispatchMode):
         self.now += nbytes
         self.kinds[kind] += nbytes
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count what is allocated inside."""
+    def uncounted(self, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that is not counted, nor views of it."""
         self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
+        made = make()
+        self._paused = False
+        self.exclude(made)
+        return made
 
 
 def _grouped_product(

@@ -56,13 +56,11 @@ class _RankMemory:
         grow: gradient sums are made while activations are freed: ``fixed`` is without them.
     """
 
-    def __init__(self, memory: Rows, process: int, grow: bool) -> None:
+    def __init__(self, memory: Rows, grow: bool) -> None:
         here = [row for row in memory if row[0] not in HOSTED.values() and row[1]]
         self.fixed = [row for row in here if row[0] not in (STEPPING, *([SUMS] if grow else []))]
         self.sums = [row for row in here if row[0] == SUMS and grow]
         self.stepping = [row for row in here if row[0] == STEPPING]
-        if process:
-            self.fixed.insert(0, ("process before the model", process))
         self.hosted = [row for row in memory if row[0] in HOSTED.values() and row[1]]
 
 
@@ -70,8 +68,6 @@ class MemoryBudget:
     """The memory of every pipeline rank, for any sequence length.
 
     Args:
-        process: bytes that a process takes before it builds a model, where the CPU computes; they
-            get a row of their own.
         observations: what was measured before, for configurations that differ in their layout.
 
     Attributes:
@@ -81,16 +77,13 @@ class MemoryBudget:
     plan: Plan | PipelinePlan
 
     def __init__(
-        self, config: Config, world_size: int, process: int = 0,
-        observations: Observations | None = None,
-    ) -> None:  # fmt: skip
+        self, config: Config, world_size: int, observations: Observations | None = None
+    ) -> None:
         self.stages: PipelineActivations | None = None
         if config.parallel.pipeline > 1:
             pipeline = self.plan = make_pipeline_plan(config, world_size)
             self.stages = PipelineActivations(config, pipeline, observations)
-            memory = [
-                list(rank_memory(config, pipeline, rank).items()) for rank in pipeline.ranks
-            ]
+            memory = [list(rank_memory(config, pipeline, rank).items()) for rank in pipeline.ranks]
             shape = pipeline.shape
         else:
             plan = self.plan = make_plan(config, world_size)
@@ -102,7 +95,7 @@ class MemoryBudget:
         self.multiple, self.micro_batches = shape.sequence, config.train.micro_batches
         # From a second micro-batch on, and in a pipeline, all sums are there with all activations.
         one = config.train.micro_batches == 1 and not config.train.batch_tokens
-        self.ranks = [_RankMemory(rows, process, one and self.stages is None) for rows in memory]
+        self.ranks = [_RankMemory(rows, one and self.stages is None) for rows in memory]
         self.blocks = config.model.layers
 
     def at(self, length: int, rank: int = 0) -> tuple[Rows, Rows]:
@@ -201,9 +194,9 @@ def print_longest(
         ConfigError: ``memory`` or ``host`` is not a size; or nothing fits.
     """
     console = console or terminal.console()
-    sizes = [_size("--longest", memory), None if host is None else _size("--host-memory", host)]
-    assert sizes[0] is not None
-    found = MemoryBudget(config, world_size).longest(sizes[0], sizes[1])
+    limit = _size("--longest", memory)
+    host_limit = None if host is None else _size("--host-memory", host)
+    found = MemoryBudget(config, world_size).longest(limit, host_limit)
     rows = [(name, human(nbytes)) for name, nbytes in found.memory]
     rows.append(("sum", human(_sum(found.memory))))
     rows += [(name, human(nbytes)) for name, nbytes in found.host]
@@ -213,11 +206,8 @@ def print_longest(
             f"--longest {memory}: no sequence fits; one of {config.parallel.sequence} tokens takes "
             f"{human(needed)} a rank (shard weights further, or offload them)"
         )
-    of = "one rank"
-    where = ""
-    if config.parallel.pipeline > 1:
-        of = f"pipeline rank {found.rank}"
-        where = f", on {of}"
+    of = "one rank" if config.parallel.pipeline == 1 else f"pipeline rank {found.rank}"
+    where = "" if config.parallel.pipeline == 1 else f", on {of}"
     console.print(
         f"Longest sequence for {memory} a rank: {found.length:,} tokens over "
         f"{config.parallel.sequence} ranks, bound by: {found.bound}{where}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from internsp.app.config import Config
 from internsp.app.plan.live import Outputs
-from internsp.app.plan.observe import ModelPart, Observed, observe
+from internsp.app.plan.observe import WHOLE, ModelPart, Observed, observe
 from internsp.mesh import MeshShape
 
 # What no measurement reads, or what is an argument of its own.
@@ -30,10 +30,9 @@ class Observations:
 
     def of(
         self, config: Config, rows: int, positions: int, tiles: int, layers: int, again: int,
-        offload: Any, part: ModelPart | None = None, backward: bool = True,
+        offload: Any, part: ModelPart = WHOLE, backward: bool = True,
     ) -> Observed:  # fmt: skip
         """As :func:`observe` says."""
-        part = part or ModelPart(MeshShape(1))
         shape, told = part.shape, config.model_dump_json(exclude=_UNREAD)
         where = replace(part, shape=MeshShape(1)), shape.sequence_axes, part.is_whole_model
         key = (told, rows, positions, tiles, layers, again, offload, where, backward)

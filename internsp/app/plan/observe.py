@@ -44,7 +44,7 @@ from internsp.sp.dispatch import FIXED_BALANCE, rank_ranges, ring_ranges
 from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.ranges import MaskSpec
 from internsp.sp.routes import Route, routes
-from internsp.structure.blocks import read_structure
+from internsp.structure.blocks import Structure, read_structure
 from internsp.structure.dtypes import DTYPES
 from internsp.structure.tiles import find_tiled
 
@@ -72,6 +72,9 @@ class ModelPart:
     def is_whole_model(self) -> bool:
         """Whether it is the complete model, without a pipeline."""
         return self.shape.pipeline == 1
+
+
+WHOLE = ModelPart(MeshShape(1))
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def observe(
     layers: int,
     again: int,
     offload: Any,
-    model_part: ModelPart | None = None,
+    model_part: ModelPart = WHOLE,
     backward: bool = True,
     outputs: Outputs | None = None,
 ) -> Observed:
@@ -125,12 +128,12 @@ def observe(
             then no peak is that of a backward, and ``between_parts`` is 0.
         outputs: of operators that other steps called.
     """
-    model_part = model_part or ModelPart(MeshShape(1))
     model: Any = build_first_layers(config, layers, model_part.kinds)
     dtype = DTYPES[config.weight_parallel.compute_dtype or config.train.dtype]
     hf = config.model.family == "hf"
     layout = _layout(config, rows, positions, model_part.shape, hf)
-    batch = sum(_storages(tensor for _, tensor in _tensors(layout)).values())
+    held = [tensor.untyped_storage() for _, tensor in _tensors(layout)]
+    batch = sum({each._cdata: each.nbytes() for each in held}.values())
     cuda = device_type(config) == "cuda"
     live = LiveBytes(kernel_memory(config) if cuda else {}, None if hf else outputs or Outputs())
     device = "cpu" if hf else "meta"
@@ -146,11 +149,10 @@ def observe(
             model = Chunk(model, range(layers), model_part.first, model_part.last)
         link = _UncountedHost(torch.device(device), live)
         activation_offload = ActivationOffload(link, offload, again)
-        _wrap(model, config, model_part, tiles, again, activation_offload)
         blocks = config.weight_parallel.blocks if model_part.is_whole_model else model.block_names()
-        found = [
-            block.module for block in read_structure(to_parallelize(model), "qkv", blocks).blocks
-        ]
+        structure = read_structure(to_parallelize(model), "qkv", blocks)
+        _wrap(structure, config, tiles, again, activation_offload)
+        found = [block.module for block in structure.blocks]
         _register_phase_hooks(model, found[-1], live)
         after: list[int] = []
         for block in found[-2:]:
@@ -159,8 +161,7 @@ def observe(
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
         inputs = layout.input_ids
         if not model_part.first:
-            width = config.model.hidden_size
-            shape = (*inputs.shape, width)
+            shape = (*inputs.shape, config.model.hidden_size)
             inputs = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
         live.exclude(*(t for _, t in _tensors(layout)), inputs, *model.parameters())
         with skip_packing_detection() if hf else nullcontext(), live:
@@ -188,9 +189,7 @@ def _backward(
     """Run backward; return the bytes that live between its two parts, 0 if it has one part."""
     gradient = None
     if not model_part.last:
-        with live.paused():
-            gradient = torch.empty_like(output)
-        live.exclude(gradient)
+        gradient = live.uncounted(lambda: torch.empty_like(output))
     if not model_part.split:
         output.backward(gradient)
         return 0
@@ -221,17 +220,11 @@ def _register_phase_hooks(model: Any, last: nn.Module, live: LiveBytes) -> None:
 
 
 def _wrap(
-    model: Any,
-    config: Config,
-    model_part: ModelPart,
-    tiles: int,
-    again: int,
+    found: Structure, config: Config, tiles: int, again: int,
     activation_offload: ActivationOffload,
-) -> None:
+) -> None:  # fmt: skip
     """Checkpoint the first ``again`` blocks, and make feed-forwards compute in tiles."""
     mode = config.activation_checkpoint
-    blocks = config.weight_parallel.blocks if model_part.is_whole_model else model.block_names()
-    found = read_structure(to_parallelize(model), "qkv", blocks)
     for number, block in enumerate(found.blocks[:again]):
         context = checkpoint_context_fn if mode.mode == "selective" else None
         group = partial(activation_offload.group, number) if activation_offload.count else None
@@ -358,10 +351,6 @@ def _tensors(layout: SequenceLayout) -> list[tuple[str, Tensor]]:
     return [(name, value) for name, value in found if isinstance(value, Tensor)]
 
 
-def _storages(tensors: Any) -> dict[int, int]:
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-
-
 class _UncountedHost(HostLink):
     """Host memory, which is not counted."""
 
@@ -372,8 +361,7 @@ class _UncountedHost(HostLink):
 
     def empty(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See :meth:`HostLink.empty`."""
-        with self._live.paused():
-            made = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        self._live.exclude(made)
+        make = partial(torch.empty, tuple(shape), dtype=dtype, device=self.device)
+        made = self._live.uncounted(make)
         self.pieces.append(made.nbytes)
         return made

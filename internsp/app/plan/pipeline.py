@@ -131,7 +131,7 @@ class PipelinePlan:
     """Elements of the whole model."""
     kinds: tuple[int, ...]
     """Of each block, the first one of its kind."""
-    tied: tuple[TiedOutline, ...] = ()
+    tied: tuple[TiedOutline, ...]
 
     def picture(self) -> str:
         """The schedule as SVG."""
@@ -178,7 +178,7 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
         passed = compute_actions(computations(order, rank), stages, splits)
         messages = sum(step.kind.startswith("RECV") for step in order[rank])
         ranks.append(RankPlan(own, tuple(passed), messages, config.weight_parallel.overlap))
-    nbytes = message_bytes(config, shape)
+    nbytes = message_bytes(config, shape, config.data.sequence_length)
     tied = tuple(_tied(name, tie, outlines, shape, rank_of) for name, tie in ties.items())
     return PipelinePlan(
         kind, shape, number, tuple(timed), tuple(ranks), nbytes, parameters, kinds, tied
@@ -206,11 +206,11 @@ def _tied(
     return TiedOutline(name, copies, others * (length + 1) * wide)
 
 
-def message_bytes(config: Config, shape: MeshShape) -> int:
+def message_bytes(config: Config, shape: MeshShape, sequence_length: int) -> int:
     """Bytes of hidden states ``[rows, s, hidden]`` of the longest shard of a sequence."""
     train = config.train
     rows = train.global_batch // (train.micro_batches * shape.data)
-    length = max(fixed_sizes(config.data.sequence_length, shape.sequence_axes))
+    length = max(fixed_sizes(sequence_length, shape.sequence_axes))
     dtype = DTYPES[config.weight_parallel.compute_dtype or train.dtype]
     return rows * length * config.model.hidden_size * dtype.itemsize
 
@@ -232,7 +232,10 @@ def _outlines(
             chunk, config.weight_parallel, config.activation_checkpoint
         )
         structure = read_structure(
-            chunk, weights.gather_before, weights.blocks, weights.gather_before_modules,
+            chunk,
+            weights.gather_before,
+            weights.blocks,
+            weights.gather_before_modules,
             weights.rules,
         )
         shardings = plan_sharding(chunk, structure, weights, shape.expert)

@@ -407,17 +407,17 @@ def chosen(best: Sequence[Found]) -> Found:
 
 def neighbors(space: Space, layout: Layout) -> Iterator[tuple[str, Found | None]]:
     """What one more or less of each degree would cost; ``None``: impossible, or too large."""
+    plain = replace(layout, optimizer_ranks=0, offload=False, tiled=False)
     for name in ("weight", "sequence", "pipeline", "micro_batches", "expert", "expert_weight"):
         now = getattr(layout, name)
         for other in (2 * now, now // 2):
             if not other or other == now:
                 continue
-            moved = replace(layout, **{name: other})
+            moved = replace(plain, **{name: other})
             if name == "pipeline":
                 moved = replace(moved, schedule=SCHEDULES[0])
             label = f"{name.replace('_', '-')} {other}"
-            plain = replace(moved, optimizer_ranks=0, offload=False, tiled=False)
-            yield label, space.best(plain) if space.allows(plain) else None
+            yield label, space.best(moved) if space.allows(moved) else None
 
 
 @lru_cache
