@@ -187,20 +187,25 @@ class SequenceLayout:
         ranges = rank_ranges(length, axes, balance, spec)
         sizes = tuple(sum(stop - start for start, stop in held) for held in ranges)
         held = ranges[rank]
-        given = _check_ignored(ignored, batch, length, labels)
+        index = _indices(held, ids.device)
+        targets = _Targets(
+            ids, starts, _check_ignored(ignored, batch, length, labels), ignore_index
+        )
         if labels is None:
-            labels = _next_tokens(ids, starts, given, ignore_index)
-        mine = select_ranges(labels, held).to(torch.int64)
+            mine, total = targets.labels(index), targets.total()
+        else:
+            mine = select_ranges(labels, held).to(torch.int64)
+            total = int((labels != ignore_index).sum())
         return cls(
             length=length,
             sizes=sizes,
             ranges=ranges,
             input_ids=select_ranges(ids, held).to(torch.int64).contiguous(),
             all_ids=ids.to(torch.int64),
-            positions=_positions(starts, _indices(held, ids.device)),
+            positions=_positions(starts, index),
             labels=mine.contiguous(),
             valid_tokens=int((mine != ignore_index).sum()),
-            total_valid_tokens=int((labels != ignore_index).sum()),
+            total_valid_tokens=total,
             boundaries=starts,
             documents=documents,
             rank=rank,
@@ -290,20 +295,52 @@ def _check_ignored(
     return ignored
 
 
-def _next_tokens(
-    ids: Tensor,
-    starts: Sequence[Sequence[int]],
-    ignored: Sequence[Sequence[tuple[int, int]]],
-    ignore_index: int,
-) -> Tensor:
-    """``[B, S]`` int64: the token that each position predicts, the next one of its document.
+@dataclass(frozen=True)
+class _Targets:
+    """The tokens of a batch that the token before them predicts.
 
-    ``ignore_index`` where that token begins another document or lies in an ignored range.
+    All tokens except the first of each document, tokens in ignored ranges, and tokens whose id is
+    ``ignore_index``.
     """
-    labels = ids.to(torch.int64).roll(-1, 1)
-    labels[:, -1] = ignore_index
-    for row, begins, spans in zip(labels, starts, ignored, strict=True):
-        row[torch.tensor(begins[1:], dtype=torch.int64, device=ids.device) - 1] = ignore_index
-        for begin, end in spans:
-            row[max(begin - 1, 0) : end - 1] = ignore_index
-    return labels
+
+    ids: Tensor
+    starts: Sequence[Sequence[int]]
+    ignored: Sequence[Sequence[tuple[int, int]]]
+    ignore_index: int
+
+    def labels(self, index: Tensor) -> Tensor:
+        """``[B, s]`` int64: the token that each position of ``index`` predicts."""
+        following = index + 1
+        last = following == self.ids.shape[1]
+        within = following.masked_fill(last, 0)
+        rows = []
+        first = {row: _last_start(row, within) == within for row in set(map(tuple, self.starts))}
+        for ids, starts, ignored in zip(self.ids, self.starts, self.ignored, strict=True):
+            not_predicted = last | first[tuple(starts)]
+            if ignored:
+                edges = torch.tensor(ignored, device=index.device).flatten()
+                not_predicted |= torch.searchsorted(edges, within, right=True) % 2 == 1
+            rows.append(ids[within].to(torch.int64).masked_fill(not_predicted, self.ignore_index))
+        return torch.stack(rows)
+
+    def total(self) -> int:
+        """Number of predicted tokens of the whole batch."""
+        batch, length = self.ids.shape
+        count = batch * length
+        for starts, ignored in zip(self.starts, self.ignored, strict=True):
+            first = torch.tensor(starts)
+            count -= len(starts)
+            for begin, end in ignored:
+                inside = torch.searchsorted(first, torch.tensor([begin, end]))
+                count -= end - begin - int(inside[1] - inside[0])
+        if int(self.ids.min()) <= self.ignore_index <= int(self.ids.max()):
+            count -= self._ignored_ids()
+        return count
+
+    def _ignored_ids(self) -> int:
+        """Number of tokens that are excluded only because their id is ``ignore_index``."""
+        count = 0
+        for row, column in (self.ids == self.ignore_index).nonzero().tolist():
+            inside = any(begin <= column < end for begin, end in self.ignored[row])
+            count += column not in self.starts[row] and not inside
+        return count
