@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import cache, partial
 
 from internsp.app.config import Config
 from internsp.app.plan.activations import ActivationModel, Activations, exchange_rows
@@ -22,21 +22,6 @@ from internsp.pipeline.hooks import FULL, INPUT, ComputeAction
 BUFFERS = "buffers for messages between stages"
 
 
-@dataclass(frozen=True)
-class RankActivations:
-    """Activation memory of one pipeline rank.
-
-    Attributes:
-        buffers: bytes of receive buffers, which are kept from step to step.
-        rows: (component, bytes) on the device at the peak, without ``buffers``.
-        host: bytes in host memory at the peak.
-    """
-
-    buffers: int
-    rows: tuple[tuple[str, int], ...]
-    host: int
-
-
 class PipelineActivations:
     """Activation memory of all ranks of a pipeline, for any sequence length."""
 
@@ -44,8 +29,8 @@ class PipelineActivations:
         self, config: Config, plan: PipelinePlan, observations: Observations | None = None
     ) -> None:
         self.config, self.plan = config, plan
-        observations = observations or Observations()
-        model_by_part: dict[tuple[ModelPart, tuple[int, ...], int], ActivationModel] = {}
+        known = observations or Observations()
+        made = cache(partial(ActivationModel, config, plan.shape, observations=known))
         self.models: dict[int, ActivationModel] = {}
         last = max(chunk.stage for rank in plan.ranks for chunk in rank.chunks)
         for rank in plan.ranks:
@@ -54,15 +39,15 @@ class PipelineActivations:
                 parts = {action.part for action in rank.actions if action.stage == stage}
                 model_part = ModelPart(plan.shape, stage == 0, stage == last, INPUT in parts)
                 again = sum(unit.recomputed for unit in chunk.plan.blocks)
-                key = model_part, kinds, again
-                if key not in model_by_part:
-                    model_by_part[key] = ActivationModel(
-                        config, plan.shape, model_part, kinds, again, observations
-                    )
-                self.models[stage] = model_by_part[key]
+                self.models[stage] = made(model_part, kinds, again)
 
-    def at(self, rank: int, length: int) -> RankActivations:
-        """Activation memory of a pipeline rank, for sequences of ``length`` tokens in all."""
+    def at(self, rank: int, length: int) -> tuple[int, list[tuple[str, int]], int]:
+        """Activation memory of a pipeline rank, for sequences of ``length`` tokens in all.
+
+        Returns:
+            bytes of receive buffers, which are kept from step to step; (component, bytes) on the
+            device at the peak, without these; bytes in host memory at the peak.
+        """
         plan = self.plan.ranks[rank]
         message = message_bytes(self.config, self.plan.shape, length)
         activations = {chunk.stage: self.models[chunk.stage].at(length) for chunk in plan.chunks}
@@ -74,8 +59,8 @@ class PipelineActivations:
         limit = size_in_bytes(offload) if isinstance(offload, str) else None
         holds_sends = self.plan.kind.name != "1F1B"
         simulation = _PassSimulation(plan, activations, model_parts, message, limit, holds_sends)
-        ids = [("token ids, labels and positions", batch)]
-        return RankActivations(number * ends * message, (*ids, *simulation.rows), simulation.host)
+        rows = [("token ids, labels and positions", batch), *simulation.rows]
+        return number * ends * message, rows, simulation.host
 
 
 class _PassSimulation:

@@ -31,7 +31,8 @@ def fuse_norms(model: nn.Module, config: Config) -> None:
         return  # the norms' weights are wider: torch uses unfused operations on CUDA too
     for module in model.modules():
         if isinstance(module, RMSNorm):
-            module.forward = partial(_fused_norm, module)  # type: ignore[method-assign]
+            apply = partial(_FusedNorm.apply, module.weight)
+            module.forward = apply  # type: ignore[method-assign]
 
 
 def kernel_memory(config: Config) -> KernelMemory:
@@ -55,16 +56,11 @@ def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> i
     return nbytes
 
 
-def _fused_norm(module: RMSNorm, x: Tensor) -> Tensor:
-    output: Tensor = _FusedNorm.apply(x, module.weight)
-    return output
-
-
 class _FusedNorm(torch.autograd.Function):
     """Stands in for ``aten::_fused_rms_norm``, which saves its input and a number a position."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
         rows = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
         ctx.save_for_backward(x, weight, rows)
         return torch.empty_like(x)
@@ -72,4 +68,4 @@ class _FusedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.empty_like(weight), torch.empty_like(x)

@@ -103,9 +103,8 @@ class MemoryBudget:
         own = self.ranks[rank]
         buffers: Rows = []
         if self.stages is not None:
-            found = self.stages.at(rank, length)
-            buffers, rows, nbytes = [(BUFFERS, found.buffers)], list(found.rows), found.host
-            phases = [rows]
+            received, rows, nbytes = self.stages.at(rank, length)
+            buffers, phases = [(BUFFERS, received)], [rows]
         else:
             one = self.activations.at(length)
             phases, nbytes = self._backward(one, own), one.host

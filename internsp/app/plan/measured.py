@@ -14,7 +14,6 @@ from pathlib import Path
 
 from internsp.app.config import Config
 from internsp.app.config.resume import saved_config
-from internsp.app.report.metrics import StepMetrics
 from internsp.app.report.page import load_report
 from internsp.app.report.timeline import step_times
 from internsp.errors import ConfigError
@@ -54,7 +53,7 @@ def read_run(folder: Path) -> MeasuredRun:
             they have different numbers of sequences.
     """
     where, report = f"--calibrate {folder}", load_report(folder)
-    rows = _counted(report.metrics)
+    rows = [row for row in report.metrics if row.run == report.metrics[-1].run][WARM:]
     if len(rows) < FEWEST:
         raise ConfigError(
             f"{where}: {len(rows)} steps after the first {WARM}; set train.steps to "
@@ -87,8 +86,3 @@ def scatter_of(seconds: Sequence[float]) -> float:
     """Half the distance from the first to the last tenth, in shares of the median."""
     tenths = statistics.quantiles(seconds, n=10, method="inclusive")
     return (tenths[-1] - tenths[0]) / 2 / statistics.median(seconds)
-
-
-def _counted(rows: Sequence[StepMetrics]) -> list[StepMetrics]:
-    """Those of the last process, without the first."""
-    return [row for row in rows if row.run == rows[-1].run][WARM:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 _LONGEST = 400  # items of a part that repeats
 _TRIES = 24  # lengths of a repeating part that are tried at one position
@@ -122,7 +123,7 @@ def folded_lines(items: Sequence[Item], text: dict[Hashable, str]) -> list[str]:
     groups = [_group(repeat, text) for repeat in fold(items)]
     lines: list[str] = []
     for outer in fold([Item(group) for group in groups]):
-        inside = [line for item in outer.items for line in _as_lines(item.key)]
+        inside = [line for item in outer.items for line in cast("tuple[str, ...]", item.key)]
         if outer.times > 1:
             lines.append(f"{outer.times} times:")
             inside = [f"  {line}" for line in inside]
@@ -135,8 +136,3 @@ def _group(repeat: Repeat, text: dict[Hashable, str]) -> tuple[str, ...]:
     if repeat.times == 1 or (len(lines) == 1 and repeat.step):
         return tuple(lines)
     return (f"{repeat.times} times:", *(f"  {line}" for line in lines))
-
-
-def _as_lines(key: Hashable) -> tuple[str, ...]:
-    assert isinstance(key, tuple), "the keys of the second folding are groups of lines"
-    return key

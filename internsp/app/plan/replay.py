@@ -34,9 +34,7 @@ class _Computing(Simulator):
         super()._grad_ready(unit, weight, last, weight_gradients)
 
 
-def computing_actions(
-    chunk: ChunkLayout, micro_batches: int, overlap: bool
-) -> list[ScheduleLine]:
+def computing_actions(chunk: ChunkLayout, micro_batches: int, overlap: bool) -> list[ScheduleLine]:
     """The actions of a step as ``simulate`` returns them, and a line at each gradient."""
     return simulate(chunk, micro_batches, overlap, by=_Computing).actions
 
@@ -50,7 +48,6 @@ class Clocks:
         free: when the link has no message any more.
         waited: seconds that computation waited for a kind of message.
         slowed: seconds that computation took longer beside a kind of message.
-        sent: seconds of messages by kind.
     """
 
     slowdown: float
@@ -59,7 +56,6 @@ class Clocks:
     kind: str = GATHER
     waited: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     slowed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def compute(self, seconds: float) -> None:
         """Compute beside the messages that are on their way."""
@@ -74,7 +70,6 @@ class Clocks:
         """Launch a message; returns when it has arrived."""
         self.kind = kind
         self.free = max(self.now, self.free) + seconds
-        self.sent[kind] += seconds
         return self.free
 
     def wait(self, kind: str, until: float) -> None:

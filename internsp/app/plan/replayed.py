@@ -28,19 +28,12 @@ from internsp.app.plan.replay import (
     replay,
 )
 from internsp.app.plan.seconds import (
-    ATTENTION,
     BUBBLE,
-    EXPERTS,
+    COPIES,
     GATHERS,
-    HEAD,
-    HOST,
-    PASSES,
-    PRODUCTS,
-    RECOMPUTE,
+    OPTIMIZER,
     REDUCTIONS,
     REPLICAS,
-    SEQUENCES,
-    TENSOR,
     Stepped,
     StepSeconds,
     ends,
@@ -55,10 +48,6 @@ from internsp.pipeline.schedules import ScheduleAction, schedule_kind, schedule_
 from internsp.pipeline.simulate import check_order
 from internsp.schedule.chunk import ChunkLayout
 
-_IN_PASSES = (
-    PRODUCTS, ATTENTION, PASSES, RECOMPUTE, HEAD, GATHERS, REDUCTIONS, SEQUENCES, TENSOR, EXPERTS,
-    HOST,
-)  # fmt: skip
 FEW = 200  # passes of blocks that are replayed one by one
 _BLOCKS, _PASSES = (4, 6), (2, 3)  # numbers of blocks and micro-batches that are multiplied
 
@@ -96,9 +85,7 @@ def replayed(
     return StepSeconds(parts, messages, closed.compute, slowed)
 
 
-def _pipeline(
-    config: Config, load: Workload, device: Device, closed: StepSeconds
-) -> StepSeconds:
+def _pipeline(config: Config, load: Workload, device: Device, closed: StepSeconds) -> StepSeconds:
     """The order of torch's schedule, each pass with the seconds of its stage."""
     kind, stages = schedule_kind(config.pipeline.schedule), load.degrees.pipeline
     chunks, number = config.pipeline.chunks, load.micro_batches
@@ -130,7 +117,8 @@ def _pipeline(
     message = neighbors.pass_on(load.tokens * load.model.hidden * 2)
     timed = check_order(order, rank_of, stages * chunks, cost, message)
     parts = {name: value for name, value in closed.parts.items() if name != BUBBLE}
-    of_passes = sum(parts.get(name, 0.0) for name in _IN_PASSES)
+    after = (REPLICAS, OPTIMIZER, COPIES)
+    of_passes = sum(value for name, value in parts.items() if name not in after)
     end = max(action.end for action in timed)
     # Idle time is what the slowest rank needs beyond an average one, and all that it waits.
     parts[BUBBLE] = max(0.0, end - of_passes)
@@ -161,9 +149,7 @@ def _replay(
     return replay(chunk, actions, units, messages(load, device, chunk), device.fitted.slowdown)
 
 
-def messages(
-    load: Workload, device: Device, chunk: ChunkLayout
-) -> dict[str, dict[str, float]]:
+def messages(load: Workload, device: Device, chunk: ChunkLayout) -> dict[str, dict[str, float]]:
     """Seconds of each message, by kind and by the name of its weight or parcel."""
     degrees, parts = load.degrees, load.habits.sends_parts
     group = Group(degrees.sharded, degrees.tensor, device)
@@ -209,15 +195,16 @@ def _multiplied(config: Config, load: Workload, device: Device) -> Clocks:
         small = config.model_copy(
             update={
                 "model": config.model.model_copy(update={"layers": blocks, "path": path}),
-                "train": config.train.model_copy(update={"micro_batches": 1, "global_batch":
-                    config.train.global_batch // number}),
+                "train": config.train.model_copy(
+                    update={"micro_batches": 1, "global_batch": config.train.global_batch // number}
+                ),
             }
         )
         chunk = make_plan(small, load.degrees.devices).chunk
         for count in set(passes):
             at[blocks, count] = _replay(load, device, chunk, count, overlap)
     found = Clocks(device.fitted.slowdown)
-    for name in ("waited", "slowed", "sent"):
+    for name in ("waited", "slowed"):
         for kind in (GATHER, REDUCE, EXCHANGE):
             lines = [
                 _line(passes, [getattr(at[blocks, count], name)[kind] for count in passes], number)
@@ -231,4 +218,3 @@ def _line(at: Sequence[int], values: Sequence[float], wanted: int) -> float:
     if at[0] == at[1]:
         return values[0]
     return values[1] + (values[1] - values[0]) / (at[1] - at[0]) * (wanted - at[1])
-

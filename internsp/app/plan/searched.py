@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -20,17 +19,15 @@ from internsp.base.sizes import human
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
 
-
-@dataclass(frozen=True)
-class Row:
-    """A printed layout, and its replayed seconds."""
-
-    found: Found
-    seconds: StepSeconds
+Row = tuple[Found, StepSeconds]
+"""A printed layout, and its replayed seconds."""
 
 
 def print_search(
-    config: Config, ranks: int, device: Device, console: Console | None = None,
+    config: Config,
+    ranks: int,
+    device: Device,
+    console: Console | None = None,
     write: Path | None = None,
 ) -> None:
     """Print the ten best layouts of ``config`` on ``ranks`` devices, and what decides.
@@ -40,31 +37,31 @@ def print_search(
 
     Raises:
         ConfigError: no layout fits; or the file cannot be written.
-    """  # fmt: skip
+    """
     console = console or terminal.console()
     result = search(config, ranks, device)
     rows = _rows(device, result.best)
-    best = rows[0]
+    best, seconds = rows[0]
     console.print(
         f"{result.possible:,} layouts of {ranks:,} x {device.name}; {result.evaluated:,} were "
         f"evaluated and {result.planned:,} planned, until no other could be among the first "
         f"{len(result.best)}",
         markup=False,
     )
-    cells = []
-    for row in rows:
-        memory = human(row.found.nbytes)
-        tie = "=" if row.seconds.total <= (1 + TIE) * best.seconds.total else ""
-        rate = f"{row.seconds.rate(row.found.load):,.0f}"
-        share = f"{exposed(row.seconds):.0%}"
-        taken = human_seconds(row.seconds.total)
-        cells.append((row.found.layout.label(), taken, tie, rate, memory, share))
+    cells = [
+        (
+            found.layout.label(), human_seconds(taken.total),
+            "=" if taken.total <= (1 + TIE) * seconds.total else "",
+            f"{taken.rate(found.load):,.0f}", human(found.nbytes), f"{exposed(taken):.0%}",
+        )
+        for found, taken in rows
+    ]  # fmt: skip
     columns = ("<layout", "a step", "tie", "tokens/s/device", "memory a rank", "in the open")
     console.print(table("Layouts, the best first", columns, cells))
     for line in _reasons(result.space, rows):
         console.print(line, markup=False)
     if write is not None:
-        _write(write, best.found.config)
+        _write(write, best.config)
         console.print(f"the best is in {write}", markup=False)
 
 
@@ -73,39 +70,38 @@ def _rows(device: Device, found: Sequence[Found]) -> list[Row]:
     rows = []
     for one in found:
         shape = MeshShape(one.load.degrees.devices, **one.config.degrees())
-        rows.append(Row(one, replayed(one.config, shape, device)))
-    rows.sort(key=lambda row: row.seconds.total)
-    first = chosen([row.found for row in rows])
-    rows.sort(key=lambda row: row.found is not first)
+        rows.append((one, replayed(one.config, shape, device)))
+    rows.sort(key=lambda row: row[1].total)
+    first = chosen([one for one, _ in rows])
+    rows.sort(key=lambda row: row[0] is not first)
     return rows
 
 
 def _reasons(space: Space, rows: list[Row]) -> Iterator[str]:
     """Why the first is first, what bounds it, and what another degree would cost."""
-    best = rows[0]
-    name, share = bound_of(best.seconds)
+    best, seconds = rows[0]
+    name, share = bound_of(seconds)
     yield f"{share:.0%} of the best is bound by {name}"
     if len(rows) > 1:
-        other = rows[1]
-        parts = {*best.seconds.parts, *other.seconds.parts}
+        second, other = rows[1]
         more = {
-            part: other.seconds.parts.get(part, 0.0) - best.seconds.parts.get(part, 0.0)
-            for part in parts
+            part: other.parts.get(part, 0.0) - seconds.parts.get(part, 0.0)
+            for part in {*seconds.parts, *other.parts}
         }
         most = max(more, key=lambda part: more[part])
-        if other.seconds.total <= (1 + TIE) * best.seconds.total:
+        if other.total <= (1 + TIE) * seconds.total:
             yield (
                 f"it ties with the second within the model's error of {TIE:.0%}, and has "
-                f"{best.found.layout.axes} axes against {other.found.layout.axes}"
+                f"{best.layout.axes} axes against {second.layout.axes}"
             )
         if more[most] > 0:
             yield f"the second spends {human_seconds(more[most])} more on {most}"
     told = []
-    for label, found in neighbors(space, best.found.layout):
+    for label, found in neighbors(space, best.layout):
         if found is None:
             told.append(f"{label}: impossible or too large")
         else:
-            cost = found.seconds.total / best.found.seconds.total - 1
+            cost = found.seconds.total / best.seconds.total - 1
             told.append(f"{label}: {cost:+.1%}")
     if told:
         yield f"another degree: {'; '.join(told)}"

@@ -148,20 +148,19 @@ def replicas(load: Workload, device: Device) -> WeightMessages:
     copies = degrees.data * degrees.context
     if copies == 1:
         return WeightMessages()
-    stride = degrees.tensor
-    group = Group(copies, stride, device)
+    stride, parts = degrees.tensor, habits.sends_parts
     dense = model.layers * model.dense_parameters / degrees.pipeline
     dense += model.embedding * (1 if degrees.pipeline > 1 or model.tied else 2)
-    parts = habits.sends_parts
-    reduced = group.reduce(dense / degrees.tensor * habits.reduce_bytes, parts)
-    returned = group.gather(dense / degrees.tensor * habits.gather_bytes)
+    gradients = dense / degrees.tensor * habits.reduce_bytes
+    weights = dense / degrees.tensor * habits.gather_bytes
+    group = Group(copies, stride, device)
+    reduced, returned = group.reduce(gradients, parts), group.gather(weights)
     if degrees.kind != "none" and 0 < degrees.optimizer < copies:
         within = Group(degrees.optimizer, stride, device)
         across = Group(copies // degrees.optimizer, stride * degrees.optimizer, device)
-        whole = dense / degrees.tensor * habits.reduce_bytes
-        reduced = within.reduce(whole, parts)
-        reduced += across.all_reduce(whole / degrees.optimizer, parts)
-        returned = within.gather(dense / degrees.tensor * habits.gather_bytes)
+        reduced = within.reduce(gradients, parts)
+        reduced += across.all_reduce(gradients / degrees.optimizer, parts)
+        returned = within.gather(weights)
     if degrees.kind == "none":
         returned = reduced
     if model.experts:
