@@ -23,15 +23,17 @@ from tests.support.late_copies import install
 from tests.support.ranks import run_ranks
 
 EVERYTHING = ["weights", "optimizer", "gradients"]
+# What no unit of a block has is gathered beside them, and is in a bucket with other such weights.
+DIVIDED = {"gather_before": "qkv", "rules": [{"match": "layers.*.feed_forward", "unit": "one"}]}
 PART = [{"match": "layers.{0-1}.*.w?", "offload": ["optimizer"]}]
 CHANGES: tuple[dict[str, dict[str, Any]], ...] = (
     {},
     {"weight_parallel": {"offload": EVERYTHING}, "parallel": {"weight": 2}},
     {"weight_parallel": {"offload": EVERYTHING}, "train": {"dtype": "bfloat16"}},
-    {"weight_parallel": {"offload": ["weights"], "compute_dtype": "bfloat16"}},
+    {"weight_parallel": {"offload": ["weights"], "compute_dtype": "bfloat16", **DIVIDED}},
     {"weight_parallel": {"offload": ["gradients"], "accumulation": "full", "rules": PART}},
     {
-        "weight_parallel": {"offload": ["optimizer"]},
+        "weight_parallel": {"offload": ["optimizer"], **DIVIDED},
         "optimizer": {"name": "sgd", "momentum": 0.9}, "parallel": {"weight": 2},
     },
 )  # fmt: skip

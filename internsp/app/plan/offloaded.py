@@ -122,7 +122,7 @@ def buckets(chunk: ChunkLayout) -> Iterator[Sequence[WeightLayout]]:
     """Weights of each bucket of a ``ZeroOptimizer``; see ``internsp.optim.bucket``."""
     head = [chunk.head] if chunk.head is not None and chunk.head not in chunk.root_units else []
     first = [chunk.embedding] if chunk.embedding is not None else []
-    others = [w for unit in chunk.others for w in unit.weights]
+    others = [w for unit in (*chunk.others, *chunk.enclosing_rests) for w in unit.weights]
     for weights in (others, *(unit.weights for unit in (*first, *chunk.blocks, *head))):
         yield from _by_bucket(w for w in weights if w.trainable)
 

@@ -168,8 +168,7 @@ def _rules(plan: Plan | PipelinePlan, config: Config) -> Rules:
 
 def _traffic_table(plan: Plan) -> Table:
     rows: list[tuple[object, ...]] = []
-    units = (*plan.chunk.blocks, *plan.chunk.root_units, plan.chunk.head)
-    experts = {w.name for u in units if u is not None for w in u.weights if w.expert}
+    experts = {w.name for u in plan.chunk.units for w in u.weights if w.expert}
     for kind in ("AG", "RS"):
         schedule = plan.schedule
         rows.append((KINDS[kind], schedule.count(kind), human(schedule.nbytes(kind))))

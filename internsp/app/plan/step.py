@@ -119,9 +119,7 @@ def _memory(
     schedule: Callable[[], Schedule],
 ) -> list[tuple[str, int]]:
     """(component, bytes) of one rank; slots are exact, reductions an upper bound (WP-1, WP-6)."""
-    units = [*chunk.blocks, *chunk.others]
-    units += list({id(u): u for u in (chunk.embedding, chunk.head) if u}.values())
-    weights = [w for u in units for w in u.weights]
+    weights = [w for u in chunk.units for w in u.weights]
     shards = sum(w.shard_bytes for w in weights)
     train = config.train
     parts = max(train.micro_batches, 2 if train.batch_tokens else 1)  # as many as rows need
@@ -133,7 +131,7 @@ def _memory(
     elements = (shards - off.shards[GRADIENTS] + small_bytes) // size
     # A weight group of one sends nothing.
     summed = config.weight_parallel.reduce == "backend"
-    moving = [[w.reduction_bytes(summed) for w in u.weights if w.reduce_bytes] for u in units]
+    moving = [[w.reduction_bytes(summed) for w in u.weights if w.reduce_bytes] for u in chunk.units]
     largest = sorted(map(sum, moving), reverse=True)
     pending = sum(largest[: config.weight_parallel.reductions_in_flight])
     masters = int(size < 4)
