@@ -273,6 +273,14 @@ def staged(schedule: str, chunks: int, again: dict[str, Any], **changes: dict[st
     )  # fmt: skip
 
 
+def test_a_block_of_several_units_is_one_that_recomputes() -> None:
+    units = {"rules": [{"match": "layers.*.feed_forward", "unit": "one"}], "gather_before": "qkv"}
+    given = staged("1F1B", 1, {"mode": "full", "fraction": 0.5}, weight_parallel=units)
+    stages = MemoryBudget(given, 2).stages
+    assert stages is not None
+    assert {stage: own.recomputing for stage, own in stages.models.items()} == {0: 3, 1: 0}
+
+
 @pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "again", some([{"mode": "none"}, {"mode": "full"}], 1), ids=["none", "full"]

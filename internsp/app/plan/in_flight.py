@@ -38,8 +38,7 @@ class PipelineActivations:
                 stage, kinds = chunk.stage, plan.kinds[chunk.blocks.start : chunk.blocks.stop]
                 parts = {action.part for action in rank.actions if action.stage == stage}
                 model_part = ModelPart(plan.shape, stage == 0, stage == last, INPUT in parts)
-                again = sum(unit.recomputed for unit in chunk.plan.blocks)
-                self.models[stage] = made(model_part, kinds, again)
+                self.models[stage] = made(model_part, kinds, chunk.recomputed)
 
     def at(self, rank: int, length: int) -> tuple[int, list[tuple[str, int]], int]:
         """Activation memory of a pipeline rank, for sequences of ``length`` tokens in all.
