@@ -481,7 +481,9 @@ TRAIN: Table = {
 }  # fmt: skip
 CLI: Table = {
     "give a number from 1 on": {"give a number from 1 on": BY_COMMAND},
-    "it writes what --search or --calibrate finds": {"give one": BY_COMMAND},
+    "each has an answer of its own": {"give one": BY_COMMAND},
+    "it belongs to": {"give that, too": BY_COMMAND},
+    "prints no schedule": {"leave one of them out": BY_COMMAND},
     "whose constants are fitted": {
         "give --device NAME":
             CALIBRATED + "test_the_file_says_what_it_was_made_of_and_is_read",

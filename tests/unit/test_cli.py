@@ -82,6 +82,17 @@ def test_mistakes_of_the_file_and_the_options_are_one_report_with_status_2(capsy
         (["train", "good.toml", "--resume", "gone"], "checkpoint.resume: no such checkpoint"),
         (["plan", "good.toml", "--output", "x"], "--output: unknown option of plan"),
         (["plan", "good.toml", "--train.steps", "0"], "--train.steps: must be at least 1, got"),
+        (["plan", "good.toml", "--write", "x"], "--write: it belongs to --search or --calibrate"),
+        (["plan", "good.toml", "--host-memory", "1 GiB"], "it belongs to --longest; give that"),
+        (["plan", "good.toml", "--device-file", "x"], "--device-file: it belongs to --device;"),
+        (
+            ["plan", "good.toml", "--search", "--longest", "1 GiB"],
+            "--search and --longest: each has an answer of its own; give one",
+        ),
+        (
+            ["plan", "good.toml", "--search", "--schedule", "x"],
+            "--schedule: --search prints no schedule; leave one of them out",
+        ),
         (["generate", "gone", "--seed", str(1 << 70)], "--seed: 1180591620717411303424 is out"),
         (["generate", "gone", "--prompt", "a\udcff"], "--prompt: character 2 is not UTF-8"),
     ],

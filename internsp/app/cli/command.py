@@ -136,12 +136,31 @@ def _run(words: list[str]) -> int:
     return 0
 
 
+def _check_options(command: _Plan) -> None:
+    """Options of a question that is not asked, or two questions, are no slip to pass over."""
+    asked = {
+        "--calibrate": command.calibrate, "--search": command.search or None,
+        "--longest": command.longest,
+    }  # fmt: skip
+    given = [option for option, value in asked.items() if value]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)}: each has an answer of its own; give one")
+    there = {*given, "--device"} if command.device else {*given}
+    for option, value, *of in (
+        ("--write", command.write, "--search", "--calibrate"),
+        ("--host-memory", command.host_memory, "--longest"),
+        ("--device-file", command.device_file, "--device"),
+    ):
+        if value is not None and there.isdisjoint(of):
+            raise ConfigError(f"{option}: it belongs to {' or '.join(of)}; give that, too")
+    for option, path in (("--picture", command.picture), ("--schedule", command.schedule)):
+        if path is not None and given:
+            raise ConfigError(f"{option}: {given[0]} prints no schedule; leave one of them out")
+
+
 def _plan(command: _Plan, config: Config, size: int) -> None:
     """Print the plan for ``size`` ranks, or what its options find."""
-    if command.write is not None and not (command.search or command.calibrate):
-        raise ConfigError("--write: it writes what --search or --calibrate finds; give one")
-    if command.search and command.calibrate:
-        raise ConfigError("--search: it takes a device that is known; calibrate it first")
+    _check_options(command)
     known: list[Any] = []
     if command.device is not None:
         from internsp.app.plan.devices import device_named, on_device
