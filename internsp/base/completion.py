@@ -66,7 +66,7 @@ class CompletionThread:
             error = _error_of(work, on_end)
             # Before the waiter goes on: the thread lingers, and would keep a model and its groups.
             del work, on_end
-            watched.set_exception(error)
+            watched.set_exception(error)  # None where it ended well
             del watched, error
 
 

@@ -8,7 +8,7 @@
     sudo python -m tools.planner own --rounds 5    our own steps over a slow link, from one preset's
     python -m tools.planner trained --rounds 3     steps of internsp train here, from one run's
 
-Nothing runs on a device. A row that cannot be predicted says why.
+The last two run on this machine, the others run nothing. A row that cannot be predicted says why.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trained.add_argument("--runs", nargs="+", help="the first is fitted on; default: all")
     trained.add_argument("--rounds", type=int, default=3, help="each trains every run once")
     options = parser.parse_args(arguments)
+    if getattr(options, "rounds", 1) < 1:
+        parser.error(f"--rounds {options.rounds}: give a number from 1 on")
     if options.command == "own":
         from tools.planner.own import CASES, run
 

@@ -37,7 +37,6 @@ from tools.overlap.options import Options
 from tools.planner.accuracy import kendall
 
 OURS, MBIT = "ours", 1e6 / 8
-WAITED = (GATHERS, REDUCTIONS, SEQUENCES)
 CASES = {
     "light": Options(preset="light"),
     "even": Options(preset="even"),
@@ -168,6 +167,18 @@ def _root(rises, low: float, high: float) -> float:  # type: ignore[no-untyped-d
     return low
 
 
+def waits_of(step: StepSeconds) -> float:
+    """Seconds in which a predicted step waits for messages."""
+    parts = (step.parts.get(name, 0.0) for name in (GATHERS, REDUCTIONS, SEQUENCES))
+    return sum(parts) - sum(step.slowed.values())
+
+
+def order_line(pairs: Sequence[tuple[float, float]]) -> str:
+    """How far the order of (measured, predicted) seconds agrees."""
+    tau = kendall(pairs)
+    return "" if tau is None else f"\nKendall's tau of the steps: {tau:.2f}"
+
+
 def table(cases: Sequence[Case]) -> Iterator[str]:
     """Measured beside predicted steps; the first case gave the constants."""
     fitted, handling = calibrated(cases[0])
@@ -186,16 +197,13 @@ def table(cases: Sequence[Case]) -> Iterator[str]:
         step = case.predicted(device)
         measured, ours = median(case.ours), step.total
         exposed = measured - median(case.compute)
-        waits = sum(step.parts.get(name, 0.0) for name in WAITED) - sum(step.slowed.values())
         pairs.append((measured, ours))
         yield (
             f"| {case.name} | {measured:.4g} | {min(case.ours):.4g}, {max(case.ours):.4g} | "
             f"{ours:.4g} | {100 * (ours / measured - 1):+.1f} % | {exposed:.3g} | "
-            f"{ours - case.alone(device):.3g} | {median(case.traced):.3g} | {waits:.3g} |"
+            f"{ours - case.alone(device):.3g} | {median(case.traced):.3g} | {waits_of(step):.3g} |"
         )
-    tau = kendall(pairs)
-    if tau is not None:
-        yield f"\nKendall's tau of the steps: {tau:.2f}"
+    yield order_line(pairs)
 
 
 def run(names: Sequence[str], rounds: int, network: str) -> Iterator[str]:

@@ -22,8 +22,7 @@ from internsp.app.plan.measured import WARM, MeasuredRun, scatter_of
 from internsp.app.plan.replayed import replayed
 from internsp.app.report.page import load_report
 from internsp.mesh import MeshShape
-from tools.planner.accuracy import kendall
-from tools.planner.own import WAITED, on_share, share
+from tools.planner.own import on_share, order_line, share, waits_of
 
 STEPS = 12
 BASE = f"""
@@ -107,16 +106,13 @@ def table(cases: Sequence[Case], base: Device) -> Iterator[str]:
         part = share(run.shape.world_size) / share(runs[0].shape.world_size)
         step = replayed(run.config, run.shape, on_share(found, part))
         each = [median(own) for own in case.steps]
-        waits = sum(step.parts.get(name, 0.0) for name in WAITED) - sum(step.slowed.values())
         pairs.append((run.seconds, step.total))
         yield (
             f"| {case.name} | {run.seconds:.4g} | {min(each):.4g}, {max(each):.4g} | "
             f"{step.total:.4g} | {100 * (step.total / run.seconds - 1):+.1f} % | "
-            f"{median(case.waits):.3g} | {waits:.3g} |"
+            f"{median(case.waits):.3g} | {waits_of(step):.3g} |"
         )
-    tau = kendall(pairs)
-    if tau is not None:
-        yield f"\nKendall's tau of the steps: {tau:.2f}"
+    yield order_line(pairs)
 
 
 def run(names: Sequence[str], rounds: int) -> Iterator[str]:
