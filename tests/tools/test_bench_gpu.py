@@ -184,7 +184,7 @@ def test_all_parts_run_and_the_page_gets_them_between_its_marks(
     assert "device: CPU" in told.err
     summary = json.loads((tmp_path / "gpu.json").read_text())
     (row,) = summary["overhead"]
-    assert set(row["variants"]) == {"plain", "internsp", "FSDP2"}
+    assert set(row["variants"]) == {"plain", "internsp", "internsp.fsdp", "FSDP2"}
     plain, ours = (row["variants"][name]["losses"] for name in ("plain", "internsp"))
     assert len(plain) == len(ours) == 2
     text = page.read_text()

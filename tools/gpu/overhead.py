@@ -1,8 +1,9 @@
-"""One rank compared with the plain model and FSDP2: overhead without any communication."""
+"""One rank beside the plain model, and FSDP2 by either import: overhead without communication."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import internsp.fsdp
 from internsp import ParallelMesh, WeightParallelConfig, parallelize
 from internsp.app.report.flops import rated_tflops
 from internsp.base.accelerator import device_name
@@ -22,7 +24,7 @@ from tools.gpu.kept import NOTHING, Kept
 from tools.gpu.model import Trainee, Weights, step_flops, trainee
 from tools.gpu.options import Options
 
-PLAIN, OURS, FSDP2 = "plain", "internsp", "FSDP2"
+PLAIN, OURS, IMPORT, FSDP2 = "plain", "internsp", "internsp.fsdp", "FSDP2"
 
 
 def run(options: Options, device: torch.device, kept: Kept = NOTHING) -> list[dict[str, Any]]:
@@ -59,7 +61,8 @@ def _row(
             for t in (
                 _plain(model, weights, device, compiled),
                 _ours(model, weights, device, compiled, mesh),
-                _fsdp2(model, weights, device, compiled),
+                _fsdp2(IMPORT, internsp.fsdp.fully_shard, model, weights, device, compiled),
+                _fsdp2(FSDP2, fully_shard, model, weights, device, compiled),
             )
         }
         found = rounds.run(trainees, options, device, PLAIN)
@@ -88,14 +91,18 @@ def _ours(
     return trainee(OURS, blocks, model, device)
 
 
-def _fsdp2(model: Sizes, weights: Weights, device: torch.device, compiled: bool) -> Trainee:
+def _fsdp2(
+    name: str, shard: Callable[..., nn.Module], model: Sizes, weights: Weights,
+    device: torch.device, compiled: bool,
+) -> Trainee:  # fmt: skip
+    """A program of FSDP2's with either library's ``fully_shard``."""
     blocks = fresh(model, weights, device)
     _compile(blocks, compiled)
     mesh = dist.init_device_mesh(device.type, (1,))
     for layer in blocks.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(blocks, mesh=mesh)
-    return trainee(FSDP2, blocks, model, device)
+        shard(layer, mesh=mesh)
+    shard(blocks, mesh=mesh)
+    return trainee(name, blocks, model, device)
 
 
 def _compile(blocks: nn.Module, compiled: bool) -> None:
