@@ -23,6 +23,7 @@ from torch.distributed.utils import _to_kwargs
 from internsp.base.autograd import refuse_transformed
 from internsp.config import WeightParallelConfig
 from internsp.errors import MeshError, StructureError
+from internsp.fsdp.compiled import compilers_taken
 from internsp.fsdp.torchs import gives_zeros, input_buffers, param_groups
 from internsp.fsdp.units import ProgramUnit, groups_of, params_of, shardings_of, units_of
 from internsp.mesh import ParallelMesh
@@ -150,11 +151,12 @@ def attach(root: Any) -> None:
     mesh, config, notes = _mesh(units), _config(root, units), list[str]()
     try:
         shardings = shardings_of(root, units, config)
-        communicator = parallelize_as(
-            root, mesh, config,
-            lambda: structure_of(units, config.keep_unsharded is not None, notes),
-            [*shardings.values()],
-        )  # fmt: skip
+        with compilers_taken(root, units, notes) as compilers:
+            communicator = parallelize_as(
+                root, mesh, config,
+                lambda: structure_of(units, config.keep_unsharded is not None, compilers, notes),
+                [*shardings.values()],
+            )  # fmt: skip
     except BaseException:
         for param in params_of(units):
             param._setattr_on_modules(param.sharded_param)

@@ -8,12 +8,10 @@ each weight. All gradients are ready together, at the end of the block's backwar
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial, wraps
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from internsp.base.autograd import (
@@ -172,30 +170,3 @@ def _keep_what_was_put_in(
                 weights[name] = value
     put_back(taken)
     return taken
-
-
-def compile_block(block: nn.Module) -> None:
-    """:func:`unshard_at_block_entry` with a compiled forward."""
-    Wrapping.of(block).prepare = lambda forward: _uncollected(torch.compile(forward))
-    unshard_at_block_entry(block)
-
-
-def _uncollected(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """``compiled`` with Python's garbage collector switched off for the call, on all threads.
-
-    While torch checks the guards of compiled code it releases the interpreter lock. If another
-    thread then collects a class that these guards refer to (of a model that was thrown away), torch
-    frees guards that it is reading, and the process crashes (seen with torch 2.13).
-    """
-
-    @wraps(compiled)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            return compiled(*args, **kwargs)
-        finally:
-            if collects:
-                gc.enable()
-
-    return call

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from internsp.base.autograd import (
 )
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import GradientError, StructureError
-from internsp.modules.entry import compile_block, unshard_at_block_entry
+from internsp.modules.entry import unshard_at_block_entry
 from internsp.modules.parameters import Scope, weights_of, wrap_forward, wrap_scope
 from internsp.modules.watch import (
     after_load,
@@ -46,7 +46,7 @@ from internsp.modules.watch import (
     before_step,
     require_no_gradient_hooks,
 )
-from internsp.modules.wrapping import Wrapping
+from internsp.modules.wrapping import Layer, Wrapping
 from internsp.schedule.enclosing import Enclosing
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.events import Block, Events
@@ -103,7 +103,7 @@ def register_hooks(
     root_scope: Scope,
     blocks: Sequence[BlockHooks],
     communicator: ISPCommunicator,
-    compiles: bool = False,
+    compilers: Mapping[nn.Module, Layer] | None = None,
     context_fn: ContextFn | None = None,
     offload: ActivationOffload | None = None,
 ) -> None:
@@ -125,11 +125,11 @@ def register_hooks(
         root: the model.
         root_scope: in which weights outside of the blocks may be read.
         blocks: the units, and the blocks that hold units.
-        compiles: ``torch.compile`` compiles each block as a whole.
+        compilers: what compiles the forward of a block, or of a module outside of them.
         context_fn: says what selective checkpointing keeps.
         offload: offloads the activations that recomputed blocks keep.
     """
-    hooks = Hooks(communicator.events)
+    hooks, compilers = Hooks(communicator.events), compilers or {}
     members = communicator.replicated.all_parameters()
 
     # The model. Before all other hooks, so that a user's hooks find the state of this pass.
@@ -145,6 +145,10 @@ def register_hooks(
     # Inside the calls: forwards of modules with weights of their own, ...
     scopes = {id(root), *(id(module) for each in blocks for module in each.modules)}
     for module in root.modules():
+        if module in compilers:
+            Wrapping.of(module).compiler = compilers[module]
+            if id(module) not in scopes:
+                unshard_at_block_entry(module)
         if weights_of(module):
             module.register_load_state_dict_pre_hook(partial(before_load, communicator))
             # ``assign=True`` puts others in place of our parameters: copy the others' values.
@@ -158,12 +162,11 @@ def register_hooks(
             wrapping.block = each.block.name
             own = (m for m in module.modules() if weights_of(m) and id(m) not in scopes)
             wrapping.look_inside(own)
-            if isinstance(each.block, Enclosing) or not (compiles or each.block.unshard_at_entry):
-                wrap_scope(module, each.scope)
-            elif compiles:
-                compile_block(module)
-            else:
+            small = isinstance(each.block, Unit) and each.block.unshard_at_entry
+            if small or module in compilers:
                 unshard_at_block_entry(module)
+            else:
+                wrap_scope(module, each.scope)
     # ... then checkpoints around that, so that the recompute finds the weights, ...
     recomputing = sorted(
         (each for each in blocks if each.checkpoint is not None), key=lambda each: each.place

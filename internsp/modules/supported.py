@@ -84,7 +84,9 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` as a whole is to be compiled by torch.compile."""
+    """Whether ``module``, which has weights, is to be compiled by torch.compile as a whole."""
+    if next(module.parameters(), None) is None:
+        return False
     if getattr(module, "_compiled_call_impl", None) is not None:  # module.compile()
         return True
     wrapper = "torch._dynamo.eval_frame", "OptimizedModule"  # torch.compile(module), not imported

@@ -10,6 +10,7 @@ already, and it runs without them.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
@@ -22,9 +23,30 @@ from internsp.errors import StructureError
 
 Forward = Callable[..., Any]
 Layer = Callable[[Forward], Forward]
-"""Makes the function around a ``forward``."""
+"""Makes the function around a ``forward``, or compiles it."""
 
 _NAME = "_internsp_wrapping"
+
+
+def uncollected(compiled: Forward) -> Forward:
+    """``compiled`` with Python's garbage collector switched off for the call, on all threads.
+
+    While torch checks the guards of compiled code it releases the interpreter lock. If another
+    thread then collects a class that these guards refer to (of a model that was thrown away), torch
+    frees guards that it is reading, and the process crashes (seen with torch 2.13).
+    """
+
+    @wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            if collects:
+                gc.enable()
+
+    return call
 
 
 class Wrapping:
@@ -34,7 +56,7 @@ class Wrapping:
         forward: the outermost function, which was the module's ``forward`` when last looked at.
         block: the block whose ``forward`` this is, for the error of a call past its hooks; empty
             for other modules, which have no hooks that such a call would leave out.
-        prepare: applied to what the layers are around, such as ``torch.compile``.
+        compiler: applied to what the layers are around; ``None``: nothing is compiled.
         inside: wrappings of modules in this block, which a call of the block looks at, too. A
             ``forward`` that is replaced while the block's runs reads weights by the block's scope.
     """
@@ -50,7 +72,7 @@ class Wrapping:
         self._running: Forward | None = None
         self._called = False
         self.block = ""
-        self.prepare: Callable[[Forward], Forward] = lambda forward: forward
+        self.compiler: Layer | None = None
         self.inside: list[Wrapping] = []
         self.forward: Forward = self._base
         self._own["_call_impl"] = self._call_function()
@@ -91,7 +113,7 @@ class Wrapping:
         """Put all layers around ``_base``."""
         base = self._base
         if self._nests:
-            forward = self.prepare(base)
+            forward = self._compiled(base)
             for layer in self._layers:
                 forward = layer(forward)
         else:
@@ -99,8 +121,11 @@ class Wrapping:
         self._made[forward] = self._of_class
         self.forward = self._own["forward"] = forward
 
+    def _compiled(self, base: Forward) -> Forward:
+        return base if self.compiler is None else uncollected(self.compiler(base))
+
     def _in_layers(self, base: Forward) -> Forward:
-        prepared = self.prepare(base)
+        prepared = self._compiled(base)
 
         @wraps(base)
         def inside(*args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -507,12 +508,14 @@ def _register(
         )
         for i, block in enumerate(structure.blocks)
     ]
+    compiled = structure.blocks if config.compile else ()
+    compilers = {m: torch.compile for block in compiled for _, m in block.modules}
     register_hooks(
         model,
         scopes.root,
         hooked,
         communicator,
-        config.compile,
+        {**compilers, **structure.compilers},
         _context_fn(checkpoint),
         activations,
     )

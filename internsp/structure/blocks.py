@@ -5,7 +5,7 @@ Nothing is guessed: what no pattern finds is an error that lists candidates.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -53,6 +53,7 @@ class Structure:
             them.
         enclosing: blocks that are divided into several units.
         layers: number of the model's blocks.
+        compilers: what compiles the forward of a module, of those that a program has compiled.
     """
 
     blocks: tuple[Block, ...]
@@ -64,6 +65,7 @@ class Structure:
     (:mod:`internsp.structure.prefetch`)."""
     enclosing: tuple[EnclosingBlock, ...] = ()
     layers: int = 0
+    compilers: Mapping[nn.Module, Callable[[Any], Any]] = field(default_factory=dict)
 
     @cached_property
     def unit_of(self) -> Mapping[str, int]:

@@ -61,11 +61,14 @@ def arrange(units: Sequence[NamedUnit]) -> None:
         unit.around = next((o.number for o in enclosing if unit in inside[o]), -1)
 
 
-def structure_of(units: Sequence[NamedUnit], free: bool, notes: list[str]) -> Structure:
+def structure_of(
+    units: Sequence[NamedUnit], free: bool, compilers: Mapping[nn.Module, Any], notes: list[str]
+) -> Structure:
     """The structure of arranged ``units``.
 
     Args:
         free: the configuration says which blocks stay unsharded, besides those that ``keeps``.
+        compilers: see :class:`internsp.structure.blocks.Structure`.
         notes: gets a line for each list of units to gather ahead that the plan does not follow.
     """
     layers = [u for u in units if u.kind == "enclosing" or (u.kind == "block" and u.around < 0)]
@@ -84,6 +87,7 @@ def structure_of(units: Sequence[NamedUnit], free: bool, notes: list[str]) -> St
     return Structure(
         tuple(blocks), None, None, prefetch_counts=_prefetches(blocks, notes),
         enclosing=tuple(enclosing), layers=len(layers),
+        compilers=compilers,
     )  # fmt: skip
 
 

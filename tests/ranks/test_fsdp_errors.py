@@ -41,7 +41,10 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         StructureError, "leave dp_mesh_dims out", lambda: ours.fully_shard(Model(), dp_mesh_dims=1)
     ),
     "float8": (StructureError, "ignored_params", lambda: _eight()(torch.tensor(1))),
-    "compiled": (StructureError, "compile = true", lambda: _compiled()(batch(0, 0, 0))),
+    "compiled": (StructureError, "of each block", lambda: _compiled("")(batch(0, 0, 0))),
+    "compiled within": (
+        StructureError, "blocks.0.up is compiled", lambda: _compiled("blocks.0.up")(batch(0, 0, 0))
+    ),
     "jvp": (StructureError, "transform of torch.func", lambda: _jvp()),
     "gradient hook": (GradientError, "read .grad when", lambda: _hooked()(batch(0, 0, 0))),
     "theirs inside": (StructureError, "install", lambda: _mixed_up()(batch(0, 0, 0))),
@@ -60,9 +63,9 @@ def _eight() -> Any:
     return ours.fully_shard(model, mesh=mesh_of((2,)))
 
 
-def _compiled() -> Any:
+def _compiled(name: str) -> Any:
     model = Model()
-    model.blocks[0].compile()
+    model.get_submodule(name).compile()
     shard(ours.fully_shard, model, "blocks", mesh_of((2,)))
     return model
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
-from internsp.modules import entry as compiled
 from tests.support.meshes import mesh_of
 from tests.support.models import Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
@@ -61,7 +60,7 @@ def test_each_blocks_forward_is_what_torch_compile_returns(
 
         return call
 
-    monkeypatch.setattr(compiled.torch, "compile", compiler)
+    monkeypatch.setattr(torch, "compile", compiler)
     twin = Twin(Tiny, mesh_of(1), compile=True, gather_before="qkv")
     twin.backward()
     twin.check_gradients("compiled by nothing")
@@ -75,7 +74,7 @@ def test_each_blocks_forward_is_what_torch_compile_returns(
 )
 @ranks(2, timeout=300)
 def test_compiled_blocks_equal_eager_with_the_same_messages(backend: str, tolerance: float) -> None:
-    compiler = compiled.torch.compile
+    compiler = torch.compile
 
     def counting(function: Any, **options: Any) -> Any:
         return compiler(function, backend=backend, fullgraph=True)
@@ -93,11 +92,11 @@ def test_compiled_blocks_equal_eager_with_the_same_messages(backend: str, tolera
         messages = []
         for compile_ in (False, True):
             options = {"compile": compile_, "gather_before": "qkv"} | config
-            compiled.torch.compile = counting  # type: ignore[assignment]
+            torch.compile = counting  # type: ignore[assignment]
             try:
                 twin = Twin(partial(Tiny, block, layers=layers), mesh, checkpoint, **options)
             finally:
-                compiled.torch.compile = compiler  # type: ignore[assignment]
+                torch.compile = compiler  # type: ignore[assignment]
             pair = (twin.plain, twin.ours)
             optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in pair]
             for step in range(3):
@@ -116,7 +115,7 @@ def test_compiled_blocks_equal_eager_with_the_same_messages(backend: str, tolera
 def test_classes_collected_by_another_thread_leave_guards_alone_that_are_being_checked() -> None:
     """torch.compile frees the guards of a class that no longer exists, and releases the GIL to
     check them: a process crashed."""
-    compiler, go, end = compiled.torch.compile, threading.Event(), threading.Event()
+    compiler, go, end = torch.compile, threading.Event(), threading.Event()
 
     def collect() -> None:
         while go.wait() and not end.is_set():
@@ -145,7 +144,7 @@ def test_classes_collected_by_another_thread_leave_guards_alone_that_are_being_c
     ctypes.CDLL(None).mallopt(-6, 0xA5)  # M_PERTURB: what is freed is overwritten
     thread = threading.Thread(target=collect, daemon=True)
     thread.start()
-    compiled.torch.compile = racing  # type: ignore[assignment]
+    torch.compile = racing  # type: ignore[assignment]
     thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
     gc.disable()
     try:
@@ -161,7 +160,7 @@ def test_classes_collected_by_another_thread_leave_guards_alone_that_are_being_c
             gc.disable()
             twin.check_gradients(f"class {number}")
     finally:
-        compiled.torch.compile = compiler  # type: ignore[assignment]
+        torch.compile = compiler  # type: ignore[assignment]
         gc.set_threshold(*thresholds)
         sys.setswitchinterval(interval)
         gc.enable()

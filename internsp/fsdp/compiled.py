@@ -1,0 +1,58 @@
+"""Modules that a program has compiled with ``module.compile()``, as torchtitan and accelerate do.
+
+FSDP2's hooks break the graph at a unit's entry and exit. Here a unit's weights are gathered before
+its compiled forward and released after it (WP-13), so that the forward is one graph, with the
+program's own backend and options.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from internsp.fsdp.units import ProgramUnit
+from internsp.modules.supported import is_compiled
+from internsp.modules.wrapping import Layer
+from internsp.structure.named import modules_of
+
+
+@contextmanager
+def compilers_taken(
+    root: nn.Module, units: Sequence[ProgramUnit], notes: list[str]
+) -> Iterator[Mapping[nn.Module, Layer]]:
+    """Take ``compile()`` off modules: their forwards are compiled instead, inside our hooks.
+
+    It is taken off units without others in them, and off modules outside of these; a module that
+    stays compiled, with weights, is refused later. Put back if the context is left by an error.
+
+    Args:
+        notes: gets a line if there is any.
+    """
+    blocks = {*modules_of(unit for unit in units if unit.kind == "block")}
+    within = {part for block in blocks for part in block.modules()} - blocks
+    named = {*modules_of(units)}
+    taken: dict[nn.Module, Any] = {}
+    compilers: dict[nn.Module, Layer] = {}
+    for module in root.modules():
+        told: Any = module._compiled_call_impl
+        outer = module is root or any(part in named for part in [*module.modules()][1:])
+        if told is None or outer or module in within or not is_compiled(module):
+            continue
+        # What torch.compile has made of its options; applied to a function it compiles that.
+        asked = getattr(told, "get_compiler_config", None)
+        context = asked and inspect.getclosurevars(asked).nonlocals.get("self")
+        if context:
+            taken[module], compilers[module] = told, context
+            module._compiled_call_impl = None
+    if taken:
+        notes.append(f"compile() of {len(taken)} modules: their forwards are, gathers are not")
+    try:
+        yield compilers
+    except BaseException:
+        for module, told in taken.items():
+            module._compiled_call_impl = told
+        raise

@@ -1,0 +1,123 @@
+"""Programs that call ``module.compile()`` before ``fully_shard``, as torchtitan and accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp as torchs
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import internsp.fsdp as ours
+from internsp.errors import StructureError
+from tests.support.fsdp import Model, batch, loss_of, mesh_of, shard, steps
+from tests.support.ranks import ranks
+
+
+class Counting:
+    """A backend of torch.compile that runs what it is given, and counts forwards by graph."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Any] = []
+        self.calls = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        self.graphs.append(graph)
+
+        def run(*args: Any) -> Any:
+            self.calls += 1
+            return graph(*args)
+
+        return run
+
+
+def blocks(model: Any, **options: Any) -> None:
+    """As torchtitan."""
+    for block in model.blocks:
+        block.compile(fullgraph=True, **options)
+
+
+def checkpointed(model: Any, **options: Any) -> None:
+    """As torchtitan with activation checkpointing."""
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = checkpoint_wrapper(block)
+    blocks(model, **options)
+
+
+def regions(model: Any, **options: Any) -> None:
+    """As accelerate's ``compile_regions_fsdp2``: every child that is no list of blocks, too."""
+    blocks(model, **options)
+    for name, child in model.named_children():
+        if name != "blocks":
+            child.compile(**options)
+
+
+class Turning(nn.Module):
+    """A module without weights, compiled within a block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cos() * x
+
+
+def weightless(model: Any, **options: Any) -> None:
+    for block in model.blocks:
+        block.norm = nn.Sequential(block.norm, Turning())
+        block.norm[1].compile(**options)
+
+
+SHAPES: dict[str, tuple[Callable[..., None], dict[str, Any], int]] = {
+    "blocks": (blocks, {}, 3),
+    "tied": (blocks, {"tied": True}, 3),
+    "checkpointed": (checkpointed, {}, 3),
+    "regions": (regions, {}, 6),
+    "regions, tied": (regions, {"tied": True}, 6),
+    "units of several modules": (regions, {}, 6),
+    "weightless": (weightless, {}, 3),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@ranks(2)
+def test_compiled_programs_have_the_numbers_of_fsdp2(name: str, rank: int) -> None:
+    prepare, options, modules = SHAPES[name]
+    found = {}
+    backend = Counting()
+    for who, library in (("ours", ours), ("theirs", torchs)):
+        torch.manual_seed(3)
+        model: Any = Model(**options).double()
+        prepare(model, backend=backend if library is ours else "eager")
+        units = "lists" if "several" in name else "blocks"
+        shard(library.fully_shard, model, units, mesh_of((2,)))
+        found[who] = steps(model, rank)
+    for key, value in found["theirs"].items():
+        torch.testing.assert_close(found["ours"][key], value, rtol=1e-12, atol=1e-12, msg=key)
+    assert backend.calls >= modules * 3, "each forward of three steps"
+
+
+@ranks(2)
+def test_what_is_compiled_says_so_and_keeps_its_options(rank: int) -> None:
+    model = Model()
+    backend = Counting()
+    model.blocks[0].compile(backend=backend, fullgraph=True)
+    model.blocks[1].register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    model.blocks[1].compile(backend=backend, fullgraph=True)  # hooks are outside of the graph
+    shard(ours.fully_shard, model, "blocks", mesh_of((2,)))
+    loss_of(model, batch(0, 0, rank)).backward()
+    assert "compile() of 2 modules" in ours.report(model)
+    model.blocks[0].up.forward = lambda x: torch._dynamo.graph_break() or x  # type: ignore[method-assign]
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        loss_of(model, batch(1, 0, rank))
+
+
+@ranks(2)
+def test_a_failed_first_forward_leaves_modules_compiled(rank: int) -> None:
+    model = Model()
+    model.blocks[0].compile(backend="eager")
+    model.blocks[1].up.compile()
+    shard(ours.fully_shard, model, "blocks", mesh_of((2,)))
+    with pytest.raises(StructureError, match="is compiled by torch"):
+        model(batch(0, 0, rank))
+    assert model.blocks[0]._compiled_call_impl is not None
