@@ -115,7 +115,7 @@ def test_gradients_of_ranks_that_share_the_device_equal_one_process() -> None:
 
 def test_one_rank_over_nccl_trains_what_the_plain_model_and_fsdp2_do() -> None:
     (row,) = overhead.run(SMALL, CUDA)
-    assert set(row["variants"]) == {overhead.PLAIN, overhead.OURS, overhead.FSDP2}
+    assert set(row["variants"]) == {overhead.PLAIN, overhead.OURS, overhead.IMPORT, overhead.FSDP2}
     assert all(found["step_bytes"] > 0 for found in row["variants"].values())
 
 
