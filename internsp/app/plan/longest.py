@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from rich.console import Console
 
 from internsp.app.config import Config
@@ -14,15 +13,13 @@ from internsp.app.plan.activations import ActivationModel, Activations
 from internsp.app.plan.classes import table
 from internsp.app.plan.in_flight import BUFFERS, PipelineActivations
 from internsp.app.plan.observations import Observations
-from internsp.app.plan.offloaded import HOSTED, STEPPING
+from internsp.app.plan.offloaded import AT_STEP, HOSTED, STEPPING, backward_sums
 from internsp.app.plan.pipeline import PipelinePlan, make_pipeline_plan
 from internsp.app.plan.step import SUMS, Plan, make_plan, rank_memory
 from internsp.app.process import terminal
-from internsp.base.host import ACTIVATIONS, GRADIENTS
+from internsp.base.host import ACTIVATIONS
 from internsp.base.sizes import human, size_in_bytes
 from internsp.errors import ConfigError
-from internsp.schedule.chunk import UnitLayout
-from internsp.structure.dtypes import DTYPES
 
 MOST_TOKENS = 1 << 31
 
@@ -58,9 +55,10 @@ class _RankMemory:
 
     def __init__(self, memory: Rows, grow: bool) -> None:
         here = [row for row in memory if row[0] not in HOSTED.values() and row[1]]
-        self.fixed = [row for row in here if row[0] not in (STEPPING, *([SUMS] if grow else []))]
+        moving = (STEPPING, AT_STEP, *([SUMS] if grow else []))
+        self.fixed = [row for row in here if row[0] not in moving]
         self.sums = [row for row in here if row[0] == SUMS and grow]
-        self.stepping = [row for row in here if row[0] == STEPPING]
+        self.stepping = [row for row in here if row[0] in (STEPPING, AT_STEP)]
         self.hosted = [row for row in memory if row[0] in HOSTED.values() and row[1]]
 
 
@@ -87,7 +85,7 @@ class MemoryBudget:
             shape = pipeline.shape
         else:
             plan = self.plan = make_plan(config, world_size)
-            self.first = _first_sums(config, plan)
+            self.first, self.all = _sums_of_backward(plan)
             self.activations = ActivationModel(
                 config, plan.shape, kinds=plan.kinds, observations=observations
             )
@@ -96,7 +94,6 @@ class MemoryBudget:
         # From a second micro-batch on, and in a pipeline, all sums are there with all activations.
         one = config.train.micro_batches == 1 and not config.train.batch_tokens
         self.ranks = [_RankMemory(rows, one and self.stages is None) for rows in memory]
-        self.blocks = config.model.layers
 
     def at(self, length: int, rank: int = 0) -> tuple[Rows, Rows]:
         """(component, bytes) on the device and on the host with sequences of ``length`` tokens."""
@@ -108,21 +105,18 @@ class MemoryBudget:
         else:
             one = self.activations.at(length)
             phases, nbytes = self._backward(one, own), one.host
+            buffers = one.rows(self.micro_batches)[:1]  # the batch, in the step, too
         host = [(HOSTED[ACTIVATIONS], nbytes)] if nbytes else []
         phases.append([*own.sums, *own.stepping])  # without activations
         return [*own.fixed, *buffers, *max(phases, key=_sum)], [*own.hosted, *host]
 
     def _backward(self, one: Activations, own: _RankMemory) -> list[Rows]:
         """Where a backward may have its peak: at its first block, or at its last one."""
-        rows = one.rows(self.micro_batches)
+        _, *rows = one.rows(self.micro_batches)
         if not own.sums:
             return [rows]
-        ((name, nbytes),) = own.sums
-        last = replace(one, kept=one.kept // self.blocks)
-        return [
-            [(name, min(self.first, nbytes)), *rows],
-            [(name, nbytes), *last.rows(self.micro_batches)],
-        ]
+        _, *last = replace(one, kept=one.kept - one.freed).rows(self.micro_batches)
+        return [[(SUMS, min(self.first, self.all)), *rows], [(SUMS, self.all), *last]]
 
     def most(self, length: int, limit: float = math.inf) -> int:
         """Bytes that the fullest rank's device needs with sequences of ``length`` tokens; or those
@@ -167,17 +161,14 @@ class MemoryBudget:
         return LongestSequence(length, tuple(here), tuple(there), grown[0][1], full)
 
 
-def _first_sums(config: Config, plan: Plan) -> int:
-    """Bytes of the gradient sums of the head and of one block, with which a backward begins."""
-    size, chunk = DTYPES[config.train.dtype].itemsize, plan.chunk
-
-    def elements(unit: UnitLayout) -> int:
-        own = (w for w in unit.weights if w.trainable and GRADIENTS not in w.offload)
-        return sum(w.shard_bytes for w in own) // size
-
-    ends = [unit for unit in (chunk.head, *chunk.others) if unit is not None]
-    blocks = max(map(elements, chunk.blocks), default=0)
-    return (blocks + sum(map(elements, ends))) * max(size, torch.float32.itemsize)
+def _sums_of_backward(plan: Plan) -> tuple[int, int]:
+    """Bytes of the gradient sums with which a backward begins, of the head and of one block, and of
+    all when it ends."""
+    chunk = plan.chunk
+    ends = sum(backward_sums(u.weights) for u in (chunk.head, *chunk.others) if u is not None)
+    blocks = max((backward_sums(unit.weights) for unit in chunk.blocks), default=0)
+    small = sum(n for name, n in plan.memory if name == "replicated parameters")
+    return blocks + ends, sum(backward_sums(unit.weights) for unit in chunk.units) + small
 
 
 def _sum(rows: Sequence[tuple[str, int]]) -> int:

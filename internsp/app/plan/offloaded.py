@@ -22,6 +22,7 @@ STAGED = "offloaded shards, to be cast (exact)"
 PASSING = "offloaded, passing the device (at most)"
 IN_FLIGHT = 2  # exchanges of buckets between replicas: see ``internsp.optim.reduction``
 STEPPING = "offloaded, passing in the optimizer's step (at most)"
+AT_STEP = "at work in the optimizer's step (at most)"
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,7 @@ def with_sums(memory: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
 def exchange_buffer_bytes(chunk: ChunkLayout, shape: MeshShape) -> int:
     """Upper bound of the buffers in which replicas send gradient sums to the ranks that own them.
 
-    Buffers are kept: one for each length of a bucket; with several replicas two exchanges are in
-    flight, with two buffers each.
+    Buffers are kept: two exchanges are in flight, with two buffers each.
     """
     found: dict[tuple[int, int], int] = {}
     for bucket in buckets(chunk):
@@ -114,8 +114,37 @@ def exchange_buffer_bytes(chunk: ChunkLayout, shape: MeshShape) -> int:
         numels = [w.shard_bytes // w.dtypes.shard.itemsize for w in bucket]
         length = laid_out(numels, first.dtypes.shard.itemsize, zero)[1] * zero
         key = length, _wide(first.dtypes.shard)
-        found[key] = 1 if zero == 1 else 2 * min(found.get(key, 0) // 2 + 1, IN_FLIGHT)
+        if zero > 1:
+            found[key] = 2 * min(found.get(key, 0) // 2 + 1, IN_FLIGHT)
     return sum(length * size * count for (length, size), count in found.items())
+
+
+def stepping_bytes(chunk: ChunkLayout) -> int:
+    """Most bytes that a bucket on the device needs at once where its sums become one gradient, and
+    where its 16-bit weights are compared with their masters: equal or not, and a wide copy."""
+    most = 0
+    for bucket in buckets(chunk):
+        shard, wide = bucket[0].dtypes.shard, _wide(bucket[0].dtypes.shard)
+        compared = int(wide > shard.itemsize)
+        if OPTIMIZER not in bucket[0].offload:
+            elements = sum(w.shard_bytes for w in bucket) // shard.itemsize
+            most = max(most, elements * (wide + compared))
+    return most
+
+
+def backward_sums(weights: Iterable[WeightLayout]) -> int:
+    """Bytes on the device of the gradients' sums after one backward: in fp32 or wider, but in a
+    weight group of one autograd's own (:meth:`internsp.wp.reduced.ReducedGradient.borrow`)."""
+    found = 0
+    for weight in weights:
+        dtypes = weight.dtypes
+        computed = dtypes.gather or dtypes.shard
+        own = weight.reduce_bytes == 0 and not weight.coalesced
+        if weight.trainable and GRADIENTS not in weight.offload:
+            own &= dtypes.reduce in (None, computed)
+            size = computed.itemsize if own else _wide(dtypes.shard)
+            found += weight.shard_bytes // dtypes.shard.itemsize * size
+    return found
 
 
 def buckets(chunk: ChunkLayout) -> Iterator[Sequence[WeightLayout]]:

@@ -14,7 +14,12 @@ from internsp.app.config import Config
 from internsp.app.models.factory import build_model, device_type
 from internsp.app.plan.kinds import block_kinds
 from internsp.app.plan.matrices import MatrixTraffic
-from internsp.app.plan.offloaded import OffloadedMemory, exchange_buffer_bytes
+from internsp.app.plan.offloaded import (
+    AT_STEP,
+    OffloadedMemory,
+    exchange_buffer_bytes,
+    stepping_bytes,
+)
 from internsp.app.plan.pipeline import PipelinePlan, RankPlan
 from internsp.app.plan.sequences import SequenceTraffic
 from internsp.base.host import GRADIENTS, OPTIMIZER, WEIGHTS
@@ -162,6 +167,7 @@ def _memory(
         ("unsharded gradient sums (full accumulation)", unsharded_sums),
         ("optimizer state", device_state),
         *matrices.rows(),
+        (AT_STEP, stepping_bytes(chunk)),
         *off.rows(),
     ]
 
