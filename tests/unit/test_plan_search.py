@@ -403,8 +403,8 @@ def test_tiles_are_taken_where_memory_is_short_and_cost_what_they_compute_again(
     assert best.config.activation_checkpoint.tiles == "auto"
     without = space.planned(Variant(replace(best.layout, tiled=False), best.seconds))
     assert without is not None
-    assert space.least.of(without.load) < 5.4 * 2**30 < without.nbytes
-    assert best.nbytes < 5.4 * 2**30
+    assert space.least.of(without.load) < 5.08 * 2**30 < without.nbytes
+    assert best.nbytes < 5.08 * 2**30
     load = space.load(replace(plain, tiled=True))
     again, whole = step_seconds(load, H100), step_seconds(space.load(plain), H100)
     assert again.total - whole.total == pytest.approx(6 * fed(load, H100).total)
