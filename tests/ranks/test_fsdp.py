@@ -292,6 +292,21 @@ def test_two_models_and_one_module_alone_share_a_mesh(rank: int) -> None:
 
 
 @ranks(2)
+def test_an_optimizer_may_be_made_after_an_evaluation(rank: int) -> None:
+    """FSDP2's root is whole then, and the optimizer would step weights that are thrown away."""
+    results = []
+    for fully_shard, evaluates in ((torchs.fully_shard, False), (ours.fully_shard, True)):
+        torch.manual_seed(3)
+        model = Model().double()
+        shard(fully_shard, model, "blocks", mesh_of((2,)))
+        if evaluates:
+            with torch.no_grad():
+                loss_of(model, batch(9, 0, rank))
+        results.append(steps(model, rank))  # makes the optimizer
+    require_same(results[1], results[0])
+
+
+@ranks(2)
 def test_ranks_that_use_other_parameters_train_instead_of_hanging(rank: int) -> None:
     """FSDP2 hangs there, unless set_reduce_scatter_unused_params(True), and then has zeros."""
     gradients = []
