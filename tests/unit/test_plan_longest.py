@@ -226,15 +226,20 @@ def test_activations_and_the_optimizers_step_are_not_there_at_the_same_time() ->
 
 
 @pytest.mark.parametrize(
-    ("mode", "length"), some([("none", 512), ("none", 64), ("full", 2048), ("selective", 2048)], 2)
-)
-def test_gradient_sums_of_one_micro_batch_are_made_while_activations_are_freed(
-    mode: str, length: int, tmp_path: Path
+    ("mode", "length", "micro_batches"),
+    [("none", 64, 1), *some([
+        ("none", 512, 1), ("full", 2048, 1), ("selective", 2048, 1), ("none", 64, 2),
+        ("full", 512, 2),
+    ], 2)],
+)  # fmt: skip
+def test_memory_of_steps_is_that_of_what_lives_when_gradients_are_summed(
+    mode: str, length: int, micro_batches: int, tmp_path: Path
 ) -> None:
+    """Sums of one micro-batch are made while its activations are freed."""
     settings = config(
         {"mode": mode}, model={"hidden_size": 256, "intermediate_size": 768, "heads": 8},
         data={"sequence_length": length}, checkpoint={"save": False}, parallel={"device": "cpu"},
-        train={"global_batch": 1, "micro_batches": 1, "steps": 3},
+        train={"global_batch": micro_batches, "micro_batches": micro_batches, "steps": 3},
     )  # fmt: skip
     gc.collect()
     with Alive([]) as alive, internsp.Trainer(settings, output=tmp_path / "run") as trainer:

@@ -26,7 +26,7 @@ from internsp.base.host import GRADIENTS, OPTIMIZER, WEIGHTS
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
 from internsp.parallel.experts import take_experts
-from internsp.schedule.chunk import ChunkLayout, Schedule
+from internsp.schedule.chunk import ChunkLayout, Schedule, WeightLayout
 from internsp.schedule.simulate import simulate
 from internsp.structure.assign import ParameterSharding, plan_sharding, require_patterns_matched
 from internsp.structure.blocks import read_structure
@@ -134,10 +134,14 @@ def _memory(
     size = DTYPES[config.train.dtype].itemsize
     wide = max(size, 4)
     elements = (shards - off.shards[GRADIENTS] + small_bytes) // size
-    # A weight group of one sends nothing.
     summed = config.weight_parallel.reduce == "backend"
-    moving = [[w.reduction_bytes(summed) for w in u.weights if w.reduce_bytes] for u in chunk.units]
-    largest = sorted(map(sum, moving), reverse=True)
+
+    def moving(weight: WeightLayout) -> int:
+        """Bytes in flight; in a weight group of one, which sends nothing, what is to be added."""
+        more = weight.gradient_bytes if parts > 1 and weight.trainable else 0
+        return weight.reduction_bytes(summed) if weight.reduce_bytes else more
+
+    largest = sorted((sum(map(moving, u.weights)) for u in chunk.units), reverse=True)
     pending = sum(largest[: config.weight_parallel.reductions_in_flight])
     masters = int(size < 4)
     stated = [w for w in weights if OPTIMIZER not in w.offload]
