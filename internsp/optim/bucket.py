@@ -93,6 +93,7 @@ class Bucket:
         replicated: whether they are replicated parameters, whose gradients are all-reduced over all
             ranks before they reach the bucket.
         tensor_sharded: whether tensor ranks hold different values of them.
+        counted: whether the gradient norm counts them: not a tied weight's copies on later stages.
         flat: the parameters' storage, padded to a multiple of the ZeRO degree.
         gaps: padding within ``flat``, as ranges of elements.
         owned: this rank's slice of ``flat``.
@@ -115,6 +116,7 @@ class Bucket:
     method: Method
     replicated: bool
     tensor_sharded: bool
+    counted: bool
     flat: Tensor
     offsets: dict[Member, int]
     gaps: list[tuple[int, int]]
@@ -166,15 +168,11 @@ class Bucket:
         total = HostSum(link, length, wide) if link and GRADIENTS in offload else None
         replicated = not isinstance(members[0], ShardedParameter)
         segments = _segments(offsets, master)
+        counted = members[0].counted  # a tied weight has a bucket of its own
         return cls(
-            name, axis, method, replicated, _tensor_sharded(members[0]), flat, offsets, gaps, owned,
-            master, segments, offload, link, total, group_index=group_index,
+            name, axis, method, replicated, _tensor_sharded(members[0]), counted, flat, offsets,
+            gaps, owned, master, segments, offload, link, total, group_index=group_index,
         )  # fmt: skip
-
-    @property
-    def counted(self) -> bool:
-        """Whether the gradient norm counts it: not a tied weight's copies on later stages."""
-        return next(iter(self.offsets)).counted  # a tied weight has a bucket of its own
 
     @property
     def nbytes(self) -> int:
@@ -396,9 +394,11 @@ class Bucket:
             link.copy_to_host([(self.flat, flat)])
         all_gather = ParameterAllGather(chunk.collectives, handle, self)
         ready = None if all_gather.done else all_gather
+        aliased = False
         for member in self.offsets:
             member.ready = ready
-        if any(member.aliases for member in self.offsets):  # which are read without a call of ours
+            aliased = aliased or bool(member.aliases)
+        if aliased:  # and read without a call of ours
             all_gather.wait()
 
     def state_nbytes(self) -> int:

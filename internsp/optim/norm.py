@@ -40,8 +40,8 @@ def norm_and_flags(
     counted, each = [nothing], [nothing] * (marks.stop - marks.start)
     places, last = marks.places, marks.stop - marks.start - 1
     for bucket in buckets:
-        if bucket.segments and bucket.gradient is not None:
-            norms, counts = _norms(bucket), _counts(bucket, mesh)
+        if bucket.segments and (gradient := bucket.gradient) is not None:
+            norms, counts = _norms(bucket, gradient), _counts(bucket, mesh)
             for segment, norm in zip(bucket.segments, norms, strict=True):
                 at = places.get(segment.member, last)
                 each[at] = norm if each[at] is nothing else each[at] + norm
@@ -58,9 +58,8 @@ def norm_and_flags(
     return found
 
 
-def _norms(bucket: Bucket) -> Sequence[Tensor]:
-    """The norm of each segment's gradient."""
-    gradient = bucket.reduced
+def _norms(bucket: Bucket, gradient: Tensor) -> Sequence[Tensor]:
+    """The norm of each segment's part of ``gradient``."""
     parts = [gradient[segment.start : segment.stop] for segment in bucket.segments]
     link = None if bucket.host_sum is None else bucket.link
     where = gradient.device if link is None else link.device

@@ -246,7 +246,7 @@ class ZeroReducer:
         dtype, numel = self._dtype or bucket.master.dtype, bucket.flat.numel()
         alone = collectives.size == 1  # then this is the gradient itself
         if alone:
-            packed = torch.empty(numel, dtype=dtype, device=bucket.device)
+            packed = torch.empty(numel, dtype=dtype, device=self._mesh.device)
         else:
             packed = buffers.acquire(numel, dtype)
         parts: list[Tensor] = []
@@ -254,7 +254,7 @@ class ZeroReducer:
         for member, start in bucket.offsets.items():
             assert isinstance(member, ShardedParameter), "replicated parameters have no parcel"
             part = packed[start : start + member.storage.numel()]
-            total = member.reduced.on_device()
+            total = member.reduced.pop()
             if total is None:  # unused on this rank, but perhaps used on others: zeros
                 part.zero_()
             elif member.reduced.link is not None:  # one at a time is on the device
@@ -262,7 +262,6 @@ class ZeroReducer:
             else:
                 parts.append(part)
                 totals.append(total.flatten())
-            member.reduced.drop()
         if parts:
             torch._foreach_copy_(parts, totals)
         for start, stop in bucket.gaps:

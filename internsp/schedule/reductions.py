@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Generic
 
@@ -152,7 +152,6 @@ class Exchanges(Generic[W]):
         self.parcels, self._limit = list(parcels), limit
         self.active = bool(parcels)
         self._parcel_of = {w: i for i, parcel in enumerate(parcels) for w in parcel.weights}
-        self._reducing: Counter[W] = Counter()
         self.reset()
 
     def reorder(self, parcels: Sequence[Parcel[W]]) -> None:
@@ -162,7 +161,8 @@ class Exchanges(Generic[W]):
     def reset(self) -> None:
         """Begin anew: nothing is reduced, complete, exchanged or in flight."""
         self.early = False
-        self._reducing.clear()
+        # Reductions in flight, by number of the parcel; the last are those of weights of no parcel.
+        self._reducing = [0] * (len(self.parcels) + 1)
         self._at = 0  # the next parcel
         self._again: set[int] = set()  # parcels with a reduction after their exchange
         self._settled: set[W] = set()  # weights whose last reduction of this backward was launched
@@ -179,16 +179,18 @@ class Exchanges(Generic[W]):
         Args:
             last: ``weights`` have no other reduction in this backward.
         """
-        self._reducing.update(weights)
         if last:
             self._settled.update(weights)
         for weight in weights:
-            if self._parcel_of.get(weight, self._at) < self._at:
-                self._again.add(self._parcel_of[weight])
+            number = self._parcel_of.get(weight, -1)
+            self._reducing[number] += 1
+            if 0 <= number < self._at:
+                self._again.add(number)
 
     def finished(self, weights: Sequence[W]) -> None:
         """A reduction was finished."""
-        self._reducing.subtract(weights)
+        for weight in weights:
+            self._reducing[self._parcel_of.get(weight, -1)] -= 1
 
     def advance(self, out: list[Action[W]], over: bool = False) -> None:
         """Exchange the next parcels, as long as they are complete.
@@ -198,7 +200,7 @@ class Exchanges(Generic[W]):
         """
         while (self.early or over) and self._at < len(self.parcels):
             weights = self.parcels[self._at].weights
-            if any(self._reducing[w] for w in weights):
+            if self._reducing[self._at]:
                 return
             if not over and any(w.trained and w not in self._settled for w in weights):
                 return

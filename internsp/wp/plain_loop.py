@@ -191,7 +191,7 @@ class PlainLoop:
             if weight in self.waiting:
                 continue
             state.reducer.had_gradient.pop(weight, None)
-            total = self.sums.pop(weight) if weight in self.sums else weight.reduced.on_device()
+            total = self.sums.pop(weight, weight.reduced.pop())
             if used and wanted and total is not None:
                 value = self.value_of(weight, total)
                 if state.link is not None and weight.hosted:
@@ -200,7 +200,6 @@ class PlainLoop:
                     state.link.copy_to_host([(hosted[-1][1], value)])
                 else:
                     _accumulate(weight, value)
-            weight.reduced.drop()
         if state.link is not None and hosted:
             state.link.synchronize()  # a program reads `.grad`
         for weight, value in hosted:

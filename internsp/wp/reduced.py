@@ -19,7 +19,7 @@ class ReducedGradient:
 
     Attributes:
         total: the sum, of ``shape``, fp32 or wider (unless ``borrowed``); ``None`` if there is
-            none. It may be in host memory: read :meth:`on_device`.
+            none. It may be in host memory: read it by :meth:`own` or :meth:`pop`.
         borrowed: ``total`` is autograd's own tensor; see :meth:`own`.
     """
 
@@ -49,14 +49,17 @@ class ReducedGradient:
         else:
             self.total, self.borrowed = gradient.view(self._shape), True
 
-    def on_device(self) -> Tensor | None:
-        """``total`` on the device."""
-        if self._host is None or self.total is None:
-            return self.total
-        return self._host.to_device().view(self._shape)
+    def pop(self) -> Tensor | None:
+        """The sum, on the device; there is none here afterwards."""
+        total = self.total
+        if total is not None and self._host is not None:
+            total = self._host.to_device().view(self._shape)
+        self.drop()
+        return total
 
     def own(self) -> Tensor:
-        """:meth:`on_device` in fp32 or wider and in memory of its own, to be changed in place."""
+        """The sum on the device, in fp32 or wider and in memory of its own, to be changed in
+        place."""
         assert self.total is not None, "the caller has looked"
         if self._host is not None:
             return self._host.to_device().view(self._shape)

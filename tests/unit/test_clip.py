@@ -69,8 +69,8 @@ def test_a_device_adds_a_norm_in_the_dtype_of_the_gradient_and_the_host_in_fp64(
 ) -> None:
     gradient = torch.zeros(6, dtype=dtype, device=device)
     parts: Any = [SimpleNamespace(start=0, stop=2), SimpleNamespace(start=2, stop=6)]
-    bucket: Any = SimpleNamespace(reduced=gradient, segments=parts, host_sum=None)
-    norms = _norms(bucket)
+    bucket: Any = SimpleNamespace(segments=parts, host_sum=None)
+    norms = _norms(bucket, gradient)
     assert [norm.dtype for norm in norms] == [wide, wide]
     counted = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *norms])
     assert counted.dtype == torch.float64  # their squares are added in it

@@ -21,5 +21,7 @@ def test_a_borrowed_gradient_is_copied_once_and_stays_as_it_was() -> None:
     found.borrow(given)
     assert found.total.equal(torch.full((2, 2), 5.0))
     assert given.equal(torch.full((4,), 1.5, dtype=torch.bfloat16))
-    found.drop()
-    assert found.on_device() is None
+    taken, before = found.pop(), found.total
+    assert taken is not None
+    assert taken.equal(torch.full((2, 2), 5.0))
+    assert before is None, "a later gradient is a new sum"
