@@ -22,7 +22,7 @@ from internsp.schedule.progress import Phase, Progress
 from internsp.schedule.reductions import Reductions
 from internsp.schedule.slots import SlotContents
 from internsp.schedule.terms import BACKWARD, FORWARD, GO_ON, RECOMPUTE, USE, Action, Unit, W
-from internsp.schedule.turns import Turn, Turns
+from internsp.schedule.turns import Turns
 from internsp.schedule.uses import Uses
 
 
@@ -160,14 +160,13 @@ class Backward(Generic[W]):
         units = [*order.root, *dict.fromkeys(order.blocks)]
         if order.alone is not None:
             units.append(order.alone)
-        places = [(unit, group) for unit in units for group in unit.groups]
-        self.turns.declare(reversed(places))
+        self.turns.declare(reversed(units))
 
     def end_backward_part(self) -> list[Action[W]]:
         """End that part: reduce the weights that are left, zeros where they have no gradient."""
         self.progress.require("end_backward_part")
         out: list[Action[W]] = []
-        self._reduce_rest(out)
+        self._reduce(None, False, out)
         self.go_on(out)
         self.progress.split = ""
         return out
@@ -223,7 +222,7 @@ class Backward(Generic[W]):
         out: list[Action[W]] = []
         split = self.progress.split
         if weight in self.turns.due and (split or unit is self.open.unit):
-            self._gradients_ready((weight,), last, out)
+            self._reduce((weight,), last, out)
         elif unit.block >= 0 or split:
             self.reductions.launch(unit, (weight,), out)
         elif self.progress.phase is Phase.BLOCKS and unit is self.passes.order.alone:
@@ -240,7 +239,7 @@ class Backward(Generic[W]):
                 out += self.grad_ready(unit, weight, last=True)
             return out
         rest = [weight for weight in weights if weight not in self.turns.due]
-        self._gradients_ready(weights, True, out)
+        self._reduce(weights, True, out)
         for weight in rest:
             self.reductions.launch(unit, (weight,), out)
         return out
@@ -272,7 +271,7 @@ class Backward(Generic[W]):
             self._prefetch_late(unit, out)
         self.open.unit = None
         if not self.progress.split:
-            self._reduce_rest(out)
+            self._reduce(None, False, out)
             self.go_on(out)
         self.turns.reduced.clear()
         self.passes.end_run(unit, BACKWARD, out)
@@ -342,10 +341,9 @@ class Backward(Generic[W]):
             self._come_to_blocks(out)
         self.post_backward(out)
         opened.unit, opened.again, self.progress.lowest = unit, False, number
-        passes.begin_backward_of(number)
         if not self.progress.split:
-            self.turns.declare([(unit, group) for group in reversed(unit.groups)])
-        passes.gather_block(number, out)
+            self.turns.declare((unit,))
+        passes.enter_backward(number, out)
         opened.reaching = unit.recomputed and unit.trigger_at >= 0
         if not opened.reaching:
             passes.prefetch(unit, BACKWARD, out)
@@ -371,32 +369,25 @@ class Backward(Generic[W]):
         self.open.reaching = False
         self.passes.prefetch(unit, BACKWARD, out)
 
-    def _gradients_ready(self, weights: Sequence[W], last: bool, out: list[Action[W]]) -> None:
-        """Count one more gradient of each of ``weights``; launch the reductions that may go."""
-        self.turns.count(weights, last)
-        if self.passes.order.policy.one_order and not self.progress.split:
+    def _reduce(self, ready: Sequence[W] | None, last: bool, out: list[Action[W]]) -> None:
+        """Reduce the groups whose turn it is, and release their bytes.
+
+        Args:
+            ready, last: as in :meth:`Turns.take`.
+        """
+        split, one_order = self.progress.split, self.passes.order.policy.one_order
+        if ready is not None and one_order and not split:
             # The block also launches collectives of other groups, whose position among the
             # reductions must be the same on every rank: reduce when the block is left.
             return
-        for turn in self.turns.take():
-            self._reduce(turn, out)
-
-    def _reduce_rest(self, out: list[Action[W]]) -> None:
-        """Reduce all weights that are still due."""
-        for turn in self.turns.take(unready=True):
-            self._reduce(turn, out)
-
-    def _reduce(self, turn: Turn[W], out: list[Action[W]]) -> None:
-        """Reduce the group whose turn it is, and release its bytes."""
-        unit, group, weights = turn
-        split = self.progress.split
-        if self.open.reaching and self.open.unit is not None and not split:
-            self._prefetch_late(self.open.unit, out)
-        self.reductions.launch(unit, weights, out, last=True)
-        if split:
-            return
-        self.turns.reduced.update(group.weights)
-        if not self.passes.order.policy.one_order and len(weights) == len(group.weights):
-            self.slots.held.pop(group, None)
-            if self.passes.waiting:
-                self.passes.launch_due(out)
+        for unit, group, weights in self.turns.take(ready, last):
+            if self.open.reaching and self.open.unit is not None and not split:
+                self._prefetch_late(self.open.unit, out)
+            self.reductions.launch(unit, weights, out, last=True)
+            if split:
+                continue
+            self.turns.reduced.update(group.weights)
+            if not one_order and len(weights) == len(group.weights):
+                self.slots.held.pop(group, None)
+                if self.passes.waiting:
+                    self.passes.launch_due(out)

@@ -69,8 +69,9 @@ class LearnedPasses(Passes[W]):
         self._running = None
         super().end_run(unit, phase, out)
 
-    def begin_backward_of(self, number: int) -> None:
-        """See :meth:`Passes.begin_backward_of`."""
+    def enter_backward(self, number: int, out: list[Action[W]]) -> None:
+        """See :meth:`Passes.enter_backward`."""
         if self.order.recurs:
             self._running = self.order.blocks[number]
             self.number[self._running] = number
+        super().enter_backward(number, out)

@@ -254,8 +254,9 @@ class Passes(Generic[W]):
 
     # backward
 
-    def begin_backward_of(self, number: int) -> None:
-        """The backward of the block with this number in the order begins."""
+    def enter_backward(self, number: int, out: list[Action[W]]) -> None:
+        """The pre-backward of the block with this number in the order: gather the block."""
+        self.gather_block(number, out)
 
     def gather_block(self, number: int, out: list[Action[W]]) -> None:
         """Gather what the backward of a block needs."""

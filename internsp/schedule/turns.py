@@ -34,30 +34,32 @@ class Turns(Generic[W]):
         self._turns: deque[Turn[W]] = deque()  # in order
         self._ready: dict[W, int] = {}  # number of ready gradients of each weight that is due
 
-    def declare(self, order: Iterable[tuple[Unit[W], Group[W]]]) -> None:
-        """Declare the order of reductions, in place of what was declared before."""
-        trained = [(u, g, [w for w in reversed(g.weights) if w.trained]) for u, g in order]
-        self._turns = deque([turn for turn in trained if turn[2]])
-        self.due = {weight for _, _, weights in self._turns for weight in weights}
+    def declare(self, units: Iterable[Unit[W]]) -> None:
+        """Declare the units whose weights are reduced, in order, in place of those before."""
+        self.due = set()
+        self._turns.clear()
         self._ready.clear()
+        for unit in units:
+            for group in reversed(unit.groups):
+                trained = [weight for weight in reversed(group.weights) if weight.trained]
+                if trained:
+                    self._turns.append((unit, group, trained))
+                    self.due.update(trained)
 
-    def count(self, weights: Sequence[W], last: bool) -> None:
-        """One more gradient of each of ``weights`` is ready; ``last``: there will be no other."""
-        ready, most = self._ready, self._uses.most
-        for weight in weights:
-            ready[weight] = ready.get(weight, 0) + (most.get(weight, 1) if last else 1)
-
-    def take(self, unready: bool = False) -> list[Turn[W]]:
+    def take(self, weights: Sequence[W] | None = None, last: bool = False) -> list[Turn[W]]:
         """Take the next turns, as long as all their gradients are ready.
 
         Args:
-            unready: take the others, too.
+            weights: one more gradient of each of them is ready; ``None``: take all turns.
+            last: there will be no other of these.
         """
         ready, most = self._ready, self._uses.most
+        for weight in weights or ():
+            ready[weight] = ready.get(weight, 0) + (most.get(weight, 1) if last else 1)
         taken: list[Turn[W]] = []
         for turn in self._turns:
-            for weight in turn[2]:
-                if ready.get(weight, 0) < most.get(weight, 1) and not unready:
+            for weight in turn[2] if weights is not None else ():
+                if ready.get(weight, 0) < most.get(weight, 1):
                     break
             else:
                 taken.append(turn)

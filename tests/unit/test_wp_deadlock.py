@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -186,10 +187,11 @@ def test_it_is_seen_where_a_weight_is_reduced_when_its_gradient_comes(
 ) -> None:
     """A fault that is put in: a turn comes when its gradient is ready, in no declared order."""
 
-    def as_they_come(turns: Turns, unready: bool = False) -> list[object]:
+    def as_they_come(turns: Turns, weights: Any = None, last: bool = False) -> list[Any]:
+        turns._ready.update(dict.fromkeys(weights or (), 1))
         taken = [
             turn for turn in turns._turns
-            if unready or all(turns._ready.get(weight) for weight in turn[2])
+            if weights is None or all(turns._ready.get(weight) for weight in turn[2])
         ]  # fmt: skip
         for turn in taken:
             turns._turns.remove(turn)

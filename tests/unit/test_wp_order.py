@@ -199,4 +199,4 @@ def test_after_a_failure_no_turn_is_left() -> None:
     assert queue.backward.turns.due == {weight}
     queue.reset()
     assert queue.backward.turns.due == set()
-    assert queue.backward.turns.take(unready=True) == []
+    assert queue.backward.turns.take() == []
