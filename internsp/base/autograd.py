@@ -38,7 +38,13 @@ def tensors(value: Any) -> list[Tensor]:
         items = value.values()
     elif hasattr(value, "__dataclass_fields__"):
         items = [getattr(value, name) for name in value.__dataclass_fields__]
-    return [tensor for item in items for tensor in tensors(item)]
+    found: list[Tensor] = []
+    for item in items:
+        if isinstance(item, Tensor):  # without a call: this is done at every block's entry
+            found.append(item)
+        else:
+            found += tensors(item)
+    return found
 
 
 # Whether torch.vmap, torch.func.grad or the like runs (torch has no public name for it).

@@ -100,11 +100,12 @@ class AddedParameterCheck:
         Raises:
             StructureError: a parameter was added.
         """
-        if self._snapshot and all(
-            len(parameters) == count and tuple(children.values()) == seen
-            for children, seen, parameters, count in self._snapshot
-        ):
-            return
+        for children, seen, parameters, count in self._snapshot:
+            if len(parameters) != count or tuple(children.values()) != seen:
+                break
+        else:
+            if self._snapshot:
+                return
         for path, module in self._model.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and (module, name) not in self._known:

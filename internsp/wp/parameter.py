@@ -399,9 +399,8 @@ class ShardedParameter(ModelParameter):
 
         In a weight group of one in its own dtype: the copy into the slot does the cast.
         """
-        fresh = self.fresh()
-        alone = self.layout.size == 1
-        return fresh if alone or self.dtype == self.compute_dtype else fresh.to(self.compute_dtype)
+        fresh, alone = self.fresh(), self.layout.size == 1
+        return fresh if alone or fresh.dtype == self.compute_dtype else fresh.to(self.compute_dtype)
 
     def fresh(self) -> Tensor:
         """The padded shard, flat, in its own dtype, after the optimizer's all-gather (WP-3)."""
@@ -499,10 +498,12 @@ class ReplicatedParameter(ModelParameter):
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Add a gradient of this rank to the flat gradient. No message."""
-        self.sums.take_turn()
-        total = self.sums.views()[self.index] if self.total is None else self.total
+        sums = self.sums
+        if sums.streams:
+            sums.take_turn()
+        total = sums.views()[self.index] if self.total is None else self.total
         total.add_(gradient)
-        self.sums.given.add(self.index)
+        sums.given.add(self.index)
 
 
 Member = ReplicatedParameter | ShardedParameter

@@ -172,31 +172,27 @@ class GradientReducer:
     def finish_oldest(self) -> None:
         """Wait for the oldest reduction and add it to its shards' reduced gradients."""
         for pending in self._queue.popleft():
-            self._finish(pending)
-
-    def _finish(self, pending: PendingGradient) -> None:
-        unit, weights = pending.unit, pending.weights
-        collectives = self._collectives[weights[0].axis]
-        collectives.wait(pending.handle, unit.name, weights[0].name, "finish")
-        pending.handle.keep = ()
-        output = pending.output
-        if weights[0].layout.size == 1 and pending.packed is None:
-            weights[0].reduced.borrow(output)  # a weight group of one: the gradient is the sum
-        else:
-            total = collectives.total(output, pending.input)
-            if len(weights) == 1:
-                weights[0].reduced.add(total.view(weights[0].layout.shard_shape))
+            unit, weights, output = pending.unit, pending.weights, pending.output
+            collectives = self._collectives[weights[0].axis]
+            collectives.wait(pending.handle, unit.name, weights[0].name, "finish")
+            pending.handle.keep = ()
+            if weights[0].layout.size == 1 and pending.packed is None:
+                weights[0].reduced.borrow(output)  # a weight group of one: the gradient is the sum
             else:
-                parts = unflatten(total, [weight.storage for weight in weights])
-                for weight, part in zip(weights, parts, strict=True):
-                    weight.reduced.add(part)
-            if weights[0].layout.size > 1:
-                self.buffers.release(output)
-            if pending.packed is not None:
-                self.buffers.release(pending.packed)
-        if self._trace.enabled:
-            for weight in weights:
-                self._trace.record("FINISH", unit.name, weight.name, "finish")
+                total = collectives.total(output, pending.input)
+                if len(weights) == 1:
+                    weights[0].reduced.add(total.view(weights[0].layout.shard_shape))
+                else:
+                    parts = unflatten(total, [weight.storage for weight in weights])
+                    for weight, part in zip(weights, parts, strict=True):
+                        weight.reduced.add(part)
+                if weights[0].layout.size > 1:
+                    self.buffers.release(output)
+                if pending.packed is not None:
+                    self.buffers.release(pending.packed)
+            if self._trace.enabled:
+                for weight in weights:
+                    self._trace.record("FINISH", unit.name, weight.name, "finish")
 
     def discard(self) -> None:
         """After a failure that all ranks met: wait for everything in flight, drop the rest (WP-10).

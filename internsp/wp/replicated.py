@@ -36,6 +36,7 @@ class ReplicatedParameters:
         numel: number of the flat gradient's elements before the flags.
         frozen: replicated parameters with ``requires_grad = False`` when that backward began.
         events: where the program is in its passes (:meth:`bind`).
+        streams: whether the device has streams, so that :meth:`take_turn` does something.
     """
 
     events: Events
@@ -53,6 +54,7 @@ class ReplicatedParameters:
         self._mine: list[bool] = []  # this rank's flags in the last reduction
         self._sent, self._there = list[bool](), torch.empty(0)  # the last copied to the device
         self._current, self._turns = current_stream(mesh.device), StreamTurns()
+        self.streams = self._current is not None
 
     def bind(self, events: Events) -> None:
         """Let the gradients that are ready be reported to ``events``."""

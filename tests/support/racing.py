@@ -141,15 +141,20 @@ class Racing:
             for weight in action.weights:
                 self.require("gradient", getattr(weight, "name", ""), "reduction")
 
-        def finished(_: Any, pending: Any) -> None:
-            for weight in pending.weights:
+        oldest: list[Any] = []
+
+        def finishing(reducer: Any) -> None:
+            oldest[:] = [weight for pending in reducer._queue[0] for weight in pending.weights]
+
+        def finished(_: Any) -> None:
+            for weight in oldest:
                 self.require("RS", weight.name, "sum")
                 self.require("sum", weight.name, "sum")
                 self.write("sum", weight.name)
 
         around(ChunkWeights, "_keep_gradients", after=kept)
         around(Chunk, "_reduce", after=reduced)
-        around(reduce.GradientReducer, "_finish", after=finished)
+        around(reduce.GradientReducer, "finish_oldest", before=finishing, after=finished)
 
     def _watch_steps(self) -> None:
         published: dict[Any, Any] = {}
