@@ -101,14 +101,7 @@ class Chunk:
         """Perform ``actions`` in order."""
         for action in actions:
             kind, weights = action.kind, action.weights
-            if kind == USE:
-                if weights[0].needs_gather:
-                    streams = self.pool.slots[weights[0].unit.slot].streams
-                    if streams.active:
-                        streams.read(*weights)
-                if self.trace.enabled:
-                    self._record(action)
-            elif kind == WAIT:
+            if kind == WAIT:
                 self._wait(action)
             elif kind == ALL_GATHER and self.link is not None and weights[0].hosted:
                 with self.link.on_copy_stream():
@@ -116,6 +109,13 @@ class Chunk:
             elif kind in (ALL_GATHER, NEAR_GATHER):
                 self._all_gather(action)
             elif kind == FREE:
+                if self.trace.enabled:
+                    self._record(action)
+            elif kind == USE:
+                if weights[0].needs_gather:
+                    streams = self.pool.slots[weights[0].unit.slot].streams
+                    if streams.active:
+                        streams.read(*weights)
                 if self.trace.enabled:
                     self._record(action)
             elif kind == NEXT_PASS:

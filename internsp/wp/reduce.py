@@ -152,22 +152,21 @@ class GradientReducer:
 
     def reduce_scatter(self, unit: Unit, weights: Sequence[ShardedParameter]) -> None:
         """Start the reduction of the ready gradients of ``weights``, of zeros for others (WP-2)."""
+        self._queue.append([])
         runs = runs_of(weights, attrgetter("reduce_dtype")) if len(weights) > 1 else (weights,)
-        self._queue.append([self._start(unit, run) for run in runs])
-
-    def _start(self, unit: Unit, weights: Sequence[ShardedParameter]) -> PendingGradient:
-        shares = {weight.name: weight.layout.shard_numel for weight in weights}
-        if len(weights) == 1:
-            input, packed = self._input(weights[0], self._pop_ready(weights[0]))
-        else:
-            input = packed = self._coalesced_input(
-                weights, [self._pop_ready(weight) for weight in weights]
-            )
-        collectives, size = self._collectives[weights[0].axis], weights[0].layout.size
-        numel = input.numel() // size * collectives.received
-        output = input if size == 1 else self.buffers.acquire(numel, input.dtype)
-        handle = collectives.reduce_scatter(output, input, unit.name, shares, "backward")
-        return PendingGradient(unit, weights, output, packed, input, handle)
+        for run in runs:
+            first, shares = run[0], {weight.name: weight.layout.shard_numel for weight in run}
+            if len(run) == 1:
+                input, packed = self._input(first, self._pop_ready(first))
+            else:
+                gradients = [self._pop_ready(weight) for weight in run]
+                input = packed = self._coalesced_input(run, gradients)
+            collectives, size = self._collectives[first.axis], first.layout.size
+            numel = input.numel() // size * collectives.received
+            output = input if size == 1 else self.buffers.acquire(numel, input.dtype)
+            handle = collectives.reduce_scatter(output, input, unit.name, shares, "backward")
+            pending = PendingGradient(unit, run, output, packed, input, handle)
+            self._queue[-1].append(pending)
 
     def finish_oldest(self) -> None:
         """Wait for the oldest reduction and add it to its shards' reduced gradients."""
