@@ -40,10 +40,7 @@ def tensors(value: Any) -> list[Tensor]:
         items = [getattr(value, name) for name in value.__dataclass_fields__]
     found: list[Tensor] = []
     for item in items:
-        if isinstance(item, Tensor):  # without a call: this is done at every block's entry
-            found.append(item)
-        else:
-            found += tensors(item)
+        found += [item] if isinstance(item, Tensor) else tensors(item)
     return found
 
 

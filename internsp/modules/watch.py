@@ -76,18 +76,15 @@ def before_step(
     communicator = communicator_ref()
     if communicator is None:
         return None
-    ids: set[int] = set()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            replaced = getattr(parameter, "replaced", None)
-            if replaced is not None:
-                raise StructureError(
-                    f"the optimizer that steps on rank {dist.get_rank()} has {replaced} as it was "
-                    "before parallelize(), which nothing trains any more: make the optimizer after "
-                    "it"
-                )
-            if isinstance(parameter, ShardParameter):
-                ids.add(id(parameter))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        replaced = getattr(parameter, "replaced", None)
+        if replaced is not None:
+            raise StructureError(
+                f"the optimizer that steps on rank {dist.get_rank()} has {replaced} as it was "
+                "before parallelize(), which nothing trains any more: make the optimizer after it"
+            )
+    ids = {id(p) for p in parameters if isinstance(p, ShardParameter)}
     if not ids:  # as of the slices that a ZeroOptimizer steps, bucket by bucket
         return None
     members = communicator.replicated.all_parameters()
@@ -119,13 +116,8 @@ def before_step(
 def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Post-hook of every torch optimizer's step: unsharded weights that it made stale are not used
     again."""
-    written = {
-        parameter._member.stepped
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if isinstance(parameter, ShardParameter)
-    }
-    for counter in written:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for counter in {p._member.stepped for p in parameters if isinstance(p, ShardParameter)}:
         counter.steps += 1
 
 
