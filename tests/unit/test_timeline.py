@@ -14,6 +14,7 @@ from internsp.app.report.timeline import (
     build_timeline,
     communication,
     intersect,
+    mean_waits,
     measure,
     merge,
     step_times,
@@ -73,16 +74,17 @@ def test_each_kind_is_split_into_hidden_and_exposed():
 
 
 def test_a_wait_is_attributed_to_the_collective_it_waited_for():
-    rows = {(r.unit, r.phase): (r.kind, r.seconds) for r in where_waited(STEP)}
-    assert rows == {
-        ("layers.0", "forward"): ("AG", 4),
-        ("layers.1", "forward"): ("AG", 2),
-        ("layers.1", "backward"): ("A2A", 5),
-        ("layers.1", "optimizer"): ("RS", 2),
+    found = where_waited(STEP)
+    assert found == {
+        ("AG", "layers.0", "forward"): 4,
+        ("AG", "layers.1", "forward"): 2,
+        ("A2A", "layers.1", "backward"): 5,
+        ("RS", "layers.1", "optimizer"): 2,
     }
-    assert [r.seconds for r in where_waited(STEP)] == [5, 4, 2, 2]
-    (alone,) = where_waited([event("WAIT", 1, 3, "layers.7")])
-    assert (alone.kind, alone.seconds) == ("", 2)
+    assert list(found.values()) == [5, 4, 2, 2]
+    alone = [event("WAIT", 1, 3, "layers.7")]
+    assert where_waited(alone) == {("", "layers.7", ""): 2}
+    assert mean_waits({0: STEP, 1: alone, 2: []})["", "layers.7", ""] == 1
 
 
 def test_a_collective_in_flight_lasts_to_the_end_of_the_step():

@@ -68,11 +68,11 @@ def _predicted(found: StepSeconds) -> dict[str, float]:
 def _measured(events: Sequence[Event]) -> dict[str, float]:
     waits = where_waited(events)
     parts = {
-        name: sum(row.seconds for row in waits if row.kind in kinds)
+        name: sum(seconds for (kind, _, _), seconds in waits.items() if kind in kinds)
         for name, (_, kinds) in _COMPONENTS.items()
     }
     stepped = measure(subtract(spans(events, ("STEP",)), spans(events, WAITS)))
-    sent = sum(row.seconds for row in waits if row.kind == "MATRIX")
+    sent = sum(seconds for (kind, _, _), seconds in waits.items() if kind == "MATRIX")
     return {COMPUTATION: step_times(events).compute - stepped, **parts, OPTIMIZER: stepped + sent}
 
 

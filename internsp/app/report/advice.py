@@ -7,17 +7,20 @@ computing thread waited, and what would hide or avoid that communication.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import NamedTuple
 
 from internsp.app.report.timeline import (
     intersect,
+    mean_waits,
     measure,
     spans,
     step_times,
     subtract,
-    where_waited,
 )
 from internsp.base.sizes import human
 from internsp.base.trace import Event
@@ -31,6 +34,8 @@ NOTICED = 0.02
 
 FULL = 0.95
 """If weights are in flight for this share of compute, no more communication can be hidden."""
+
+_PASSES = ("forward", "recompute", "backward")
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,7 @@ class Setting:
     blocks: int = 1
 
 
-@dataclass(frozen=True)
-class Advice:
+class Advice(NamedTuple):
     """A sentence, and the seconds of a step that could be gained."""
 
     seconds: float
@@ -68,8 +72,8 @@ def advise(traces: Traces, setting: Setting) -> list[str]:
     traced = {rank: list(events) for rank, events in sorted(traces.items()) if events}
     if not traced:
         return []
-    figures = _Figures.of(traced)
-    found = [*_uneven(traced, figures), *_stages(traced, figures)]
+    figures = _Figures(traced)
+    found = [*_uneven(figures), *_stages(traced, figures)]
     if figures.exposed > NOTICED * figures.step:
         found += _synchronous(figures, setting)
         if setting.weights.overlap:
@@ -77,8 +81,7 @@ def advise(traces: Traces, setting: Setting) -> list[str]:
             found += _reductions(traced, figures, setting)
         found += [*_first_gather(figures, setting), *_exchanges(figures, setting)]
         found += _parameter_gathers(figures, setting)
-    worth = [a for a in found if a.seconds > NOTICED / 2 * figures.step]
-    if worth:
+    if worth := [a for a in found if a.seconds > NOTICED / 2 * figures.step]:
         return [a.text for a in sorted(worth, key=lambda a: -a.seconds)]
     share = figures.exposed / figures.step if figures.step > 0 else 0.0
     return [
@@ -87,74 +90,53 @@ def advise(traces: Traces, setting: Setting) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
 class _Figures:
-    """Times of one step in seconds, as means over the ranks."""
+    """Figures of one step; times in seconds, as means over the ranks.
 
-    step: float
-    compute: float
-    exposed: float
-    in_flight: float
-    """Time in which weights or gradients were in flight."""
-    nbytes: float
-    """Payload of these collectives."""
-    waits: Mapping[tuple[str, str, str], float]
-    """(kind, unit, phase) -> seconds waited."""
-    unit_bytes: float
-    """Bytes that the largest unit's all-gathers of one phase receive, in all micro-batches."""
-    first: frozenset[str]
-    """Units whose all-gathers were launched before any weight was used."""
+    Attributes:
+        computes: compute of each rank.
+        in_flight: time in which weights or gradients were in flight.
+        nbytes: payload of these collectives.
+        waits: seconds waited by kind, unit and phase, longest first.
+        unit_bytes: bytes that the largest unit's all-gathers of one phase receive, in all
+            micro-batches.
+        late, first: waits for gathers by unit and phase, longest first; ``first`` has those that
+            were launched in a forward before any weight was used.
+    """
 
-    @classmethod
-    def of(cls, traces: Traces) -> _Figures:
-        count = len(traces)
-        times = [step_times(events) for events in traces.values()]
-        waits: dict[tuple[str, str, str], float] = {}
-        in_flight = nbytes = unit_bytes = 0.0
-        for events in traces.values():
-            in_flight += measure(spans(events, ("AG", "RS"))) / count
-            nbytes += sum(e.nbytes for e in events if e.kind in ("AG", "RS")) / count
-            for row in where_waited(events):
-                key = (row.kind, row.unit, row.phase)
-                waits[key] = waits.get(key, 0.0) + row.seconds / count
-            received: Counter[tuple[str, str]] = Counter()
-            for event in events:
-                if event.kind == "AG":
-                    received[event.unit, event.phase] += event.nbytes
-            unit_bytes = max(unit_bytes, *received.values(), 0)
-        return cls(
-            step=sum(t.step for t in times) / count,
-            compute=sum(t.compute for t in times) / count,
-            exposed=sum(t.exposed for t in times) / count,
-            in_flight=in_flight,
-            nbytes=nbytes,
-            waits=waits,
-            unit_bytes=unit_bytes,
-            first=_launched_first(next(iter(traces.values()))),
-        )
+    def __init__(self, traces: Traces) -> None:
+        times = {rank: step_times(events) for rank, events in traces.items()}
+        self.step = fmean(one.step for one in times.values())
+        self.exposed = fmean(one.exposed for one in times.values())
+        self.computes = {rank: one.compute for rank, one in times.items()}
+        self.compute = fmean(self.computes.values())
+        sent, received = ("AG", "RS"), Counter[tuple[int, str, str]]()
+        self.in_flight = fmean(measure(spans(events, sent)) for events in traces.values())
+        self.nbytes = 0.0
+        for rank, event in ((rank, event) for rank, events in traces.items() for event in events):
+            self.nbytes += event.nbytes / len(traces) * (event.kind in sent)
+            received[rank, event.unit, event.phase] += event.nbytes * (event.kind == "AG")
+        self.unit_bytes = max(received.values())
+        self.waits = dict(sorted(mean_waits(traces).items(), key=lambda item: -item[1]))
+        events = next(iter(traces.values()))
+        used = min((e.start for e in events if e.kind == "USE"), default=math.inf)
+        before = {(e.unit, "forward") for e in events if e.kind == "AG" and e.start < used}
+        gathers = {at: seconds for at, seconds in self.waited("AG").items() if at[1] in _PASSES}
+        self.first = {at: seconds for at, seconds in gathers.items() if at in before}
+        self.late = {at: seconds for at, seconds in gathers.items() if at not in before}
 
-    def waited(self, kind: str, phases: Iterable[str] = ()) -> dict[tuple[str, str], float]:
-        """Waits of a kind by (unit, phase), longest first; all phases by default."""
-        wanted = set(phases)
-        chosen = {
+    def waited(self, kind: str) -> dict[tuple[str, str], float]:
+        """Waits of a kind by unit and phase, longest first."""
+        return {
             (unit, phase): seconds
             for (k, unit, phase), seconds in self.waits.items()
-            if k == kind and (not wanted or phase in wanted) and seconds > 0
+            if k == kind and seconds > 0
         }
-        return dict(sorted(chosen.items(), key=lambda item: -item[1]))
 
 
-def _launched_first(events: Sequence[Event]) -> frozenset[str]:
-    used = min((e.start for e in events if e.kind == "USE"), default=float("inf"))
-    return frozenset(e.unit for e in events if e.kind == "AG" and e.start < used)
-
-
-_PASSES = ("forward", "recompute", "backward")
-
-
-def _uneven(traces: Traces, figures: _Figures) -> Iterator[Advice]:
+def _uneven(figures: _Figures) -> Iterator[Advice]:
     """A rank that computes longer makes the others wait; no communication setting helps."""
-    compute = {rank: step_times(events).compute for rank, events in traces.items()}
+    compute = figures.computes
     slow, fast = max(compute, key=lambda r: compute[r]), min(compute, key=lambda r: compute[r])
     gap = compute[slow] - compute[fast]
     if gap <= max(NOTICED * figures.step, 0.1 * figures.compute):
@@ -242,17 +224,10 @@ def _full_link(figures: _Figures, setting: Setting) -> Iterator[Advice]:
 
 def _late_gathers(figures: _Figures, setting: Setting) -> Iterator[Advice]:
     """All-gathers start too late: blocks wait although the link is sometimes free."""
-    if figures.in_flight >= FULL * figures.compute:
+    total = sum(figures.late.values())
+    if not figures.late or figures.in_flight >= FULL * figures.compute:
         return
-    late = {
-        place: seconds
-        for place, seconds in figures.waited("AG", _PASSES).items()
-        if not (place[0] in figures.first and place[1] == "forward")
-    }
-    total = sum(late.values())
-    if not late:
-        return
-    (unit, phase), worst = next(iter(late.items()))
+    (unit, phase), worst = next(iter(figures.late.items()))
     ways: list[str] = []
     depth = setting.weights.prefetch_depth
     if depth + 1 < setting.blocks:
@@ -279,17 +254,12 @@ def _late_gathers(figures: _Figures, setting: Setting) -> Iterator[Advice]:
 
 def _first_gather(figures: _Figures, setting: Setting) -> Iterator[Advice]:
     """The first all-gathers of a forward, which no compute can hide."""
-    first = {
-        place: seconds
-        for place, seconds in figures.waited("AG", _PASSES).items()
-        if place[0] in figures.first and place[1] == "forward"
-    }
-    total = sum(first.values())
-    if not first or not setting.weights.overlap:
+    total = sum(figures.first.values())
+    if not figures.first or not setting.weights.overlap:
         return
     text = (
         f"The first gathers of a forward have nothing to hide behind: {_ms(total)}, most in "
-        f"{next(iter(first))[0] or 'the first block'}. "
+        f"{next(iter(figures.first))[0] or 'the first block'}. "
     )
     if setting.micro_batches > 1 and setting.weights.keep_unsharded != "all":
         text += (

@@ -25,7 +25,13 @@ from pydantic import TypeAdapter, ValidationError
 from internsp.app.config import HELD_OUT
 from internsp.app.report.metrics import StepMetrics, read_metrics, write_whole
 from internsp.app.report.svg import PHASES, Series, draw_timeline, drawable, line_chart, number
-from internsp.app.report.tables import COORDINATES, communication_rows, mesh_grids, waiting
+from internsp.app.report.tables import (
+    COORDINATES,
+    communication_rows,
+    mesh_grids,
+    waits_by_block,
+    waits_by_place,
+)
 from internsp.app.report.timeline import step_times
 from internsp.base.sizes import UNITS, human
 from internsp.base.trace import Event
@@ -102,7 +108,6 @@ class Report:
 
     def render(self) -> str:
         """The page as HTML text."""
-        waits, blocks = waiting(self.timeline)
         return rendered(
             "report.html.j2",
             run=self,
@@ -114,8 +119,8 @@ class Report:
             phases={**{name: name for name in PHASES}, "wait": "waiting (exposed)"},
             traced=sum(1 for trace in self.timeline.values() if trace),
             communication=list(communication_rows(self.timeline)),
-            waits=waits,
-            blocks=blocks,
+            waits=waits_by_place(self.timeline),
+            blocks=waits_by_block(self.timeline),
             off=_most_off(self.predicted),
             stages=mesh_grids(self.ranks),
             coordinates=["rank", *(c for c in COORDINATES if any(c in row for row in self.ranks))],

@@ -12,8 +12,10 @@ A step's compute is the step minus its waits. Times are seconds of ``time.perf_c
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from internsp.base.trace import Event
 
@@ -121,28 +123,17 @@ class StepTimes:
         return self.exposed + self.hidden
 
 
-@dataclass(frozen=True, slots=True)
-class Communication:
+class Communication(NamedTuple):
     """Collectives of one rank; of those in flight together a moment counts once.
 
     Those of different kinds may add up to more than the step's total: a moment with two kinds in
     flight counts in both.
     """
 
-    count: int
+    collectives: int
     nbytes: int
     exposed: float
     hidden: float
-
-
-@dataclass(frozen=True, slots=True)
-class WaitRow:
-    """Time that the computing thread waited in one unit and phase for one kind of communication."""
-
-    kind: str
-    unit: str
-    phase: str
-    seconds: float
 
 
 def window_of(events: Iterable[Event]) -> Interval:
@@ -187,8 +178,8 @@ def communication(events: Sequence[Event]) -> dict[tuple[str, str | None], Commu
     return found
 
 
-def where_waited(events: Sequence[Event]) -> list[WaitRow]:
-    """Waits by unit, phase and the kind of communication that was waited for, longest first.
+def where_waited(events: Sequence[Event]) -> dict[tuple[str, str, str], float]:
+    """Seconds waited by kind of communication that was waited for, unit and phase, longest first.
 
     A wait is matched with the collective of the same unit and weight that was in flight during it
     and whose end is closest to the wait's end; its kind is "" if the trace has none.
@@ -203,11 +194,16 @@ def where_waited(events: Sequence[Event]) -> list[WaitRow]:
         if event.kind in WAITS:
             kind = _awaited(event, flights.get((event.unit, event.weight), []), window)
             groups.setdefault((kind, event.unit, event.phase), []).append(_span(event, window))
-    rows = [
-        WaitRow(kind, unit, phase, measure(waited))
-        for (kind, unit, phase), waited in groups.items()
-    ]
-    return sorted(rows, key=lambda row: -row.seconds)
+    found = {place: measure(waited) for place, waited in groups.items()}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def mean_waits(events: Mapping[int, Sequence[Event]]) -> dict[tuple[str, str, str], float]:
+    """The mean of :func:`where_waited` over the ranks that were traced."""
+    traces, found = [trace for trace in events.values() if trace], Counter[tuple[str, str, str]]()
+    for trace in traces:
+        found.update(where_waited(trace))
+    return {place: seconds / len(traces) for place, seconds in found.items()}
 
 
 # Lanes, for drawing.
