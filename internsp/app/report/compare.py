@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import statistics
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +12,17 @@ from typing import Any
 
 from internsp.app.config import HELD_OUT
 from internsp.app.report.metrics import StepMetrics, read_metrics, write_whole
-from internsp.app.report.page import COLORS, Chart, evaluated, rendered
-from internsp.app.report.svg import Series, line_chart
+from internsp.app.report.page import (
+    COLORS,
+    CURVES,
+    LOSS,
+    Chart,
+    evaluated,
+    median,
+    rendered,
+    text_line,
+)
+from internsp.app.report.svg import line_chart
 from internsp.base.sizes import human
 from internsp.config.former import translated
 from internsp.errors import ConfigError
@@ -80,17 +87,15 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
     for run in runs:
         m = run.metrics
         losses = evaluated(m)
-        used = [row.mfu for row in m if row.mfu is not None]
-        waits = [share for row in m if (share := row.exposed_step_share) is not None]
         rows.append([
             run.name,
             str(len(m)),
             f"{m[-1].loss:.4f}" if m else "-",
             *(f"{losses[name][-1][1]:.4f}" if name in losses else "-" for name in texts),
-            f"{_median([row.tokens_per_second for row in m]):,.0f}" if m else "-",
-            f"{_median([row.step_seconds for row in m]) * 1e3:,.0f} ms" if m else "-",
-            f"{_median(waits):.1%}" if waits else "-",
-            f"{_median(used):.1%}" if used else "-",
+            median(m, "tokens_per_second", "{:,.0f}") or "-",
+            median(m, "step_seconds", "{:,.0f} ms", 1e3) or "-",
+            median(m, "exposed_step_share", "{:.1%}") or "-",
+            median(m, "mfu", "{:.1%}") or "-",
             human(max(row.peak_memory_bytes for row in m)) if m else "-",
         ])  # fmt: skip
     return rows
@@ -126,40 +131,21 @@ def write_comparison(runs: Sequence[Run], path: Path) -> Path:
 
 
 def _charts(runs: Sequence[Run]) -> list[Chart]:
-    shown = list(zip(COLORS, runs, strict=False))
-
-    def chart(title: str, column: str, zero: bool = False) -> Chart:
-        lines = [
-            Series(run.name, [(m.step, getattr(m, column)) for m in run.metrics], style)
-            for style, run in shown
-            if run.metrics
-        ]
-        return Chart(title, line_chart(lines, label=title, zero=zero))
-
-    def evaluation(name: str) -> Chart:
-        lines = [
-            Series(run.name, points, style, dots=len(points) <= 60, noisy=False)
-            for style, run in shown
-            if (points := evaluated(run.metrics).get(name))
-        ]
-        return Chart(f"Evaluation: {name} (nats per token)", line_chart(lines, label=name))
-
-    if not any(run.metrics for _, run in shown):
+    shown = [(style, run.name, run.metrics) for style, run in zip(COLORS, runs, strict=False)]
+    if not any(metrics for _, _, metrics in shown):
         return []
-    return [
-        chart("Loss (nats per token)", "loss"),
-        *map(evaluation, _texts(runs)[:_MOST_TEXTS]),
-        chart("Throughput (tokens/s)", "tokens_per_second", zero=True),
-        chart("Gradient norm", "grad_norm"),
-        chart("Learning rate", "lr", zero=True),
-    ]
+    charts = list(LOSS.charts(shown))
+    for text in _texts(runs)[:_MOST_TEXTS]:
+        title = f"Evaluation: {text} (nats per token)"
+        lines = [
+            text_line(name, points, style)
+            for style, name, metrics in shown
+            if (points := evaluated(metrics).get(text))
+        ]
+        charts.append(Chart(title, line_chart(lines, label=title)))
+    return charts + [chart for one in CURVES for chart in one.charts(shown)]
 
 
 def _texts(runs: Sequence[Run]) -> list[str]:
     """Names of all evaluated texts of the runs; the held-out text is always the first."""
     return list(dict.fromkeys([HELD_OUT, *(n for run in runs for n in evaluated(run.metrics))]))
-
-
-def _median(values: Sequence[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return statistics.median(finite) if finite else math.nan

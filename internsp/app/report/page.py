@@ -12,11 +12,11 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
@@ -224,32 +224,31 @@ def _cards(
     """The figures at the top, by name."""
     if not metrics:
         return {}
-    cards = {"loss of the last step": _loss(metrics[-1].loss)}
-    for name, points in evaluated(metrics).items():
-        cards[f"{name} loss"] = _loss(points[-1][1])
-    rate = statistics.median(m.tokens_per_second for m in metrics)
-    cards["tokens/s (median)"] = f"{rate:,.0f}" if math.isfinite(rate) else "not finite"
-    step = statistics.median(m.step_seconds for m in metrics)
-    cards["step (median)"] = f"{step * 1e3:,.0f} ms"
-    if shares := [m.exposed_step_share for m in metrics if m.exposed_step_share is not None]:
-        cards["of a step waits for communication"] = f"{statistics.median(shares):.1%}"
-    stages = [m.stage_wait_share for m in metrics if m.stage_wait_share is not None]
-    if stages:
-        name = "of a step rank 0 waits for other stages"
-        cards[name] = f"{statistics.median(stages):.1%}"
     traced = [step_times(trace) for trace in timeline.values() if trace]
     in_flight = sum(t.communication for t in traced)
-    if in_flight > 0:
-        hidden = sum(t.hidden for t in traced) / in_flight
-        cards["of communication hidden (traced step)"] = f"{hidden:.0%}"
-    if tflops := [m.tflops for m in metrics if m.tflops is not None]:
-        cards["model TFLOP/s of a device (median)"] = f"{statistics.median(tflops):,.3g}"
-    if used := [m.mfu for m in metrics if m.mfu is not None]:
-        cards["MFU (median)"] = f"{statistics.median(used):.1%}"
     peak = max(m.peak_memory_bytes for m in metrics)
-    if peak > 0:
-        cards["peak memory"] = human(peak)
-    return cards
+    shown = {
+        "loss of the last step": _loss(metrics[-1].loss),
+        **{f"{name} loss": _loss(points[-1][1]) for name, points in evaluated(metrics).items()},
+        "tokens/s (median)": median(metrics, "tokens_per_second", "{:,.0f}") or "not finite",
+        "step (median)": median(metrics, "step_seconds", "{:,.0f} ms", 1e3),
+        "of a step waits for communication": median(metrics, "exposed_step_share", "{:.1%}"),
+        "of a step rank 0 waits for other stages": median(metrics, "stage_wait_share", "{:.1%}"),
+        "of communication hidden (traced step)": (
+            f"{sum(t.hidden for t in traced) / in_flight:.0%}" if in_flight > 0 else ""
+        ),
+        "model TFLOP/s of a device (median)": median(metrics, "tflops", "{:,.3g}"),
+        "MFU (median)": median(metrics, "mfu", "{:.1%}"),
+        "peak memory": human(peak) if peak > 0 else "",
+    }
+    return {name: text for name, text in shown.items() if text}
+
+
+def median(metrics: Sequence[StepMetrics], key: str, form: str, unit: float = 1.0) -> str:
+    """The median of a figure over the steps in which it is finite; empty without any."""
+    values = (getattr(m, key) for m in metrics)
+    finite = [unit * v for v in values if v is not None and math.isfinite(v)]
+    return form.format(statistics.median(finite)) if finite else ""
 
 
 def evaluated(metrics: Sequence[StepMetrics]) -> dict[str, list[tuple[int, float]]]:
@@ -271,66 +270,70 @@ class Chart:
     caption: str = ""
 
 
+class Curve(NamedTuple):
+    """A figure of every step that has a chart, and the line of a single run in it.
+
+    Attributes:
+        name: of the line under the pointer; empty: the title.
+    """
+
+    key: str
+    title: str
+    name: str = ""
+    style: str = "s3"
+    zero: bool = True
+    noisy: bool = True
+
+    def charts(self, runs: Iterable[tuple[str, str, Sequence[StepMetrics]]]) -> Iterator[Chart]:
+        """A chart with a line for each (style, name, metrics); none if no run has the figure."""
+        lines = [
+            Series(name, points, style, noisy=self.noisy)
+            for style, name, rows in runs
+            if (points := [(m.step, v) for m in rows if (v := getattr(m, self.key)) is not None])
+        ]
+        if lines:
+            yield Chart(self.title, line_chart(lines, label=self.title, zero=self.zero))
+
+
+LOSS = Curve("loss", "Loss (nats per token)", "loss", "s1", zero=False)
+CURVES = (
+    Curve("tokens_per_second", "Throughput (tokens/s)", "tokens/s"),
+    Curve("grad_norm", "Gradient norm, before clipping", "gradient norm", "s4", zero=False),
+    Curve("expert_load", "Tokens of the busiest expert, over the mean"),
+    Curve("router_entropy", "Router entropy (nats per token)"),
+    Curve("dropped_tokens", "Choices of an expert that its capacity dropped"),
+    Curve("lr", "Learning rate", "learning rate", "s2", noisy=False),
+)
+
+
+def text_line(name: str, points: Sequence[tuple[int, float]], style: str) -> Series:
+    """The line of an evaluated text."""
+    return Series(name, points, style, dots=len(points) <= 60, noisy=False)
+
+
 def _charts(metrics: Sequence[StepMetrics]) -> list[Chart]:
     if not metrics:
         return []
-    loss = [Series("loss", [(m.step, m.loss) for m in metrics], "s1")]
-    held_out = [(m.step, m.eval_loss) for m in metrics if m.eval_loss is not None]
-    if held_out:
-        loss.append(Series("held-out", held_out, "s2", dots=len(held_out) <= 60, noisy=False))
+    loss, texts = [Series(LOSS.name, [(m.step, m.loss) for m in metrics])], evaluated(metrics)
+    if HELD_OUT in texts:
+        loss.append(text_line(HELD_OUT, texts[HELD_OUT], "s2"))
     broken = sum(not drawable(m.loss) for m in metrics)
-    rate = Series("tokens/s", [(m.step, m.tokens_per_second) for m in metrics], "s3")
-    norm = Series("gradient norm", [(m.step, m.grad_norm) for m in metrics], "s4")
-    rates = Series("learning rate", [(m.step, m.lr) for m in metrics], "s2", noisy=False)
-    return [
+    found = [
         Chart(
-            "Loss (nats per token)",
-            line_chart(loss, label="loss over the steps"),
-            {"s1": "training", "s2": "held-out"} if held_out else {},
+            LOSS.title,
+            line_chart(loss, label=LOSS.title),
+            {"s1": "training", "s2": HELD_OUT} if HELD_OUT in texts else {},
             f"Steps without a finite loss: {broken:,}." if broken else "",
-        ),
-        *_evaluations(metrics),
-        Chart("Throughput (tokens/s)", line_chart([rate], label="tokens a second", zero=True)),
-        Chart("Gradient norm, before clipping", line_chart([norm], label="gradient norm")),
-        *_experts(metrics),
-        Chart("Learning rate", line_chart([rates], label="learning rate", zero=True)),
-    ]
-
-
-def _experts(metrics: Sequence[StepMetrics]) -> list[Chart]:
-    """How evenly tokens were spread over the experts, of a model with routers."""
-    titles = {
-        "expert_load": "Tokens of the busiest expert, over the mean",
-        "router_entropy": "Router entropy (nats per token)",
-        "dropped_tokens": "Choices of an expert that its capacity dropped",
-    }
-    found = []
-    for key, title in titles.items():
-        points = [(m.step, v) for m in metrics if (v := getattr(m, key)) is not None]
-        if points:
-            lines = [Series(title, points, "s3")]
-            found.append(Chart(title, line_chart(lines, label=title.lower(), zero=True)))
-    return found
-
-
-def _evaluations(metrics: Sequence[StepMetrics]) -> list[Chart]:
-    """A chart of the texts' losses, if more than the held-out text was evaluated."""
-    series = evaluated(metrics)
-    if not series.keys() - {HELD_OUT}:
-        return []
-    shown = list(zip(COLORS, series.items(), strict=False))
-    lines = [
-        Series(name, points, style, dots=len(points) <= 60, noisy=False)
-        for style, (name, points) in shown
-    ]
-    more = len(series) - len(shown)
-    return [
-        Chart(
-            "Evaluation (nats per token)",
-            line_chart(lines, label="loss of each text"),
-            {style: name for style, (name, _) in shown},
-            f"{more} more have no line; the figures at the top have all." if more else "",
         )
+    ]
+    if texts.keys() - {HELD_OUT}:
+        shown = dict(zip(COLORS, texts, strict=False))
+        lines = [text_line(name, texts[name], style) for style, name in shown.items()]
+        more, title = len(texts) - len(shown), "Evaluation (nats per token)"
+        caption = f"{more} more have no line; the figures at the top have all." if more else ""
+        found.append(Chart(title, line_chart(lines, label=title), shown, caption))
+    return found + [
+        c for one in CURVES for c in one.charts([(one.style, one.name or one.title, metrics)])
     ]
 
 

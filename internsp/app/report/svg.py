@@ -9,6 +9,7 @@ lanes of each rank over a common time axis.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -171,7 +172,7 @@ def line_chart(series: Sequence[Series], *, label: str, zero: bool = False) -> M
     """
     finite = [p for s in series for p in s.points if drawable(p[1])]
     if not finite:
-        return Markup('<p class="empty">No finite value of {} to draw.</p>').format(label)
+        return Markup('<p class="empty">No finite value to draw.</p>')
     scale = _Scale.of(series, finite, zero)
     parts = _axes(scale)
     for one in series:
@@ -276,8 +277,7 @@ MAX_BARS = 4500
 PHASES = ("forward", "recompute", "backward", "optimizer")
 
 _Ranked = Mapping[int, Mapping[str, Sequence[Bar]]]
-_Key = tuple[str, str]
-_IDLE: _Key = ("", "")
+_GOLDEN = (5**0.5 - 1) / 2
 
 _STEP_WIDTH, _GUTTER, _EDGE = 1120, 122, 30
 _AXIS, _RANK_GAP, _LANE_GAP = 26, 24, 4
@@ -369,8 +369,7 @@ def _shared_origin(timelines: Mapping[int, Timeline]) -> float | None:
 def _within_limits(ranked: _Ranked, seconds: float) -> tuple[_Ranked, bool]:
     """Limit the picture to about ``MAX_BARS`` bars; also returns whether they are exact.
 
-    First drops ranks (down to two), then replaces bars by the cells of a grid, filled in
-    proportion.
+    First drops ranks (down to two), then replaces bars by the cells of a grid.
     """
     while _count(ranked) > MAX_BARS and len(ranked) > 2:
         ranked = dict(list(ranked.items())[: (len(ranked) + 1) // 2])
@@ -378,7 +377,7 @@ def _within_limits(ranked: _Ranked, seconds: float) -> tuple[_Ranked, bool]:
         return ranked, True
     cell = seconds * len(ranked) * len(LANES) / MAX_BARS
     return {
-        r: {name: _rastered(bars, cell) for name, bars in d.items()} for r, d in ranked.items()
+        r: {name: _sampled(bars, cell) for name, bars in d.items()} for r, d in ranked.items()
     }, False
 
 
@@ -386,42 +385,31 @@ def _count(ranked: _Ranked) -> int:
     return sum(len(bars) for lanes in ranked.values() for bars in lanes.values())
 
 
-def _rastered(bars: Sequence[Bar], cell: float) -> Sequence[Bar]:
+def _sampled(bars: Sequence[Bar], cell: float) -> Sequence[Bar]:
     """Replace bars by at most one for each ``cell`` seconds; equal neighbors are joined.
 
-    What a cell cannot show is carried to the next cells, so that over a few cells every kind and
-    phase, and idle time, get space in proportion. Showing only the longest of each cell would hide
-    many short waits, and joining waits over the compute between them would draw one long wait.
+    A cell shows the bar at a point in it, so that every kind and phase, and idle time, get space in
+    proportion. Showing the longest of each cell would hide many short waits, and joining waits over
+    the compute between them would draw one long wait. The points follow the golden ratio: no
+    period of a step falls together with theirs.
     """
-    shares: dict[int, dict[_Key, float]] = {}
-    units: dict[tuple[int, _Key], str] = {}
-    for bar in bars:
-        key = (bar.kind, bar.phase)
-        for i in range(int(bar.start / cell), int(bar.end / cell) + 1):
-            shared = min(bar.end, (i + 1) * cell) - max(bar.start, i * cell)
-            sums = shares.setdefault(i, {})
-            sums[key] = sums.get(key, 0.0) + max(0.0, shared)
-            units.setdefault((i, key), bar.unit)
-    carried: dict[_Key, float] = {}
-    current: dict[_Key, str] = {}
-    out: list[Bar] = []
-    for i in range(max(shares, default=-1) + 1):
-        sums = shares.get(i, {})
-        total = max(cell, sum(sums.values()))
-        for key, shared in [*sums.items(), (_IDLE, max(0.0, cell - sum(sums.values())))]:
-            carried[key] = carried.get(key, 0.0) + shared * cell / total
-            current[key] = units.get((i, key), "")
-        key = max(carried, key=lambda k: carried[k])
-        carried[key] -= cell
-        last = out[-1] if out else None
-        if key == _IDLE:
+    left, going, out = deque(bars), list[Bar](), list[Bar]()
+    for i in range(int(max((bar.end for bar in bars), default=0.0) / cell) + 1):
+        at = (i + i * _GOLDEN % 1) * cell
+        while left and left[0].start <= at:
+            going.append(left.popleft())
+        while going and going[-1].end <= at:
+            going.pop()
+        if not going:
             continue
-        if last and (last.kind, last.phase) == key and last.end >= i * cell:
+        found = going[-1]  # of several at once the one that began last
+        last, begin, end = out[-1] if out else None, i * cell, (i + 1) * cell
+        if last and (last.kind, last.phase, last.end) == (found.kind, found.phase, begin):
             first = last.unit.split(" … ")[0]
-            unit = first if current[key] == first else f"{first} … {current[key]}"
-            out[-1] = replace(last, end=(i + 1) * cell, unit=unit)
+            unit = first if found.unit == first else f"{first} … {found.unit}"
+            out[-1] = replace(last, end=end, unit=unit)
         else:
-            out.append(Bar(key[0], i * cell, (i + 1) * cell, unit=current[key], phase=key[1]))
+            out.append(Bar(found.kind, begin, end, unit=found.unit, phase=found.phase))
     return out
 
 
