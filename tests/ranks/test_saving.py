@@ -58,7 +58,7 @@ def test_the_end_of_a_save_is_polled_with_pauses_that_grow_to_a_tenth_of_a_secon
     monkeypatch.setattr("internsp.app.checkpoint.saver.Objects", lambda: everyone)
     session: Any = None
     saver, answers = Saver(session, tmp_path, "run"), iter([*[None] * 9, tmp_path / "saved"])
-    monkeypatch.setattr(saver, "_save", "one that is being written")
+    monkeypatch.setattr(saver, "_saving", "one that is being written")
     monkeypatch.setattr(saver, "progress", lambda: 0.0)
     monkeypatch.setattr(saver, "advance", lambda done: next(answers))
     assert saver.finish() == tmp_path / "saved"

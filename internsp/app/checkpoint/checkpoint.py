@@ -59,35 +59,8 @@ class Resumed:
     notes: list[str]
 
 
-def manifest_of(
-    session: Session,
-    step: int,
-    sequences: int,
-    tokens: int,
-    run: str,
-    scaler: dict[str, float] | None,
-) -> dict[str, Any]:
-    """The manifest of a checkpoint as JSON, without its values, tensors and files.
-
-    Called on rank 0, also while later steps train.
-
-    Args:
-        scaler: the loss scale and its counters after ``step`` steps, if there is a loss scaler.
-    """
-    return Manifest(
-        step=step,
-        run=run,
-        mesh=session.mesh.shape.degrees(),
-        config=session.config.model_dump(mode="json"),
-        data=_position(session, sequences, tokens),
-        loss_scaler=scaler,
-        values={},
-        tensors={},
-        files={},
-    ).model_dump(mode="json")
-
-
-def _position(session: Session, sequences: int, tokens: int) -> Position:
+def position_of(session: Session, sequences: int, tokens: int) -> Position:
+    """Where in its text a run is that has used so many rows with so many counted tokens."""
     document, token = session.source.position_of(sequences)
     return Position(
         fingerprint=session.source.fingerprint,
@@ -122,7 +95,7 @@ def load(session: Session, path: Path) -> Resumed:
         lines = [f"checkpoint.resume: {chosen} was trained with other settings:", *refused]
         remedy = 'Set them as they were, or start afresh with checkpoint.resume = "never".'
         raise ConfigError("\n  ".join(lines) + f"\n{remedy}")
-    here = _position(session, content.data.sequences, content.data.tokens)
+    here = position_of(session, content.data.sequences, content.data.tokens)
     if content.data.fingerprint != here.fingerprint:
         raise ConfigError(
             f"checkpoint.resume: {chosen} was trained on other text (or another mixture) "

@@ -17,10 +17,8 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +27,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from internsp.app.checkpoint import folder as checkpoint_folder
-from internsp.app.checkpoint.checkpoint import manifest_of, parameter_of, state_of
+from internsp.app.checkpoint.checkpoint import parameter_of, position_of, state_of
 from internsp.app.checkpoint.disk import publish, write_part
 from internsp.app.checkpoint.files import FilePlan
-from internsp.app.checkpoint.manifest import canonical
+from internsp.app.checkpoint.manifest import Manifest, canonical
 from internsp.app.session.session import Session
 from internsp.errors import MACHINE_ERRNOS, InternspError, MachineError, NotFiniteError
 from internsp.failure.objects import Objects
@@ -40,29 +38,6 @@ from internsp.optim.finite import NotFinite
 from internsp.optim.slices import Slices
 
 THREAD = "checkpoint"
-_RankRecord = tuple[str, dict[str, Any], dict[str, Any], list[str]]
-"""A rank's file name, its record, values that are not tensors, parameters that are not finite."""
-
-
-@dataclass
-class _Save:
-    """A save that is not finished.
-
-    Attributes:
-        step: finished steps.
-        content: makes the manifest's content, on rank 0; called while training goes on.
-        given_up: ends the writing early.
-        work: this rank's part of the current phase: its record, then (rank 0) the commit.
-        committing: whether every rank's file is durable, so that rank 0 commits.
-    """
-
-    step: int
-    final: Path
-    partial: Path
-    content: Callable[[], dict[str, Any]]
-    given_up: threading.Event
-    work: Future[Any]
-    committing: bool = False
 
 
 class Saver:
@@ -79,7 +54,8 @@ class Saver:
         self._session, self._folder, self._run = session, folder, run
         self._planned: tuple[FilePlan, Tensor] | None = None
         self._tensors = ""  # on rank 0: the manifest's table of tensors, the same at every save
-        self._save: _Save | None = None
+        self._saving: Generator[Future[Any] | None, float, Path] | None = None
+        self._awaited: Future[Any] | None = None  # this rank's part of the save's current phase
         self._attempts = 0
 
     def prepare(self) -> tuple[FilePlan, Tensor]:
@@ -114,34 +90,14 @@ class Saver:
             sequences: rows of the training text used so far.
             tokens: tokens of those rows that the loss counted.
         """
-        assert self._save is None, "never two at once"
-        plan, memory = self.prepare()
-        final = checkpoint_folder.folder_of(self._folder, step)
-        self._attempts += 1
-        folder = checkpoint_folder.partial_of(final, f"{self._token}-{self._attempts}")
-        tensors, values = state_of(self._session)
-        plan.fill(memory, tensors)
-        # Not checked: buffers, which may hold values that are not finite, as masks do.
-        plain = [name for name, value in tensors.items() if not isinstance(value, DTensor | Slices)]
-        given_up = threading.Event()
-
-        def write() -> _RankRecord:
-            names = dict.fromkeys(parameter_of(n) for n in plan.not_finite(memory, plain))
-            record = write_part(folder, plan.file, memory.numpy().data, given_up)
-            return plan.file, record, values, list(names)
-
-        scaler = self._session.optimizer.loss_scaler
-        scale = None if scaler is None else scaler.state_dict()
-        about = (step, sequences, tokens, self._run, scale)
-        content = partial(manifest_of, self._session, *about)
-        self._save = _Save(step, final, folder, content, given_up, in_background(write))
+        assert self._saving is None, "never two at once"
+        saving = self._save(step, sequences, tokens)
+        self._awaited = next(saving)
+        self._saving = saving
 
     def progress(self) -> float:
         """1 if this rank's part of the save's current phase is done; to be summed over ranks."""
-        if self._save is None:
-            return 0.0
-        waits = not self._save.committing or self._session.mesh.rank == 0
-        return float(waits and self._save.work.done())
+        return float(self._awaited is not None and self._awaited.done())
 
     def advance(self, done: float) -> Path | None:
         """Start the commit, or finish it, if all ranks are done with what comes before.
@@ -156,91 +112,122 @@ class Saver:
             NotFiniteError: on every rank: weights or state are not finite; nothing is committed.
             InternspError: on every rank: some rank could not write.
         """
-        save = self._save
-        if save is None:
+        saving, self._saving, self._awaited = self._saving, None, None
+        if saving is None:
             return None
-        with self._close_on_error():
-            if save.committing and done >= 1:
-                Objects().on_first(lambda: self._result(save))
-                self._save = None
-                return save.final
-            if not save.committing and done >= self._session.mesh.world_size:
-                found = Objects().on_every(lambda: self._result(save))
-                _require_finite(save, found)
-                content = Objects().on_first(save.content)
-                self._start_commit(save, found, content)
+        try:
+            self._awaited = saving.send(done)
+        except StopIteration as end:
+            path: Path = end.value
+            return path
+        self._saving = saving
         return None
 
     def finish(self) -> Path | None:
         """Wait until the current save has become a checkpoint; raises as :meth:`advance`."""
         pause = 0.001
-        while self._save is not None:
+        while self._saving is not None:
             # Polled: no rank waits in one collective for as long as another rank writes.
-            with self._close_on_error():
+            try:
                 done = sum(Objects().gather(self.progress()))
+            except BaseException:
+                self.close()
+                raise
             if path := self.advance(done):
                 return path
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         return None
 
-    def _start_commit(self, save: _Save, found: list[_RankRecord], content: dict[str, Any]) -> None:
-        """Let rank 0 commit what all ranks have written."""
-        save.committing = True
-        if self._session.mesh.rank:
-            return
-        files = {name: record for name, record, _, _ in found}
-        values = {k: v for _, _, own, _ in found for k, v in own.items()}
-        kept, place = self._session.config.checkpoint, secrets.token_hex(16)
-        content |= {"files": files, "values": values, "tensors": place}
+    def close(self) -> None:
+        """Give up a save that is not committed, and remove what it wrote. No communication."""
+        saving, self._saving, self._awaited = self._saving, None, None
+        if saving is not None:
+            saving.close()
+
+    def _save(
+        self, step: int, sequences: int, tokens: int
+    ) -> Generator[Future[Any] | None, float, Path]:
+        """A save from its beginning to its end. It yields what this rank waits for, and is sent
+        how many ranks have it; closed in between, or at an error, it removes what it wrote."""
+        session, (plan, memory) = self._session, self.prepare()
+        final = checkpoint_folder.folder_of(self._folder, step)
+        self._attempts += 1
+        partial = checkpoint_folder.partial_of(final, f"{self._token}-{self._attempts}")
+        tensors, own = state_of(session)
+        plan.fill(memory, tensors)
+        # Not checked: buffers, which may hold values that are not finite, as masks do.
+        plain = [name for name, value in tensors.items() if not isinstance(value, DTensor | Slices)]
+        del tensors  # a program may replace them meanwhile
+        scaler, given_up = session.optimizer.loss_scaler, threading.Event()
+        scale = None if scaler is None else scaler.state_dict()
+
+        def write() -> tuple[dict[str, Any], list[str]]:
+            names = dict.fromkeys(parameter_of(n) for n in plan.not_finite(memory, plain))
+            return write_part(partial, plan.file, memory.numpy().data, given_up), list(names)
+
+        def content() -> dict[str, Any]:
+            return Manifest(
+                step=step, run=self._run, mesh=session.mesh.shape.degrees(),
+                config=session.config.model_dump(mode="json"),
+                data=position_of(session, sequences, tokens), loss_scaler=scale,
+                values={}, tensors={}, files={},
+            ).model_dump(mode="json")  # fmt: skip
+
+        work = in_background(write)
+        try:
+            while (yield work) < session.mesh.world_size:
+                pass
+            found = Objects().on_every(lambda: (plan.file, *self._result(work, final), own))
+            _require_finite([names for _, _, names, _ in found], step)
+            whole = Objects().on_first(content)
+        except BaseException:
+            given_up.set()
+            self._wait_for(work)
+            with contextlib.suppress(OSError):
+                (partial / plan.file).unlink(missing_ok=True)
+                partial.rmdir()  # succeeds on the last rank
+            raise
+        kept, place = session.config.checkpoint, secrets.token_hex(16)
+        whole |= {"files": {name: record for name, record, _, _ in found}, "tensors": place}
+        whole["values"] = {k: v for _, _, _, values in found for k, v in values.items()}
 
         def commit() -> None:
             # Spliced in as text: making the table of tensors anew would hold up training.
-            text = canonical(content).replace(f'"{place}"', self._tensors)
-            publish(save.partial, save.final, text, kept.keep_last, kept.keep_every)
+            text = canonical(whole).replace(f'"{place}"', self._tensors)
+            publish(partial, final, text, kept.keep_last, kept.keep_every)
 
-        save.work = in_background(commit)
+        committed = in_background(commit) if session.mesh.rank == 0 else None
+        try:
+            while (yield committed) < 1:
+                pass
+            Objects().on_first(lambda: self._result(committed, final))
+        except BaseException:
+            if committed is not None:  # the only rank that still used it
+                self._wait_for(committed)
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return final
 
-    def _result(self, save: _Save) -> Any:
-        """What this rank's thread has returned.
+    def _result(self, work: Future[Any] | None, final: Path) -> Any:
+        """What a thread of this rank has returned.
 
         Raises:
             MachineError: the machine lacks a resource (disk space).
             InternspError: another failure.
         """
+        assert work is not None, "only asked where it was begun"
         try:
-            return save.work.result()
+            return work.result()
         except Exception as error:
-            kind = InternspError
-            if isinstance(error, OSError) and error.errno in MACHINE_ERRNOS:
-                kind = MachineError
-            what = f"checkpoint {save.final} was not saved: rank {self._session.mesh.rank}"
+            lacks = isinstance(error, OSError) and error.errno in MACHINE_ERRNOS
+            what = f"checkpoint {final} was not saved: rank {self._session.mesh.rank}"
+            kind = MachineError if lacks else InternspError
             raise kind(f"{what}: {type(error).__name__}: {error}") from error
 
-    @contextlib.contextmanager
-    def _close_on_error(self) -> Iterator[None]:
-        """A context that cleans up the save if its body raises, which it does on all ranks."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Give up a save that is not committed, and remove what it wrote. No communication."""
-        save, self._save = self._save, None
-        if save is None:
-            return
-        if not save.committing:
-            save.given_up.set()
-        # A disk that hangs must not hold up the end of this rank.
-        wait([save.work], timeout=self._session.config.parallel.timeout_seconds)
-        if not save.committing and self._planned is not None:
-            with contextlib.suppress(OSError):
-                (save.partial / self._planned[0].file).unlink(missing_ok=True)
-                save.partial.rmdir()  # succeeds on the last rank
-        elif self._session.mesh.rank == 0:  # the only one that still used it
-            shutil.rmtree(save.partial, ignore_errors=True)
+    def _wait_for(self, work: Future[Any]) -> None:
+        """Wait for a thread, but not for a disk that hangs: it must not hold up this rank's end."""
+        wait([work], timeout=self._session.config.parallel.timeout_seconds)
 
 
 def in_background(work: Callable[[], Any]) -> Future[Any]:
@@ -257,11 +244,11 @@ def in_background(work: Callable[[], Any]) -> Future[Any]:
     return done
 
 
-def _require_finite(save: _Save, found: list[_RankRecord]) -> None:
-    ranks = tuple(rank for rank, (*_, broken) in enumerate(found) if broken)
-    if ranks:
-        names = dict.fromkeys(name for *_, broken in found for name in broken)
+def _require_finite(found: list[list[str]], step: int) -> None:
+    """Check that no rank has found a name of what is not finite."""
+    names = tuple(dict.fromkeys(name for names in found for name in names))
+    if names:
+        broken = NotFinite(names, tuple(rank for rank, names in enumerate(found) if names))
         raise NotFiniteError(
-            f"weights or optimizer state are {NotFinite(tuple(names), ranks)}: no checkpoint of "
-            f"step {save.step} is written"
+            f"weights or optimizer state are {broken}: no checkpoint of step {step} is written"
         )
