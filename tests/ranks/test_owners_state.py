@@ -209,7 +209,7 @@ def settings(folder: Path, **parallel: Any) -> Config:
     })  # fmt: skip
 
 
-def losses(settings: Config, owners: int) -> tuple[list[tuple[float, float]], float | None]:
+def losses(settings: Config, owners: int) -> tuple[list[tuple[float, float]], dict[str, float]]:
     session = Session.create(settings)
     assert session.mesh.expert == owners
     runner = StepRunner(session)
@@ -217,7 +217,7 @@ def losses(settings: Config, owners: int) -> tuple[list[tuple[float, float]], fl
     return [(row.loss, row.grad_norm) for row in rows], runner.evaluate()
 
 
-def runs(rank: int, world: int, folder: Path) -> tuple[list[tuple[float, float]], float | None]:
+def runs(rank: int, world: int, folder: Path) -> tuple[list[tuple[float, float]], dict[str, float]]:
     if world == 1:
         return losses(settings(folder), 1)
     return losses(settings(folder, expert="auto", expert_weight=2), 2)  # so few tokens travel

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from internsp.app.config import Config
+from internsp.app.config import HELD_OUT, Config
 from internsp.app.data.batches import DataSource
 from internsp.app.models.causal_lm import HFCausalLM, _not_streamed
 from internsp.app.process.stop import StopRequest
@@ -82,7 +82,7 @@ def config(
     return Config.model_validate(sections)
 
 
-Trained = tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[float, float]], float | None]
+Trained = tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[float, float]], float]
 
 
 def trained(settings: Config) -> Trained:
@@ -91,7 +91,7 @@ def trained(settings: Config) -> Trained:
     session.communicators[0].state.pool.poison = True
     before, runner = whole(session.modules[0]), StepRunner(session)
     rows = [runner.step(step, StopRequest())[0] for step in range(STEPS)]
-    held_out = runner.evaluate()
+    held_out = runner.evaluate()[HELD_OUT]
     session.communicators[0].wait_until_ready()
     after = whole(session.modules[0])
     return before, after, [(row.loss, row.grad_norm) for row in rows], held_out

@@ -239,13 +239,12 @@ TOKENS = (
 )
 ON_DISK = "tests/unit/test_tokens.py::"
 ROWS = "tests/unit/test_rows.py::"
-EVALUATED = "tests/ranks/test_evaluation.py::test_a_texts_loss_is_that_of_its_own_sequences"
 DATA: Table = {
     ", raise data.held_out": {
         "raise data.held_out": data("two words " * 9, held_out=0.5),
         "(0: no evaluation)": data("two words " * 9, held_out=0.0),
     },
-    "a sequence takes {least} tokens but": {
+    "a sequence takes {least} but the {what}": {
         "give more text": data("two words " * 20, held_out=0.5),
     },
     ", set it lower": {"set it lower": data("two words", held_out=0.0)},
@@ -258,10 +257,7 @@ DATA: Table = {
     "so that its tokens are not known": {
         "mark them in the template by {% generation %} and {% endgeneration %}": CHATS,
     },
-    "tokens in {where}, and a sequence": {
-        "give more text": EVALUATED, "or leave the table out": data("two words " * 99),
-    },
-    "set data.sequence_length lower": {"set data.sequence_length lower": EVALUATED},
+    ", or leave its table out": {"or leave its table out": data("two words " * 99)},
     "which rank 0 has made or found, cannot": {
         "give a folder that all ranks see":
             ON_DISK + "test_several_that_make_the_same_tokens_at_once_all_read_them",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from internsp.app.config import DataConfig
+from internsp.app.config import HELD_OUT, DataConfig
 from internsp.app.data import documents as sources
 from internsp.app.data.batches import DataSource, rows_of, split
 from internsp.app.data.documents import paths_of, read_pieces, stdlib_documents
@@ -158,20 +158,20 @@ def test_held_out_batches_spread_over_the_text_and_repeat_only_when_it_is_short(
     source = own_text(length=32)
     available = packed(source, held_out=True).available
     source.global_batch = available // 2
-    batches = list(source.held_out_batches(2))
+    batches = list(source.evaluation(HELD_OUT, 2))
     assert len({tuple(row) for b in batches for row in b.ids.tolist()}) == available // 2 * 2
     source.global_batch = available
-    assert [b.ids.shape[0] for b in source.held_out_batches(3)] == [available] * 3
+    assert [b.ids.shape[0] for b in source.evaluation(HELD_OUT, 3)] == [available] * 3
     source.global_batch = 4
-    whole = next(source.held_out_batches(1))
-    halves = [next(source.held_out_batches(1, slice(a, a + 2))).ids for a in (0, 2)]
+    whole = next(source.evaluation(HELD_OUT, 1))
+    halves = [next(source.evaluation(HELD_OUT, 1, slice(a, a + 2))).ids for a in (0, 2)]
     assert torch.equal(torch.cat(halves), whole.ids)
     assert whole.ids[0].tolist() == tokens_of(packed(source, held_out=True))[:32]
 
 
 def test_nothing_is_held_out_when_the_share_is_zero(tmp_path: Path) -> None:
     source = DataSource.create(text_folder(tmp_path, "abcdefgh"), global_batch=1)
-    assert list(source.held_out_batches(3)) == []
+    assert source.evaluated == []
     assert train_batch(source, 0).ids.shape == (1, 4)
 
 

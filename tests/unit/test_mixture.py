@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from internsp.app.config import Config, DataConfig
+from internsp.app.config import HELD_OUT, Config, DataConfig
 from internsp.app.data import tokens
 from internsp.app.data.batches import DataSource, rows_of
 from internsp.app.data.order import BLOCK, Mixture
@@ -92,7 +92,7 @@ def test_batches_of_any_size_take_the_same_sequences_in_the_same_order(
     assert sum(p * n for p, n in zip(passes.values(), rows, strict=True)) == pytest.approx(600)
     assert min(passes.values()) > 1, "each text is gone through again"
     assert one.fingerprint == other.fingerprint
-    held_out = next(one.held_out_batches(1)).ids
+    held_out = next(one.evaluation(HELD_OUT, 1)).ids
     assert ((held_out == ord("c")).sum(1) > 8).tolist() == [False] * 3 + [True]
 
 

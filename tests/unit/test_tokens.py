@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from internsp.app.config import DataConfig
+from internsp.app.config import HELD_OUT, DataConfig
 from internsp.app.data import tokens
 from internsp.app.data.batches import DataSource, Part
 from internsp.app.data.tokenizer import ByteTokenizer, smallest_dtype
@@ -82,7 +82,7 @@ def require_same(one: DataSource, other: DataSource) -> None:
         batches = [train_batch(given, taken) for given in (one, other)]
         assert torch.equal(batches[0].ids, batches[1].ids)
         assert batches[0][1:] == batches[1][1:]
-    held = [next(given.held_out_batches(1)).ids for given in (one, other)]
+    held = [next(given.evaluation(HELD_OUT, 1)).ids for given in (one, other)]
     assert torch.equal(*held)
     assert [one.position_of(n) for n in range(30)] == [other.position_of(n) for n in range(30)]
 
@@ -455,5 +455,5 @@ def test_a_large_text_without_words_is_refused_in_words(tmp_path: Path) -> None:
 def test_documents_of_one_token_leave_nothing_to_pad() -> None:
     given = DataConfig(sequence_length=4, held_out=0.0, pack=False)
     ones = TokenStore.in_memory([(np.ones(1, np.uint16), b"x" * 16)] * 3, np.uint16)
-    with pytest.raises(ConfigError, match="no document has two tokens"):
+    with pytest.raises(ConfigError, match="two tokens of one document but the training text has 3"):
         Part.create(given, [ones], given, ByteTokenizer(), 0)

@@ -9,9 +9,9 @@ save, and a rank can read any rows of the global batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Thread
 from typing import Generic, NamedTuple, TypeVar
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from internsp.app.config import Config, DataConfig, DocumentsConfig, MixturePart
+from internsp.app.config import HELD_OUT, Config, DataConfig, DocumentsConfig, MixturePart
 from internsp.app.data.order import (
     Documents,
     Mixture,
@@ -105,73 +105,52 @@ class Part:
             digests = np.concatenate([store.digests for store in stores])
         train, held = split(lengths, digests, data.held_out, 1 if given.format == "text" else 0)
         order = np.random.default_rng([seed, 0]).permutation(len(train[0]))
-        rows = []
-        for what, begins, sizes in (
-            ("training", train[0][order], train[1][order]), ("held-out", *held),
-        ):  # fmt: skip
-            found = Documents.create(stores, begins, sizes, given.format != "text")
-            if what == "training" or data.held_out:
-                _require_enough(found, what, data, name)
-            rows.append(_rows_of_documents(found, data, seed, tokenizer))
-        if not rows[0].available:
-            raise ConfigError("data: no document has two tokens, so that nothing can be predicted")
-        weight = given.weight if isinstance(given, MixturePart) else 1.0
-        return cls(name, weight, rows[0], rows[1] if rows[1].available else None)
-
-
-def _require_enough(found: Documents, what: str, data: DataConfig, name: str) -> None:
-    least = data.sequence_length if data.pack else 2
-    if len(found) < least:
-        remedy = "" if what == "training" else ", raise data.held_out (0: no evaluation)"
-        lower = ", set it lower" * data.pack  # where documents are not packed it is two anyway
         of = f" of {name!r}" if name else ""
-        raise ConfigError(
-            f"data.sequence_length: a sequence takes {least} tokens but the {what} text{of} has "
-            f"{len(found)}: give more text{lower}{remedy}"
-        )
+        rows = [
+            _rows(Documents.create(stores, *views, given.format != "text"), data, seed, tokenizer)
+            for views in ((train[0][order], train[1][order]), held)
+        ]
+        _require_some(rows[0], data, f"training text{of}")
+        if data.held_out:
+            remedy = ", raise data.held_out (0: no evaluation)"
+            _require_some(rows[1], data, f"held-out text{of}", remedy)
+        weight = given.weight if isinstance(given, MixturePart) else 1.0
+        return cls(name, weight, rows[0], rows[1] if data.held_out else None)
 
 
-def _rows_of_documents(found: Documents, data: DataConfig, seed: int, tokenizer: Tokenizer) -> Rows:
+def _rows(found: Documents, data: DataConfig, seed: int, tokenizer: Tokenizer) -> Rows:
     """Sequences of these documents, packed or padded as ``data`` sets."""
     padding = None if data.pack else tokenizer.end_of_document
     return Rows(found, data.sequence_length, seed, padding)
 
 
-class Evaluation(NamedTuple):
-    """A named text to evaluate on (``[[data.evaluation]]``), of which nothing is trained on.
+def _require_some(rows: Rows, data: DataConfig, what: str, remedy: str = "") -> None:
+    if rows.available:
+        return
+    least = f"{data.sequence_length} tokens" if data.pack else "two tokens of one document"
+    lower = ", set it lower" * data.pack  # where documents are not packed it is two anyway
+    raise ConfigError(
+        f"data.sequence_length: a sequence takes {least} but the {what} has "
+        f"{len(rows.documents)}: give more text{lower}{remedy}"
+    )
 
-    Attributes:
-        name: name in metrics.
-        rows: its sequences, in the order of its documents.
-    """
 
-    name: str
-    rows: Rows
-
-
-def evaluations(data: DataConfig, tokenizer: Tokenizer, cached: Cached) -> tuple[Evaluation, ...]:
-    """All evaluation texts of a configuration, in its order.
+def evaluations(data: DataConfig, tokenizer: Tokenizer, cached: Cached) -> dict[str, Rows]:
+    """Sequences of the texts that are only evaluated on, by name, in the order of their documents.
 
     Raises:
         ConfigError: there is no text in one of them, or not enough for one sequence.
     """
-    made = []
+    made = {}
     for given in data.evaluation:
         stores = open_stores(given, tokenizer, cached)
         lengths = np.concatenate([store.lengths() for store in stores])
-        begins = np.cumsum(lengths) - lengths
-        found = Documents.create(stores, begins, lengths, given.format != "text")
-        rows = _rows_of_documents(found, data, 0, tokenizer)
-        if not rows.available:
-            least = data.sequence_length if data.pack else 2
-            lower = "set data.sequence_length lower, " * data.pack
-            where = ", ".join(given.paths) or "the standard library"
-            raise ConfigError(
-                f"data.evaluation: {given.name!r} has {len(found)} tokens in {where}, and a "
-                f"sequence takes {least}: give more text, {lower}or leave the table out"
-            )
-        made.append(Evaluation(given.name, rows))
-    return tuple(made)
+        views = np.cumsum(lengths) - lengths, lengths
+        found = Documents.create(stores, *views, given.format != "text")
+        made[given.name] = _rows(found, data, 0, tokenizer)
+        text = f"text {given.name!r} of data.evaluation"
+        _require_some(made[given.name], data, text, ", or leave its table out")
+    return made
 
 
 @dataclass
@@ -179,7 +158,7 @@ class DataSource:
     """Batches of a :class:`~internsp.app.config.DataConfig`; the same on every rank and every mesh.
 
     Attributes:
-        evaluations: named texts that are only evaluated on.
+        evaluations: sequences of the texts that are only evaluated on, by name.
         notes: messages for the user about tokens on disk.
     """
 
@@ -189,7 +168,7 @@ class DataSource:
     held_out_share: float
     seed: int
     notes: tuple[str, ...] = ()
-    evaluations: tuple[Evaluation, ...] = ()
+    evaluations: Mapping[str, Rows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._mixture = Mixture([part.weight for part in self.parts], self.seed)
@@ -291,36 +270,29 @@ class DataSource:
         """Mean number of tokens per sequence that the loss counts, over the first 256."""
         return float(np.mean([counted(self.row(number)) for number in range(_COUNTED)]))
 
-    def held_out_batches(self, batches: int, rows: slice | None = None) -> Iterator[Batch]:
-        """``batches`` global batches of held-out text, or the rows ``rows`` of each.
+    @property
+    def evaluated(self) -> list[str]:
+        """Names of the texts that are evaluated: the held-out text, if there is one, and others."""
+        held_out = all(part.held_out is not None for part in self.parts)
+        return [HELD_OUT] * held_out + list(self.evaluations)
 
-        The rows are evenly spaced over the held-out text and the same at every call; they repeat if
-        the text has fewer. In a mixture each text has its share. Yields nothing if
-        ``data.held_out`` is 0.
+    def evaluation(self, name: str, batches: int, rows: slice | None = None) -> Iterator[Batch]:
+        """``batches`` global batches of one of :attr:`evaluated`, or the rows ``rows`` of each.
+
+        The rows are evenly spaced over the text and the same at every call; they repeat if the text
+        has fewer. Of the held-out text, each text of a mixture has its share.
         """
-        texts = [part.held_out for part in self.parts if part.held_out is not None]
-        if len(texts) < len(self.parts):
-            return
-
-        def row(number: int, total: int) -> Row:
-            text, own, of = self._mixture.even(number, total)
-            return texts[text].even(own, of)
-
-        yield from self._evenly(row, batches, rows)
-
-    def evaluation_batches(
-        self, text: Evaluation, batches: int, rows: slice | None = None
-    ) -> Iterator[Batch]:
-        """As :meth:`held_out_batches`, for one of :attr:`evaluations`."""
-        return self._evenly(text.rows.even, batches, rows)
-
-    def _evenly(
-        self, row: Callable[[int, int], Row], batches: int, rows: slice | None
-    ) -> Iterator[Batch]:
+        even = self._held_out if name == HELD_OUT else self.evaluations[name].even
         size = self.global_batch
         for first in range(0, batches * size, size):
             wanted = range(first, first + size)[rows or slice(None)]
-            yield Batch.of([row(number, batches * size) for number in wanted])
+            yield Batch.of([even(number, batches * size) for number in wanted])
+
+    def _held_out(self, number: int, total: int) -> Row:
+        text, own, of = self._mixture.even(number, total)
+        held_out = self.parts[text].held_out
+        assert held_out is not None, "a source without one does not list it"
+        return held_out.even(own, of)
 
 
 class Ahead(Generic[_Made]):

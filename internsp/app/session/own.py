@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from numbers import Integral
@@ -110,7 +110,7 @@ class CustomData:
     """
 
     tokenizer = None
-    evaluations = ()
+    evaluated: Sequence[str] = ()  # a program with its own data evaluates in a callback
     fingerprint = "of a program"
 
     def __init__(
@@ -159,14 +159,6 @@ class CustomData:
     def batch(self, numbers: Sequence[int]) -> Batch:
         """The next micro-batch, whose existence :meth:`has_batches` has checked."""
         return self._ready.popleft()
-
-    def held_out_batches(self, count: int, *, rows: slice) -> Iterator[Batch]:
-        """No batches: a program with its own data evaluates in a callback."""
-        return iter(())
-
-    def evaluation_batches(self, text: Any, count: int, *, rows: slice) -> Iterator[Batch]:
-        """No batches, see :meth:`held_out_batches`."""
-        return iter(())
 
     def epochs(self, taken: int) -> dict[str, float]:
         """Empty: the length of the data is unknown."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from internsp.app.checkpoint.checkpoint import Resumed
 from internsp.app.checkpoint.saver import Saver
+from internsp.app.config import HELD_OUT
 from internsp.app.process.modes import Profile
 from internsp.app.process.stop import SAVE, StopRequest, name_of
 from internsp.app.report.metrics import StepMetrics
@@ -254,9 +255,10 @@ class Loop:
         due = train.eval_every and metrics.step % train.eval_every == 0
         if not (due or at_end) or not train.eval_batches:
             return metrics
-        found, texts = self.runner.evaluate(), self.runner.evaluate_texts()
-        if found is None and not texts:
+        texts = self.runner.evaluate()
+        if not texts:
             return metrics
+        found = texts.pop(HELD_OUT, None)
         metrics = metrics.model_copy(update={"eval_loss": found, "eval_losses": texts or None})
         self.output.evaluation(metrics)
         return metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -196,29 +196,21 @@ class StepRunner:
         said, failure = remark(*about, metrics.loss), too_many_skipped(*about)
         return StepResult(metrics, sequences, said, failure, stops > 0, save > 0, saved)
 
-    def evaluate(self) -> float | None:
-        """Held-out loss in nats per token, over the same rows on every mesh.
+    def evaluate(self) -> dict[str, float]:
+        """The loss of each evaluated text by name, in nats per token, over the same rows on every
+        mesh.
 
-        ``None`` without held-out text. Collective: every rank runs the same number of batches.
-        Weights are gathered as in training.
+        Collective: every rank runs the same number of batches. Weights are gathered as in training.
         """
-        return self._mean_loss(self.session.source.held_out_batches)
-
-    def evaluate_texts(self) -> dict[str, float]:
-        """The loss of each text of ``data.evaluation``, by name; see :meth:`evaluate`."""
-        source = self.session.source
-        found = {
-            text.name: self._mean_loss(partial(source.evaluation_batches, text))
-            for text in source.evaluations
-        }
-        return {name: math.nan if loss is None else loss for name, loss in found.items()}
+        return {name: self._mean_loss(name) for name in self.session.source.evaluated}
 
     @torch.no_grad()
-    def _mean_loss(self, batches_of: Callable[..., Iterator[Batch]]) -> float | None:
-        train = self.session.config.train
+    def _mean_loss(self, name: str) -> float:
+        train, source = self.session.config.train, self.session.source
+        assert isinstance(source, DataSource), "a program's own data has no evaluated text"
         total, count = torch.zeros((), dtype=torch.float64, device=self.session.mesh.device), 0
         rows = [micro_batch(i, train, self.session.mesh) for i in range(train.micro_batches)]
-        parts = [batches_of(train.eval_batches, rows=r) for r in rows]
+        parts = [source.evaluation(name, train.eval_batches, r) for r in rows]
         self._set_training(training=False)
         try:
             for batches in zip(*parts, strict=True):
@@ -228,7 +220,7 @@ class StepRunner:
         finally:
             self._set_training(training=True)
         loss_sum, tokens = float(self._sum(total, stages=True)), float(self._sum(float(count)))
-        return loss_sum / tokens if tokens else None
+        return loss_sum / tokens if tokens else math.nan
 
     def _flops(self, tokens_per_second: float) -> dict[str, float]:
         """TFLOP/s per device and MFU of this step; empty for a program's own model."""
