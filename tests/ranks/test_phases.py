@@ -24,7 +24,7 @@ def test_every_recomputed_block_has_a_recompute_and_then_a_backward(reentrant: b
         twin.backward()
         twin.trace.clear()
         twin.backward()
-        lane = build_timeline(twin.trace.events).lanes["compute"]
+        lane = build_timeline(twin.trace.events)["compute"]
         found = [(bar.unit, bar.phase) for bar in lane if bar.kind == "COMPUTE"]
         order = [place for i, place in enumerate(found) if place not in found[:i]]
         wanted = [(f"layers.{i}", "forward") for i in range(4)]

@@ -102,7 +102,7 @@ def test_a_step_without_communication_is_all_compute():
 
 
 def test_lanes_hold_what_the_rank_did_and_compute_is_cut_by_unit_and_phase():
-    lanes = build_timeline(STEP).lanes
+    lanes = build_timeline(STEP)
     assert list(lanes) == ["compute", "gathers", "reduce-scatters", "all-to-alls", "optimizer"]
     assert [(b.kind, b.start, b.end, b.unit, b.phase) for b in lanes["compute"]] == [
         ("WAIT", 0, 4, "layers.0", "forward"),
@@ -124,7 +124,7 @@ def test_lanes_hold_what_the_rank_did_and_compute_is_cut_by_unit_and_phase():
 
 def test_forward_and_backward_marks_name_a_phase_where_no_weight_is_used():
     events = [event("FORWARD", 0, 4, "a"), event("BACKWARD", 4, 10, "a")]
-    bars = build_timeline(events).lanes["compute"]
+    bars = build_timeline(events)["compute"]
     assert [(b.start, b.end, b.unit, b.phase) for b in bars] == [
         (0, 4, "a", "forward"),
         (4, 10, "a", "backward"),
@@ -159,7 +159,7 @@ def test_what_follows_a_recompute_is_backward():
         event("USE", 8, 8, "layers.0", "w2", "backward"),
         event("STEP", 10, 10),
     ]
-    bars = build_timeline(events).lanes["compute"]
+    bars = build_timeline(events)["compute"]
     assert [(b.start, b.end, b.unit, b.phase) for b in bars] == [
         (0, 3, "layers.1", "recompute"),
         (3, 8, "layers.1", "backward"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from internsp.app.report.timeline import LANES, build_timeline
+from internsp.app.report.timeline import LANES, build_timeline, window_of
 from internsp.base.trace import Event
 
 
@@ -16,15 +16,14 @@ def chrome_trace(events: Sequence[Event], rank: int) -> dict[str, Any]:
 
     Times are microseconds since the step began; payloads are in ``args.bytes``.
     """
-    timeline = build_timeline(events)
-    begin = timeline.window[0]
+    lanes, begin = build_timeline(events), window_of(events)[0]
     rows: list[dict[str, Any]] = [
         {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
     ]
     for lane, name in enumerate(LANES):
         thread = {"pid": rank, "tid": lane}
         rows.append({"ph": "M", **thread, "name": "thread_name", "args": {"name": name}})
-        for bar in timeline.lanes[name]:
+        for bar in lanes[name]:
             rows.append(
                 {
                     "ph": "X",

@@ -14,17 +14,23 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from pydantic import TypeAdapter, ValidationError
 
 from internsp.app.config import HELD_OUT
 from internsp.app.report.metrics import StepMetrics, read_metrics, write_whole
-from internsp.app.report.svg import PHASES, Series, draw_timeline, drawable, line_chart, number
+from internsp.app.report.svg import (
+    PHASES,
+    TEMPLATES,
+    Series,
+    draw_timeline,
+    drawable,
+    line_chart,
+    number,
+)
 from internsp.app.report.tables import (
     COORDINATES,
     communication_rows,
@@ -170,30 +176,21 @@ def _kept() -> list[str]:
 
 def rendered(name: str, **content: Any) -> str:
     """One of ``templates/`` with its content, without characters that HTML or UTF-8 lack."""
-    return _FORBIDDEN.sub("\ufffd", _template(name).render(**content))
-
-
-@cache
-def _template(name: str) -> Template:
-    environment = Environment(
-        loader=PackageLoader("internsp.app.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
-    environment.filters |= {
-        "bounded": lambda text: text[:_MAX_TEXT] + ("\n…" if len(text) > _MAX_TEXT else ""),
-        "ms": lambda seconds: f"{seconds * 1e3:.2f}",
-        "human": human,
-        "bytes_as": _bytes_as,
-    }
-    return environment.get_template(name)
+    return _FORBIDDEN.sub("\ufffd", TEMPLATES.get_template(name).render(**content))
 
 
 def _bytes_as(nbytes: float, greatest: float) -> str:
     """Bytes in the unit of the greatest number of a table, so that a column can be compared."""
     unit = human(greatest).split()[1]
     return f"{nbytes / UNITS[unit]:.{0 if unit == 'B' else 1}f} {unit}"
+
+
+TEMPLATES.filters |= {
+    "bounded": lambda text: text[:_MAX_TEXT] + ("\n…" if len(text) > _MAX_TEXT else ""),
+    "ms": lambda seconds: f"{seconds * 1e3:.2f}",
+    "human": human,
+    "bytes_as": _bytes_as,
+}
 
 
 def _most_off(rows: Sequence[tuple[str, float, float]]) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from markupsafe import Markup, escape
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
-from internsp.app.report.timeline import LANES, Bar, Timeline, build_timeline
+from internsp.app.report.timeline import LANES, Bar, build_timeline, window_of
 from internsp.base.sizes import human
 from internsp.base.trace import Event
 
@@ -27,14 +28,14 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 34
 _BUCKETS = 250
 _HOVERS = 120
 
-
-def _element(name: str, content: str = "", /, **attributes: object) -> str:
-    """An element; ``class_`` and ``text_anchor`` are written as XML does, content as it is."""
-    written = ""
-    for key, value in attributes.items():
-        text = value if isinstance(value, str) else f"{value:.1f}"
-        written += f' {key.rstrip("_").replace("_", "-")}="{text}"'
-    return f"<{name}{written}>{content}</{name}>" if content else f"<{name}{written}/>"
+TEMPLATES = Environment(
+    loader=PackageLoader("internsp.app.report"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+)
+"""The pages' templates, and those of their drawings."""
+TEMPLATES.filters["px"] = "{:.1f}".format
 
 
 def number(value: float) -> str:
@@ -159,6 +160,14 @@ class _Scale:
         down = HEIGHT - _BOTTOM - (value - y0) / (y1 - y0) * (HEIGHT - _TOP - _BOTTOM)
         return across, down
 
+    def values(self) -> list[float]:
+        """Values that are marked on the vertical axis."""
+        if not self.log:
+            return ticks(*self.y)
+        low, high = math.ceil(self.y[0]), math.floor(self.y[1])
+        powers = range(low, high + 1, 1 + (high - low) // 6)
+        return [10.0**p for p in powers] or [10 ** self.y[0], 10 ** self.y[1]]
+
 
 def line_chart(series: Sequence[Series], *, label: str, zero: bool = False) -> Markup:
     """An SVG chart of values over steps.
@@ -174,58 +183,31 @@ def line_chart(series: Sequence[Series], *, label: str, zero: bool = False) -> M
     if not finite:
         return Markup('<p class="empty">No finite value to draw.</p>')
     scale = _Scale.of(series, finite, zero)
-    parts = _axes(scale)
-    for one in series:
-        parts += _line(one, scale)
-    parts += [*_broken(series, scale), *_hovers(series, scale)]
-    return Markup(
-        _element(
-            "svg", "".join(parts), class_="chart", viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img",
-            aria_label=escape(label),
-        )
+    drawn = TEMPLATES.get_template("chart.svg.j2").render(
+        width=WIDTH, height=HEIGHT, label=label, left=_LEFT, right=WIDTH - _RIGHT, top=_TOP,
+        floor=HEIGHT - _BOTTOM,
+        values=[(number(v), scale.at((scale.x[0], v))[1]) for v in scale.values()],
+        steps=[(number(v), scale.at((v, 1.0))[0]) for v in ticks(*scale.x, 6) if v == round(v)],
+        lines=[line for one in series for line in _lines(one, scale)],
+        broken=_broken(series, scale), hovers=_hovers(series, scale),
     )  # fmt: skip
+    return Markup(drawn)
 
 
-def _axes(scale: _Scale) -> list[str]:
-    right, floor = WIDTH - _RIGHT, HEIGHT - _BOTTOM
-    values = ticks(*scale.y)
-    if scale.log:
-        low, high = math.ceil(scale.y[0]), math.floor(scale.y[1])
-        powers = range(low, high + 1, 1 + (high - low) // 6)
-        values = [10.0**p for p in powers] or [10 ** scale.y[0], 10 ** scale.y[1]]
-    parts = []
-    for value in values:
-        _, y = scale.at((scale.x[0], value))
-        label = {"class_": "tick", "x": _LEFT - 7, "y": y + 4, "text_anchor": "end"}
-        parts.append(_element("line", class_="grid", x1=_LEFT, x2=right, y1=y, y2=y))
-        parts.append(_element("text", number(value), **label))
-    for value in ticks(*scale.x, 6):
-        if value != round(value):
-            continue
-        x, _ = scale.at((value, 1.0))
-        label = {"class_": "tick", "x": x, "y": floor + 17, "text_anchor": "middle"}
-        parts.append(_element("line", class_="axis", x1=x, x2=x, y1=floor, y2=floor + 4))
-        parts.append(_element("text", number(value), **label))
-    unit = {"class_": "unit", "x": right, "y": HEIGHT - 3, "text_anchor": "end"}
-    axis = _element("line", class_="axis", x1=_LEFT, x2=right, y1=floor, y2=floor)
-    return [*parts, axis, _element("text", "step", **unit)]
-
-
-def _line(series: Series, scale: _Scale) -> list[str]:
-    strokes = [(series.points, series.style)]
+def _lines(series: Series, scale: _Scale) -> Iterator[tuple[str, str, list[Point]]]:
+    """The style of each line of a series, its path, and the places of its dots."""
     if series.noisy and not series.dots and len(series.points) > 60:
-        strokes = [(series.points, f"{series.style} faint"), (smooth(series.points), series.style)]
-    parts = [_path(downsample(points), scale, style) for points, style in strokes]
-    if series.dots or len(series.points) <= 12:
-        places = [scale.at(p) for p in series.points if drawable(p[1])]
-        style = f"dot {series.style}"
-        parts += [_element("circle", class_=style, cx=x, cy=y, r="3") for x, y in places]
-    return parts
+        yield f"{series.style} faint", _path(series.points, scale), []
+        yield series.style, _path(smooth(series.points), scale), []
+        return
+    marked = series.dots or len(series.points) <= 12
+    places = [scale.at(p) for p in series.points if drawable(p[1])] if marked else []
+    yield series.style, _path(series.points, scale), places
 
 
-def _path(points: Sequence[Point], scale: _Scale, style: str) -> str:
+def _path(points: Sequence[Point], scale: _Scale) -> str:
     commands, pen = [], "M"
-    for point in points:
+    for point in downsample(points):
         if not drawable(point[1]):
             pen = "M"
             continue
@@ -233,22 +215,18 @@ def _path(points: Sequence[Point], scale: _Scale, style: str) -> str:
         # A point between two gaps is a line of length zero, whose round cap shows as a dot.
         commands.append(f"{pen}{x:.1f},{y:.1f}" + ("h0" if pen == "M" else ""))
         pen = "L"
-    return _element("path", class_=f"line {style}", d="".join(commands))
+    return "".join(commands)
 
 
-def _broken(series: Sequence[Series], scale: _Scale) -> list[str]:
-    """Small marks at the bottom of the chart where a value was NaN or infinite."""
+def _broken(series: Sequence[Series], scale: _Scale) -> list[float]:
+    """Places of small marks at the bottom of the chart, where a value was NaN or infinite."""
     steps = sorted({p[0] for s in series for p in s.points if not drawable(p[1])})
     places = sorted({round(scale.at((step, 1.0))[0], 1) for step in steps[:5000]})
-    y = HEIGHT - _BOTTOM
-    return [
-        _element("path", class_="bad", d=f"M{x - 3:.1f},{y}l3,-6l3,6z")
-        for x in places[:: len(places) // 200 + 1]
-    ]
+    return places[:: len(places) // 200 + 1]
 
 
-def _hovers(series: Sequence[Series], scale: _Scale) -> list[str]:
-    """Invisible strips that show the values under the pointer."""
+def _hovers(series: Sequence[Series], scale: _Scale) -> Iterator[tuple[str, float, float]]:
+    """Invisible strips that show the values under the pointer: a text, from where to where."""
     steps = sorted({p[0] for s in series for p in s.points})
     values = [(s.name, dict(s.points)) for s in series]
     chosen = steps[:: -(-len(steps) // _HOVERS)]
@@ -256,14 +234,9 @@ def _hovers(series: Sequence[Series], scale: _Scale) -> list[str]:
         chosen.append(steps[-1])
     places = [scale.at((step, 1.0))[0] for step in chosen]
     edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(places)), WIDTH - _RIGHT]
-    parts = []
     for step, (left, right) in zip(chosen, pairwise(edges), strict=True):
         shown = [f"{name} {number(known[step])}" for name, known in values if step in known]
-        title = _element("title", escape(f"step {step:g}: {', '.join(shown)}"))
-        width = max(0.5, right - left)
-        box = {"x": left, "y": _TOP, "width": width, "height": HEIGHT - _TOP - _BOTTOM}
-        parts.append(_element("rect", title, class_="hover", **box))
-    return parts
+        yield f"step {step:g}: {', '.join(shown)}", left, right
 
 
 # The lanes of one step.
@@ -277,6 +250,8 @@ MAX_BARS = 4500
 PHASES = ("forward", "recompute", "backward", "optimizer")
 
 _Ranked = Mapping[int, Mapping[str, Sequence[Bar]]]
+_Lane = tuple[str, float, float, list[tuple[str, str, float, float, float, float, str]]]
+"""A lane for the template: name, top, height, and of each bar style, title, box and text in it."""
 _GOLDEN = (5**0.5 - 1) / 2
 
 _STEP_WIDTH, _GUTTER, _EDGE = 1120, 122, 30
@@ -321,49 +296,40 @@ def draw_timeline(events: Mapping[int, Sequence[Event]]) -> Drawing:
     Args:
         events: rank -> its events of the step.
     """
-    ranks = [rank for rank in sorted(events) if events[rank]][:MAX_RANKS]
-    timelines = {rank: build_timeline(events[rank]) for rank in ranks}
-    if not any(t.window[1] > t.window[0] for t in timelines.values()):
+    drawn = [rank for rank in sorted(events) if events[rank]][:MAX_RANKS]
+    windows = {rank: window_of(events[rank]) for rank in drawn}
+    if not any(end > start for start, end in windows.values()):
         return Drawing(Markup(), 0)
-    origin = _shared_origin(timelines)
-    starts = {r: t.window[0] if origin is None else origin for r, t in timelines.items()}
-    seconds = max(t.window[1] - starts[r] for r, t in timelines.items())
+    # Processes of one machine share a clock, and the skew between them should be visible. Clocks of
+    # different machines are unrelated, so each rank is then drawn from its own start.
+    first, shared = min(windows.values())[0], max(windows.values())[0]
+    if shared < min(end for _, end in windows.values()):
+        windows = {rank: (first, end) for rank, (_, end) in windows.items()}
+    seconds = max(end - start for start, end in windows.values())
     ranked: _Ranked = {
         rank: {
-            name: [replace(b, start=b.start - starts[rank], end=b.end - starts[rank]) for b in bars]
-            for name, bars in t.lanes.items()
+            name: [replace(b, start=b.start - start, end=b.end - start) for b in bars]
+            for name, bars in build_timeline(events[rank]).items()
         }
-        for rank, t in timelines.items()
+        for rank, (start, _) in windows.items()
     }
     ranked, exact = _within_limits(ranked, seconds)
-    lanes = [name for name in LANES if any(found[name] for found in ranked.values())]
-    body: list[str] = []
-    top = float(_AXIS)
+    names = [name for name in LANES if any(found[name] for found in ranked.values())]
+    ranks, top = [], float(_AXIS)
     for rank, found in ranked.items():
-        body.append(_element("text", f"rank {rank}", class_="rank", x=4, y=top + 15))
+        lanes: list[_Lane] = []
+        ranks.append((f"rank {rank}", top, lanes))
         top += _RANK_GAP
-        for name in lanes:
-            drawn, height = _lane(name, found[name], seconds, top)
-            body += drawn
-            top += height + _LANE_GAP
+        for name in names:
+            lanes.append(_lane(name, found[name], seconds, top))
+            top += lanes[-1][2] + _LANE_GAP
         top += 4
-    svg = _element(
-        "svg", "".join([*_grid(seconds, top), *body]), class_="timeline", role="img",
-        viewBox=f"0 0 {_STEP_WIDTH} {top + _AXIS:.0f}",
-        aria_label="timeline of one step, lanes by rank",
+    marks = ticks(0.0, seconds * 1e3, 10)
+    svg = TEMPLATES.get_template("step.svg.j2").render(
+        width=_STEP_WIDTH, left=_GUTTER, right=_STEP_WIDTH - _EDGE, edge=_AXIS, bottom=top,
+        times=[(number(ms), _across(ms / 1e3, seconds)) for ms in marks], ranks=ranks,
     )  # fmt: skip
     return Drawing(Markup(svg), len(ranked), exact)
-
-
-def _shared_origin(timelines: Mapping[int, Timeline]) -> float | None:
-    """The earliest start, if the ranks' steps overlap in time, else ``None``.
-
-    Processes of one machine share a clock, and the skew between them should be visible. Clocks of
-    different machines are unrelated, so each rank is then drawn from its own start.
-    """
-    first_end = min(t.window[1] for t in timelines.values())
-    last_start = max(t.window[0] for t in timelines.values())
-    return min(t.window[0] for t in timelines.values()) if last_start < first_end else None
 
 
 def _within_limits(ranked: _Ranked, seconds: float) -> tuple[_Ranked, bool]:
@@ -418,37 +384,21 @@ def _across(at: float, seconds: float) -> float:
     return _GUTTER + at / seconds * (_STEP_WIDTH - _GUTTER - _EDGE)
 
 
-def _grid(seconds: float, bottom: float) -> list[str]:
-    parts = []
-    for value in ticks(0.0, seconds * 1e3, 10):
-        x = _across(value / 1e3, seconds)
-        parts.append(_element("line", class_="grid", x1=x, x2=x, y1=_AXIS - 6, y2=bottom))
-        for y in (_AXIS - 11, bottom + 14):
-            label = {"class_": "tick", "x": x, "y": y, "text_anchor": "middle"}
-            parts.append(_element("text", f"{number(value)} ms", **label))
-    return parts
-
-
-def _lane(name: str, bars: Sequence[Bar], seconds: float, top: float) -> tuple[list[str], float]:
-    """The lane's SVG elements and its height; bars in flight together are stacked."""
+def _lane(name: str, bars: Sequence[Bar], seconds: float, top: float) -> _Lane:
+    """What the template draws of a lane: bars in flight together are stacked."""
     # One thread computes: its bars are never stacked, even if waits enclose each other.
     rows, count = ([0] * len(bars), 1) if name == "compute" else _stack(bars)
     height = _TALL.get(name, max(14.0, float(_ROW * count)))
     row_height = height / max(1, count) if name in _TALL else float(_ROW)
     thick = height if count <= 1 else row_height - 1
-    label = {"class_": "lane", "x": _GUTTER - 8, "y": top + height / 2 + 4, "text_anchor": "end"}
-    track = {"x": _GUTTER, "y": top, "width": _STEP_WIDTH - _GUTTER - _EDGE, "height": height}
-    parts = [_element("text", name, **label), _element("rect", class_="track", **track)]
+    drawn = []
     for bar, row in zip(bars, rows, strict=True):
         x, y = _across(bar.start, seconds), top + row * row_height
         width = max(_TINY, _across(bar.end, seconds) - x)
-        box = {"x": x, "y": y, "width": width, "height": thick}
-        title = _element("title", escape(_description(bar)))
-        parts.append(_element("rect", title, class_=_style(bar), **box))
-        if bar.kind == "COMPUTE" and bar.unit and width > 7 + 6.3 * len(bar.unit):
-            inside = {"class_": "inbar", "x": x + width / 2, "y": y + 15, "text_anchor": "middle"}
-            parts.append(_element("text", escape(bar.unit), **inside))
-    return parts, height
+        fits = bar.kind == "COMPUTE" and width > 7 + 6.3 * len(bar.unit)
+        inside = bar.unit if fits else ""
+        drawn.append((_style(bar), _description(bar), x, y, width, thick, inside))
+    return name, top, height, drawn
 
 
 def _stack(bars: Sequence[Bar]) -> tuple[list[int], int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from internsp.base.trace import Event
@@ -222,16 +222,8 @@ class Bar:
     nbytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """One rank's step: its window, and the bars of each of :data:`LANES` by start."""
-
-    window: Interval
-    lanes: Mapping[str, Sequence[Bar]] = field(default_factory=dict)
-
-
-def build_timeline(events: Sequence[Event]) -> Timeline:
-    """Sort one rank's events of one step into lanes.
+def build_timeline(events: Sequence[Event]) -> dict[str, list[Bar]]:
+    """Sort one rank's events of one step into :data:`LANES`: bars by their start.
 
     The compute lane has the waits (kind "WAIT") and between them what was computed (kind
     "COMPUTE"), split where ``USE``, ``FORWARD``, ``BACKWARD`` or ``STEP`` begin another unit or
@@ -249,9 +241,7 @@ def build_timeline(events: Sequence[Event]) -> Timeline:
         bar = Bar(kind, start, end, event.unit, event.weight, event.phase, event.nbytes)
         lanes[lane].append(bar)
     lanes["compute"] += _computing(events, window)
-    return Timeline(
-        window, {k: sorted(v, key=lambda b: (b.start, b.end)) for k, v in lanes.items()}
-    )
+    return {k: sorted(v, key=lambda b: (b.start, b.end)) for k, v in lanes.items()}
 
 
 def _computing(events: Sequence[Event], window: Interval) -> list[Bar]:
