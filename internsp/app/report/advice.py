@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ from internsp.base.sizes import human
 from internsp.base.trace import Event
 from internsp.config import WeightParallelConfig
 from internsp.config.words import in_words
+from internsp.mesh import MeshShape
 
 Traces = Mapping[int, Sequence[Event]]
 
@@ -38,24 +38,6 @@ FULL = 0.95
 _PASSES = ("forward", "recompute", "backward")
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The settings of the step.
-
-    Attributes:
-        weight, sequence, zero: sizes of these groups, in ranks.
-        micro_batches: micro-batches of one optimizer step.
-        blocks: transformer blocks of the model.
-    """
-
-    weights: WeightParallelConfig
-    weight: int = 1
-    sequence: int = 1
-    zero: int = 1
-    micro_batches: int = 1
-    blocks: int = 1
-
-
 class Advice(NamedTuple):
     """A sentence, and the seconds of a step that could be gained."""
 
@@ -63,37 +45,40 @@ class Advice(NamedTuple):
     text: str
 
 
-def advise(traces: Traces, setting: Setting) -> list[str]:
+def advise(
+    traces: Traces, weights: WeightParallelConfig, shape: MeshShape, micro_batches: int, blocks: int
+) -> list[str]:
     """Advice, most seconds first; a single sentence if nothing is worth changing.
 
     Args:
         traces: rank -> its events of one step; ranks without events are ignored.
+        micro_batches: those of the step.
+        blocks: transformer blocks of the model.
     """
     traced = {rank: list(events) for rank, events in sorted(traces.items()) if events}
     if not traced:
         return []
-    figures = _Figures(traced)
-    found = [*_uneven(figures), *_stages(traced, figures)]
-    if figures.exposed > NOTICED * figures.step:
-        found += _synchronous(figures, setting)
-        if setting.weights.overlap:
-            found += [*_full_link(figures, setting), *_late_gathers(figures, setting)]
-            found += _reductions(traced, figures, setting)
-        found += [*_first_gather(figures, setting), *_exchanges(figures, setting)]
-        found += _parameter_gathers(figures, setting)
-    if worth := [a for a in found if a.seconds > NOTICED / 2 * figures.step]:
+    step = _Step(traced, weights, shape, micro_batches, blocks)
+    found = [*_uneven(step), *_stages(step)]
+    if step.exposed > NOTICED * step.seconds:
+        found += _synchronous(step)
+        if weights.overlap:
+            found += [*_full_link(step), *_late_gathers(step), *_reductions(step)]
+        found += [*_first_gather(step), *_exchanges(step), *_parameter_gathers(step)]
+    if worth := [a for a in found if a.seconds > NOTICED / 2 * step.seconds]:
         return [a.text for a in sorted(worth, key=lambda a: -a.seconds)]
-    share = figures.exposed / figures.step if figures.step > 0 else 0.0
+    share = step.exposed / step.seconds if step.seconds > 0 else 0.0
     return [
         f"Nothing to change: computing stood still for {share:.1%} of the step, and no single "
         "wait is long enough to be worth a setting."
     ]
 
 
-class _Figures:
-    """Figures of one step; times in seconds, as means over the ranks.
+class _Step:
+    """A step: what it was traced of, and its times in seconds, as means over the ranks.
 
     Attributes:
+        seconds: of the step.
         computes: compute of each rank.
         in_flight: time in which weights or gradients were in flight.
         nbytes: payload of these collectives.
@@ -104,9 +89,14 @@ class _Figures:
             were launched in a forward before any weight was used.
     """
 
-    def __init__(self, traces: Traces) -> None:
+    def __init__(
+        self, traces: Traces, weights: WeightParallelConfig, shape: MeshShape,
+        micro_batches: int, blocks: int,
+    ) -> None:  # fmt: skip
+        self.traces, self.weights, self.shape = traces, weights, shape
+        self.micro_batches, self.blocks = micro_batches, blocks
         times = {rank: step_times(events) for rank, events in traces.items()}
-        self.step = fmean(one.step for one in times.values())
+        self.seconds = fmean(one.step for one in times.values())
         self.exposed = fmean(one.exposed for one in times.values())
         self.computes = {rank: one.compute for rank, one in times.items()}
         self.compute = fmean(self.computes.values())
@@ -134,12 +124,12 @@ class _Figures:
         }
 
 
-def _uneven(figures: _Figures) -> Iterator[Advice]:
+def _uneven(step: _Step) -> Iterator[Advice]:
     """A rank that computes longer makes the others wait; no communication setting helps."""
-    compute = figures.computes
+    compute = step.computes
     slow, fast = max(compute, key=lambda r: compute[r]), min(compute, key=lambda r: compute[r])
     gap = compute[slow] - compute[fast]
-    if gap <= max(NOTICED * figures.step, 0.1 * figures.compute):
+    if gap <= max(NOTICED * step.seconds, 0.1 * step.compute):
         return
     yield Advice(
         gap,
@@ -149,138 +139,136 @@ def _uneven(figures: _Figures) -> Iterator[Advice]:
     )
 
 
-def _stages(traces: Traces, figures: _Figures) -> Iterator[Advice]:
+def _stages(step: _Step) -> Iterator[Advice]:
     """Time in which a pipeline's rank had no pass to run: the bubble, or a slow stage."""
     waiting = 0.0
-    for events in traces.values():
+    for events in step.traces.values():
         staged = [e for e in events if e.unit.startswith("stage ")]
         passes = spans(staged, ("FORWARD", "BACKWARD"))
         if passes:
             first_to_last = (min(start for start, _ in passes), max(end for _, end in passes))
-            waiting += measure(subtract([first_to_last], passes)) / len(traces)
+            waiting += measure(subtract([first_to_last], passes)) / len(step.traces)
     if waiting <= 0:
         return
     yield Advice(
         waiting,
         f"Ranks had no pass to run for {_ms(waiting)} between their first and their last one "
-        f"({waiting / figures.step:.0%} of a step): they waited for other stages. More "
+        f"({waiting / step.seconds:.0%} of a step): they waited for other stages. More "
         "train.micro_batches make that matter less, and so do schedules with more chunks or "
         "a split backward, whose times internsp plan compares (pipeline.schedule).",
     )
 
 
-def _synchronous(figures: _Figures, setting: Setting) -> Iterator[Advice]:
-    if setting.weights.overlap or setting.weight == 1:
+def _synchronous(step: _Step) -> Iterator[Advice]:
+    if step.weights.overlap or step.shape.weight == 1:
         return
     yield Advice(
-        figures.exposed,
+        step.exposed,
         f"Set weight_parallel.overlap = true: it is off, so every gather and every reduction "
-        f"is waited for at once ({_ms(figures.exposed)} of a step of {_ms(figures.step)}).",
+        f"is waited for at once ({_ms(step.exposed)} of a step of {_ms(step.seconds)}).",
     )
 
 
-def _full_link(figures: _Figures, setting: Setting) -> Iterator[Advice]:
+def _full_link(step: _Step) -> Iterator[Advice]:
     """Weights and gradients are in flight for longer than there is compute to hide them."""
-    at_stake = figures.in_flight - figures.compute
-    if setting.weight == 1 or figures.in_flight <= 0 or figures.in_flight < FULL * figures.compute:
+    at_stake = step.in_flight - step.compute
+    if step.shape.weight == 1 or step.in_flight <= 0 or step.in_flight < FULL * step.compute:
         return
-    waiting = sum(
-        seconds for (kind, _, _), seconds in figures.waits.items() if kind in ("AG", "RS")
-    )
-    rate = figures.nbytes / figures.in_flight
-    longer = figures.in_flight / figures.compute if figures.compute > 0 else float("inf")
+    waiting = sum(seconds for (kind, _, _), seconds in step.waits.items() if kind in ("AG", "RS"))
+    rate = step.nbytes / step.in_flight
+    longer = step.in_flight / step.compute if step.compute > 0 else float("inf")
     ways = [f"a micro-batch or sequences {longer:.2g} times as long or more"]
-    if setting.micro_batches > 1 and setting.weights.keep_unsharded != "all":
+    if step.micro_batches > 1 and step.weights.keep_unsharded != "all":
         ways.append(
             'weight_parallel.keep_unsharded = "all", which gathers once for all '
-            f"{setting.micro_batches} micro-batches and needs a slot for every block"
+            f"{step.micro_batches} micro-batches and needs a slot for every block"
         )
-    if setting.micro_batches > 1 and setting.weights.accumulation == "sharded":
+    if step.micro_batches > 1 and step.weights.accumulation == "sharded":
         ways.append(
             'weight_parallel.accumulation = "full", which reduces once for all micro-batches and '
             "keeps unsharded gradients until then"
         )
-    if setting.weights.keep_unsharded != "all":
-        now = in_words(setting.weights.keep_unsharded or "none")
+    if step.weights.keep_unsharded != "all":
+        now = in_words(step.weights.keep_unsharded or "none")
         ways.append(
             f"more blocks in weight_parallel.keep_unsharded (now {now}), which are gathered once "
             "a step, as far as memory allows"
         )
-    if setting.weight > 2 and setting.weight % 2 == 0:
-        fewer = setting.weight // 2
-        saved = 1 - (fewer - 1) / fewer * setting.weight / (setting.weight - 1)
+    if step.shape.weight > 2 and step.shape.weight % 2 == 0:
+        fewer = step.shape.weight // 2
+        saved = 1 - (fewer - 1) / fewer * step.shape.weight / (step.shape.weight - 1)
         ways.append(
             f"parallel.weight = {fewer}, which sends {saved:.0%} less for twice the shards and "
             "may keep the group on one machine's faster links"
         )
     yield Advice(
         max(at_stake, waiting),
-        f"The link is too slow for this size: {human(figures.nbytes)} of weights and gradients "
-        f"were in flight for {_ms(figures.in_flight)} ({human(rate)}/s), and there are "
-        f"{_ms(figures.compute)} of compute to hide them behind. What helps: "
+        f"The link is too slow for this size: {human(step.nbytes)} of weights and gradients "
+        f"were in flight for {_ms(step.in_flight)} ({human(rate)}/s), and there are "
+        f"{_ms(step.compute)} of compute to hide them behind. What helps: "
         f"{'; '.join(ways)}.",
     )
 
 
-def _late_gathers(figures: _Figures, setting: Setting) -> Iterator[Advice]:
+def _late_gathers(step: _Step) -> Iterator[Advice]:
     """All-gathers start too late: blocks wait although the link is sometimes free."""
-    total = sum(figures.late.values())
-    if not figures.late or figures.in_flight >= FULL * figures.compute:
+    total = sum(step.late.values())
+    if not step.late or step.in_flight >= FULL * step.compute:
         return
-    (unit, phase), worst = next(iter(figures.late.items()))
+    (unit, phase), worst = next(iter(step.late.items()))
     ways: list[str] = []
-    depth = setting.weights.prefetch_depth
-    if depth + 1 < setting.blocks:
-        received = figures.unit_bytes / setting.micro_batches  # all but this rank's own shard
-        nbytes = received * setting.weight / max(setting.weight - 1, 1)
+    depth = step.weights.prefetch_depth
+    if depth + 1 < step.blocks:
+        received = step.unit_bytes / step.micro_batches  # all but this rank's own shard
+        nbytes = received * step.shape.weight / max(step.shape.weight - 1, 1)
         ways.append(
             f"weight_parallel.prefetch_depth = {depth + 1} (one more slot, about {human(nbytes)})"
         )
-    weights = setting.weights
+    weights = step.weights
     if weights.gather_before in ("out_proj", "mlp") and not weights.gather_before_modules:
         ways.append(
             'weight_parallel.gather_before = "qkv" (the block\'s entry'
-            + (", where the all-to-alls want the link too)" if setting.sequence > 1 else ")")
+            + (", where the all-to-alls want the link too)" if step.shape.sequence > 1 else ")")
         )
-    if setting.weights.granularity == "block":
+    if step.weights.granularity == "block":
         ways.append("more, smaller blocks in a slot's time: a longer sequence or micro-batch")
     yield Advice(
         total,
         f"Gathers start too late: blocks waited {_ms(total)} for their weights, most "
         f"{unit or 'a unit'} in {phase} ({_ms(worst)}), while the link was free for "
-        f"{_ms(max(figures.step - figures.in_flight, 0.0))}. What helps: {'; '.join(ways)}.",
+        f"{_ms(max(step.seconds - step.in_flight, 0.0))}. What helps: {'; '.join(ways)}.",
     )
 
 
-def _first_gather(figures: _Figures, setting: Setting) -> Iterator[Advice]:
+def _first_gather(step: _Step) -> Iterator[Advice]:
     """The first all-gathers of a forward, which no compute can hide."""
-    total = sum(figures.first.values())
-    if not figures.first or not setting.weights.overlap:
+    total = sum(step.first.values())
+    if not step.first or not step.weights.overlap:
         return
     text = (
         f"The first gathers of a forward have nothing to hide behind: {_ms(total)}, most in "
-        f"{next(iter(figures.first))[0] or 'the first block'}. "
+        f"{next(iter(step.first))[0] or 'the first block'}. "
     )
-    if setting.micro_batches > 1 and setting.weights.keep_unsharded != "all":
+    if step.micro_batches > 1 and step.weights.keep_unsharded != "all":
         text += (
             'weight_parallel.keep_unsharded = "all" pays it once a step instead of '
-            f"{setting.micro_batches} times, for a slot for every block."
+            f"{step.micro_batches} times, for a slot for every block."
         )
     else:
         text += "More tokens in a step make it matter less."
     yield Advice(total, text)
 
 
-def _reductions(traces: Traces, figures: _Figures, setting: Setting) -> Iterator[Advice]:
+def _reductions(step: _Step) -> Iterator[Advice]:
     """Waits for reduce-scatters: in backward at the limit of those in flight, and after it."""
     inside = after = 0.0
-    for events in traces.values():
+    for events in step.traces.values():
         last = max((e.start for e in events if e.kind == "USE"), default=0.0)
         finishes = spans([e for e in events if e.phase == "finish"], ("WAIT",))
-        inside += measure(intersect(finishes, [(0.0, last)])) / len(traces)
-        after += measure(subtract(finishes, [(0.0, last)])) / len(traces)
-    if inside > 0 and figures.in_flight < FULL * figures.compute:
-        limit = setting.weights.reductions_in_flight
+        inside += measure(intersect(finishes, [(0.0, last)])) / len(step.traces)
+        after += measure(subtract(finishes, [(0.0, last)])) / len(step.traces)
+    if inside > 0 and step.in_flight < FULL * step.compute:
+        limit = step.weights.reductions_in_flight
         yield Advice(
             inside,
             f"Backward waited {_ms(inside)} for gradients of earlier blocks because no more "
@@ -295,38 +283,38 @@ def _reductions(traces: Traces, figures: _Figures, setting: Setting) -> Iterator
             "that matter less"
             + (
                 "; fewer ranks in parallel.optimizer_ranks shorten it."
-                if setting.zero > 1
+                if step.shape.zero_size > 1
                 else "; smaller last-reduced weights (the first block's, the embedding's) too."
             ),
         )
 
 
-def _exchanges(figures: _Figures, setting: Setting) -> Iterator[Advice]:
+def _exchanges(step: _Step) -> Iterator[Advice]:
     """Attention needs the complete all-to-all, so only other compute can hide it."""
-    waited = figures.waited("A2A")
+    waited = step.waited("A2A")
     total = sum(waited.values())
-    if not waited or setting.sequence == 1:
+    if not waited or step.shape.sequence == 1:
         return
     (unit, phase), worst = next(iter(waited.items()))
     text = (
         f"Sequence all-to-alls were waited for {_ms(total)}, most in {unit or 'attention'} in "
         f"{phase} ({_ms(worst)}): keep each sequence group on the fastest links, or lower "
-        f"parallel.sequence from {setting.sequence} where memory allows"
+        f"parallel.sequence from {step.shape.sequence} where memory allows"
     )
-    if setting.weights.gather_before == "qkv":
+    if step.weights.gather_before == "qkv":
         text += '; weight_parallel.gather_before = "out_proj" leaves them the link'
     yield Advice(total, text + ".")
 
 
-def _parameter_gathers(figures: _Figures, setting: Setting) -> Iterator[Advice]:
-    total = sum(figures.waited("PUBLISH").values())
+def _parameter_gathers(step: _Step) -> Iterator[Advice]:
+    total = sum(step.waited("PUBLISH").values())
     if total <= 0:
         return
     yield Advice(
         total,
         f"New parameters were still on their way from the optimizer when they were needed "
-        f"({_ms(total)}): fewer ranks in parallel.optimizer_ranks (now {setting.zero}) send less, "
-        "for more optimizer state on each.",
+        f"({_ms(total)}): fewer ranks in parallel.optimizer_ranks (now {step.shape.zero_size}) "
+        "send less, for more optimizer state on each.",
     )
 
 

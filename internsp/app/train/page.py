@@ -10,7 +10,7 @@ import torch.distributed as dist
 from internsp.app.plan.compared import compared, device_of_run
 from internsp.app.plan.offloaded import HOSTED, STAGED
 from internsp.app.plan.pipeline import make_pipeline_plan
-from internsp.app.report.advice import Setting, advise
+from internsp.app.report.advice import advise
 from internsp.app.report.chrome import write_chrome_trace
 from internsp.app.report.metrics import read_metrics
 from internsp.app.report.page import Report
@@ -46,14 +46,7 @@ def write_page(
     """Write ``report.html`` and ``report.json``, on rank 0 only."""
     config, shape = session.config, session.mesh.shape
     timeline = {row["rank"]: events for row, events in timelines}
-    setting = Setting(
-        config.weight_parallel,
-        weight=shape.weight,
-        sequence=shape.sequence,
-        zero=shape.zero_size,
-        micro_batches=micro_batches,
-        blocks=len(session.communicators[0].blocks),
-    )
+    blocks = len(session.communicators[0].blocks)
     pipelined = session.pipeline is not None
     here = session.mesh.device
     device = device_of_run(folder, here.type, device_name(here))
@@ -69,7 +62,7 @@ def write_page(
         sample=sample,
         notes=notes,
         schedule=make_pipeline_plan(config, shape.world_size).picture() if pipelined else "",
-        advice=advise(timeline, setting),
+        advice=advise(timeline, config.weight_parallel, shape, micro_batches, blocks),
         predicted=predicted,
         device="" if device is None else device.name,
     )
