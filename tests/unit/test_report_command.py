@@ -11,18 +11,19 @@ import pytest
 from internsp.app import cli
 from internsp.app.report.compare import differences, read_runs, table
 from internsp.app.report.metrics import MetricsWriter, StepMetrics
-from internsp.app.report.page import Report, load_report
+from internsp.app.report.page import CURVES, LOSS, Report, load_report, median
 from internsp.base.trace import Event
 
 
 def made(folder: Path, losses: list[float], lr: float, rate: float = 100.0) -> Path:
-    """The files of a run."""
+    """The files of a run; with the rate 200 it has experts."""
     writer = MetricsWriter(folder / "metrics.jsonl")
     for step, loss in enumerate(losses, start=1):
         writer.write(StepMetrics(
             step=step, loss=loss, grad_norm=1.0, lr=lr, tokens=10, step_seconds=0.1,
             tokens_per_second=rate, exposed_comm_seconds=0.02, gathered_bytes=1, reduced_bytes=1,
             peak_memory_bytes=1 << 20, mfu=0.41,
+            **({"expert_load": 1.5, "router_entropy": 2.0} if rate == 200.0 else {}),
         ))  # fmt: skip
     writer.close()
     text = f'[optimizer]\nlr = {lr}\n[train]\nname = "{folder.name}"\nsteps = 9\n'
@@ -75,11 +76,23 @@ def test_runs_side_by_side_have_a_table_curves_and_the_settings_that_differ(
     assert not [line for line in out if "train.name" in line]
     assert out[-1] == "wrote compare.html"
     page = Path("compare.html").read_text()
+    drawn = {chart.title for chart in (LOSS, *CURVES) if chart.key != "dropped_tokens"}
+    assert drawn <= set(re.findall("<h2>(.*?)</h2>", page))
+    assert "capacity dropped" not in page, "no run has the figure"
     assert len(re.findall(r'class="line[^"]*s2"', page)) >= 1
     assert "Settings that differ" in page
     assert "<td>0.002</td>" in page
     assert '<i class="s1"></i>a<' in page
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+
+
+def test_a_median_is_of_the_steps_in_which_a_figure_is_known_and_finite(tmp_path: Path) -> None:
+    rows = read_runs([made(tmp_path / "a", [3.0, float("inf"), 2.0, 1.0], 1e-3)])[0].metrics
+    rows[3] = rows[3].model_copy(update={"mfu": None})
+    assert median(rows, "loss", "{:.1f}") == "2.0"
+    assert median(rows, "step_seconds", "{:.0f} ms", 1e3) == "100 ms"
+    assert median(rows, "mfu", "{:.2f}") == "0.41"
+    assert median(rows[3:], "mfu", "{:.2f}") == median([], "loss", "{}") == ""
 
 
 def test_folders_of_one_name_are_told_apart_and_what_is_no_run_is_refused(
