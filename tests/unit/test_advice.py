@@ -166,6 +166,9 @@ def test_a_slow_rank_comes_first_and_is_named() -> None:
 def test_means_are_taken_over_the_ranks() -> None:
     one, two = advise({0: LATE, 1: LATE}, *setting()), advise({0: LATE}, *setting())
     assert one == two
+    other = step({"layers.0": (0, 0.02, 0), "layers.1": (2, 4, 3), "layers.2": (5, 9, 6)})
+    (late,) = [t for t in advise({0: LATE, 1: other}, *setting()) if t.startswith("Gathers start")]
+    assert "most layers.2 in forward (2 s)" in late, "of 1 s on one rank and 3 s on the other"
 
 
 def test_a_step_that_hides_everything_has_nothing_to_change() -> None:
