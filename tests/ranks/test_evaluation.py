@@ -78,6 +78,7 @@ def test_losses_of_all_texts_are_those_of_one_process_on_every_mesh(
             assert list(row.evaluated) == list(want.evaluated), (world, m, k)
             assert row.evaluated == pytest.approx(want.evaluated, rel=1e-9), (world, m, k)
         assert list(rows[-1].evaluated) == ["held-out", "code", "rows"]
+        assert list(rows[-1].eval_losses or ()) == ["code", "rows"], "held-out has its own key"
         assert len(set(rows[-1].evaluated.values())) == 3
 
 
