@@ -134,6 +134,7 @@ def test_a_rank_that_cannot_write_ends_the_save_on_every_rank(rank: int, tmp_pat
             saver.finish()
     dist.barrier()
     assert names(tmp_path) == []
+    dist.barrier()  # no rank begins the next save before all have looked
     saver.start(1, 0)
     assert saver.finish() == tmp_path / "step-000001"
     saver.close()
