@@ -279,11 +279,15 @@ def test_bytes_that_a_search_prunes_by_are_never_more_than_those_of_the_plan(
         one = order.choice(variants(layout, space))
         other = changed(given, one.settings())
         assert other is not None
+        other, load = on_machines(other, 16, H100), space.load(one)
+        over, few = load.degrees.sharded, max(1, load.degrees.expert_shards)
+        asked = other.weight_parallel.reduce
+        assert space.least._near(over, few) == (0 if asked == "auto" else asked), one
         budget = MemoryBudget(other, 16, observations=space.observations)
         for rank, chunks in enumerate(budget.plan.ranks if one.pipeline > 1 else ()):
             own = [chunk.blocks for chunk in chunks.chunks]
-            assert own == space.least._split(Stages.of_load(space.load(one)))[rank], one
-        assert 0 < space.least.of(space.load(one)) <= budget.most(4096), one
+            assert own == space.least._split(Stages.of_load(load))[rank], one
+        assert 0 < space.least.of(load) <= budget.most(4096), one
     # What was measured for other layouts gives the same bytes as what is measured for this one.
     alone = MemoryBudget(other, 16)
     assert [budget.at(4096, rank) for rank in range(len(alone.ranks))] == [
@@ -424,6 +428,16 @@ def test_the_same_layouts_are_found_where_no_bound_of_bytes_leaves_any_out(
     whole = search(given, 4, device, 2)
     assert [one.layout for one in pruned.best] == [one.layout for one in whole.best]
     assert pruned.planned < whole.planned / 2
+
+
+@pytest.mark.thorough(8)
+def test_where_memory_is_short_few_layouts_are_planned_that_do_not_fit() -> None:
+    """Each takes half a second; bounds that leave out a component plan a hundred of them here."""
+    path = Path(__file__).parents[2] / "configs" / "llama3_70b.toml"
+    found = search(on_device(load_config(path), H100), 96, H100)
+    assert found.planned <= len(found.best) + 2
+    for one in found.best:
+        assert 0.97 * one.nbytes < found.space.least.of(one.load) <= one.nbytes, one.layout.label()
 
 
 def test_the_command_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

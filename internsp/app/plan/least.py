@@ -53,37 +53,35 @@ class _Kept(NamedTuple):
     more: float
 
 
-class _Halves(NamedTuple):
-    """A stage in the middle whose backward has two parts, one for gradients of weights.
+class _Work(NamedTuple):
+    """Bytes at work in a backward, beside those that are kept, at the measured positions."""
 
-    Attributes:
-        between: bytes of a token from the first part to the second.
-        working: bytes at work, beside those that are kept, at the measured positions.
-    """
+    few: float
+    more: float
 
-    between: _Kept
-    working: tuple[float, float]
-
-    def at_work(self, tokens: int) -> float:
+    def at(self, tokens: int) -> float:
         """Bytes at least: the peak is the highest of several that are linear in the tokens."""
-        (few, more), (low, high) = self.working, _MEASURED
+        low, high = _MEASURED
         if low < tokens < high:
-            return min(few, more)
-        return max(0.0, few + (more - few) / (high - low) * (tokens - low))
+            return min(self)
+        return max(0.0, self.few + (self.more - self.few) / (high - low) * (tokens - low))
 
 
 class Moment(NamedTuple):
-    """When a pipeline rank has most micro-batches, or most gradients of weights are put off.
+    """When a pipeline rank has most micro-batches, most gradients of weights that are put off, or
+    most that it has sent.
 
     Attributes:
         whole: of each chunk, micro-batches that have had no backward.
         between: of each chunk, those between the two parts of their backward.
         next: the chunk that has a backward then.
+        sent: of each chunk, those that have had theirs, where messages are held to the step's end.
     """
 
     whole: Sequence[int]
     between: Sequence[int]
     next: int
+    sent: Sequence[int]
 
 
 class Stages(NamedTuple):
@@ -109,8 +107,11 @@ class Stages(NamedTuple):
     def moments(self, rank: int, number: int) -> list[Moment]:
         """Of torch's orders of 1F1B, Interleaved1F1B and ZBVZeroBubble, of so many micro-batches:
         each chunk's first backward; of a V that of its turn, and when its first chunk has its last.
+        Of several chunks, those after the last forward and the last of all.
         """
         behind = self.ranks - 1 - rank
+        none = [0] * self.chunks
+        end = Moment(none, none, 0, [number - 1, *[number] * (self.chunks - 1)])
         if self.v_shaped:
             turn = min(self.ranks + behind, number), min(rank + 1, number)
             total = max(2 * self.ranks - 1, number)  # torch leaves out the later ones
@@ -120,15 +121,24 @@ class Stages(NamedTuple):
 
             first = total - self.ranks
             left, put_off = among(first + rank, total), among(first, first + rank)
-            ended = Moment((left, 0), (put_off, among(total - rank, total)), 0 if left else 1)
-            return [Moment(turn, (0, 0), 1), ended]
+            between = put_off, among(total - rank, total)
+            ended = Moment((left, 0), between, 0 if left else 1, none)
+            last = [min(self.ranks, number), min(rank + 1, number)]
+            return [
+                Moment(turn, none, 1, none), ended, end,
+                Moment(last, none, 1, [number - some for some in last]),
+            ]  # fmt: skip
         if self.chunks == 1:
-            return [Moment((min(behind + 1, number),), (0,), 0)]
+            return [Moment((min(behind + 1, number),), none, 0, none)]
         passes = min((self.chunks - 1) * self.ranks + 2 * behind + 1, self.chunks * number)
         each = Counter(one // self.ranks % self.chunks for one in range(passes))
-        none = [0] * self.chunks  # of later chunks some have had theirs
-        whole = [[each[one] for one in range(chunk + 1)] for chunk in range(self.chunks)]
-        return [Moment([*some, *none][: self.chunks], none, len(some) - 1) for some in whole]
+        last = [each[chunk] for chunk in range(self.chunks)]
+        found = [  # of later chunks some have had theirs
+            Moment([*last[: chunk + 1], *none][: self.chunks], none, chunk, none)
+            for chunk in range(self.chunks)
+        ]
+        chunk = 0 if last[0] > self.ranks else self.chunks - 1
+        return [*found, Moment(last, none, chunk, [number - some for some in last]), end]
 
 
 class LeastBytes:
@@ -137,11 +147,15 @@ class LeastBytes:
     Args:
         config: its model, sequence and dtypes; a layout says the rest.
         base: its workload.
+        near_ranks: of a machine.
         observations: what was measured already, for a budget, too.
     """
 
-    def __init__(self, config: Config, base: Workload, observations: Observations) -> None:
+    def __init__(
+        self, config: Config, base: Workload, near_ranks: int, observations: Observations
+    ) -> None:
         self.config, self.base, self.observations = config, base, observations
+        self.near_ranks = near_ranks
         weights = config.weight_parallel
         model: Any = build_model(config)
         take_experts(model, weights, 1, 0)
@@ -172,6 +186,8 @@ class LeastBytes:
         self._weights = lru_cache(maxsize=None)(self._weight_bytes)
         self._activations = lru_cache(maxsize=None)(self._activation_bytes)
         self._kept = lru_cache(maxsize=None)(self._kept_bytes)
+        self._again = lru_cache(maxsize=None)(self._again_bytes)
+        self._left = lru_cache(maxsize=None)(self._left_bytes)
         self._halves = lru_cache(maxsize=None)(self._halves_bytes)
         self._loss = lru_cache(maxsize=None)(self._loss_bytes)
 
@@ -225,6 +241,7 @@ class LeastBytes:
         weights, habits = self.config.weight_parallel, self.base.habits
         size = _SIZES.get(self.base.dtype, 2)
         few = max(1, few)
+        reducing = self._reduction_bytes(over, few)
         state = habits.state_bytes
         if away or self.config.optimizer.name in ("adafactor", "muon"):  # by parameter
             state = 0
@@ -244,15 +261,46 @@ class LeastBytes:
                     a * over * (over > 1) + b * few * (few > 1)
                     for a, b in zip(dense, experts, strict=True)
                 ]
-                sent = sorted([*moved, *([*outer] if over > 1 else [])], reverse=True)
+                beyond = [*outer] if over > 1 else []
                 slots = min(1 + weights.prefetch_depth, len(moved))
-                nbytes += (max(moved) * slots + sum(sent) - sum(moved)) * size
-                pending = sum(sent[: weights.reductions_in_flight])
-                nbytes += (1 if habits.reduces_in_ring else 2) * pending * habits.reduce_bytes
+                nbytes += (max(moved) * slots + sum(beyond)) * size
+                reduced = [
+                    a * over * reducing[0] + b * few * reducing[1]
+                    for a, b in zip(dense, experts, strict=True)
+                ]
+                reduced += [one * reducing[0] for one in beyond]
+                nbytes += sum(sorted(reduced, reverse=True)[: weights.reductions_in_flight])
                 exchanged = _buffers([*dense, *beside], owners) + _buffers(experts, expert_owners)
                 nbytes += exchanged * habits.sum_bytes
             found.append((nbytes, sums))
         return found
+
+    def _reduction_bytes(self, over: int, few: int) -> list[float]:
+        """Bytes of the buffers in which an element of a gradient is reduced, of a weight and of an
+        expert (:meth:`internsp.schedule.chunk.WeightLayout.reduction_bytes`)."""
+        size, near = self.base.habits.reduce_bytes, self._near(over, few)
+        found = []
+        for ranks in (over, few):
+            each = 1.0 if self.base.habits.reduces_in_ring else 2.0
+            parts = ranks // near if 1 < near < ranks else 1
+            sums = 4 * (parts - 1) / ranks * max(4, size) + size if parts > 1 else 0
+            found.append(each * size + sums if ranks > 1 else 0.0)
+        return found
+
+    def _near(self, over: int, few: int) -> int:
+        """Neighbors that sum first, of machines that have as many ranks each: what
+        :func:`internsp.structure.near.ranks_near` finds for groups of neighbors."""
+        asked = self.config.weight_parallel.reduce
+        if asked != "auto":
+            return asked if isinstance(asked, int) else 0
+        if not any(self.near_ranks % ranks for ranks in (over, few)):
+            return 0
+        least = 2 if self.base.habits.reduce_bytes < 4 else 1
+        for near in range(max(over, few) // 2, least, -1):
+            longer = [ranks for ranks in (over, few) if ranks > near]
+            if not any(ranks % near for ranks in (*longer, self.near_ranks)):
+                return near
+        return 0
 
     def _activation_bytes(
         self, stages: Stages, context: int, ring: int, rows: int, number: int, again: Any,
@@ -280,19 +328,21 @@ class LeastBytes:
         last = stages.ranks * stages.chunks - 1
         found = []
         for rank, chunks in enumerate(self._split(stages)):
-            buffers, kept, between, working = 0.0, [], [], []
+            buffers, kept, between, working, sent = 0.0, [], [], [], []
             own = stages.of(rank)
             for stage, blocks in zip(own, chunks, strict=True):
                 kinds = self.kinds[blocks.start : blocks.stop]
                 those = len(range(blocks.start, min(blocks.stop, recomputing)))
                 redone, plain = kinds[:those], kinds[those:]
                 each = sum(kept_by[kind][0].block for kind in plain)
-                if not (away and those):
+                gone = away and those > 1  # all but the last one
+                if not gone:
                     each += min(kept_by[kind][those > 0].more for kind in kinds)
-                if not away:
                     each += sum(kept_by[kind][1].block for kind in redone)
+                elif (0 < stage < last or not last) and len(set(kinds)) == 1:
+                    each += self._left(mode, tiled, context, ring, kinds[0], not last)
                 within = message if stage + 1 in own else 0  # a V's turn receives what it sent
-                embedded = 0 if stage or stages.ranks == 1 or (away and those) else message
+                embedded = 0 if stage or stages.ranks == 1 or gone else message
                 kept.append(max(0.0, each * tokens + embedded - within))
                 if stages.ranks > 1:
                     buffers += number * message * ((stage > 0) + (stage < last))
@@ -300,6 +350,8 @@ class LeastBytes:
                 work, (whole, few) = 0.0, kept_by[kinds[-1]]
                 if blocks.stop <= recomputing:
                     work = (whole.block - few.block) * tokens
+                    if not tiled and (mode == "full" or context == 1):  # as much is kept
+                        work = max(work, self._again(mode, kinds[-1], gone).at(tokens))
                 if stage == 0:  # the gradient of an embedding comes when measured blocks are freed
                     shown = [kept_by[kind][those > 0] for kind in shown_kinds(redone or plain)]
                     freed = sum(one.block for one in shown) + max(one.more for one in shown)
@@ -310,42 +362,67 @@ class LeastBytes:
                     work = max(work, self._loss(at, splits) * min(1.0, tokens / at))
                 later = 0.0
                 if splits and len(set(kinds)) == 1:
-                    halves = self._halves(kinds[0])
-                    later = len(blocks) * halves.between.block + halves.between.more
-                    work = max(work, halves.at_work(tokens))
+                    put_off, at_work = self._halves(kinds[0])
+                    later = len(blocks) * put_off.block + put_off.more
+                    work = max(work, at_work.at(tokens))
                 between.append(max(0.0, later * tokens - within))
                 working.append(work)
+                # To other ranks, of a micro-batch: its output and its input's gradient.
+                others = (stage < last and not within) + (stage > 0 and stage - 1 not in own)
+                sent.append(others * message)
             moments = [
                 _product(one.whole, kept) + _product(one.between, between) + working[one.next]
+                + _product(one.sent, sent)
                 for one in stages.moments(rank, number)
-            ]
+            ]  # fmt: skip
             found.append(buffers + max(moments))
         return found
 
     def _kept_bytes(self, mode: str, tiled: bool, context: int, ring: int, kind: int) -> _Kept:
-        """What a stage in the middle, without embedding and head, keeps of blocks of a kind.
+        """What a stage in the middle, without embedding and head, keeps of blocks of a kind."""
+        steps = self._steps(mode, tiled, context, ring, kind)
+        return _of_a_token([step.block for step in steps], [step.kept for step in steps])
+
+    def _left_bytes(
+        self, mode: str, tiled: bool, context: int, ring: int, kind: int, whole: bool
+    ) -> float:
+        """Bytes of a token that such a stage, or all of the model, keeps if all of its blocks but
+        one are in host memory."""
+        few, more = self._steps(mode, tiled, context, ring, kind, 1, whole)
+        return (more.kept - few.kept) / (_MEASURED[1] - _MEASURED[0])
+
+    def _again_bytes(self, mode: str, kind: int, away: bool) -> _Work:
+        """Of a block that is computed again, of sequences on one rank each, as in halves."""
+        few, more = self._steps(mode, False, 1, 1, kind, 1 if away else None, backward=True)
+        return _Work(few.phases[-1] - few.kept, more.phases[-1] - more.kept)
+
+    def _steps(
+        self, mode: str, tiled: bool, context: int, ring: int, kind: int,
+        offload: int | None = None, whole: bool = False, backward: bool = False,
+    ) -> list[Observed]:  # fmt: skip
+        """Steps of two blocks, of which so many are in host memory.
 
         More ranks that share heads keep no less, nor do more in a ring.
         """
         inputs = mode == "full"  # alone are kept, which no other rank has
         heads = 2 if context > ring and not inputs else 1
         around = 2 if ring > 1 and not inputs else 1
-        size, parts = heads * around, 1 if self.config.model.family == "hf" else 2
+        size, parts = heads * around, 1 if whole or self.config.model.family == "hf" else 2
         shape = MeshShape(parts * size, sequence=size, ring=around, pipeline=parts)
         part = ModelPart(shape, parts == 1, parts == 1, kinds=(kind, kind))
         again = self.config.activation_checkpoint.model_copy(update={"mode": mode})
         config = self.config.model_copy(update={"activation_checkpoint": again})
-        steps = [
+        return [
             self.observations.of(
-                config, 1, positions, 2 if tiled else 1, 2, 0 if mode == "none" else 2, None, part,
-                backward=False,
+                config, 1, positions, 2 if tiled else 1, 2, 0 if mode == "none" else 2, offload,
+                part, backward,
             )
             for positions in _MEASURED
         ]  # fmt: skip
-        return _of_a_token([step.block for step in steps], [step.kept for step in steps])
 
-    def _halves_bytes(self, kind: int) -> _Halves:
-        """Those of a kind, of sequences on one rank each: more that share them keep no less."""
+    def _halves_bytes(self, kind: int) -> tuple[_Kept, _Work]:
+        """Of a stage in the middle whose backward has two parts, from the first one to that for
+        gradients of weights; of sequences on one rank each: more that share them keep no less."""
         part = ModelPart(MeshShape(2, pipeline=2), False, False, split=True)
         two, three = (
             [self._observed(replace(part, kinds=(kind,) * blocks), n) for n in _MEASURED]
@@ -353,8 +430,7 @@ class LeastBytes:
         )
         kept = [step.between_parts for step in two]
         block = [step.between_parts - one for step, one in zip(three, kept, strict=True)]
-        few, more = (step.peak - step.kept for step in two)
-        return _Halves(_of_a_token(block, kept), (few, more))
+        return _of_a_token(block, kept), _Work(*(step.peak - step.kept for step in two))
 
     def _loss_bytes(self, positions: int, splits: bool) -> float:
         """Bytes that head and loss work in, of weights' gradients most: more tokens take more."""

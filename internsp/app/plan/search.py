@@ -95,7 +95,7 @@ class Space:
             raise ConfigError("--search: the configuration is refused with all degrees 1")
         self.base = workload_of(base, MeshShape(1))
         self.memory, self.observations = FREE * device.memory, Observations()
-        self.least = LeastBytes(base, self.base, self.observations)
+        self.least = LeastBytes(base, self.base, device.near_ranks, self.observations)
         self._blocks: dict[object, tuple[BlockSeconds, tuple[float, float]]] = {}
         self.computed = lru_cache(maxsize=None)(self._computed)
         self.sent = lru_cache(maxsize=None)(self._sent)
