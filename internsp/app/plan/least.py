@@ -185,9 +185,7 @@ class LeastBytes:
         self._split = lru_cache(maxsize=None)(self._split_into)
         self._weights = lru_cache(maxsize=None)(self._weight_bytes)
         self._activations = lru_cache(maxsize=None)(self._activation_bytes)
-        self._kept = lru_cache(maxsize=None)(self._kept_bytes)
-        self._again = lru_cache(maxsize=None)(self._again_bytes)
-        self._left = lru_cache(maxsize=None)(self._left_bytes)
+        self._steps = lru_cache(maxsize=None)(self._two_blocks)
         self._halves = lru_cache(maxsize=None)(self._halves_bytes)
         self._loss = lru_cache(maxsize=None)(self._loss_bytes)
 
@@ -340,18 +338,17 @@ class LeastBytes:
                     each += min(kept_by[kind][those > 0].more for kind in kinds)
                     each += sum(kept_by[kind][1].block for kind in redone)
                 elif (0 < stage < last or not last) and len(set(kinds)) == 1:
-                    each += self._left(mode, tiled, context, ring, kinds[0], not last)
+                    each += self._left(mode, kinds[0], not last)
                 within = message if stage + 1 in own else 0  # a V's turn receives what it sent
                 embedded = 0 if stage or stages.ranks == 1 or gone else message
                 kept.append(max(0.0, each * tokens + embedded - within))
-                if stages.ranks > 1:
-                    buffers += number * message * ((stage > 0) + (stage < last))
+                buffers += number * message * ((stage > 0) + (stage < last))
                 # Its last block is computed again when it has its backward.
                 work, (whole, few) = 0.0, kept_by[kinds[-1]]
                 if blocks.stop <= recomputing:
                     work = (whole.block - few.block) * tokens
-                    if not tiled and (mode == "full" or context == 1):  # as much is kept
-                        work = max(work, self._again(mode, kinds[-1], gone).at(tokens))
+                    if not tiled:
+                        work = self._again(mode, context, ring, kinds[-1], gone).at(tokens)
                 if stage == 0:  # the gradient of an embedding comes when measured blocks are freed
                     shown = [kept_by[kind][those > 0] for kind in shown_kinds(redone or plain)]
                     freed = sum(one.block for one in shown) + max(one.more for one in shown)
@@ -368,8 +365,8 @@ class LeastBytes:
                 between.append(max(0.0, later * tokens - within))
                 working.append(work)
                 # To other ranks, of a micro-batch: its output and its input's gradient.
-                others = (stage < last and not within) + (stage > 0 and stage - 1 not in own)
-                sent.append(others * message)
+                ends = stage < last and not within, stage > 0 and stage - 1 not in own
+                sent.append(sum(ends) * message)
             moments = [
                 _product(one.whole, kept) + _product(one.between, between) + working[one.next]
                 + _product(one.sent, sent)
@@ -378,37 +375,42 @@ class LeastBytes:
             found.append(buffers + max(moments))
         return found
 
-    def _kept_bytes(self, mode: str, tiled: bool, context: int, ring: int, kind: int) -> _Kept:
+    def _kept(self, mode: str, tiled: bool, context: int, ring: int, kind: int) -> _Kept:
         """What a stage in the middle, without embedding and head, keeps of blocks of a kind."""
-        steps = self._steps(mode, tiled, context, ring, kind)
+        heads, around = context > ring, ring > 1
+        if mode == "full":  # keeps inputs alone, which no other rank has
+            heads = around = False
+        steps = self._steps(mode, kind, heads, around, tiled)
         return _of_a_token([step.block for step in steps], [step.kept for step in steps])
 
-    def _left_bytes(
-        self, mode: str, tiled: bool, context: int, ring: int, kind: int, whole: bool
-    ) -> float:
+    def _left(self, mode: str, kind: int, whole: bool) -> float:
         """Bytes of a token that such a stage, or all of the model, keeps if all of its blocks but
         one are in host memory."""
-        few, more = self._steps(mode, tiled, context, ring, kind, 1, whole)
+        few, more = self._steps(mode, kind, offload=1, whole=whole)
         return (more.kept - few.kept) / (_MEASURED[1] - _MEASURED[0])
 
-    def _again_bytes(self, mode: str, kind: int, away: bool) -> _Work:
-        """Of a block that is computed again, of sequences on one rank each, as in halves."""
-        few, more = self._steps(mode, False, 1, 1, kind, 1 if away else None, backward=True)
+    def _again(self, mode: str, context: int, ring: int, kind: int, away: bool) -> _Work:
+        """Of a block that is computed again."""
+        few, more = self._steps(
+            mode, kind, context > ring, ring > 1, offload=1 if away else None, backward=True
+        )
         return _Work(few.phases[-1] - few.kept, more.phases[-1] - more.kept)
 
-    def _steps(
-        self, mode: str, tiled: bool, context: int, ring: int, kind: int,
+    def _two_blocks(
+        self, mode: str, kind: int, heads: bool = False, around: bool = False, tiled: bool = False,
         offload: int | None = None, whole: bool = False, backward: bool = False,
     ) -> list[Observed]:  # fmt: skip
-        """Steps of two blocks, of which so many are in host memory.
+        """Steps of two blocks of a kind.
 
-        More ranks that share heads keep no less, nor do more in a ring.
+        Args:
+            heads, around: two ranks share heads, or are a ring: more do not keep less.
+            offload: how many blocks are in host memory.
+            whole: of the model, with embedding and head.
         """
-        inputs = mode == "full"  # alone are kept, which no other rank has
-        heads = 2 if context > ring and not inputs else 1
-        around = 2 if ring > 1 and not inputs else 1
-        size, parts = heads * around, 1 if whole or self.config.model.family == "hf" else 2
-        shape = MeshShape(parts * size, sequence=size, ring=around, pipeline=parts)
+        size, parts = (1 + heads) * (1 + around), 2
+        if whole or self.config.model.family == "hf":
+            parts = 1
+        shape = MeshShape(parts * size, sequence=size, ring=1 + around, pipeline=parts)
         part = ModelPart(shape, parts == 1, parts == 1, kinds=(kind, kind))
         again = self.config.activation_checkpoint.model_copy(update={"mode": mode})
         config = self.config.model_copy(update={"activation_checkpoint": again})
