@@ -5,35 +5,16 @@ What internsp needs is planned from the objects that run (:mod:`internsp.app.pla
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from internsp.app.plan.workload import Workload
 
 _LOGITS = {"eager": 10, "kernels": 6, "compiled": 6}  # bytes of one logit at the loss
 
 
-@dataclass(frozen=True)
-class StepBytes:
-    """Bytes of a rank's device at the peak of a step, by component."""
+def step_bytes(load: Workload) -> float:
+    """Of a rank's device at the peak of a step, as allocated: an allocator reserves more.
 
-    weights: float
-    gradients: float
-    optimizer: float
-    unsharded: float
-    activations: float
-    working: float
-
-    @property
-    def total(self) -> float:
-        """All of it, as allocated: an allocator reserves more."""
-        return (
-            self.weights + self.gradients + self.optimizer + self.unsharded + self.activations
-            + self.working
-        )
-
-
-def step_bytes(load: Workload) -> StepBytes:
-    """Bytes of the first stage, which has the most passes in flight, or of the last one's head."""
+    Of the first stage, which has the most passes in flight, or of the last one's head.
+    """
     model, degrees, habits = load.model, load.degrees, load.habits
     ends = 1 if model.tied or degrees.pipeline > 1 else 2
     size = {"fp32": 4, "fp64": 8}.get(load.dtype, 2)
@@ -46,34 +27,30 @@ def step_bytes(load: Workload) -> StepBytes:
     if degrees.kind == "zero1":
         owners = degrees.optimizer or copies
     own = dense / owners + experts / max(1, owners // degrees.expert)
-    held = dense / over + experts / max(1, over // degrees.expert)
+    shard = dense / over + experts / max(1, over // degrees.expert)
     whole = degrees.kind in ("zero3", "zero2")
     # A sharded step keeps weights, sums and moments in 32 bits; a program with unsharded weights
     # keeps the weights in the dtype of its products, and masters with the optimizer's state.
-    weights = held * (4 if whole else size)
-    gradients = held * (4 if whole or habits.reduce_bytes == 4 else size)
+    weights = shard * (4 if whole else size)
+    gradients = shard * (4 if whole or habits.reduce_bytes == 4 else size)
     optimizer = own * (8 if whole else 12)
     if "optimizer" in load.offload:
         optimizer = 0.0
         if whole:
-            weights, gradients = held * size, held * size
+            weights, gradients = shard * size, shard * size
     if "gradients" in load.offload:
         gradients = 0.0
     if "weights" in load.offload:
         weights = 0.0
-    unsharded = _unsharded(load, size)
+    held = weights + gradients + optimizer + _unsharded(load, size)
     inputs, others, working = _activations(load, size)
     kept = others + (0.0 if "activations" in load.offload else inputs)
-    logits = load.loss_chunk or load.tokens
-    loss = min(logits, load.tokens) * model.vocab / degrees.tensor * _LOGITS[habits.fused]
+    loss = load.tokens * model.vocab / degrees.tensor * _LOGITS[habits.fused]
     if "activations" in load.offload or load.recompute.attention:
         loss = min(loss, 2**31)  # such runs compute the loss by parts
     if degrees.pipeline > 1:  # the head is on the last stage, which has one pass in flight
-        flying = max(_in_flight(load, kept, blocks), kept * blocks + loss)
-        return StepBytes(weights, gradients, optimizer, unsharded, flying, working)
-    return StepBytes(
-        weights, gradients, optimizer, unsharded, kept * blocks, max(working, loss)
-    )
+        return held + max(_in_flight(load, kept, blocks), kept * blocks + loss) + working
+    return held + kept * blocks + max(working, loss)
 
 
 def _in_flight(load: Workload, kept: float, blocks: int) -> float:

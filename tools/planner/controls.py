@@ -6,14 +6,15 @@ What a control meets although it knows less, the planner's tables do not show.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from internsp.app.plan.compute import model_flops
 from internsp.app.plan.devices import Device
 from internsp.app.plan.seconds import PRODUCTS, StepSeconds, step_seconds
 from internsp.app.plan.workload import Recompute, Workload
-from tools.planner.rows import Row
+from tools.planner.fit import FIRST
+from tools.planner.rows import Row, workload_of
 from tools.planner.score import Prediction, Predictor, predictions
 
 
@@ -48,8 +49,6 @@ def exchanged(load: Workload, device: Device) -> StepSeconds:
 
 def unfitted(load: Workload, device: Device) -> StepSeconds:
     """Usual constants for every device: nothing is fitted."""
-    from tools.planner.fit import FIRST
-
     return step_seconds(load, replace(device, fitted=FIRST))
 
 
@@ -63,13 +62,12 @@ def shuffled(rows: Sequence[Row], seed: int = 0) -> list[Prediction]:
             by_device.setdefault(each.row.text("device"), []).append(each)
     mixed = []
     for own in by_device.values():
-        share = [1 + (each.error or 0.0) for each in own]
         # A row's prediction is scaled so that its row's error is another's: measured seconds by
         # operation are exchanged, not seconds, which would only compare sizes.
         speeds = [_speed(each) for each in own]
         dealt = speeds[:]
         order.shuffle(dealt)
-        for each, mine, other, _ in zip(own, speeds, dealt, share, strict=True):
+        for each, mine, other in zip(own, speeds, dealt, strict=True):
             cells = dict(each.row.cells)
             cells["seconds_per_step"] = str((each.row.seconds or 0.0) * mine / other)
             mixed.append(Prediction(**{**vars(each), "row": Row(cells)}))
@@ -78,8 +76,6 @@ def shuffled(rows: Sequence[Row], seed: int = 0) -> list[Prediction]:
 
 def _speed(each: Prediction) -> float:
     """Operations a second that the row measured."""
-    from tools.planner.rows import workload_of
-
     load, _ = workload_of(each.row)
     done = model_flops(load.model, load.sequence) * load.step_tokens / load.degrees.devices
     return done / (each.row.seconds or 1.0)
@@ -93,4 +89,3 @@ CONTROLS: dict[str, Predictor] = {
     "tensor and pipeline exchanged": exchanged,
     "nothing fitted": unfitted,
 }
-Control = Callable[[Workload, Device], StepSeconds]

@@ -203,20 +203,15 @@ def _degrees(row: Row) -> Degrees:
         raise Unpredictable("a degree is 0")
     note = row.text("note")
     zero = re.search(r"zero1 size (-?\d+)", note)
-    ring = named["context"] if _by_ring(row) else 1
+    by_heads = "all-to-all" in note or "over heads" in note
     return Degrees(
         devices=row.count("gpus"),
         kind=kind,
         expert=max(1, row.count("expert_parallel", 1)),
         optimizer=max(0, int(zero[1])) if zero else 0,
-        ring=ring,
+        ring=1 if by_heads else named["context"],
         **named,
     )
-
-
-def _by_ring(row: Row) -> bool:
-    note = row.text("note")
-    return not ("all-to-all" in note or "over heads" in note)
 
 
 def _micro_batches(row: Row, degrees: Degrees) -> int:
@@ -232,26 +227,21 @@ def _micro_batches(row: Row, degrees: Degrees) -> int:
 
 def contradictions(row: Row) -> list[str]:
     """What of a row contradicts itself: degrees and devices, batch, tokens and seconds."""
+    found = []
     try:
-        return _contradictions(row)
+        load, _ = workload_of(row)
+        batch, rate = row.number("global_batch"), row.number("tokens_per_second_per_gpu")
     except Unpredictable as error:
         return [str(error)]
-
-
-def _contradictions(row: Row) -> list[str]:
-    found = []
-    load, _ = workload_of(row)
     d = load.degrees
     made = d.weight * d.tensor * d.pipeline * d.context * d.replicas
     if made != d.devices:
         found.append(f"degrees make {made} devices, gpus says {d.devices}")
-    batch = row.number("global_batch")
     made_batch = load.rows * d.data * load.micro_batches
     if batch and batch != made_batch:
         found.append(f"micro-batches make {made_batch} sequences, global_batch says {batch:g}")
-    rate, seconds = row.number("tokens_per_second_per_gpu"), row.seconds
-    if rate and seconds and batch and d.devices:
-        ours = batch * load.sequence / seconds / d.devices
+    if rate and row.seconds and batch and d.devices:
+        ours = batch * load.sequence / row.seconds / d.devices
         if abs(ours / rate - 1) > 0.03:
             found.append(f"seconds make {ours:.4g} tokens/s a device, the column says {rate:g}")
     return found

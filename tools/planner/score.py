@@ -89,7 +89,7 @@ def predict(row: Row, predictor: Predictor = step_seconds) -> Prediction:
         if load.dtype not in device.peak:
             raise Unpredictable(f"dtype {load.dtype}: {device.name} has no peak for it")
         found = predictor(load, device)
-        gib = step_bytes(load).total / 2**30
+        gib = step_bytes(load) / 2**30
         finite = isfinite(found.total) and found.total > 0 and found.compute > 0 and gib > 0
         intensity = found.messages / found.compute if finite else 0.0
         tokens = load.step_tokens / load.degrees.devices

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import mean
 
 from internsp.app.plan.devices import devices
@@ -12,7 +11,7 @@ from tools.planner.accuracy import Accuracy, accuracy, choices, regret
 from tools.planner.controls import CONTROLS, shuffled
 from tools.planner.fit import chooses_form
 from tools.planner.rows import Row, by_group
-from tools.planner.score import Prediction, Predictor, predictions
+from tools.planner.score import Prediction, Predictor, predict, predictions
 
 Chosen = Callable[[Row], bool]
 
@@ -163,8 +162,6 @@ def _controls(rows: Sequence[Row], found: Sequence[Prediction]) -> Iterator[str]
 
 def quickly(rows: Sequence[Row], predictor: Predictor) -> list[Prediction]:
     """Predictions without flags."""
-    from tools.planner.score import predict
-
     return [predict(row, predictor) for row in rows]
 
 
@@ -232,16 +229,15 @@ def _groups(found: Sequence[Prediction]) -> Iterator[str]:
             )
 
 
-def _of_source(source: str, row: Row) -> bool:
-    return row.text("source") == source
-
-
 def _peers(found: Sequence[Prediction]) -> Iterator[str]:
     yield "| source | n | seconds: theirs | ours | GiB: theirs | ours |"
     yield "|---|---:|---:|---:|---:|---:|"
-    for source in sorted({each.row.text("source") for each in found}):
+    sources: dict[str, list[Prediction]] = {}
+    for each in judged(found, lambda _: True):
+        sources.setdefault(each.row.text("source"), []).append(each)
+    for source, rows in sorted(sources.items()):
         theirs, ours, gib, own = [], [], [], []
-        for each in judged(found, partial(_of_source, source)):
+        for each in rows:
             peer, memory = each.row.number("peer_seconds"), each.row.number("peer_memory_gib")
             if peer and each.row.seconds and each.error is not None:
                 theirs.append(abs(peer / each.row.seconds - 1))

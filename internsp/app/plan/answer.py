@@ -7,6 +7,7 @@ docs/dev/results/planner.md, and none of those ran internsp.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -148,6 +149,18 @@ def seconds_table(found: StepSeconds) -> Table:
     ]
     title = f"Seconds of a step (predicted), {human_seconds(found.total)}"
     return table(title, ("<what", "seconds", "share"), rows)
+
+
+def write_text(option: str, path: Path, text: str) -> None:
+    """Write the file that ``option`` names.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}") from error
 
 
 def human_seconds(seconds: float) -> str:

@@ -69,31 +69,6 @@ def _experts(folder: str | None) -> tuple[int, int, int]:
     return number, int(found.get("num_experts_per_tok") or found.get("moe_k") or 1), int(width)
 
 
-def degrees_of(config: Config, shape: MeshShape, mixed: bool) -> Degrees:
-    """The mesh: sequences of data ranks, weights over ``weight`` ranks, whatever is beside them.
-
-    Args:
-        mixed: whether the model has experts.
-    """
-    return Degrees(
-        devices=shape.world_size,
-        weight=shape.data,
-        kind="zero3" if shape.weight > 1 else "zero1",
-        optimizer=shape.zero_size,
-        pipeline=shape.pipeline,
-        interleave=config.pipeline.chunks if shape.pipeline > 1 else 1,
-        context=shape.sequence,
-        ring=shape.ring,
-        expert=shape.expert,
-        expert_shards=shape.experts.size if mixed else 0,
-        owners_near=config.parallel.fast_links == "expert",
-        expert_optimizer=shape.experts.zero if mixed else 1,
-        shards=shape.weight,
-        ring_near=config.sequence.fast_links == RING,
-        v_shaped=shape.pipeline > 1 and schedule_kind(config.pipeline.schedule).v_shaped,
-    )
-
-
 def reduce_dtype(config: Config) -> torch.dtype:
     """In which a gradient travels."""
     weights = config.weight_parallel
@@ -135,7 +110,23 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
     away = [*weights.offload, ACTIVATIONS] if again.offload else weights.offload
     return Workload(
         model=model_shape,
-        degrees=degrees_of(config, shape, bool(model_shape.experts)),
+        degrees=Degrees(
+            devices=shape.world_size,
+            weight=shape.data,
+            kind="zero3" if shape.weight > 1 else "zero1",
+            optimizer=shape.zero_size,
+            pipeline=shape.pipeline,
+            interleave=config.pipeline.chunks if shape.pipeline > 1 else 1,
+            context=shape.sequence,
+            ring=shape.ring,
+            expert=shape.expert,
+            expert_shards=shape.experts.size if model_shape.experts else 0,
+            owners_near=config.parallel.fast_links == "expert",
+            expert_optimizer=shape.experts.zero if model_shape.experts else 1,
+            shards=shape.weight,
+            ring_near=config.sequence.fast_links == RING,
+            v_shaped=shape.pipeline > 1 and schedule_kind(config.pipeline.schedule).v_shaped,
+        ),
         sequence=config.data.sequence_length,
         rows=max(1, train.global_batch // (train.micro_batches * shape.data)),
         micro_batches=train.micro_batches,
@@ -143,6 +134,5 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         recompute=Recompute(share, full, share),
         habits=habits,
         offload=frozenset(away),
-        loss_chunk=train.loss_chunk,
         tiled=tile_count(config, shape.data) > 1,
     )

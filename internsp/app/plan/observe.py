@@ -86,7 +86,6 @@ class Observed:
         kept: from forward to backward, a chunk's output included.
         block: of ``kept``, what the last of the blocks adds.
         forward: at the peak of forward.
-        peak: at the peak of forward and backward.
         phases: at the peaks of three phases: forward with the loss's backward, the last norm's
             backward, the blocks' backward. Each grows differently with the length.
         between_parts: between input backward and weight backward, where they are separate.
@@ -99,11 +98,15 @@ class Observed:
     kept: int
     block: int
     forward: int
-    peak: int
     phases: tuple[int, ...]
     between_parts: int
     host: tuple[int, ...]
     exchanges: Mapping[str, int]
+
+    @property
+    def peak(self) -> int:
+        """At the peak of forward and backward."""
+        return max(self.phases)
 
 
 def observe(
@@ -175,12 +178,12 @@ def observe(
             begun = live.kinds.copy()
             between_parts = _backward(model, inputs, output, model_part, live) if backward else 0
     phases = [*live.phases, (live.peak, live.at_peak)]
-    peaks = tuple(peak for peak, _ in phases)
     in_blocks = phases[-1][1]
     exchanges = {kind: max(in_blocks[kind] - begun[kind], 0) for kind in (HEADS, RING)}
     return Observed(
-        batch, kept, block_kept, forward, max(peaks), peaks, between_parts, host, exchanges
-    )
+        batch, kept, block_kept, forward, tuple(peak for peak, _ in phases), between_parts, host,
+        exchanges,
+    )  # fmt: skip
 
 
 def _backward(

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from internsp.app.config import Config
 from internsp.app.models.factory import build_model, device_type
-from internsp.app.plan.answer import FREE, seconds_lines, seconds_table
+from internsp.app.plan.answer import FREE, seconds_lines, seconds_table, write_text
 from internsp.app.plan.classes import (
     memory_by_rank,
     print_mesh,
@@ -93,9 +93,9 @@ def print_plan(
     budget = MemoryBudget(config, world_size)
     plan = budget.plan
     if isinstance(plan, PipelinePlan) and picture is not None:
-        _write("--picture", picture, plan.picture())
+        write_text("--picture", picture, plan.picture())
     if schedule is not None:
-        _write("--schedule", schedule, listing(config, plan))
+        write_text("--schedule", schedule, listing(config, plan))
     for part in _screen(config, budget, device):
         console.print(part, markup=False)
     for what, path in (("the picture", picture), ("the whole schedule", schedule)):
@@ -318,10 +318,3 @@ def listing(config: Config, plan: Plan | PipelinePlan) -> str:
     for line in schedule_lines(plan.schedule):
         console.print(f"  {line}", markup=False)
     return out.getvalue()
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror}") from error

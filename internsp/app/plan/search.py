@@ -203,11 +203,6 @@ class Space:
             return None
         return Found(one.layout, self.load(one.layout), one.seconds, config, nbytes)
 
-    def best(self, layout: Layout) -> Found | None:
-        """The first variant that fits; ``None``: there is none."""
-        found = (self.planned(one) for one in self.variants(layout))
-        return next((one for one in found if one is not None), None)
-
     def _computed(self, layout: Layout) -> tuple[Workload, Computed]:
         """The workload of a layout, and what it computes: a block's seconds, and those of the ends,
         are of few of its values."""
@@ -417,7 +412,8 @@ def neighbors(space: Space, layout: Layout) -> Iterator[tuple[str, Found | None]
             if name == "pipeline":
                 moved = replace(moved, schedule=SCHEDULES[0])
             label = f"{name.replace('_', '-')} {other}"
-            yield label, space.best(moved) if space.allows(moved) else None
+            found = map(space.planned, space.variants(moved) if space.allows(moved) else ())
+            yield label, next(filter(None, found), None)
 
 
 @lru_cache

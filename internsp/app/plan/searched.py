@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from internsp.app.config import Config
-from internsp.app.plan.answer import bound_of, exposed, human_seconds
+from internsp.app.plan.answer import bound_of, exposed, human_seconds, write_text
 from internsp.app.plan.classes import table
 from internsp.app.plan.devices import Device
 from internsp.app.plan.replayed import replayed
@@ -16,7 +16,6 @@ from internsp.app.plan.search import TIE, Found, Space, chosen, neighbors, searc
 from internsp.app.plan.seconds import StepSeconds
 from internsp.app.process import terminal
 from internsp.base.sizes import human
-from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
 
 Row = tuple[Found, StepSeconds]
@@ -61,7 +60,9 @@ def print_search(
     for line in _reasons(result.space, rows):
         console.print(line, markup=False)
     if write is not None:
-        _write(write, best.config)
+        parallel = best.config.parallel.model_copy(update={"device": "auto"})  # whatever is there
+        text = best.config.model_copy(update={"parallel": parallel}).to_toml()
+        write_text("--write", write, text)
         console.print(f"the best is in {write}", markup=False)
 
 
@@ -105,13 +106,3 @@ def _reasons(space: Space, rows: list[Row]) -> Iterator[str]:
             told.append(f"{label}: {cost:+.1%}")
     if told:
         yield f"another degree: {'; '.join(told)}"
-
-
-def _write(path: Path, config: Config) -> None:
-    """Write ``config`` for ``internsp train``, on whatever device is there."""
-    parallel = config.parallel.model_copy(update={"device": "auto"})
-    text = config.model_copy(update={"parallel": parallel}).to_toml()
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--write {path}: {error.strerror}") from error

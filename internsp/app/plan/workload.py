@@ -227,7 +227,6 @@ class Workload:
         micro_batches: of a step.
         dtype: of the products (``"bf16"``).
         offload: what is kept in host memory.
-        loss_chunk: tokens whose logits exist at a time; 0: all.
         tiled: feed-forwards are computed in parts of the sequence, and those again in backward.
     """
 
@@ -240,7 +239,6 @@ class Workload:
     recompute: Recompute = field(default_factory=Recompute)
     habits: Habits = field(default_factory=Habits)
     offload: frozenset[str] = frozenset()
-    loss_chunk: int = 0
     tiled: bool = False
 
     @property
