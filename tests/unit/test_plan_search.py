@@ -318,6 +318,14 @@ def test_the_bound_is_near_a_plan_that_measures_no_more_than_it_has_to(
     assert not any("_simulated" in vars(rank) for rank in budget.plan.ranks), "no bytes need it"
 
 
+def test_the_bound_has_what_offloaded_blocks_leave_and_what_a_block_computed_again_takes() -> None:
+    space = Space(config(train={"global_batch": 64}), 8, H100)
+    layout = Layout(1, SCHEDULES[0], 1, 1, 8, 0, 2, "full", True)
+    found = space.planned(Variant(layout, step_seconds(space.load(layout), H100)))
+    assert found is not None
+    assert 0.96 * found.nbytes < space.least.of(found.load) <= found.nbytes
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda one: str(one[0]))
 def test_seconds_of_a_schedules_closed_form_are_near_those_of_the_replay(
     schedule: tuple[str, int],

@@ -348,7 +348,8 @@ class LeastBytes:
                 if blocks.stop <= recomputing:
                     work = (whole.block - few.block) * tokens
                     if not tiled:
-                        work = self._again(mode, context, ring, kinds[-1], gone).at(tokens)
+                        redo = self._again(mode, context, ring, kinds[-1], gone)
+                        work = max(work, redo.at(tokens))
                 if stage == 0:  # the gradient of an embedding comes when measured blocks are freed
                     shown = [kept_by[kind][those > 0] for kind in shown_kinds(redone or plain)]
                     freed = sum(one.block for one in shown) + max(one.more for one in shown)
