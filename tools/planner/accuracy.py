@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from tools.planner.rows import by_group
-from tools.planner.score import Prediction
+from tools.planner.score import Prediction, by_group
 
 FEWEST = 4  # rows of a group whose order counts
 
@@ -58,13 +57,8 @@ def _rates(found: Sequence[Prediction]) -> list[tuple[float, float]]:
 
 
 def _tau(found: Sequence[Prediction]) -> float | None:
-    own = {id(each.row): each for each in found if each.error is not None}
-    taus = []
-    for rows in by_group([each.row for each in found if id(each.row) in own]).values():
-        if len(rows) >= FEWEST:
-            one = kendall(_rates([own[id(row)] for row in rows]))
-            if one is not None:
-                taus.append(one)
+    each = [kendall(_rates(own)) for own in by_group(found) if len(own) >= FEWEST]
+    taus = [one for one in each if one is not None]
     return mean(taus) if taus else None
 
 

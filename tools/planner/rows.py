@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -244,12 +244,4 @@ def contradictions(row: Row) -> list[str]:
         ours = batch * load.sequence / row.seconds / d.devices
         if abs(ours / rate - 1) > 0.03:
             found.append(f"seconds make {ours:.4g} tokens/s a device, the column says {rate:g}")
-    return found
-
-
-def by_group(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by group."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row.group, []).append(row)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import isfinite
@@ -15,7 +15,6 @@ from tools.planner.bytes import step_bytes
 from tools.planner.rows import (
     Row,
     Unpredictable,
-    by_group,
     contradictions,
     device_of,
     workload_of,
@@ -81,6 +80,15 @@ def fitted_ids() -> frozenset[str]:
     return frozenset(name for device in devices().values() for name in device.fitted.rows)
 
 
+def by_group(found: Sequence[Prediction]) -> Iterable[list[Prediction]]:
+    """Those of each group that are measured and predicted."""
+    groups: dict[str, list[Prediction]] = {}
+    for each in found:
+        if each.error is not None:
+            groups.setdefault(each.row.group, []).append(each)
+    return groups.values()
+
+
 def predict(row: Row, predictor: Predictor = step_seconds) -> Prediction:
     """Predict one row; what cannot be predicted says why."""
     try:
@@ -129,9 +137,7 @@ def _far_from_neighbors(found: Sequence[Prediction]) -> dict[int, tuple[str, ...
     Neighbors are the rows of a group that differ in the fewest columns.
     """
     far: dict[int, tuple[str, ...]] = {}
-    own = {id(each.row): each for each in found if each.error is not None}
-    for rows in by_group([each.row for each in found]).values():
-        known = [own[id(row)] for row in rows if id(row) in own]
+    for known in by_group(found):
         for each in known:
             others = sorted(
                 (other for other in known if other is not each),

@@ -10,7 +10,7 @@ from internsp.app.plan.devices import devices
 from tools.planner.accuracy import Accuracy, accuracy, choices, regret
 from tools.planner.controls import CONTROLS, shuffled
 from tools.planner.fit import chooses_form
-from tools.planner.rows import Row, by_group
+from tools.planner.rows import Row
 from tools.planner.score import Prediction, Predictor, predict, predictions
 
 Chosen = Callable[[Row], bool]
@@ -124,14 +124,8 @@ def _bounds(found: Sequence[Prediction]) -> Iterator[str]:
             one = accuracy(part)
             if one is None:
                 continue
-            limits = [
-                "–" if limit is None else shown
-                for limit, shown in (
-                    (bound.mean, f"{100 * (bound.mean or 0):.0f}"),
-                    (bound.p90, f"{100 * (bound.p90 or 0):.0f}"),
-                    (bound.tau, f"{bound.tau or 0:.2f}"),
-                )
-            ]
+            limits = ["–" if x is None else f"{100 * x:.0f}" for x in (bound.mean, bound.p90)]
+            limits.append("–" if bound.tau is None else f"{bound.tau:.2f}")
             stated = name == "all" and bound.mean is not None
             kept = ("yes" if bound.met(one) else "no") if stated else ""
             told = ", ".join(limits) if stated else ""
@@ -210,23 +204,20 @@ def _layout(row: Row) -> str:
 def _groups(found: Sequence[Prediction]) -> Iterator[str]:
     yield "| source, device, model | software | n | mean | bias | worst | row | chose the form |"
     yield "|---|---|---:|---:|---:|---:|---|---|"
-    own = {
-        id(each.row): each for each in judged(found, lambda _: True) if each.error is not None
-    }
-    for group, rows in sorted(by_group([each.row for each in own.values()]).items()):
-        for software in sorted({f"{row.text('software')} {row.text('dtype')}" for row in rows}):
-            part = [
-                own[id(row)] for row in rows
-                if f"{row.text('software')} {row.text('dtype')}" == software
-            ]  # fmt: skip
-            errors = [each.error or 0.0 for each in part]
-            worst = max(part, key=lambda each: abs(each.error or 0.0))
-            form = "yes" if chooses_form(group) else ""
-            yield (
-                f"| {group.replace('|', ', ')} | {software} | {len(part)} | "
-                f"{percent(mean(map(abs, errors)))} | {100 * mean(errors):+.1f} | "
-                f"{100 * (worst.error or 0.0):+.0f} | {worst.row.id.rsplit('-', 1)[-1]} | {form} |"
-            )
+    tables: dict[tuple[str, str], list[Prediction]] = {}
+    for each in judged(found, lambda _: True):
+        if each.error is not None:
+            software = f"{each.row.text('software')} {each.row.text('dtype')}"
+            tables.setdefault((each.row.group, software), []).append(each)
+    for (group, software), part in sorted(tables.items()):
+        errors = [each.error or 0.0 for each in part]
+        worst = max(part, key=lambda each: abs(each.error or 0.0))
+        form = "yes" if chooses_form(group) else ""
+        yield (
+            f"| {group.replace('|', ', ')} | {software} | {len(part)} | "
+            f"{percent(mean(map(abs, errors)))} | {100 * mean(errors):+.1f} | "
+            f"{100 * (worst.error or 0.0):+.0f} | {worst.row.id.rsplit('-', 1)[-1]} | {form} |"
+        )
 
 
 def _peers(found: Sequence[Prediction]) -> Iterator[str]:
