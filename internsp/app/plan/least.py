@@ -1,9 +1,9 @@
 """A lower bound of what :class:`~internsp.app.plan.longest.MemoryBudget` counts, in microseconds.
 
 A search leaves out what does not fit by it; what is left is counted by the budget itself. Weights
-are counted from the model, and what a block keeps is measured once for each way to recompute and to
-share sequences, and once where a backward is split. What only adds is left out: small weights, and
-most of what a block works in.
+are counted from the model; what a block keeps, and what one that is computed again works in, is
+measured once for each way to recompute and to share sequences, and once where a backward is split.
+What only adds is left out: small weights, and what other blocks work in.
 """
 
 from __future__ import annotations
