@@ -409,14 +409,12 @@ def test_tiles_are_taken_where_memory_is_short_and_cost_what_they_compute_again(
     )  # fmt: skip
     space = Space(given, 1, H100)
     plain = Layout(1, SCHEDULES[0], 1, 1, 1, 0, 1, "none", False)
-    # Between the bound of selective recompute without tiles and what its plan needs.
     best = search(given, 1, replace(H100, memory=5.65 * 2**30), 1).best[0]
     assert (best.layout.checkpoint, best.layout.tiled) == ("selective", True)
     assert best.config.activation_checkpoint.tiles == "auto"
     without = space.planned(Variant(replace(best.layout, tiled=False), best.seconds))
     assert without is not None
-    assert space.least.of(without.load) < 5.08 * 2**30 < without.nbytes
-    assert best.nbytes < 5.08 * 2**30
+    assert best.nbytes < 5.08 * 2**30 < without.nbytes
     load = space.load(replace(plain, tiled=True))
     again, whole = step_seconds(load, H100), step_seconds(space.load(plain), H100)
     assert again.total - whole.total == pytest.approx(6 * fed(load, H100).total)

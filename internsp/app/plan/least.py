@@ -192,18 +192,22 @@ class LeastBytes:
     def of(self, load: Workload) -> float:
         """Bytes that the fullest rank needs at least."""
         degrees, stages = load.degrees, Stages.of_load(load)
+        once = load.micro_batches == 1 and not self.config.train.batch_tokens
         fixed = self._weights(
             stages, degrees.sharded, degrees.optimizer, degrees.expert_shards,
-            degrees.expert_optimizer, "optimizer" in load.offload,
+            degrees.expert_optimizer, "optimizer" in load.offload, once,
         )  # fmt: skip
         moving = self._activations(
             stages, degrees.context, degrees.ring, load.rows, load.micro_batches, load.recompute,
             load.tiled, "activations" in load.offload,
         )  # fmt: skip
-        # Sums of one micro-batch are made while its activations are freed.
-        one = stages.ranks == 1 == load.micro_batches and not self.config.train.batch_tokens
+        # Sums of one micro-batch are made while its activations are freed, from gradients that a
+        # weight group of one keeps as they are.
+        size, wide = _SIZES.get(self.base.dtype, 2), self.base.habits.sum_bytes
+        first = (size if degrees.sharded == 1 else wide) / wide / len(self.blocks)
+        one = stages.ranks == 1 and once
         return max(
-            own + (max(sums, others + sums / len(self.blocks)) if one else sums + others)
+            own + (max(sums, others + sums * first) if one else sums + others)
             for (own, sums), others in zip(fixed, moving, strict=True)
         )
 
@@ -225,21 +229,23 @@ class LeastBytes:
         return [one for one in ends if one]
 
     def _weight_bytes(
-        self, stages: Stages, over: int, owners: int, few: int, expert_owners: int, away: bool
-    ) -> list[tuple[float, float]]:
+        self, stages: Stages, over: int, owners: int, few: int, expert_owners: int, away: bool,
+        once: bool,
+    ) -> list[tuple[float, float]]:  # fmt: skip
         """Of each pipeline rank, without activations, and its gradient sums.
 
         Args:
             over, few: ranks over which a weight, and an expert, is sharded.
             owners, expert_owners: ranks that share the state of a shard.
             away: the optimizer's state is in host memory.
+            once: a step has one backward.
         """
         if not self.divided:
             return [(0.0, 0.0)] * stages.ranks
         weights, habits = self.config.weight_parallel, self.base.habits
         size = _SIZES.get(self.base.dtype, 2)
         few = max(1, few)
-        reducing = self._reduction_bytes(over, few)
+        reducing = self._reduction_bytes(over, few, once)
         state = habits.state_bytes
         if away or self.config.optimizer.name in ("adafactor", "muon"):  # by parameter
             state = 0
@@ -266,23 +272,24 @@ class LeastBytes:
                     a * over * reducing[0] + b * few * reducing[1]
                     for a, b in zip(dense, experts, strict=True)
                 ]
-                reduced += [one * reducing[0] for one in beyond]
+                reduced += [one * reducing[0] for one in outer]
                 nbytes += sum(sorted(reduced, reverse=True)[: weights.reductions_in_flight])
                 exchanged = _buffers([*dense, *beside], owners) + _buffers(experts, expert_owners)
                 nbytes += exchanged * habits.sum_bytes
             found.append((nbytes, sums))
         return found
 
-    def _reduction_bytes(self, over: int, few: int) -> list[float]:
+    def _reduction_bytes(self, over: int, few: int, once: bool) -> list[float]:
         """Bytes of the buffers in which an element of a gradient is reduced, of a weight and of an
-        expert (:meth:`internsp.schedule.chunk.WeightLayout.reduction_bytes`)."""
+        expert (:meth:`internsp.schedule.chunk.WeightLayout.reduction_bytes`); in a weight group of
+        one, of a gradient that waits to be added to others."""
         size, near = self.base.habits.reduce_bytes, self._near(over, few)
         found = []
         for ranks in (over, few):
             each = 1.0 if self.base.habits.reduces_in_ring else 2.0
             parts = ranks // near if 1 < near < ranks else 1
             sums = 4 * (parts - 1) / ranks * max(4, size) + size if parts > 1 else 0
-            found.append(each * size + sums if ranks > 1 else 0.0)
+            found.append(each * size + sums if ranks > 1 else 0.0 if once else float(size))
         return found
 
     def _near(self, over: int, few: int) -> int:
