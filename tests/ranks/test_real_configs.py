@@ -63,16 +63,20 @@ def test_a_real_models_layout_is_the_one_that_the_search_writes(name: str, tmp_p
 def small(name: str) -> Config:
     """The configuration with few features, blocks and ranks, and what else it says."""
     config = load_config(CONFIGS / f"{name}.toml")
+    stages = min(2, config.parallel.pipeline)
     changes: dict[str, dict[str, Any]] = {
         "model": {
-            "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate_size": 64,
+            "hidden_size": 32, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate_size": 64,
             "vocab_size": 257,
         },
         "data": {"source": "text", "paths": [str(TEXT)], "sequence_length": 32},
-        "parallel": {"weight": min(2, config.parallel.weight), "device": "cpu"},
+        "parallel": {
+            "weight": min(2, config.parallel.weight), "pipeline": stages, "device": "cpu",
+        },
         "optimizer": {"warmup_steps": 1, "lr": 3e-3},
         "train": {
-            "steps": 4, "global_batch": 8, "micro_batches": min(2, config.train.micro_batches),
+            "steps": 4, "global_batch": 8,
+            "micro_batches": min(2 * stages, config.train.micro_batches),
             "eval_batches": 0, "sample_tokens": 0, "log_every": 50,
         },
         "checkpoint": {"save": False},
@@ -86,7 +90,7 @@ def small(name: str) -> Config:
             "head_dim": 8,
             "kv_heads": None if latent else 2,
         }
-        changes["parallel"]["expert"] = min(2, config.parallel.expert)
+        changes["parallel"]["expert"] = min(2 // stages, config.parallel.expert)
     values = config.model_dump()
     for section, given in changes.items():
         values[section] |= given
