@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from internsp.modules import entry
 from tests.support.few import some
 from tests.support.ranks import run_ranks
 from tests.support.runs import Changes, Ran, config, run, run_all
@@ -102,13 +101,13 @@ def test_a_run_that_goes_on_elsewhere_drops_what_it_would_have_dropped(
 
 
 def compiled(rank: int, world_size: int, folder: str, settings: Any) -> None:
-    compiler = entry.torch.compile
+    compiler = torch.compile
     made = lambda function, **options: compiler(function, backend="aot_eager")  # noqa: E731
-    entry.torch.compile = made  # type: ignore[assignment]
+    torch.compile = made  # type: ignore[assignment]
     try:
         run(rank, world_size, [(settings, folder)])
     finally:
-        entry.torch.compile = compiler  # type: ignore[assignment]
+        torch.compile = compiler  # type: ignore[assignment]
 
 
 @pytest.mark.thorough(19)

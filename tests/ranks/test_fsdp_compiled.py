@@ -79,7 +79,13 @@ SHAPES: dict[str, tuple[Callable[..., None], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    ["checkpointed", "regions, tied", "units of several modules", *(
+        pytest.param(name, marks=pytest.mark.thorough(4))  # each of their parts is in one above
+        for name in ("blocks", "tied", "regions", "weightless")
+    )],
+)  # fmt: skip
 @ranks(2)
 def test_compiled_programs_have_the_numbers_of_fsdp2(name: str, rank: int) -> None:
     prepare, options, modules = SHAPES[name]

@@ -19,7 +19,7 @@ from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.layers import MixtureOfExperts, balance_experts, router_loss
-from internsp.modules import entry, supported
+from internsp.modules import supported
 from internsp.parallel.parallelize import parallelize
 from tests.support.compare import TOLERANCE, check, close, gradients, parameters
 from tests.support.owners import mesh_of
@@ -165,13 +165,13 @@ def test_compiled_blocks_with_experts_are_refused_where_torch_is_wrong() -> None
 @pytest.mark.skipif(not since("2.12"), reason="wrong in torch 2.11, and refused there")
 @ranks(2)
 def test_compiled_blocks_give_the_same_with_owners_and_gathered() -> None:
-    compiler, graphs = entry.torch.compile, []
+    compiler, graphs = torch.compile, []
 
     def counted(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return graph
 
-    entry.torch.compile = partial(compiler, backend=counted)  # type: ignore[assignment]
+    torch.compile = partial(compiler, backend=counted)  # type: ignore[assignment]
     try:
         for options, degrees in ((SWITCH, {"expert": 2}), (DEEPSEEK, {"weight": 2})):
             graphs.clear()
@@ -179,7 +179,7 @@ def test_compiled_blocks_give_the_same_with_owners_and_gathered() -> None:
             Pair(options, None, whole, **degrees).step(0, str(degrees))
             assert graphs, "the control: something was compiled"
     finally:
-        entry.torch.compile = compiler  # type: ignore[assignment]
+        torch.compile = compiler  # type: ignore[assignment]
 
 
 ZOO: dict[str, dict[str, Any]] = {
