@@ -153,7 +153,8 @@ def register_hooks(
             module.register_load_state_dict_pre_hook(partial(before_load, communicator))
             # ``assign=True`` puts others in place of our parameters: copy the others' values.
             module.register_load_state_dict_post_hook(partial(after_load, communicator))
-            if id(module) not in scopes:  # blocks and the model are wrapped below
+            # Blocks and the model are wrapped below.
+            if id(module) not in scopes and module not in compilers:
                 wrap_forward(module)
     # ... of blocks, where weights may be read outside of the module that owns them, ...
     for each in blocks:
