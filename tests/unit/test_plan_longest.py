@@ -253,6 +253,17 @@ def test_memory_of_steps_is_that_of_what_lives_when_gradients_are_summed(
     assert alive.most - few <= planned < 1.07 * alive.most
 
 
+@pytest.mark.parametrize(("weight", "size"), [(1, 2), (2, 4)])
+def test_a_weight_group_of_one_keeps_autograds_own_gradients(weight: int, size: int) -> None:
+    """Of 16 bits, until they are packed for the step; a sum over ranks is in fp32."""
+    train = {"global_batch": 2, "micro_batches": 1, "dtype": "bfloat16"}
+    plain = {"coalesce_bytes": 0}
+    given = config(train=train, parallel={"weight": weight}, weight_parallel=plain)
+    budget = MemoryBudget(given, weight)
+    elements = dict(budget.ranks[0].fixed)["weight shards"] // 2
+    assert budget.all == pytest.approx(size * elements, rel=0.02)
+
+
 def test_what_is_printed_names_the_bound_and_mistakes_their_remedy() -> None:
     output = io.StringIO()
     console = Console(file=output, width=100, highlight=False)
