@@ -36,8 +36,8 @@ def parallelize_as(
     """
 
     def examine() -> Examined:
-        require_supported(model)
         found, kind = structure(), mesh.device.type
+        require_supported(model, compiles=config.compile or bool(found.compilers))
         layout = chunk_layout(shardings, found, config, mesh.shape, set(), device=kind)
         return Examined(found, set(), [*shardings], layout, False)
 

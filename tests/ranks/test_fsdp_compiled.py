@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import internsp.fsdp as ours
 from internsp.errors import StructureError
+from internsp.modules import supported
 from tests.support.fsdp import Model, batch, loss_of, mesh_of, shard, steps
 from tests.support.ranks import ranks
 
@@ -116,6 +117,28 @@ def test_what_is_compiled_says_so_and_keeps_its_options(rank: int) -> None:
     model.blocks[0].up.forward = lambda x: torch._dynamo.graph_break() or x  # type: ignore[method-assign]
     with pytest.raises(torch._dynamo.exc.Unsupported):
         loss_of(model, batch(1, 0, rank))
+
+
+@ranks(2)
+def test_compiled_experts_are_refused_where_torch_is_wrong(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supported, "TORCH_ASKS", False)  # torch 2.11
+        model = Model()
+        model.blocks[0].up.dispatch = None  # type: ignore[assignment]  # as `Experts` has
+        model.blocks[0].compile(backend="eager")
+        shard(ours.fully_shard, model, "blocks", mesh_of((2,)))
+        with pytest.raises(StructureError, match="compiled blocks with experts"):
+            model(batch(0, 0, rank))
+
+
+@ranks(2)
+def test_a_module_that_is_compiled_after_the_first_forward_is_refused(rank: int) -> None:
+    model = Model()
+    shard(ours.fully_shard, model, "blocks", mesh_of((2,)))
+    loss_of(model, batch(0, 0, rank)).backward()
+    model.blocks[1].compile(backend="eager")
+    with pytest.raises(StructureError, match=r"blocks\.1 is compiled"):
+        model(batch(1, 0, rank))
 
 
 @ranks(2)

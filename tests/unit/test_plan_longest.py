@@ -26,7 +26,7 @@ from internsp.app.plan.live import Outputs
 from internsp.app.plan.longest import MemoryBudget, print_longest
 from internsp.app.plan.observations import Observations
 from internsp.app.plan.observe import ModelPart, observe
-from internsp.app.plan.offloaded import HOSTED, STEPPING
+from internsp.app.plan.offloaded import AT_STEP, HOSTED, STEPPING
 from internsp.app.process.stop import StopRequest
 from internsp.app.train.step import StepRunner
 from internsp.base.host import ACTIVATIONS, OPTIMIZER, pinned_bytes
@@ -262,6 +262,16 @@ def test_a_weight_group_of_one_keeps_autograds_own_gradients(weight: int, size: 
     budget = MemoryBudget(given, weight)
     elements = dict(budget.ranks[0].fixed)["weight shards"] // 2
     assert budget.all == pytest.approx(size * elements, rel=0.02)
+
+
+def test_a_step_works_in_its_own_part_of_a_bucket() -> None:
+    """An owner of all packs a bucket; one of half compares half of it with masters."""
+    train = {"global_batch": 2, "micro_batches": 1, "dtype": "bfloat16"}
+    given = config(train=train, parallel={"weight": 1})
+    alone, half = (dict(MemoryBudget(given, ranks).ranks[0].stepping) for ranks in (1, 2))
+    assert half[AT_STEP] == pytest.approx(alone[AT_STEP] / 2, rel=0.01)
+    wide = config(train={**train, "dtype": "float32"}, parallel={"weight": 1})
+    assert not MemoryBudget(wide, 2).ranks[0].stepping, "no masters, and buffers of exchanges"
 
 
 def test_what_is_printed_names_the_bound_and_mistakes_their_remedy() -> None:

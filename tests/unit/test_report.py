@@ -22,6 +22,7 @@ from internsp.app.report.svg import (
     smooth,
     ticks,
 )
+from internsp.app.report.tables import waits_by_place
 from internsp.base.trace import Event
 from tests.support import metrics
 
@@ -271,6 +272,11 @@ def test_ten_thousand_steps_stay_small_and_keep_a_spike_of_one_step(tmp_path):
     assert axis(root, "end")(y) == pytest.approx(50.0, abs=0.2)
     assert axis(root, "middle")(x) == pytest.approx(7001, abs=15)
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]
+
+
+def test_waits_of_no_time_have_no_row_and_no_share():
+    wait = Event("WAIT", "layers.0", "w", "forward", 0.3, 0.3, 0)
+    assert waits_by_place({0: [Event("FORWARD", "", "", "forward", 0.0, 1.0, 0), wait]}) == []
 
 
 @pytest.mark.parametrize("uses_per_block", [10, 1])

@@ -167,8 +167,7 @@ def _sums_of_backward(plan: Plan) -> tuple[int, int]:
     chunk = plan.chunk
     ends = sum(backward_sums(u.weights) for u in (chunk.head, *chunk.others) if u is not None)
     blocks = max((backward_sums(unit.weights) for unit in chunk.blocks), default=0)
-    small = sum(n for name, n in plan.memory if name == "replicated parameters")
-    return blocks + ends, sum(backward_sums(unit.weights) for unit in chunk.units) + small
+    return blocks + ends, sum(backward_sums(unit.weights) for unit in chunk.units)
 
 
 def _sum(rows: Sequence[tuple[str, int]]) -> int:

@@ -119,16 +119,19 @@ def exchange_buffer_bytes(chunk: ChunkLayout, shape: MeshShape) -> int:
     return sum(length * size * count for (length, size), count in found.items())
 
 
-def stepping_bytes(chunk: ChunkLayout) -> int:
-    """Most bytes that a bucket on the device needs at once where its sums become one gradient, and
-    where its 16-bit weights are compared with their masters: equal or not, and a wide copy."""
+def stepping_bytes(chunk: ChunkLayout, shape: MeshShape) -> int:
+    """Most bytes that a bucket on the device needs at once where its sums become one gradient, if
+    it has one owner, and where its owner compares 16-bit weights with their masters: equal or not,
+    and a wide copy."""
     most = 0
     for bucket in buckets(chunk):
-        shard, wide = bucket[0].dtypes.shard, _wide(bucket[0].dtypes.shard)
-        compared = int(wide > shard.itemsize)
+        size, wide = bucket[0].dtypes.shard.itemsize, _wide(bucket[0].dtypes.shard)
+        zero = shape.axis(bucket[0].expert).zero
+        elements = sum(w.shard_bytes for w in bucket) // size
         if OPTIMIZER not in bucket[0].offload:
-            elements = sum(w.shard_bytes for w in bucket) // shard.itemsize
-            most = max(most, elements * (wide + compared))
+            packed = elements * wide if zero == 1 else 0
+            compared = -(-elements // zero) * (wide + 1) if wide > size else 0
+            most = max(most, packed, compared)
     return most
 
 

@@ -171,7 +171,7 @@ def _memory(
         ("unsharded gradient sums (full accumulation)", unsharded_sums),
         ("optimizer state", device_state),
         *matrices.rows(),
-        (AT_STEP, stepping_bytes(chunk)),
+        (AT_STEP, stepping_bytes(chunk, shape)),
         *off.rows(),
     ]
 

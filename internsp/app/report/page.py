@@ -22,9 +22,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from internsp.app.config import HELD_OUT
 from internsp.app.report.metrics import StepMetrics, read_metrics, write_whole
+from internsp.app.report.rendering import TEMPLATES
 from internsp.app.report.svg import (
     PHASES,
-    TEMPLATES,
     Series,
     draw_timeline,
     drawable,
@@ -39,14 +39,13 @@ from internsp.app.report.tables import (
     waits_by_place,
 )
 from internsp.app.report.timeline import step_times
-from internsp.base.sizes import UNITS, human
+from internsp.base.sizes import human
 from internsp.base.trace import Event
 from internsp.errors import ConfigError
 
 COLORS = ("s1", "s2", "s3", "s4")
 """CSS classes for the lines of a chart; a chart has at most this many lines."""
 
-_MAX_TEXT = 100_000
 _OFF = 0.02  # share of a step from which a component's prediction is called wrong
 _EVENT = tuple(field.name for field in dataclasses.fields(Event))
 
@@ -177,20 +176,6 @@ def _kept() -> list[str]:
 def rendered(name: str, **content: Any) -> str:
     """One of ``templates/`` with its content, without characters that HTML or UTF-8 lack."""
     return _FORBIDDEN.sub("\ufffd", TEMPLATES.get_template(name).render(**content))
-
-
-def _bytes_as(nbytes: float, greatest: float) -> str:
-    """Bytes in the unit of the greatest number of a table, so that a column can be compared."""
-    unit = human(greatest).split()[1]
-    return f"{nbytes / UNITS[unit]:.{0 if unit == 'B' else 1}f} {unit}"
-
-
-TEMPLATES.filters |= {
-    "bounded": lambda text: text[:_MAX_TEXT] + ("\n…" if len(text) > _MAX_TEXT else ""),
-    "ms": lambda seconds: f"{seconds * 1e3:.2f}",
-    "human": human,
-    "bytes_as": _bytes_as,
-}
 
 
 def _most_off(rows: Sequence[tuple[str, float, float]]) -> str:

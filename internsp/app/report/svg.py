@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from internsp.app.report.rendering import TEMPLATES
 from internsp.app.report.timeline import LANES, Bar, build_timeline, window_of
 from internsp.base.sizes import human
 from internsp.base.trace import Event
@@ -27,15 +27,6 @@ WIDTH, HEIGHT = 560, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 34
 _BUCKETS = 250
 _HOVERS = 120
-
-TEMPLATES = Environment(
-    loader=PackageLoader("internsp.app.report"),
-    autoescape=True,
-    undefined=StrictUndefined,
-    trim_blocks=True,
-)
-"""The pages' templates, and those of their drawings."""
-TEMPLATES.filters["px"] = "{:.1f}".format
 
 
 def number(value: float) -> str:

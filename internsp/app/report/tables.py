@@ -52,7 +52,8 @@ def waits_by_place(events: Traces) -> list[tuple[str, str, float, list[tuple[str
     blocks that waited most."""
     places: dict[tuple[str, str], dict[str, float]] = {}
     for (kind, unit, phase), seconds in mean_waits(events).items():
-        places.setdefault((phase, COMMUNICATION.get(kind, "")), {})[unit] = seconds
+        if seconds > 0:  # else no share of all could be told
+            places.setdefault((phase, COMMUNICATION.get(kind, "")), {})[unit] = seconds
     rows = [
         (*place, sum(units.values()), sorted(units.items(), key=lambda item: -item[1])[:_WORST])
         for place, units in places.items()
