@@ -165,28 +165,63 @@ def needed_spans(held: Sequence[Ranges], spec: MaskSpec) -> NeededSpans:
     """The keys of each rank's block that each rank's queries see.
 
     Equal to the union of the keys of all :func:`kernel_calls` of the two ranks, but found by
-    comparing ranges only, and only ranges that share a document.
+    comparing ranges only, and only ranges that share a document. Equal results are one object.
     """
     found: list[list[list[Span]]] = [[[] for _ in held] for _ in held]
     for lengths in spec.documents:
         before = sum(lengths) if spec.window is None else spec.window - 1
         after = 0 if spec.causal else before
         for members in _by_document(held, lengths):
-            for block, at, start, stop in members:
-                for rank, _, a, b in members:
-                    first, last = max(start, a - before), min(stop, b + after)
-                    if first < last:
-                        found[rank][block].append((at + first - start, at + last - start))
-    return tuple(tuple(union(spans) if spans else () for spans in row) for row in found)
+            runs = [(block, run) for block, pieces in members for run in _ascending(pieces)]
+            for rank, pieces in members:
+                row = found[rank]
+                for first, last in union((a - before, b + after) for _, a, b in pieces):
+                    for block, (offsets, starts, stops) in runs:
+                        i, j = bisect_right(stops, first), bisect_left(starts, last) - 1
+                        if i <= j:
+                            begin = offsets[i] + max(0, first - starts[i])
+                            row[block].append((begin, offsets[j] + min(last, stops[j]) - starts[j]))
+    known: dict[tuple[Span, ...], Ranges] = {(): ()}
+
+    def joined(spans: list[Span]) -> Ranges:
+        key = tuple(spans)
+        if key not in known:
+            known[key] = union(spans)
+        return known[key]
+
+    return tuple(tuple(map(joined, row)) for row in found)
+
+
+_Piece = tuple[int, int, int]
+"""What a rank holds of a document: offset into its block, start, stop."""
 
 
 def _by_document(
     held: Sequence[Ranges], lengths: tuple[int, ...]
-) -> Iterable[list[tuple[int, int, int, int]]]:
-    """For each document, the pieces that ranks hold of it: (rank, offset, start, stop)."""
+) -> Iterable[Iterable[tuple[int, list[_Piece]]]]:
+    """For each document, the ranks that hold pieces of it, with them."""
     ends = list(accumulate(lengths))
-    found: dict[int, list[tuple[int, int, int, int]]] = {}
+    found: dict[int, dict[int, list[_Piece]]] = {}
     for rank, ranges in enumerate(held):
         for at, (start, stop) in _split_at(ranges, ends):
-            found.setdefault(bisect_right(ends, start), []).append((rank, at, start, stop))
-    return found.values()
+            own = found.setdefault(bisect_right(ends, start), {})
+            own.setdefault(rank, []).append((at, start, stop))
+    return [own.items() for own in found.values()]
+
+
+def _ascending(pieces: Sequence[_Piece]) -> list[tuple[list[int], list[int], list[int]]]:
+    """Offsets, starts and stops of pieces that follow one another, in their block and in their
+    positions: keys between two positions are then between two offsets."""
+    found: list[tuple[list[int], list[int], list[int]]] = []
+    stops: list[int] = []
+    end = -1
+    for at, start, stop in pieces:
+        if at != end or start < stops[-1]:
+            stops = []
+            found.append(([], [], stops))
+        offsets, starts, _ = found[-1]
+        offsets.append(at)
+        starts.append(start)
+        stops.append(stop)
+        end = at + stop - start
+    return found

@@ -18,7 +18,7 @@ and kernel calls for itself only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -104,6 +104,36 @@ class Route:
         )
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What all ranks of a ring send, for a plan.
+
+    Attributes:
+        sent: by rank, positions whose keys and values it sends in a forward.
+        in_flight: by rank, the most of them that it receives in two consecutive steps.
+        returned: by rank, positions whose gradients of keys and values it sends in a backward.
+    """
+
+    sent: list[int]
+    in_flight: list[int]
+    returned: list[int]
+
+
+def traffic(held: tuple[Ranges, ...], spec: MaskSpec, form: str, inner: int) -> Traffic:
+    """What all ranks send by their :func:`route`, without steps and kernel calls."""
+    require_form(len(held), form, inner)
+    rings = _choose(held, spec, form, inner)
+    returned = [
+        sum(map(_positions, needed)) - _positions(needed[rank])
+        for rank, needed in enumerate(rings.needed_spans)
+    ]
+    received = [[0] * len(held) for _ in held]
+    for _, peer, step, positions in rings.moves():
+        received[peer][step] += positions
+    in_flight = [max(map(sum, zip(came, [*came[1:], 0], strict=True))) for came in received]
+    return Traffic(rings.sent, in_flight, returned)
+
+
 def routes(held: tuple[Ranges, ...], spec: MaskSpec, form: str = "auto", inner: int = 1) -> Routes:
     """The routes of all ranks; see :func:`route`."""
     return tuple(route(held, spec, rank, form, inner) for rank in range(len(held)))
@@ -179,8 +209,7 @@ def _choose(held: tuple[Ranges, ...], spec: MaskSpec, form: str, inner: int) -> 
     if form != "auto":
         return makers[form]()
     made = [makers[name]() for name in ("ring", "reverse", "direct")]
-    sent = [rings.sent() for rings in made]
-    return min(zip(made, sent, strict=True), key=lambda each: (max(each[1]), sum(each[1])))[0]
+    return min(made, key=lambda rings: (max(rings.sent), sum(rings.sent)))
 
 
 @dataclass(frozen=True)
@@ -200,23 +229,22 @@ class _Rings:
     def outer(self) -> int:
         return len(self.needed_spans) // self.inner
 
-    def _rank_after(self, rank: int, o: int, i: int) -> int:
-        """The rank that is ``o`` inner rings, and ``i`` ranks within its ring, after ``rank``."""
-        ring, place = divmod(rank, self.inner)
-        ring, place = ring + self.direction * o, place + self.direction * i
-        return ring % self.outer * self.inner + place % self.inner
+    def rank_at(self, block: int, step: int, way: int = 1) -> int:
+        """The rank that computes with ``block`` in ``step``; ``way`` -1: the block of a rank."""
+        (ring, place), (o, i) = divmod(block, self.inner), divmod(step, self.inner)
+        turn = way * self.direction
+        return (ring + turn * o) % self.outer * self.inner + (place + turn * i) % self.inner
 
-    def rank_at(self, block: int, step: int) -> int:
-        """The rank that computes with ``block`` in ``step``."""
-        return self._rank_after(block, *divmod(step, self.inner))
+    def _visits(self, block: int) -> list[int]:
+        """The ranks that compute with ``block``, by step."""
+        return [self.rank_at(block, step) for step in range(len(self.needed_spans))]
 
     @cached_property
     def _needed_in_ring(self) -> list[list[Ranges]]:
         """``[block][step]``: the part of a block needed from a step on in the same inner ring."""
         found = []
         for block in range(len(self.needed_spans)):
-            steps = range(len(self.needed_spans))
-            visits = [self.needed_spans[self.rank_at(block, step)][block] for step in steps]
+            visits = [self.needed_spans[rank][block] for rank in self._visits(block)]
             rings = (visits[at : at + self.inner] for at in range(0, len(visits), self.inner))
             found.append([spans for ring in rings for spans in _suffix_unions(ring)])
         return found
@@ -226,39 +254,47 @@ class _Rings:
         """``[block][o]``: the part of a block needed in its o-th inner ring and all later ones."""
         return [_suffix_unions(left[:: self.inner]) for left in self._needed_in_ring]
 
-    def _forwarded(self, block: int, step: int) -> list[tuple[tuple[int, int], Ranges]]:
-        """The parts of a block sent on in a step: the hop (inner rings, ranks), and the spans."""
-        o, i = divmod(step, self.inner)
+    def _forwarded(self, block: int, step: int) -> list[tuple[int, Ranges]]:
+        """The parts of a block sent on in a step: the step in which they are used, and the spans.
+
+        It is the next in the same inner ring, or the first in the next inner ring.
+        """
         found = []
-        if i == 0 and o + 1 < self.outer:
-            found.append(((1, 0), self._needed_onward[block][o + 1]))
-        if i + 1 < self.inner:
-            found.append(((0, 1), self._needed_in_ring[block][step + 1]))
+        if step % self.inner == 0 and step + self.inner < len(self.needed_spans):
+            onward = self._needed_onward[block][step // self.inner + 1]
+            found.append((step + self.inner, onward))
+        if (step + 1) % self.inner:
+            found.append((step + 1, self._needed_in_ring[block][step + 1]))
         return found
 
+    def moves(self) -> Iterator[tuple[int, int, int, int]]:
+        """What is sent: from a rank, to a rank, in a step, and how many positions."""
+        for block in range(len(self.needed_spans)):
+            visits = self._visits(block)
+            for step, rank in enumerate(visits):
+                for use, spans in self._forwarded(block, step):
+                    if spans:
+                        yield rank, visits[use], step, _positions(spans)
+
+    @cached_property
     def sent(self) -> list[int]:
         """Positions that each rank sends."""
         found = [0] * len(self.needed_spans)
-        for block in range(len(found)):
-            for step in range(len(found)):
-                for _, spans in self._forwarded(block, step):
-                    found[self.rank_at(block, step)] += _positions(spans)
+        for rank, _, _, positions in self.moves():
+            found[rank] += positions
         return found
 
     def steps(self, rank: int) -> list[_RawStep]:
         """The steps of one rank."""
+        blocks = [self.rank_at(rank, step, -1) for step in range(len(self.needed_spans))]
         found: list[_RawStep] = []
-        for step in range(len(self.needed_spans)):
-            o, i = divmod(step, self.inner)
-            block = self._rank_after(rank, -o, -i)
-            sends = [Transfer(block, self._rank_after(rank, *hop), spans)
-                     for hop, spans in self._forwarded(block, step)]  # fmt: skip
-            receives = []
-            for hop, _ in self._forwarded(block, step):  # the same hops, to this rank
-                source = self._rank_after(rank, -hop[0], -hop[1])
-                incoming = self._rank_after(source, -o, -i)
-                spans = next(spans for to, spans in self._forwarded(incoming, step) if to == hop)
-                receives.append(Transfer(incoming, source, spans))
+        for step, block in enumerate(blocks):
+            sends, receives = [], []
+            for use, spans in self._forwarded(block, step):
+                incoming = blocks[use]
+                sends.append(Transfer(block, self.rank_at(block, use), spans))
+                spans = dict(self._forwarded(incoming, step))[use]
+                receives.append(Transfer(incoming, self.rank_at(incoming, step), spans))
             found.append((block, sends, receives))
         return found
 
@@ -266,13 +302,14 @@ class _Rings:
 class _Direct(_Rings):
     """Each block's owner sends the parts that other ranks need, in the first step."""
 
-    def sent(self) -> list[int]:
-        ranks = range(len(self.needed_spans))
-        return [sum(_positions(self.needed_spans[peer][rank]) for peer in ranks if peer != rank)
-                for rank in ranks]  # fmt: skip
+    def moves(self) -> Iterator[tuple[int, int, int, int]]:
+        for peer, needed in enumerate(self.needed_spans):
+            for rank, spans in enumerate(needed):
+                if spans and rank != peer:
+                    yield rank, peer, 0, _positions(spans)
 
     def steps(self, rank: int) -> list[_RawStep]:
-        others = [self._rank_after(rank, 0, -k) for k in range(1, len(self.needed_spans))]
+        others = [self.rank_at(rank, k, -1) for k in range(1, len(self.needed_spans))]
         sends = [Transfer(rank, peer, self.needed_spans[peer][rank]) for peer in reversed(others)]
         receives = [Transfer(block, block, self.needed_spans[rank][block]) for block in others]
         return [(rank, sends, receives), *((block, [], []) for block in others)]
@@ -280,11 +317,12 @@ class _Direct(_Rings):
 
 def _suffix_unions(each: Sequence[Ranges]) -> list[Ranges]:
     """For each i, the union of the i-th element and all elements after it."""
+    return list(accumulate(reversed(each), _joined))[::-1]
 
-    def joined(after: Ranges, own: Ranges) -> Ranges:
-        return union((*own, *after)) if own and after else own or after
 
-    return list(accumulate(reversed(each), joined))[::-1]
+@lru_cache(maxsize=1 << 14)
+def _joined(after: Ranges, own: Ranges) -> Ranges:
+    return union((*own, *after)) if own and after else own or after
 
 
 def _positions(spans: Ranges) -> int:

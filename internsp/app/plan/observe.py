@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,18 +32,16 @@ from internsp.app.models.factory import (
 )
 from internsp.app.plan.kernels import fuse_norms, kernel_memory
 from internsp.app.plan.live import LiveBytes, Outputs
+from internsp.app.plan.sequences import balance_of, ring_traffic
 from internsp.base.host import HostLink
 from internsp.mesh import MeshShape
-from internsp.mesh.sequence import HEADS, RING, SequenceAxes
+from internsp.mesh.sequence import HEADS, RING
 from internsp.modules.offload import ActivationOffload
 from internsp.modules.recompute import checkpoint_block
 from internsp.modules.tiles import tile_all
 from internsp.pipeline.chunks import Chunk
 from internsp.sp import DistributedAttention, SequenceLayout, checkpoint_context_fn
-from internsp.sp.dispatch import FIXED_BALANCE, rank_ranges, ring_ranges
 from internsp.sp.exchange import ExchangeGroup
-from internsp.sp.ranges import MaskSpec
-from internsp.sp.routes import Route, routes
 from internsp.structure.blocks import Structure, read_structure
 from internsp.structure.dtypes import DTYPES
 from internsp.structure.tiles import find_tiled
@@ -271,39 +269,17 @@ def _layout(
     axes = shape.sequence_axes
     return SequenceLayout.create(
         ids, rank=axes.rank(_ring_part(config, shape), 0), size=axes.size, ring=axes.ring,
-        near=axes.near, balance=_balance(config, shape), row_keys=keys,
+        near=axes.near, balance=balance_of(config, shape), row_keys=keys,
     )  # fmt: skip
-
-
-def _balance(config: Config, shape: MeshShape) -> str:
-    return config.sequence.balance if shape.pipeline == 1 else FIXED_BALANCE
 
 
 def _ring_part(config: Config, shape: MeshShape) -> int:
     """Index in the ring of the rank whose keys and values in flight take most memory, for one
     document. Of the ranks that share its heads, the first has most."""
-    way = config.sequence.ring_form, config.sequence.inner_ring
-    return _busiest_part(shape.sequence_axes, _balance(config, shape), *way)
-
-
-_PROBED = 256  # positions of a rank for which routes are compared
-
-
-@lru_cache(maxsize=64)
-def _busiest_part(axes: SequenceAxes, balance: str, form: str, inner: int) -> int:
-    if axes.ring == 1:
+    if shape.ring == 1:
         return 0
-    length = _PROBED * axes.size
-    spec = MaskSpec(True, None, ((length,),))
-    held = ring_ranges(rank_ranges(length, axes, balance, spec), axes)
-    loads = [_in_flight(route) for route in routes(held, spec, form, inner)]
+    loads = ring_traffic(config, shape).in_flight
     return loads.index(max(loads))
-
-
-def _in_flight(route: Route) -> int:
-    """The most positions that are received in two consecutive steps."""
-    came = [sum(b - a for move in step.receives for a, b in move.spans) for step in route.steps]
-    return max(sum(came[i : i + 2]) for i in range(len(came)))
 
 
 def _attach(model: nn.Module, config: Config, shape: MeshShape) -> None:

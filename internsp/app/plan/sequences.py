@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from internsp.app.config import Config
 from internsp.mesh.sequence import HEADS, RING
 from internsp.mesh.shape import MeshShape
 from internsp.sp.dispatch import FIXED_BALANCE, balance_ranges
 from internsp.sp.ranges import MaskSpec
-from internsp.sp.routes import routes
+from internsp.sp.routes import Traffic, traffic
 from internsp.structure.dtypes import DTYPES
 
 
@@ -49,16 +50,11 @@ class SequenceTraffic:
     @staticmethod
     def _ring_bytes(config: Config, shape: MeshShape, rows: int) -> tuple[int, int]:
         """Bytes a block: sent keys and values, and their gradients, returned to their ranks."""
-        model, length = config.model, config.data.sequence_length
-        balance = config.sequence.balance if shape.pipeline == 1 else FIXED_BALANCE
-        spec = MaskSpec(True, None, ((length,),))
-        way = config.sequence.ring_form, config.sequence.inner_ring
-        found = routes(balance_ranges(length, shape.ring, balance, spec), spec, *way)
+        model, found = config.model, ring_traffic(config, shape)
         heads = -(-(model.kv_heads or model.heads) // shape.sequence_axes.heads)
         features = 2 * heads * (model.head_dim or model.hidden_size // model.heads)
         one = rows * features * DTYPES[config.train.dtype].itemsize
-        sent = max(route.sent_positions for route in found)
-        return one * sent, one * max(route.gradient_positions for route in found)
+        return one * max(found.sent), one * max(found.returned)
 
     def rows(self, shape: MeshShape) -> list[tuple[str, int]]:
         """(name, bytes) to print; with the links if both kinds of exchanges are used."""
@@ -71,6 +67,23 @@ class SequenceTraffic:
             (f"keys and values around a ring{links[RING]} (busiest rank sends)", self.ring),
         ]
         return [row for row in found if row[1]]
+
+
+def balance_of(config: Config, shape: MeshShape) -> str:
+    """How positions are shared out over a ring."""
+    return config.sequence.balance if shape.pipeline == 1 else FIXED_BALANCE
+
+
+def ring_traffic(config: Config, shape: MeshShape) -> Traffic:
+    """What the ranks of a ring send, if each row is one document."""
+    way = config.sequence.ring_form, config.sequence.inner_ring
+    return _traffic(config.data.sequence_length, shape.ring, balance_of(config, shape), *way)
+
+
+@lru_cache(maxsize=64)  # a search plans many layouts with the same ring
+def _traffic(length: int, ring: int, balance: str, form: str, inner: int) -> Traffic:
+    spec = MaskSpec(True, None, ((length,),))
+    return traffic(balance_ranges(length, ring, balance, spec), spec, form, inner)
 
 
 def head_exchange_lines(config: Config, shape: MeshShape, device: str, split: bool) -> list[str]:
