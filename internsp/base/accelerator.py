@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from internsp.errors import MachineError
 
@@ -72,6 +73,21 @@ class StreamTurns:
             if user != stream:
                 stream.wait_stream(user)
         self._users = {stream}  # to wait for this stream is now to wait for all of them
+
+
+def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str:
+    """The backend that carries tensors of a kind of device; a group may have one for each kind.
+
+    torch's own name of a group (``get_backend``) is then all of them, ``"cpu:gloo,cuda:nccl"``.
+
+    Args:
+        group: ``None``: the default group.
+
+    Returns:
+        ``""`` where the group carries no such tensors.
+    """
+    pairs = dist.get_backend_config(group).split(",")
+    return dict(pair.split(":") for pair in pairs).get(device_type, "")
 
 
 def copy_to(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:

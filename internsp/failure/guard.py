@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from internsp.base.accelerator import HOST, backend_of
 from internsp.failure.comm_context import CommContext
 from internsp.failure.rank_report import RankReport, RankState, WaitedCollective, find_fatal_cause
 from internsp.mesh import ParallelMesh
@@ -283,10 +284,9 @@ class FailureGuard:
 def abort_collectives(group: dist.ProcessGroup) -> None:
     """Make every wait in ``group`` raise now, on this rank and on the others."""
     with contextlib.suppress(RuntimeError, ValueError):
-        if dist.get_backend(group) == "nccl":
+        close_connections(group)
+        if "nccl" in dist.get_backend_config(group):
             dist.distributed_c10d._abort_process_group(group)
-        else:
-            close_connections(group)
 
 
 def _start_thread(guard: FailureGuard) -> Callable[[], Any]:
@@ -325,7 +325,7 @@ def close_connections(group: dist.ProcessGroup, peers: Iterable[int] | None = No
     Args:
         peers: ranks in the group; ``None``: all others.
     """
-    if dist.get_backend(group) != "gloo":
+    if backend_of(group, HOST) != "gloo":
         return
     for peer in range(group.size()) if peers is None else peers:
         if peer != group.rank():

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from internsp.base.accelerator import HOST, backend_of
 from internsp.base.trace import Trace
 from internsp.errors import LayoutError
 from internsp.mesh.sequence import SequenceAxes
@@ -135,7 +136,7 @@ class DistributedAttention(nn.Module):
             self.axes.require_groups(_ranks(group), _ranks(ring))
         self.parts, self.overlap = None, overlap
         messages = in_parts and size > 1 and not isinstance(group, ExchangeGroup)
-        if messages and dist.get_backend(group) == "gloo":
+        if messages and backend_of(group, HOST) == "gloo":
             from internsp.sp.gloo.fused import FusedSublayer
 
             self.parts = FusedSublayer

@@ -106,7 +106,7 @@ def first_calls(rank: int, world_size: int) -> list[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", all_reduce)
         for backend in ("gloo", "nccl"):
-            patch.setattr(dist, "get_backend", lambda *_, named=backend: named)
+            patch.setattr(dist, "get_backend_config", lambda *_, named=backend: f"cpu:{named}")
             for degrees in ({"sequence": 2, "ring": 2}, {"sequence": 2}, {"pipeline": 2}):
                 ParallelMesh.create(**degrees, device_type="cpu", timeout_seconds=30)
                 called.append([])

@@ -38,6 +38,10 @@ class OnDevice(TorchFunctionMode):
     ) -> Any:
         """Factories of torch; all else passes."""
         options = kwargs or {}
+        draws = options.get("generator")
+        if draws is not None and args and isinstance(args[0], torch.Tensor):  # normal_ and others
+            if args[0].device.type != draws.device.type:
+                return args[0].copy_(func(args[0].to(draws.device), *args[1:], **options))
         makes = func in _device_constructors() and options.get("device") is None
         if not makes or not _made_by_a_test():
             return func(*args, **options)
@@ -70,14 +74,19 @@ def _place(file: str) -> str | None:
     return "/".join(parts[:2]) if parts[0] == "internsp" else parts[0]
 
 
-def use_device() -> None:
-    """In a rank's process, before its first body: obey the variable; nothing without it."""
+def use_device() -> str:
+    """In a rank's process, before its first body: obey the variable; nothing without it.
+
+    Returns:
+        The backend of the process group.
+    """
     device = os.environ.get(NAME)
     if device is None:
-        return
+        return "gloo"
     # Not before: tests.support.forked, which tools.mutants starts, must not have it loaded.
     from internsp import model_zoo
     from internsp.mesh import ParallelMesh
+    from tests.support import as_nccl
 
     os.environ |= {"LOCAL_RANK": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
@@ -96,3 +105,4 @@ def use_device() -> None:
     DeviceMesh.__init__ = named(DeviceMesh.__init__)  # type: ignore[method-assign]
     model_zoo.build = partial(model_zoo.build, device=device)
     OnDevice(device).__enter__()
+    return as_nccl.install(device)

@@ -330,10 +330,10 @@ def _serve(rank: int, world_size: int, port: int, tasks: Connection) -> None:
             faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
             try:
                 if start is None:
-                    use_device()
+                    backend = use_device()
                     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
                     dist.init_process_group(
-                        "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+                        backend, store=store, rank=rank, world_size=world_size, timeout=timeout
                     )
                     start = Start()
                 start.set(number)

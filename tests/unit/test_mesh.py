@@ -208,10 +208,10 @@ def test_a_devices_tensors_are_not_sent_over_gloo(
 ) -> None:
     """Seen on a GPU: gloo reads the device's address as one of the host, "Bad address"."""
     shape, cuda, words = MeshShape(2, **sent), torch.device("cuda", 0), "=2 sends tensors of cuda:0"
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,cuda:gloo")
     with pytest.raises(MeshError, match=words):
         _require_sends(shape, cuda)
     _require_sends(shape, torch.device("cpu"))
     _require_sends(MeshShape(2, weight=2), cuda)
-    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
     _require_sends(shape, cuda)

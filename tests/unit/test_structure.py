@@ -316,11 +316,11 @@ def test_heads_in_parts_are_loaded_over_gloo_alone() -> None:
         "import internsp.layers, internsp.model_zoo.llama, internsp.parallel.sequences\n"
         "from internsp.sp import DistributedAttention\n"
         "dist.init_process_group('fake', rank=0, world_size=2, store=FakeStore())\n"
-        "for backend in ('nccl', 'gloo'):\n"
-        "    dist.get_backend = lambda _: backend\n"
+        "for backend in ('cuda:nccl', 'cpu:gloo,cuda:gloo'):\n"
+        "    dist.get_backend_config = lambda _: backend\n"
         "    attend = DistributedAttention(2, 2, 4)\n"
         "    attend.attach(dist.group.WORLD, in_parts=True)\n"
-        "    if backend == 'nccl': attend(*torch.ones(3, 1, 3, 2, 4))\n"
+        "    if backend == 'cuda:nccl': attend(*torch.ones(3, 1, 3, 2, 4))\n"
         "    print(*(name for name in sys.modules if name.startswith('internsp.sp.')))\n"
     )
     words = [sys.executable, "-c", code]
