@@ -84,15 +84,16 @@ class Message(dist.Work):  # type: ignore[misc]
         device = (self._outputs or self._inputs)[0].device
         self._here = None if device.type == "cpu" else torch.accelerator.current_stream()
         link.after(self._here)
-        with link.on():
-            self._sent = [_in_host(e).copy_(e.detach(), non_blocking=True) for e in inputs]
-            self._copied = link.stream and link.stream.record_event()
-            memory = {each.untyped_storage().data_ptr() for each in inputs}
-            for each in outputs:
-                if each.untyped_storage().data_ptr() not in memory or outputs is inputs:
-                    _poison(each)
         same = outputs is inputs
-        self._got = self._sent if same else [_in_host(each) for each in outputs]
+        with link.on(), torch.inference_mode(False), torch.no_grad():
+            self._sent = [_in_host(each).copy_(each, non_blocking=True) for each in inputs]
+            self._got = self._sent if same else [_in_host(each) for each in outputs]
+            self._copied = link.stream and link.stream.record_event()
+        memory = {each.untyped_storage().data_ptr() for each in inputs}
+        with link.on(), torch.inference_mode():  # they may be tensors of that mode
+            for each in outputs:
+                if same or each.untyped_storage().data_ptr() not in memory:
+                    _poison(each)
         self._arrived: Any = None
         self._ended = False
         _IN_FLIGHT.add(self)
@@ -127,13 +128,21 @@ class Message(dist.Work):  # type: ignore[misc]
         """The same."""
         self.wait()
 
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """What has arrived, for DistributedDataParallel; blocks as :meth:`wait` does."""
+        found: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        outputs = self._outputs
+        self.wait()
+        found.set_result(outputs)
+        return found
+
     def _finish(self) -> None:
         try:
             self._work.wait()
         except RuntimeError as error:
             self.error = error
             return
-        with self._link.on(), torch.no_grad():
+        with self._link.on(), torch.inference_mode():
             for output, got in zip(self._outputs, self._got, strict=True):
                 if self._change is not None:
                     self._change(got)
@@ -200,6 +209,8 @@ def _all_gather(output: Any, input: Any, group: Any, *_: Any) -> Any:
 
 
 def _gathered(group: Any, output: Tensor, input: Tensor) -> Any:
+    if input.itemsize == 1:  # gloo knows no numbers of eight bits
+        output, input = output.view(torch.uint8), input.view(torch.uint8)
     parts = [*output.view(group.size(), *input.shape).unbind()]
     return group.allgather([parts], [input])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from internsp.wp.communicator import ISPCommunicator
@@ -18,9 +19,13 @@ class Late:
 
     def __init__(self, real: Any, output: Tensor, piece: Tensor) -> None:
         self.real, self.output, self.piece = real, output, piece.clone()
+        on_device = piece.device.type != "cpu"
+        self.stream = torch.accelerator.current_stream() if on_device else None
         output.fill_(float("nan"))
 
     def wait(self) -> None:
+        if self.stream is not None:  # a trace waits on a stream of its own
+            torch.accelerator.current_stream().wait_stream(self.stream)
         self.real(self.output, self.piece).wait()
 
 
