@@ -17,7 +17,7 @@ from torch import nn
 from internsp.errors import StructureError
 
 # What transformers' `use_experts_implementation` sets on a module.
-_INTERFACE = {"config", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel"}
+_INTERFACE = {"config", "has_gate", "has_bias", "is_transposed"}
 
 
 def of_transformers(module: nn.Module) -> bool:
