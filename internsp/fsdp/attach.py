@@ -30,6 +30,7 @@ from internsp.mesh import ParallelMesh
 from internsp.mesh.program import mesh_of_program
 from internsp.modules.adopted import adopt, follow
 from internsp.modules.casts import ModuleCasts, register_casts
+from internsp.modules.parameters import SHOWN
 from internsp.parallel.planned import parallelize_as
 from internsp.schedule.terms import Unit
 from internsp.structure.named import modules_of, structure_of
@@ -300,7 +301,9 @@ def show(module: Any) -> None:
             given = param.sharded_param
             with torch.no_grad():
                 whole = given.full_tensor().to(param.param_dtype or given.dtype)
-            param._setattr_on_modules(nn.Parameter(whole, given.requires_grad))
+            shown = nn.Parameter(whole, given.requires_grad)
+            setattr(shown, SHOWN, True)
+            param._setattr_on_modules(shown)
         group._sharded_state = ShardedState.UNSHARDED
     found = attached_to(module)
     if found is not None:

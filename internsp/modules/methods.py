@@ -16,22 +16,21 @@ def as_forward(module: nn.Module, name: str) -> None:
     """Let ``module.name(...)`` be called as the module itself is, and so run its hooks."""
     method, plain = getattr(module, name), module.forward
     waiting: list[Callable[..., Any]] = []
-    own = vars(module)
 
     @wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return (waiting.pop() if waiting else plain)(*args, **kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        own[RUNNING] = True
+        vars(module)[RUNNING] = True
         try:
             return method(*args, **kwargs)
         finally:
-            own[RUNNING] = False
+            vars(module)[RUNNING] = False
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if own.get(RUNNING):
+        if vars(module).get(RUNNING):
             return method(*args, **kwargs)
         waiting.append(run)
         try:

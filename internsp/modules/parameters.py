@@ -240,6 +240,10 @@ class Taken(NamedTuple):
     order: tuple[str, ...]
 
 
+SHOWN = "_internsp_shown"
+"""An attribute of a whole parameter that a program has asked for, in place of ours, to look at."""
+
+
 class Weights(dict[str, Any]):
     """``_parameters`` of a module: in a forward ``[name]`` is an unsharded view.
 
@@ -331,6 +335,15 @@ class Weights(dict[str, Any]):
         """
         parameter = self.get(name)
         self.scope.communicator.events.require_shards()
+        if hasattr(parameter, SHOWN):
+            if torch.is_grad_enabled():
+                raise StructureError(
+                    f"{self.weights[name].name} was used by a {self.owner} while its unit is held "
+                    "whole (FSDPModule.unshard), so that its gradient would be lost: call the unit "
+                    "itself, or a method given to register_fsdp_forward_method; under "
+                    "torch.no_grad() this is right"
+                )
+            return parameter
         if isinstance(parameter, (nn.Parameter, DTensor)):
             raise StructureError(
                 f"parameter {self.weights[name].name} (of a {self.owner}) was replaced after "

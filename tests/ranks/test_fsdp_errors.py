@@ -47,6 +47,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "jvp": (StructureError, "transform of torch.func", lambda: _jvp()),
     "gradient hook": (GradientError, "read .grad when", lambda: _hooked()(batch(0, 0, 0))),
+    "part of a whole unit": (StructureError, "call the unit itself", lambda: _part_of_whole()),
     "theirs inside": (StructureError, "install", lambda: _mixed_up()(batch(0, 0, 0))),
     "near ranks of some": (StructureError, "near_ranks=1", lambda: _near_of_some()),
     "torch's register": (
@@ -79,6 +80,13 @@ def _hooked() -> Any:
     model = _model()
     model.head.weight.register_post_accumulate_grad_hook(print)
     return model
+
+
+def _part_of_whole() -> None:
+    model = _model()
+    model(batch(0, 0, 0))
+    model.blocks[0].unshard()
+    model.blocks[0].up(torch.ones(13))
 
 
 def _mixed_up() -> Any:

@@ -672,6 +672,7 @@ def whole_weights(names: Any, rank: int) -> dict[str, Tensor]:
         assert isinstance(model.blocks[0].up.weight, DTensor), "it is not recursive"
         found[f"{when} whole"] = block.up.weight.detach().clone()
         with torch.no_grad():
+            found[f"{when} part"] = block.up(inputs(rank, 2, 13))
             block.up.weight.zero_()
         block.reshard()
         assert isinstance(block.up.weight, DTensor)
@@ -733,9 +734,10 @@ def other_forwards(names: Any, rank: int) -> dict[str, Tensor]:
         def __init__(self) -> None:
             super().__init__()
             self.project = nn.Linear(6, 9)
+            self.scale = nn.Parameter(torch.ones(9))
 
         def features(self, x: Tensor) -> Any:
-            return self.project(x).relu()
+            return self.scale * self.project(x).relu()
 
         def forward(self, x: Tensor) -> Any:
             return self.features(x).sum(1)
