@@ -112,7 +112,8 @@ class Attached:
             StructureError: it is.
         """
         loop = self.loop
-        if loop.waiting or loop.divisors or loop.hooks or loop.zeros:
+        hooked = any(hooks for taken in loop.taken.values() for hooks in taken)
+        if loop.waiting or loop.divisors or loop.hooks or loop.zeros or hooked:
             raise StructureError(
                 "a divide factor, a hook, zeros of unused parameters and a setter of some units "
                 "need .grad, which a model of zero_optimizer has not: call setters of "

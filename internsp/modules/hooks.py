@@ -130,12 +130,11 @@ def register_hooks(
         offload: offloads the activations that recomputed blocks keep.
     """
     hooks, compilers = Hooks(communicator.events), compilers or {}
-    members = communicator.replicated.all_parameters()
 
     # The model. Before all other hooks, so that a user's hooks find the state of this pass.
     root.register_forward_pre_hook(hooks._root_pre_forward, prepend=True, with_kwargs=True)
     # After the user's hooks of the model, which may register a gradient hook on a parameter.
-    root.register_forward_pre_hook(require_no_gradient_hooks(root, members))
+    root.register_forward_pre_hook(require_no_gradient_hooks(root, communicator))
     # Called after an exception, too, to report it to the ranks that will wait for this one.
     root.register_forward_hook(hooks._root_post_forward, always_call=True)
 

@@ -25,13 +25,12 @@ _hooks = _tensor._backward_hooks.__get__
 _accumulated = _tensor._post_accumulate_grad_hooks.__get__
 
 
-def require_no_gradient_hooks(model: nn.Module, members: Sequence[Member]) -> Callable[..., None]:
-    """A forward pre-hook that refuses gradient hooks on parameters, and compiled modules.
-
-    Args:
-        members: the parameters that ``parallelize`` has created.
-    """
-    first = [True]
+def require_no_gradient_hooks(
+    model: nn.Module, communicator: ISPCommunicator
+) -> Callable[..., None]:
+    """A forward pre-hook that refuses compiled modules, and gradient hooks on parameters that the
+    taker of gradients does not call."""
+    first, members = [True], communicator.replicated.all_parameters()
 
     def check(*_: Any) -> None:
         if first:  # later compiled modules are found when they are called
@@ -44,6 +43,8 @@ def require_no_gradient_hooks(model: nn.Module, members: Sequence[Member]) -> Ca
             members, read_each(_hooks, parameters), read_each(_accumulated, parameters), strict=True
         )
         for member, hooks, accumulated in hooked:
+            if accumulated and not hooks and communicator.state.consumer.take_hooks(member):
+                continue
             if hooks or accumulated:
                 raise GradientError(
                     f"{member.name} has a gradient hook, which autograd would call without a "

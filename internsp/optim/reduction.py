@@ -169,6 +169,10 @@ class ZeroReducer:
         """See :class:`GradientConsumer`."""
         return self.unfinished
 
+    def take_hooks(self, member: Member) -> bool:
+        """See :class:`GradientConsumer`."""
+        return False
+
     def backward_ended(self, more: bool) -> None:
         """Count this backward, unless others are known to follow before the step (``no_sync`` and
         kin). The next step is expected to have as many."""

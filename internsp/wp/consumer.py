@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from internsp.schedule.terms import Parcel
-from internsp.wp.parameter import ShardedParameter
+from internsp.wp.parameter import Member, ShardedParameter
 
 if TYPE_CHECKING:  # loaded by pipelines
     from internsp.wp.tied import StepGradients
@@ -64,6 +64,10 @@ class GradientConsumer(Protocol):
 
     def backward_ended(self, more: bool) -> None:
         """All reductions of a backward are launched; ``more``: a later one completes the sums."""
+
+    def take_hooks(self, member: Member) -> bool:
+        """Call the parameter's ``register_post_accumulate_grad_hook``'s when ``.grad`` is complete:
+        autograd would call them before. Returns whether it does that."""
 
     def reset(self, earlier: bool, step: bool) -> None:
         """After a failure, when nothing is in flight: the sums of the failed backward are gone.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ class MeanLoop(PlainLoop):
         divisors: by what a weight's sum is divided; the number of ranks if it is not here.
         hooks: called with a weight's mean, which they may change, before ``.grad`` has it.
         zeros: weights whose ``.grad`` is zeros where no rank has used them.
+        taken: a program's hooks on parameters, called at the end of backward (:meth:`take_hooks`).
     """
 
     def __init__(
@@ -36,6 +39,8 @@ class MeanLoop(PlainLoop):
         self.divisors: dict[Member, float] = {}
         self.hooks: dict[Member, Callable[[Tensor], None]] = {}
         self.zeros: set[ShardedParameter] = set()
+        self.taken: dict[Member, list[dict[int, Callable[[Tensor], None]]]] = {}
+        self._hooked: list[Member] = []  # of those, what this backward has completed
 
     def start(self, parcel: Parcel[ShardedParameter]) -> None:
         """See :class:`internsp.wp.consumer.GradientConsumer`; sums that wait are not exchanged."""
@@ -53,10 +58,13 @@ class MeanLoop(PlainLoop):
             value = total if divisor == 1 else total.div_(divisor)
         if member in self.hooks:
             self.hooks[member](value)
+        if member in self.taken:
+            self._hooked.append(member)
         return value
 
     def backward_ended(self, more: bool) -> None:
         """See :class:`internsp.wp.consumer.GradientConsumer`."""
+        self._hooked.clear()
         super().backward_ended(more)
         if more:
             return
@@ -66,3 +74,16 @@ class MeanLoop(PlainLoop):
                 local = weight.local(weight.storage)
                 zeros = torch.zeros_like(local, dtype=grad_dtype(weight.parameter))
                 weight.parameter.grad = dtensor_like(weight.parameter, zeros)
+                self._hooked += [weight] if weight in self.taken else []
+        for member in self._hooked:
+            for hooks in self.taken[member]:
+                for hook in [*hooks.values()]:
+                    hook(member.parameter)
+
+    def take_hooks(self, member: Member) -> bool:
+        """See :class:`internsp.wp.consumer.GradientConsumer`."""
+        parameter: Any = member.parameter
+        # The dictionary itself: what has registered a hook removes it from there.
+        self.taken.setdefault(member, []).append(parameter._post_accumulate_grad_hooks)
+        parameter._post_accumulate_grad_hooks = OrderedDict()
+        return True

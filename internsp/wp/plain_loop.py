@@ -153,6 +153,10 @@ class PlainLoop:
             self.finish_oldest()
         self.sums.clear()
 
+    def take_hooks(self, member: Member) -> bool:
+        """See :class:`GradientConsumer`."""
+        return False
+
     def value_of(self, member: Member, total: Tensor) -> Tensor:
         """What comes to ``.grad`` of a finished sum; in its memory."""
         return total.div_(self._mesh.shape.stage_size) if self._mean else total

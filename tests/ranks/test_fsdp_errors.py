@@ -78,7 +78,7 @@ def _jvp() -> None:
 
 def _hooked() -> Any:
     model = _model()
-    model.head.weight.register_post_accumulate_grad_hook(print)
+    model.head.weight.register_hook(print)
     return model
 
 

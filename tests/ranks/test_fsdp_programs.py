@@ -787,6 +787,41 @@ def hooked(names: Any, rank: int) -> dict[str, Tensor]:
     return steps(model, rank, number=2, micro=2)
 
 
+def stepped_in_backward(names: Any, rank: int) -> dict[str, Tensor]:
+    """Hooks on parameters, some with optimizers of their own; the last one clips the others."""
+    model: Any = Model().double()
+    shard(names.fully_shard, model, "blocks", mesh_of((2,)))
+    own = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.blocks.parameters()}
+    rest = [model.embed.weight, *model.norm.parameters(), model.head.weight]
+    others = torch.optim.SGD(rest, lr=0.1)
+    calls: dict[Any, int] = {}
+    found = {}
+
+    def hook(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        calls[parameter] = calls.get(parameter, 0) + 1
+        if parameter in own:
+            own[parameter].step()
+            parameter.grad = None
+        elif {*rest} <= {*calls}:
+            nn.utils.clip_grad_norm_(rest, 0.1)
+            others.step()
+            others.zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in (*own, *rest)]
+    model.spare.weight.register_post_accumulate_grad_hook(hook)  # never called
+    for step in range(5):
+        if step == 3:
+            model.norm.bias.register_post_accumulate_grad_hook(lambda p: calls.update({p: 5}))
+            handles[0].remove()
+            handles[1].remove()
+        calls.clear()
+        model.set_requires_gradient_sync(step != 1)
+        loss_of(model, batch(step, 0, rank)).backward()
+        found[f"calls {step}"] = torch.tensor([calls.get(p, 0) for p in model.parameters()])
+    return found | gradients(model, "left ") | whole(dict(model.named_parameters()))
+
+
 def exchanged_once(names: Any, rank: int) -> dict[str, Tensor]:
     model: Any = Model().double()
     shard(names.fully_shard, model, "blocks", mesh_of((2, 1)))
@@ -926,7 +961,8 @@ def evaluated_first(names: Any, rank: int) -> dict[str, Tensor]:
 def test_methods_of_an_fsdp_module_do_what_torchs_do(rank: int) -> None:
     compare(
         whole_weights, taken_back, read_elsewhere, other_forwards, divided, hooked, exchanged_once,
-        prefetched, failed, offloaded, assigned, cast, evaluated_first, rank=rank,
+        prefetched, failed, offloaded, assigned, cast, evaluated_first, stepped_in_backward,
+        rank=rank,
     )  # fmt: skip
 
 

@@ -183,6 +183,14 @@ def test_what_needs_a_gradient_is_refused(rank: int) -> None:
     with pytest.raises(GradientError, match="max_grad_norm"):
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()
+    model.head.weight.register_post_accumulate_grad_hook(print)
+    with pytest.raises(GradientError, match="gradient hook"):
+        model(batch(0, 0, rank))
+    model, optimizer = build(ours)
+    model.head.weight.register_post_accumulate_grad_hook(lambda _: None)
+    loss_of(model, batch(0, 0, rank)).backward()
+    with pytest.raises(StructureError, match="leave the others out"):
+        ours.zero_optimizer(model, optimizer)
     model, optimizer = build(ours, sizes=(4,))
     with pytest.raises(ConfigError, match="leave it out"):
         ours.zero_optimizer(model, optimizer)
