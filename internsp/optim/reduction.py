@@ -173,6 +173,9 @@ class ZeroReducer:
         """See :class:`GradientConsumer`."""
         return False
 
+    def call_hooks(self) -> None:
+        """Does nothing: none were taken."""
+
     def backward_ended(self, more: bool) -> None:
         """Count this backward, unless others are known to follow before the step (``no_sync`` and
         kin). The next step is expected to have as many."""

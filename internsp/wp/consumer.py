@@ -66,8 +66,12 @@ class GradientConsumer(Protocol):
         """All reductions of a backward are launched; ``more``: a later one completes the sums."""
 
     def take_hooks(self, member: Member) -> bool:
-        """Call the parameter's ``register_post_accumulate_grad_hook``'s when ``.grad`` is complete:
-        autograd would call them before. Returns whether it does that."""
+        """Take the parameter's ``register_post_accumulate_grad_hook``'s, which autograd would call
+        before ``.grad`` is complete. Returns whether they are called."""
+
+    def call_hooks(self) -> None:
+        """A backward is over: call what was taken of the parameters whose ``.grad`` it has
+        completed."""
 
     def reset(self, earlier: bool, step: bool) -> None:
         """After a failure, when nothing is in flight: the sums of the failed backward are gone.

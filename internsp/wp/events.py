@@ -295,6 +295,7 @@ class Events:
         self.backward, self._graphs = -1, 0
         self.contents.hand_over()
         self.order.backward_ended()
+        chunk.consumer.call_hooks()
 
     def begin_backward_part(self, weights: bool) -> None:
         """Begin one part of a split backward.

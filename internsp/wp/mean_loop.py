@@ -75,10 +75,6 @@ class MeanLoop(PlainLoop):
                 zeros = torch.zeros_like(local, dtype=grad_dtype(weight.parameter))
                 weight.parameter.grad = dtensor_like(weight.parameter, zeros)
                 self._hooked += [weight] if weight in self.taken else []
-        for member in self._hooked:
-            for hooks in self.taken[member]:
-                for hook in [*hooks.values()]:
-                    hook(member.parameter)
 
     def take_hooks(self, member: Member) -> bool:
         """See :class:`internsp.wp.consumer.GradientConsumer`."""
@@ -87,3 +83,11 @@ class MeanLoop(PlainLoop):
         self.taken.setdefault(member, []).append(parameter._post_accumulate_grad_hooks)
         parameter._post_accumulate_grad_hooks = OrderedDict()
         return True
+
+    def call_hooks(self) -> None:
+        """See :class:`internsp.wp.consumer.GradientConsumer`."""
+        hooked, self._hooked = self._hooked, []  # a hook may run the model again
+        for member in hooked:
+            for hooks in self.taken[member]:
+                for hook in [*hooks.values()]:
+                    hook(member.parameter)

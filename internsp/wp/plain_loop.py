@@ -157,6 +157,9 @@ class PlainLoop:
         """See :class:`GradientConsumer`."""
         return False
 
+    def call_hooks(self) -> None:
+        """Does nothing: none were taken."""
+
     def value_of(self, member: Member, total: Tensor) -> Tensor:
         """What comes to ``.grad`` of a finished sum; in its memory."""
         return total.div_(self._mesh.shape.stage_size) if self._mean else total

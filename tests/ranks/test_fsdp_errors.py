@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp as torchs
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -45,6 +46,10 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "compiled within": (
         StructureError, "blocks.0.up is compiled", lambda: _compiled("blocks.0.up")(batch(0, 0, 0))
     ),
+    "compiled and then wrapped": (
+        StructureError, "the checkpoint wrapper around it",
+        lambda: _compiled("blocks.0", wrap=True)(batch(0, 0, 0)),
+    ),
     "jvp": (StructureError, "transform of torch.func", lambda: _jvp()),
     "gradient hook": (GradientError, "read .grad when", lambda: _hooked()(batch(0, 0, 0))),
     "part of a whole unit": (StructureError, "call the unit itself", lambda: _part_of_whole()),
@@ -64,9 +69,11 @@ def _eight() -> Any:
     return ours.fully_shard(model, mesh=mesh_of((2,)))
 
 
-def _compiled(name: str) -> Any:
+def _compiled(name: str, wrap: bool = False) -> Any:
     model = Model()
     model.get_submodule(name).compile()
+    if wrap:
+        model.blocks[0] = checkpoint_wrapper(model.blocks[0])
     shard(ours.fully_shard, model, "blocks", mesh_of((2,)))
     return model
 
