@@ -726,6 +726,13 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
         "torch.func.functional_call takes whole plain tensors":
             REFUSED + "test_writes_transforms_and_replaced_weights_are_refused_by_name",
     },
+    "while its unit is held whole (FSDPModule.unshard)": dict.fromkeys(
+        (
+            "call the unit itself", "a method given to register_fsdp_forward_method",
+            "under torch.no_grad() this is right",
+        ),
+        "tests/ranks/test_fsdp_programs.py::test_methods_of_an_fsdp_module_do_what_torchs_do",
+    ),
     "no longer holds {weight.name} where it did": {
         "change it before":
             "tests/ranks/test_torch_modules.py::"
