@@ -80,7 +80,8 @@ class MeanLoop(PlainLoop):
         """See :class:`internsp.wp.consumer.GradientConsumer`."""
         parameter: Any = member.parameter
         # The dictionary itself: what has registered a hook removes it from there.
-        self.taken.setdefault(member, []).append(parameter._post_accumulate_grad_hooks)
+        before = [hooks for hooks in self.taken.get(member, ()) if hooks]
+        self.taken[member] = [*before, parameter._post_accumulate_grad_hooks]
         parameter._post_accumulate_grad_hooks = OrderedDict()
         return True
 
