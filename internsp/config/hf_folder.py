@@ -81,7 +81,7 @@ def kind(folder: str) -> str:
 
 def _read(path: Path) -> tuple[dict[str, Any], str | None]:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
     except (json.JSONDecodeError, RecursionError) as error:
         return {}, f"{path} is no JSON: {error}"
     except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path

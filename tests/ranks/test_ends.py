@@ -98,21 +98,22 @@ def eventful(config: Config, output: Path) -> None:
 def test_what_fails_after_training_costs_neither_checkpoint_nor_metrics_nor_report(
     name: str, cause: str, tmp_path: Path
 ) -> None:
+    output = tmp_path / "two words"
     with pytest.raises(ChildError, match=cause) as caught:
-        start(eventful, settings(name), tmp_path)
+        start(eventful, settings(name), output)
     assert caught.value.exit_status == 1
     rank = int(name[-1])
     seen, onward = "\n".join(caught.value.__notes__).splitlines()
-    log = tmp_path / "logs" / f"rank-0000{rank}.log"
+    log = output / "logs" / f"rank-0000{rank}.log"
     last = r"last collective: (all-gather|reduce-scatter) of \S+ \((forward|backward)\)"
     assert re.search(rf"rank {rank} was at step 3, {last}", seen)
     assert seen.endswith(f"; its log: {log}")
-    assert f"to go on after step 3: internsp train {tmp_path / 'config.toml'}" in onward
+    assert f"to go on after step 3: internsp train '{output / 'config.toml'}'" in onward
     assert "ArithmeticError: spilt at the end" in log.read_text()
-    assert (tmp_path / "checkpoints" / "step-000003").exists()
-    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert (output / "checkpoints" / "step-000003").exists()
+    rows = read_metrics(output / "metrics.jsonl")
     assert [row.step for row in rows] == [1, 2, 3]
-    page = (tmp_path / "report.html").read_text()
+    page = (output / "report.html").read_text()
     assert "The run failed: " in page
     if name == "sample-0":
         assert rows[-1].eval_loss is not None

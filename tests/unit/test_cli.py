@@ -80,6 +80,12 @@ def test_mistakes_of_the_file_and_the_options_are_one_report_with_status_2(capsy
         (["train", "good.toml", "extra"], "unexpected argument: extra"),
         (["train", "good.toml", "--parallel.weight", "3"], "3 does not divide the 1 rank"),
         (["train", "good.toml", "--resume", "gone"], "checkpoint.resume: no such checkpoint"),
+        (["train", "good.toml", "--resume", ""], "no such checkpoint: (an empty text)"),
+        (
+            ["train", "good.toml", "--data.source", "text", "--data.paths", ""],
+            "data.paths: no such file or folder: (an empty text)",
+        ),
+        (["train", "good.toml", "--data.cache_dir", ""], "--data.cache_dir: must not be empty"),
         (["plan", "good.toml", "--output", "x"], "--output: unknown option of plan"),
         (["plan", "good.toml", "--train.steps", "0"], "--train.steps: must be at least 1, got"),
         (["plan", "good.toml", "--write", "x"], "--write: it belongs to --search or --calibrate"),

@@ -509,6 +509,7 @@ def test_the_demo_uses_what_the_project_is_about():
     assert len(demo.activation_checkpoint.selected(demo.model.layers)) * 2 == demo.model.layers
     single = load_config(CONFIGS / "single.toml")
     assert (single.model, single.data, single.optimizer) == (demo.model, demo.data, demo.optimizer)
+    assert single.train.steps == demo.train.steps, "the same learning rates"
 
 
 def test_the_keys_of_a_section_are_told_once(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from internsp.app.cli import main
 from internsp.base.extras import PACKAGES, explained
 from internsp.errors import MissingDependencyError
 
@@ -92,6 +93,19 @@ def test_the_command_and_the_trainer_say_what_to_install(bare: Path) -> None:
     assert done.stderr.endswith("which is not installed: pip install 'internsp[train]'\n")
     done = python(bare, "-c", "import internsp; internsp.Trainer")
     assert "MissingDependencyError: internsp.Trainer needs " in done.stderr
+
+
+def test_ctrl_c_while_the_command_is_loaded_ends_it_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "internsp.app.cli.command":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "internsp.app.cli.command", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert main(["train", "demo.toml"]) == 130
 
 
 def test_another_missing_module_keeps_its_own_words() -> None:

@@ -140,6 +140,18 @@ def test_impossible_degrees_are_all_told_before_anything_is_built() -> None:
     assert "sequence" in str(refused.value)
 
 
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_plan_needs_no_file_of_the_data_nor_the_checkpoint(pipeline: int) -> None:
+    """As a run's page, which is made when these may be gone."""
+    gone = config(
+        data={"source": "text", "paths": ["gone.txt"]}, checkpoint={"resume": "gone"},
+        parallel={"pipeline": pipeline}, train={"micro_batches": 2},
+    )  # fmt: skip
+    assert len(gone.check(4 * pipeline)) == 2
+    make = make_plan if pipeline == 1 else make_pipeline_plan
+    assert make(gone, 4 * pipeline).parameters
+
+
 def everything(settings: Config, world: int) -> str:
     """What the command prints, and what it writes with ``--schedule``."""
     out = io.StringIO()

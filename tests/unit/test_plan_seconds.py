@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import random
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -311,7 +312,7 @@ def test_the_change_that_is_said_to_help_is_taken_and_saves_as_much() -> None:
     line = screen_of(given, 16, device)[5]
     keys, _, share = line.partition(" would save ")
     name, _, value = keys.partition(" = ")
-    other = changed(given, {name: value.strip("'") if "'" in value else int(value)})
+    other = changed(given, tomllib.loads(f"'{name}' = {value}"))
     assert other is not None
     shape, then = MeshShape(16, **given.degrees()), MeshShape(16, **other.degrees())
     before = step_seconds(workload_of(given, shape), device).total

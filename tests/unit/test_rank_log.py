@@ -15,6 +15,7 @@ def test_the_first_line_says_where_the_rank_is_and_the_rest_is_appended(tmp_path
     assert last_seen(path) is None
     log = RankLog(tmp_path, 3)
     assert last_seen(path) == LastSeen(os.getpid(), 0, "")
+    assert str(last_seen(path)) == "before its first step, last collective: none"
     log.record_launch("AG", "embed.weight", "forward")
     log.begin_step(12)
     log.record_launch("RS", "layers.1.wo", "backward")
@@ -25,7 +26,7 @@ def test_the_first_line_says_where_the_rank_is_and_the_rest_is_appended(tmp_path
     assert seen.collective.startswith("reduce-scatter of layers.1.???")
     log.record_launch("EX", "norm.weight", "backward")
     assert str(last_seen(path)) == (
-        "step 12, last collective: sum between replicas of norm.weight (backward)"
+        "at step 12, last collective: sum between replicas of norm.weight (backward)"
     )
     log.write("first attempt")
     log.write_failure(ValueError("spilt"))
@@ -54,5 +55,5 @@ def test_the_place_outlives_a_process_that_is_killed_and_a_crash_leaves_its_stac
         words = [sys.executable, "-c", program + end, str(tmp_path)]
         assert subprocess.run(words, capture_output=True, check=False).returncode < 0
         seen = last_seen(log_path(tmp_path, 0))
-        assert str(seen) == "step 7, last collective: all-gather of head.weight (forward)"
+        assert str(seen) == "at step 7, last collective: all-gather of head.weight (forward)"
     assert "Segmentation fault" in log_path(tmp_path, 0).read_text()

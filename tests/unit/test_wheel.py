@@ -104,8 +104,9 @@ def test_init_writes_any_bundled_configuration_and_overwrites_none(tmp_path, cap
     capsys.readouterr()
     assert cli.main(["init", str(tmp_path / "a")]) == 2
     assert "demo.toml is there already" in capsys.readouterr().err
-    named = tmp_path / "b" / "own.toml"
+    named = tmp_path / "two words" / "own.toml"
     assert cli.main(["init", str(named)]) == 0
+    assert f"next: internsp train '{named}'\n" in capsys.readouterr().out
     assert named.read_text() == (tmp_path / "a" / "demo.toml").read_text()
     assert cli.main(["init", str(named)]) == 2
     assert cli.main(["init", str(tmp_path), "--config", "dmeo"]) == 2

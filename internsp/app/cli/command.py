@@ -29,7 +29,6 @@ from internsp.config.words import help_of, in_words, keys_of, metavar, table_cla
 from internsp.errors import ConfigError, InternspError, MachineError
 
 USAGE_ERROR = 2
-INTERRUPTED = 130
 
 File = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG.toml")]
 
@@ -94,8 +93,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = [f"internsp: {error}", *getattr(error, "__notes__", ())]
         write_lines("\n".join(lines), sys.stderr)
         return error.exit_status
-    except KeyboardInterrupt:
-        return INTERRUPTED
 
 
 def _run(words: list[str]) -> int:

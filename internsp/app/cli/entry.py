@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from internsp.base.extras import explained
 from internsp.errors import MissingDependencyError
 
+INTERRUPTED = 130
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run :func:`internsp.app.cli.command.main`, and return its exit status.
@@ -19,13 +21,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed_streams()
     try:
         from internsp.app.cli.command import main as command
+
+        return command(argv)
     except ModuleNotFoundError as error:
         found = explained(error, "the command")
         if not isinstance(found, MissingDependencyError):
             raise
         print(f"internsp: {found}", file=sys.stderr)
         return found.exit_status
-    return command(argv)
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _open_closed_streams() -> None:

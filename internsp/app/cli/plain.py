@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,7 +53,7 @@ class Init:
             raise ConfigError(f"{path} is there already: name another folder or file") from None
         except OSError as error:
             raise MachineError(f"{path}: {error.strerror}") from error
-        return [f"wrote {path}", f"next: internsp train {path}"]
+        return [f"wrote {path}", f"next: internsp train {shlex.quote(str(path))}"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,7 +92,7 @@ def _unused(config: Config) -> Iterator[Problem]:
 
 def machine(config: Config, world_size: int) -> Iterator[Problem]:
     """Mistakes for ``world_size`` ranks, or with the files on this machine."""
-    yield from _degrees(config, world_size)
+    yield from degrees(config, world_size)
     yield from _files(config)
 
 
@@ -373,7 +374,7 @@ def _report(config: Config) -> Iterator[Problem]:
             yield Problem(("report.alert",), "names no command")
 
 
-def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
+def degrees(config: Config, world_size: int) -> Iterator[Problem]:
     """Check that the mesh fits the ranks, and the batch the mesh."""
     parallel, train = config.parallel, config.train
     whose = " (launch.processes, or torchrun's)"
@@ -417,9 +418,9 @@ def _unfit_text(path: str) -> str | None:
 def _missing(path: str, what: str) -> str | None:
     """Why ``path`` cannot be found; ``None`` if it can."""
     try:
-        Path(path).stat()
+        os.stat(path)  # Path("") would be the current folder
     except FileNotFoundError:
-        return f"no such {what}: {path}"
+        return f"no such {what}: {path or '(an empty text)'}"
     except OSError as error:  # no permission for a folder above, a long name, links in a circle
         return f"cannot be read: {path}: {error.strerror}"
     return None

@@ -91,7 +91,7 @@ class DataConfig(DocumentsConfig):
     """Pack documents into one sequence, each attending only within itself; false: pad each."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of documents kept for the evaluation loss, from 0 to below 1."""
-    cache_dir: Text | None = None
+    cache_dir: Annotated[Text, Field(min_length=1)] | None = None
     """Folder for the tokens of all paths, on a disk that all ranks see. Without it tokens of paths
     of 64 MiB or more are beside their path, others in memory."""
     mixture: Annotated[tuple[MixturePart, ...], Field(strict=False, max_length=1000)] = ()

@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import multiprocessing.util
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -79,7 +80,8 @@ def start(run: Run, config: Config, output: Path) -> int:
     if cause is not None and not signals.insisted:
         if cause.exit_status != ConfigError.exit_status:  # else the configuration must be corrected
             processes = {rank: ranks[rank].pid for rank in cause.ranks}
-            again = f"internsp train {output / 'config.toml'} --output {output} --resume auto"
+            file, folder = shlex.quote(str(output / "config.toml")), shlex.quote(str(output))
+            again = f"internsp train {file} --output {folder} --resume auto"
             if note := advice(output, processes, again):
                 cause.add_note(note)
         raise cause
@@ -181,7 +183,7 @@ def advice(output: Path, processes: Mapping[int, int], again: str) -> str:
         if seen is None or seen.process != process:
             lines.append(f"rank {rank} had not begun to train: it has no log yet")
         else:
-            lines.append(f"rank {rank} was at {seen}; its log: {path}")
+            lines.append(f"rank {rank} was {seen}; its log: {path}")
             begun = True
     steps = steps_in(output / "checkpoints")
     if not begun and not steps:

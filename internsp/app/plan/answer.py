@@ -38,6 +38,7 @@ from internsp.app.plan.seconds import (
     StepSeconds,
     step_seconds,
 )
+from internsp.config.words import in_words
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
 
@@ -107,7 +108,7 @@ def best_change(
     for saved, change, other in saving:
         budget = MemoryBudget(other, shape.world_size, observations=known)
         if budget.most(other.data.sequence_length) <= FREE * device.memory:
-            return ", ".join(f"{key} = {value!r}" for key, value in change.items()), saved
+            return ", ".join(f"{key} = {in_words(value)}" for key, value in change.items()), saved
     return None
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import torch
 
 from internsp.app.config import Config
+from internsp.app.config.checks import degrees
 from internsp.app.config.tiles import tile_count
 from internsp.app.models.factory import device_type
 from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, Workload
 from internsp.base.accelerator import HOST
 from internsp.base.host import ACTIVATIONS
+from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
 from internsp.mesh.sequence import RING
 from internsp.pipeline.schedules import schedule_kind
@@ -25,6 +27,17 @@ _LAUNCHES = 0.0004  # seconds of the host for a block's forward with its hooks
 # the new weights 6. Such a step does not look for what a program wrote into 16-bit weights.
 _STEP_BYTES = (44, 48)
 _ROUND = 32  # the zoo's default feed-forward is 8/3 of the width, up to a 32nd
+
+
+def planned_shape(config: Config, world_size: int) -> MeshShape:
+    """The mesh of a plan. Files are not looked at: a run's page is made when they may be gone.
+
+    Raises:
+        ConfigError: degrees that do not fit the number of ranks; lists all mistakes.
+    """
+    if mistakes := [str(problem) for problem in degrees(config, world_size)]:
+        raise ConfigError("\n".join(mistakes))
+    return MeshShape(world_size, **config.degrees())
 
 
 def shape_of(config: Config) -> ModelShape:

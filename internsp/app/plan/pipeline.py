@@ -19,6 +19,7 @@ from rich.table import Table
 from internsp.app.config import Config
 from internsp.app.models.factory import build_model, device_type
 from internsp.app.plan.classes import FEW_PASSES, equal_ranks, ranks_label, table
+from internsp.app.plan.configured import planned_shape
 from internsp.app.plan.kinds import block_kinds
 from internsp.app.plan.repeats import Item, folded_lines, ranges
 from internsp.base.sizes import human
@@ -154,10 +155,7 @@ def make_pipeline_plan(config: Config, world_size: int) -> PipelinePlan:
         ConfigError: degrees, chunks or micro-batches that do not fit.
         OrderError: the schedule's order would deadlock.
     """
-    mistakes = config.check(world_size)
-    if mistakes:
-        raise ConfigError("\n".join(mistakes))
-    shape = MeshShape(world_size, **config.degrees())
+    shape = planned_shape(config, world_size)
     return plan_of(config, shape, schedule_kind(config.pipeline.schedule), config.pipeline.chunks)
 
 

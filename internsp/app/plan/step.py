@@ -12,6 +12,7 @@ from functools import cached_property
 
 from internsp.app.config import Config
 from internsp.app.models.factory import build_model, device_type
+from internsp.app.plan.configured import planned_shape
 from internsp.app.plan.kinds import block_kinds
 from internsp.app.plan.matrices import MatrixTraffic
 from internsp.app.plan.offloaded import (
@@ -91,11 +92,8 @@ def make_plan(config: Config, world_size: int) -> Plan:
     Raises:
         ConfigError: degrees that do not fit the number of ranks; lists all mistakes.
     """
-    mistakes = config.check(world_size)
-    if mistakes:
-        raise ConfigError("\n".join(mistakes))
+    shape = planned_shape(config, world_size)
     weights = config.weight_parallel
-    shape = MeshShape(world_size, **config.degrees())
     model = build_model(config)
     parameters = sum(p.numel() for p in model.parameters())
     kinds = block_kinds(config, model)

@@ -110,7 +110,7 @@ class LastSeen:
     collective: str
 
     def __str__(self) -> str:
-        where = f"step {self.step}" if self.step else "before its first step"
+        where = f"at step {self.step}" if self.step else "before its first step"
         return f"{where}, last collective: {self.collective or 'none'}"
 
 

@@ -71,7 +71,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         if not (path / "metrics.jsonl").is_file():
             raise ConfigError(f"{path} is not the folder of a run: it has no metrics.jsonl")
         config = path / "config.toml"
-        text = config.read_text(errors="replace") if config.is_file() else ""
+        text = config.read_text("utf-8", "replace") if config.is_file() else ""
         same = [other for other in full if other.name == own.name]
         name = own.name if len(same) == 1 else str(path)
         found.append(Run(path, name, read_metrics(path / "metrics.jsonl"), text))

@@ -142,7 +142,7 @@ def load_report(folder: Path) -> Report:
     """
     if not (folder / "metrics.jsonl").is_file() or not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder} is not the folder of a run: no metrics.jsonl or config.toml")
-    text = (folder / "config.toml").read_text(errors="replace")
+    text = (folder / "config.toml").read_text("utf-8", "replace")
     content: dict[str, Any] = {
         "title": folder.name, "mesh": {}, "ranks": [], "memory": [], "timeline": {},
         "notes": ["The run has left no report.json: it was killed, or is still going on."],

@@ -67,7 +67,7 @@ class Output:
 
     def _open_first(self, done: int, tokens: int) -> list[StepMetrics]:
         session, train = self._session, self._session.config.train
-        (self._folder / "config.toml").write_text(session.config.to_toml())
+        (self._folder / "config.toml").write_text(session.config.to_toml(), "utf-8")
         first = done + 1 if done else None
         self._metrics = MetricsWriter(self._folder / "metrics.jsonl", first, self._run)
         self._display = Display(
