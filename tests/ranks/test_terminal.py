@@ -62,6 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f'[model]\nhidden_size = 32\nlayers = 1\nheads = 4\n[data]\nsource = "text"\n'
         f'paths = ["{TEXT}"]\nsequence_length = 32\n[train]\nname = "seen"\nsteps = 3\n'
         "global_batch = 2\neval_every = 2\neval_batches = 1\nsample_tokens = 9\n"
+        'sample_prompt = "für"\n',
+        encoding="utf-8",
     )
     return made
 
@@ -110,9 +112,12 @@ def test_other_commands_are_plain_and_a_pipe_gets_whole_lines(folder: Path, live
         assert "\x1b" not in text, words
         assert wanted in text
     piped = (*TRAIN, "--train.name", "piped")
-    done = internsp(*piped, cwd=folder, environment=environment(LIVE))
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = internsp(*piped, cwd=folder, environment=environment(LIVE | ascii_alone))
     assert "\x1b" not in done.stdout + done.stderr
     assert "\r" not in done.stdout
     lines = done.stdout.splitlines()
     assert sum(line.startswith("step 3/3  loss") and "left 0:00" in line for line in lines) == 1
     assert any("M parameters, world 1 = " in line and "ZeRO over 1" in line for line in lines)
+    kept = (folder / "runs" / "piped" / "config.toml").read_text(encoding="utf-8")
+    assert 'sample_prompt = "für"' in kept, "in whatever locale"
