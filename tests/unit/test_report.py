@@ -22,7 +22,7 @@ from internsp.app.report.svg import (
     smooth,
     ticks,
 )
-from internsp.app.report.tables import waits_by_place
+from internsp.app.report.tables import communication_rows, waits_by_place
 from internsp.base.trace import Event
 from tests.support import metrics
 
@@ -198,6 +198,12 @@ def test_the_communication_table_gives_means_over_ranks_and_the_worst():
     ]
 
 
+def test_collectives_of_a_group_of_one_are_no_communication():
+    alone = Event("PUBLISH", "small", "", "step", 0.02, 0.021, 0)
+    found = communication_rows({0: [*trace(), alone]})
+    assert [row["name"] for row in found] == ["gathers", "reduce-scatters", "together"]
+
+
 def test_the_waits_table_names_phase_kind_and_block():
     text = page(timeline={0: trace(), 1: trace(longer=2.0)})
     (table,), (blocks,) = tables(text, "waits"), tables(text, "blocks")
@@ -260,6 +266,8 @@ def test_a_value_that_is_not_finite_interrupts_the_line_and_is_marked():
     (mark,) = (e for e in root.iter("path") if e.get("class") == "bad")
     assert axis(root, "middle")(path_points(mark)[0][0] + 3) == pytest.approx(3, abs=0.02)
     assert "Steps without a finite loss: 1." in text
+    lone = page(metrics=[step(1, 1.0), *(step(at, math.nan) for at in range(2, 30))])
+    assert len([*svg(lone).iter("circle")]) == 1, "a point without neighbors can be seen"
 
 
 def test_ten_thousand_steps_stay_small_and_keep_a_spike_of_one_step(tmp_path):

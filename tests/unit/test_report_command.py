@@ -11,7 +11,7 @@ import pytest
 from internsp.app import cli
 from internsp.app.report.compare import differences, read_runs, table
 from internsp.app.report.metrics import MetricsWriter, StepMetrics
-from internsp.app.report.page import CURVES, LOSS, Report, load_report, median
+from internsp.app.report.page import COLORS, CURVES, LOSS, Report, load_report, median
 from internsp.base.trace import Event
 
 
@@ -83,6 +83,8 @@ def test_runs_side_by_side_have_a_table_curves_and_the_settings_that_differ(
     assert "Settings that differ" in page
     assert "<td>0.002</td>" in page
     assert '<i class="s1"></i>a<' in page
+    for style in COLORS:  # the legend's, too
+        assert re.search(rf"\.{style} {{ fill:[^}}]*background:", page), style
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
 
 

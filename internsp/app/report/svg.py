@@ -191,9 +191,9 @@ def _lines(series: Series, scale: _Scale) -> Iterator[tuple[str, str, list[Point
         yield f"{series.style} faint", _path(series.points, scale), []
         yield series.style, _path(smooth(series.points), scale), []
         return
-    marked = series.dots or len(series.points) <= 12
-    places = [scale.at(p) for p in series.points if drawable(p[1])] if marked else []
-    yield series.style, _path(series.points, scale), places
+    places = [scale.at(p) for p in series.points if drawable(p[1])]
+    marked = series.dots or len(places) <= 12
+    yield series.style, _path(series.points, scale), places if marked else []
 
 
 def _path(points: Sequence[Point], scale: _Scale) -> str:

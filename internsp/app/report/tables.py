@@ -34,7 +34,10 @@ def communication_rows(events: Traces) -> Iterator[dict[str, Any]]:
             {**communication(trace), (_TOGETHER, None): (0, 0, times.exposed, times.hidden)}
         )
     for kind, name in {**COMMUNICATION, _TOGETHER: _TOGETHER}.items():
-        phases = list(dict.fromkeys(phase for each in found for key, phase in each if key == kind))
+        phases = list(dict.fromkeys(  # in groups of one nothing is sent
+            phase for each in found for (key, phase), (_, nbytes, *_) in each.items()
+            if key == kind and (nbytes or kind == _TOGETHER)
+        ))  # fmt: skip
         for phase in phases if len(phases) > 2 else phases[:1]:  # the first is all together
             rows = [each[kind, phase] for each in found if (kind, phase) in each]
             means = [sum(column) / len(found) for column in zip(*rows, strict=True)]
