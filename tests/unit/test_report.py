@@ -178,6 +178,15 @@ def test_the_timeline_draws_bars_at_their_milliseconds():
     assert [b[1:] for b in bars] == [pytest.approx(e[1:], abs=0.02) for e in expected]
 
 
+def test_every_part_of_a_split_backward_has_its_color():
+    parts = [
+        Event("BACKWARD", "stage 1", "", part, at, at + 1, 0)
+        for at, part in enumerate(("input", "weight", "full"))
+    ]
+    drawn = re.findall(r'rect class="(b [^"]*)"', draw_timeline({0: parts}).svg)
+    assert drawn == ["b backward", "b backward light", "b backward"]
+
+
 def test_ranks_of_one_clock_show_their_skew_and_foreign_clocks_start_together():
     def starts(origins):
         root = ElementTree.fromstring(draw_timeline(dict(enumerate(map(trace, origins)))).svg)

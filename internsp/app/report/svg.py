@@ -239,6 +239,8 @@ MAX_BARS = 4500
 """Number of bars drawn over all ranks: about 0.9 MB of text."""
 
 PHASES = ("forward", "recompute", "backward", "optimizer")
+# Of a pipeline's backward: in one pass, or of inputs first and of weights later.
+_PARTS = {"full": "backward", "input": "backward", "weight": "backward light"}
 
 _Ranked = Mapping[int, Mapping[str, Sequence[Bar]]]
 _Lane = tuple[str, float, float, list[tuple[str, str, float, float, float, float, str]]]
@@ -413,7 +415,7 @@ def _style(bar: Bar) -> str:
         return "b wait"
     if bar.kind in ("STEP", "PUBLISH", "MATRIX", "FINISH"):
         return "b optimizer" if bar.kind == "STEP" else "b optimizer light"
-    return f"b {bar.phase}" if bar.phase in PHASES else "b other"
+    return f"b {bar.phase}" if bar.phase in PHASES else f"b {_PARTS.get(bar.phase, 'other')}"
 
 
 def _description(bar: Bar) -> str:
