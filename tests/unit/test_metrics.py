@@ -185,6 +185,20 @@ class AsciiTerminal(Terminal):
 
 
 @pytest.mark.parametrize(
+    ("epochs", "shown"),
+    [
+        ({"": 1.5}, "tokens 7  epoch 1.50  tokens/s"),
+        ({"a": 0.5, "dir/b": 2.0}, "epoch b 2.00, a 0.50  tokens/s"),
+        ({}, "tokens 7  tokens/s"),  # a program's own data
+    ],
+)
+def test_a_line_has_the_passes_over_each_text(epochs: dict[str, float], shown: str) -> None:
+    stream = io.StringIO()
+    Display(2, stream=stream, environ={}).update(step(1, 1.0, total_tokens=7, epochs=epochs))
+    assert shown in stream.getvalue()
+
+
+@pytest.mark.parametrize(
     ("stream", "environ", "live"),
     [
         (Terminal(), {"TERM": "xterm"}, True),

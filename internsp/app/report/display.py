@@ -184,7 +184,7 @@ def figures(metrics: StepMetrics) -> dict[str, str]:
     cells["grad norm"] = f"{metrics.grad_norm:.3g}"
     if metrics.total_tokens is not None:
         cells["tokens"] = number(metrics.total_tokens)
-    if metrics.epochs is not None:
+    if metrics.epochs:  # none of a program's own data
         cells["epoch"] = _epochs_text(metrics.epochs)
     cells["tokens/s"] = f"{metrics.tokens_per_second:,.0f}"
     if metrics.exposed_step_share is not None:
