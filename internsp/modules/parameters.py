@@ -70,13 +70,25 @@ class ParameterHandle:
             versions.append(weight.used_version)
         return tensors
 
-    def pre_backward(self, saved: bool) -> None:
+    def release(self) -> bool:
+        """Release the weights after a forward; returns whether backward unshards any again."""
+        shared = False
+        for weight in self.weights:
+            if weight.shares_slot:
+                weight.communicator.release(weight)
+                shared = True
+        return shared
+
+    def pre_backward(self, saved: bool, gradients: tuple[Tensor, ...]) -> None:
         """Unshard the weights for the backward of a node that used the views: the same values.
 
         Args:
             saved: autograd saved the views for the node, so that a recompute runs before the node
                 reads them.
+            gradients: of the node's outputs, unused.
         """
+        if torch.is_grad_enabled():
+            no_second_derivatives()
         self.entered = True
         for index in range(len(self.weights) - 1, -1, -1):  # the last used first
             weight = self.weights[index]
@@ -299,17 +311,29 @@ class Weights(dict[str, Any]):
         unsharded[weight] = tensor, handle
         return tensor
 
-    def read_all(self) -> Unsharded:
-        """Views of all weights, of one node: for a forward that reads each of them once."""
-        found: list[Member] = []
-        parameters: list[nn.Parameter] = []
+    @property
+    def reading(self) -> bool:
+        """Whether the module's own forward runs, or its block's if that unshards all weights."""
+        return self.unsharded is not None or self.module._parameters is not self
+
+    def read_all(self) -> tuple[ParameterHandle, dict[str, Any]]:
+        """Views of all weights, of one node: for a forward that reads each of them once.
+
+        Returns:
+            The handle of the views, and what is ``_parameters`` of the module meanwhile.
+        """
+        inside = dict(self)
+        found: dict[str, Member] = {}
         for name, weight in self.weights.items():
-            if self.get(name) is weight.parameter:  # else a user has put a tensor in its place
-                found.append(weight)
-                parameters.append(weight.parameter)
-        handle = ParameterHandle(found)
-        tensors = views(handle, *parameters) if found else ()
-        return {weight: (tensor, handle) for weight, tensor in zip(found, tensors, strict=True)}
+            parameter = inside.get(name)
+            if parameter is weight.parameter:
+                found[name] = weight
+            elif parameter is not None:  # a user has put a tensor in its place
+                inside[name] = self.replacement(name)
+        handle = ParameterHandle([*found.values()])
+        if found:
+            inside.update(zip(found, views(handle, *[inside[name] for name in found]), strict=True))
+        return handle, inside
 
     def __setitem__(self, name: str, value: Any) -> None:
         weight = self.weights.get(name)
@@ -444,8 +468,9 @@ def wrap_forward(module: nn.Module) -> None:
 def _unsharding(module: nn.Module, held: Weights, inner: Forward) -> Forward:
     saves, known = _PLAIN.get(type(module), (False, None))
     simple = getattr(inner, "__func__", None) is known is not None
-    simple = simple and set(held) <= {"weight", "bias"}
+    simple = simple and set(held) <= {"weight", "bias"} and not held.copies
     copied = held if held.copies else None
+    own = module.__dict__
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -456,10 +481,20 @@ def _unsharding(module: nn.Module, held: Weights, inner: Forward) -> Forward:
         if transforming():
             held.require_scope()
             return inner(*args, **kwargs)  # the block's scope keeps the views
+        if simple:  # the function that it calls sees plain tensors
+            handle, own["_parameters"] = held.read_all()
+            try:
+                output = inner(*args, **kwargs)
+            finally:
+                own["_parameters"] = held
+                shared = handle.release()
+            if saves and shared:
+                register_pre_backward_hook(output, partial(handle.pre_backward, True), {})
+            return output
         if copied is not None:
             copied.require_copies(module)
-        before = {} if simple else input_tensors((args, kwargs))
-        outside, held.unsharded = held.unsharded, held.read_all() if simple else {}
+        before = input_tensors((args, kwargs))
+        outside, held.unsharded = held.unsharded, {}
         try:
             if copied is not None:
                 copied.fill_copies(module, held)
@@ -472,11 +507,6 @@ def _unsharding(module: nn.Module, held: Weights, inner: Forward) -> Forward:
             if copied is not None:
                 copied.restore_copies(module)
         if not unsharded:
-            return output
-        if simple:
-            kept = _release(unsharded)
-            if saves and kept:
-                register_pre_backward_hook(output, partial(_pre_backward, kept, True), before)
             return output
         _require_tensors(held.owner, unsharded, output, before)
         return end_forward(unsharded, output, before)
@@ -623,10 +653,8 @@ def _release(unsharded: Unsharded) -> list[ParameterHandle]:
 
 
 def _pre_backward(kept: list[ParameterHandle], saved: bool, gradients: tuple[Tensor, ...]) -> None:
-    if torch.is_grad_enabled():
-        no_second_derivatives()
     for handle in reversed(kept):  # the last used first, as backward runs
-        handle.pre_backward(saved)
+        handle.pre_backward(saved, gradients)
 
 
 def require_unwritten(weight: Member, tensor: Tensor, resets: int = 0) -> None:

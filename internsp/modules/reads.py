@@ -100,7 +100,7 @@ def _open(scope: Scope) -> bool:
     return (
         scope.unsharded is not None
         or Wrapping.of(scope.module).running
-        or any(weights.unsharded is not None for weights in scope.members)
+        or any(weights.reading for weights in scope.members)
     )
 
 
