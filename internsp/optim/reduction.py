@@ -315,7 +315,7 @@ class ZeroReducer:
         if received is packed:
             exchange.total = packed.to(dtype)
         else:
-            exchange.total = between.zero.transport.sum_output(received, packed, dtype)
+            exchange.total = between.zero.transport.sum_output(received, packed, dtype=dtype)
             for buffer in exchange.buffers:
                 self._state.reducer.buffers.release(buffer)
         exchange.handle = between.zero_replica.all_reduce(exchange.total, bucket.name)

@@ -7,7 +7,7 @@ parts. On gloo it is an all-reduce, of twice the bytes (design.md 8).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class BackendSums:
         """See :meth:`Collectives.wait`."""
         self._collectives.wait(handle, unit, weight, phase)
 
-    def total(self, output: Tensor, input: Tensor) -> Tensor:
-        """``[part]`` in fp32 or wider, in memory of its own: what has arrived."""
-        return output.to(torch.promote_types(output.dtype, torch.float32), copy=True)
+    def total(self, output: Tensor, input: Tensor, shape: Sequence[int] = (-1,)) -> Tensor:
+        """What has arrived, in fp32 or wider, in memory of its own."""
+        wide = torch.promote_types(output.dtype, torch.float32)
+        return output.to(wide, copy=True).view(*shape)

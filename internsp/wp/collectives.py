@@ -202,7 +202,11 @@ class Transport:
         return WorkHandles(works, group)
 
     def sum_output(
-        self, received: Tensor, input: Tensor, dtype: torch.dtype | None = None
+        self,
+        received: Tensor,
+        input: Tensor,
+        shape: Sequence[int] = (-1,),
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """The sum of the parts that :meth:`all_to_all` has received; called after the wait.
 
@@ -210,17 +214,18 @@ class Transport:
 
         Args:
             received, input: ``output`` and ``input`` of the reduce-scatter.
+            shape: of a part; the sum has it without a view of its own, which takes as long as this.
             dtype: dtype of the sum; ``None``: fp32 or wider (design.md 8).
 
         Returns:
-            ``[part]``, in memory of its own.
+            The sum, in memory of its own.
         """
         dtype = dtype or torch.promote_types(received.dtype, torch.float32)
-        rows = received.view(self.size, -1)
+        rows = received.view(self.size, *shape)
         if not self.direct:
             return rows.sum(0, dtype=dtype)
         parts = [*rows.unbind()]
-        parts[self.rank] = input.view(self.size, -1)[self.rank]  # was not sent to itself
+        parts[self.rank] = input.view(self.size, *shape)[self.rank]  # was not sent to itself
         first, *others = parts
         if others and first.dtype == dtype:
             total = first + others.pop(0)
@@ -264,6 +269,7 @@ class Collectives:
         self.counters = counters
         self.comm_context = comm_context or CommContext()
         self._index = self.comm_context.register(group.group_name)
+        self._recent_tags = self.comm_context.recent_tags[self._index]
         self._bases: dict[tuple[str, int], int] = {}  # hashes for tags, by weight and bytes
         self._names = (group.group_name,)
         self._device = device
@@ -285,18 +291,21 @@ class Collectives:
         ``.data`` aliases of their slot: collectives raise a version counter, which the slot's views
         must not share (design.md 4.1).
         """
-        others = self.size - 1
-        nbytes = {w: others * shard.nbytes for w, shard in zip(weights, shards, strict=True)}
-        self.counters.gathered_bytes += sum(nbytes.values())
-        self.counters.gathers += len(shards)
-        if self.size == 1:
+        others, counters = self.size - 1, self.counters
+        counters.gathers += len(shards)
+        if not others:
             for output, shard in zip(outputs, shards, strict=True):
                 output.copy_(shard)
         if len(shards) > 1:
+            nbytes = {w: others * shard.nbytes for w, shard in zip(weights, shards, strict=True)}
+            counters.gathered_bytes += sum(nbytes.values())
             both, send = (outputs, shards), self.transport.all_gathers
             return self.launch(send, both, "AG", unit, nbytes, phase)
-        one = outputs[0], shards[0]
-        return self.launch(self.transport.all_gather, one, "AG", unit, nbytes, phase)
+        (output,), (shard,), (weight,) = outputs, shards, weights
+        received = others * shard.nbytes
+        counters.gathered_bytes += received
+        one, send_one = (output, shard), self.transport.all_gather
+        return self.launch(send_one, one, "AG", unit, {weight: received}, phase)
 
     def reduce_scatter(
         self, output: Tensor, input: Tensor, unit: str, weights: Mapping[str, int], phase: str,
@@ -319,9 +328,9 @@ class Collectives:
         send = send or self.transport.all_to_all
         return self.launch(send, (output, input), "RS", unit, nbytes, phase)
 
-    def total(self, output: Tensor, input: Tensor) -> Tensor:
-        """``[part]``: the sum of what :meth:`reduce_scatter` has received, after its wait."""
-        return self.transport.sum_output(output, input)
+    def total(self, output: Tensor, input: Tensor, shape: Sequence[int] = (-1,)) -> Tensor:
+        """The sum of what :meth:`reduce_scatter` has received, in ``shape``, after its wait."""
+        return self.transport.sum_output(output, input, shape)
 
     def exchange(self, output: Tensor, input: Tensor, unit: str) -> Handle:
         """:meth:`reduce_scatter` of reduced gradients between replicas."""
@@ -396,14 +405,14 @@ class Collectives:
             weights: names, and the bytes that other ranks send of each.
             waits: the phase of its wait, if it is not ``phase``.
         """
-        first = next(iter(weights))
-        self._count(first or unit, sum(weights.values()))
-        trace = self.trace
-        events = []
+        weight = next(iter(weights))
+        first = weight or unit
+        number = self._count(first, sum(weights.values()))
+        trace, events = self.trace, []
         if trace.enabled:
             events = [
-                trace.record(kind, unit, weight, phase, nbytes, in_flight=True)
-                for weight, nbytes in weights.items()
+                trace.record(kind, unit, name, phase, nbytes, in_flight=True)
+                for name, nbytes in weights.items()
             ]
         if self.size == 1:
             for event in events:
@@ -411,38 +420,40 @@ class Collectives:
             return self._arrived()
         comm_context = self.comm_context
         if comm_context.on_launch is not None:
-            comm_context.on_launch(kind, first or unit, phase)
+            comm_context.on_launch(kind, first, phase)
         try:
             work = send(*tensors)
         except RuntimeError as error:  # another rank has closed the connection
-            where = f"{first or unit} ({waits or phase})"
-            raise comm_context.record_failure(where, error) from error
+            raise comm_context.record_failure(f"{first} ({waits or phase})", error) from error
         assert work is not None, "several ranks"
         if trace.enabled:
             work = self._stamped(work, events)
-        number = comm_context.counts[self._index]
         launched = WaitedCollective(self._names, self._index, number, self.transport.tag)
-        handle = Handle(work, events, tensors, launch=launched)
+        handle = Handle(work, events, tensors, (), launched)
         if self._current is not None:
             handle.stream, handle.arrival = self._current(), Arrival()
         if not self.overlap:
-            self.wait(handle, unit, first, waits or phase)
+            self.wait(handle, unit, weight, waits or phase)
         return handle
 
-    def _count(self, weight: str, nbytes: int) -> None:
+    def _count(self, weight: str, nbytes: int) -> int:
         """Count a launch, and set the tag of its messages; a launch has the same tag on all ranks.
 
         The tag differs between models, weights, sizes and launches: a rank that is out of step
         waits until the timeout, and never takes a message of another launch for this one's.
+
+        Returns:
+            How many there were, with this one.
         """
-        comm_context, index = self.comm_context, self._index
-        count = comm_context.counts[index] = comm_context.counts[index] + 1
+        counts, index = self.comm_context.counts, self._index
+        counts[index] = count = counts[index] + 1
         base = self._bases.get((weight, nbytes))
         if base is None:
-            text = f"{comm_context.model} {index} {weight} {nbytes}"
+            text = f"{self.comm_context.model} {index} {weight} {nbytes}"
             base = self._bases[weight, nbytes] = crc32(text.encode())
-        self.transport.tag = (base ^ count * _SPREAD) & _TAG_BITS
-        comm_context.recent_tags[index].append(self.transport.tag)
+        self.transport.tag = tag = (base ^ count * _SPREAD) & _TAG_BITS
+        self._recent_tags.append(tag)
+        return count
 
     def wait(self, handle: Handle, unit: str, weight: str, phase: str) -> None:
         """Wait for ``handle`` on the current stream (CPU: block).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -100,28 +100,7 @@ class Chunk:
     def perform(self, actions: Iterable[Action[ShardedParameter]]) -> None:
         """Perform ``actions`` in order."""
         for action in actions:
-            kind, weights = action.kind, action.weights
-            if kind == WAIT:
-                self._wait(action)
-            elif kind == ALL_GATHER and self.link is not None and weights[0].hosted:
-                with self.link.on_copy_stream():
-                    self._all_gather(action)
-            elif kind in (ALL_GATHER, NEAR_GATHER):
-                self._all_gather(action)
-            elif kind == FREE:
-                if self.trace.enabled:
-                    self._record(action)
-            elif kind == USE:
-                if weights[0].needs_gather:
-                    streams = self.pool.slots[weights[0].unit.slot].streams
-                    if streams.active:
-                        streams.read(*weights)
-                if self.trace.enabled:
-                    self._record(action)
-            elif kind == NEXT_PASS:
-                self.accumulation.at_next_pass()
-            else:
-                self._reduce(action)
+            _PERFORMED_BY[action.kind](self, action)
 
     def invalidate_older(self, unit: terms.Unit[ShardedParameter]) -> None:
         """Drop the contents of weights of ``unit`` that were written since they were gathered.
@@ -156,8 +135,20 @@ class Chunk:
             self.perform(self.queue.reduce(unit, weight))
 
     def _record(self, action: Action[ShardedParameter]) -> None:
-        for weight in action.weights:
-            self.trace.record(action.kind, weight.unit.name, weight.name, action.phase)
+        if self.trace.enabled:
+            for weight in action.weights:
+                self.trace.record(action.kind, weight.unit.name, weight.name, action.phase)
+
+    def _use(self, action: Action[ShardedParameter]) -> None:
+        weights = action.weights
+        if weights[0].needs_gather:
+            streams = self.pool.slots[weights[0].unit.slot].streams
+            if streams.active:
+                streams.read(*weights)
+        self._record(action)
+
+    def _next_pass(self, action: Action[ShardedParameter]) -> None:
+        self.accumulation.at_next_pass()
 
     def _reduce(self, action: Action[ShardedParameter]) -> None:
         kind, weights = action.kind, action.weights
@@ -176,8 +167,13 @@ class Chunk:
             self.consumer.start(action.parcel)
         elif kind == FINISH_EXCHANGE:
             self.consumer.finish_oldest()
+
+    def _gather(self, action: Action[ShardedParameter]) -> None:
+        if self.link is not None and action.kind == ALL_GATHER and action.weights[0].hosted:
+            with self.link.on_copy_stream():
+                self._all_gather(action)
         else:
-            raise AssertionError(f"the queue returned an action of the unknown kind {kind}")
+            self._all_gather(action)
 
     def _all_gather(self, action: Action[ShardedParameter]) -> None:
         kind, phase, _, weights, evicted, _ = action
@@ -186,9 +182,10 @@ class Chunk:
         slot.acquire(unit, weights, evicted, self.pool.poison)
         runs = runs_of(weights, attrgetter("compute_dtype")) if len(weights) > 1 else [weights]
         for run in runs:
-            collectives, copied, near = self.gathers[run[0].axis], None, None
-            if self.near is not None and kind == NEAR_GATHER:
-                near, collectives = self.near, self.near.collectives(run[0])
+            collectives, copied = self.gathers[run[0].axis], None
+            near = self.near if kind == NEAR_GATHER else None
+            if near is not None:
+                collectives = near.collectives(run[0])
             outputs: list[Tensor] = []
             shards: list[Tensor] = []
             names: list[str] = []
@@ -221,7 +218,8 @@ class Chunk:
                 self._arrived(run)
             else:
                 handle.carries = run
-                self.handles.update(dict.fromkeys(run, handle))
+                for weight in run:
+                    self.handles[weight] = handle
 
     def _from_host(
         self, link: HostLink, weight: ShardedParameter, output: Tensor
@@ -245,10 +243,10 @@ class Chunk:
     def _wait(self, action: Action[ShardedParameter]) -> None:
         name = action.unit.name if action.unit is not None else ""
         for weight in action.others:
-            handle = self.handles.get(weight)
+            handle = self.handles.pop(weight, None)
             if handle is not None:
                 for other in handle.carries:
-                    del self.handles[other]
+                    self.handles.pop(other, None)
                 self.collectives.wait(handle, name, action.weights[0].name, action.phase)
                 if self.encoder is not None or self.near is not None:
                     self._arrived(handle.carries)
@@ -262,3 +260,20 @@ class Chunk:
             self.encoder.decode(weight, self.pool.slots[weight.unit.slot].streams)
         if self.near is not None:
             self.near.save_slices(weights)
+
+
+_PERFORMED_BY: Mapping[str, Callable[[Chunk, Action[ShardedParameter]], None]] = {
+    ALL_GATHER: Chunk._gather,
+    NEAR_GATHER: Chunk._gather,
+    WAIT: Chunk._wait,
+    USE: Chunk._use,
+    FREE: Chunk._record,
+    NEXT_PASS: Chunk._next_pass,
+    REDUCE_SCATTER: Chunk._reduce,
+    ACCUMULATE: Chunk._reduce,
+    FINISH_OLDEST: Chunk._reduce,
+    GO_ON: Chunk._reduce,
+    EXCHANGE: Chunk._reduce,
+    FINISH_EXCHANGE: Chunk._reduce,
+}
+"""What performs each kind of action."""

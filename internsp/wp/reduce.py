@@ -178,10 +178,11 @@ class GradientReducer:
             if weights[0].layout.size == 1 and pending.packed is None:
                 weights[0].reduced.borrow(output)  # a weight group of one: the gradient is the sum
             else:
-                total = collectives.total(output, pending.input)
                 if len(weights) == 1:
-                    weights[0].reduced.add(total.view(weights[0].layout.shard_shape))
+                    shape = weights[0].layout.shard_shape
+                    weights[0].reduced.add(collectives.total(output, pending.input, shape))
                 else:
+                    total = collectives.total(output, pending.input)
                     parts = unflatten(total, [weight.storage for weight in weights])
                     for weight, part in zip(weights, parts, strict=True):
                         weight.reduced.add(part)

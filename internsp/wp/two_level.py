@@ -18,7 +18,7 @@ wait for, in an exchange, or where ranks ask which block comes next.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -99,12 +99,12 @@ class TwoLevels:
         oldest.far.keep = ()
         self._arrived = oldest
 
-    def total(self, output: Tensor, input: Tensor) -> Tensor:
+    def total(self, output: Tensor, input: Tensor, shape: Sequence[int] = (-1,)) -> Tensor:
         """The sum of the reduction that was waited for last; see :meth:`Collectives.total`."""
         arrived, self._arrived = self._arrived, None
         assert arrived is not None
         assert arrived.output is not None
         assert arrived.sums is not None
-        total = self.far.total(arrived.output, arrived.sums)
+        total = self.far.total(arrived.output, arrived.sums, shape)
         self.buffers.release(arrived.output)
         return total

@@ -898,7 +898,6 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
     },
     "was given {given}: it takes whole values": NONE,
     "after parallelize(): cast the model before": WHOLE_CAST,
-    "the queue returned an action of the unknown kind": NONE,
     "needs a ZeroOptimizer, and there is none": {
         "needs a ZeroOptimizer": zero_offloaded,
         'offload = "weights"':
