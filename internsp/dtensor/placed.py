@@ -45,7 +45,7 @@ def spec_with_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> Any:
     """The ``DTensorSpec`` of ``parameter``, with another dtype."""
     spec = parameter._spec  # type: ignore[attr-defined]
     meta = spec.tensor_meta
-    if dtype == meta.dtype:
+    if dtype is meta.dtype:
         return spec
     return DTensorSpec(spec.mesh, spec.placements, meta._replace(dtype=dtype))
 

@@ -40,6 +40,9 @@ from internsp.modules.wrapping import Forward, Wrapping
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ShardedParameter, not_to_be_copied
 
+# Whether the backward that runs comes to a node; called for each gradient.
+_executed = torch._C._will_engine_execute_node
+
 
 class ParameterHandle:
     """One use of one weight, or of all weights of a module, from the read to the gradient.
@@ -61,7 +64,7 @@ class ParameterHandle:
     def __init__(self, weights: Sequence[Member], scoped: bool = False) -> None:
         self.weights, self.scoped, self.entered = weights, scoped, False
 
-    def unshard(self) -> Sequence[Tensor]:
+    def unshard(self) -> list[Tensor]:
         """The tensors to compute with."""
         tensors: list[Tensor] = []
         self.used_versions = versions = []
@@ -136,15 +139,17 @@ class Views(torch.autograd.Function):
         """``handle``: of one weight, or of several
         (:class:`internsp.modules.entry.BlockHandle`)."""
         ctx.handle = handle
-        ctx.parameters = parameters
         ctx.set_materialize_grads(False)
-        pairs = zip(handle.weights, handle.unshard(), strict=True)
-        views = tuple([t if w.tensor is None else w.tensor.as_dtensor(t) for w, t in pairs])
-        wanted = ctx.needs_input_grad[1:]
-        if len(views) > 1 and not all(wanted):  # views of frozen weights need no gradient
-            frozen = [view for view, want in zip(views, wanted, strict=True) if not want]
-            ctx.mark_non_differentiable(*frozen)
-        return views
+        views = handle.unshard()
+        for index, weight in enumerate(handle.weights):
+            if weight.tensor is not None:
+                views[index] = weight.tensor.as_dtensor(views[index])
+        if len(views) > 1:
+            wanted = ctx.needs_input_grad[1:]
+            if not all(wanted):  # views of frozen weights need no gradient
+                frozen = [view for view, want in zip(views, wanted, strict=True) if not want]
+                ctx.mark_non_differentiable(*frozen)
+        return tuple(views)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -152,11 +157,10 @@ class Views(torch.autograd.Function):
         if torch.is_grad_enabled():
             no_second_derivatives()
         answers: list[Tensor | None] = [None] * (len(gradients) + 1)
-        ready, handle, executed = list(gradients), ctx.handle, torch._C._will_engine_execute_node
-        for i, ((leaf, _), weight) in enumerate(
-            zip(ctx.next_functions, handle.weights, strict=True)
-        ):
-            gradient = ready[i]
+        ready, handle = list(gradients), ctx.handle
+        weights = handle.weights
+        for i, (leaf, _) in enumerate(ctx.next_functions):
+            weight, gradient = weights[i], ready[i]
             if gradient is None:
                 continue
             if weight.tensor is not None:
@@ -164,15 +168,15 @@ class Views(torch.autograd.Function):
             # ``inputs=`` may leave a leaf out; ``torch.autograd.grad`` captures it (WP-9), and then
             # torch will not say whether it executes the leaf.
             try:
-                if not executed(leaf):
+                if not _executed(leaf):
                     ready[i] = None
             except RuntimeError:
-                answers[i + 1] = _captured(weight, gradient, ctx.parameters[i])
+                answers[i + 1] = _captured(weight, gradient)
         handle.on_grad_ready(ready)
         return tuple(answers)
 
 
-def _captured(weight: Member, gradient: Tensor, shard: Tensor) -> Tensor:
+def _captured(weight: Member, gradient: Tensor) -> Tensor:
     """The gradient that ``torch.autograd.grad`` returns to torch's split backward: zeros without
     memory of their own.
 
@@ -185,6 +189,7 @@ def _captured(weight: Member, gradient: Tensor, shard: Tensor) -> Tensor:
             "reduced over ranks asynchronously; call backward() and read .grad. A schedule of "
             "torch's that splits backward needs internsp.Pipeline, or internsp.fsdp.install()"
         )
+    shard = weight.parameter
     return gradient.new_zeros((), dtype=shard.dtype).expand(shard.shape)
 
 

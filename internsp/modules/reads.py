@@ -107,7 +107,7 @@ def _open(scope: Scope) -> bool:
 class _ReplicaHandle(ParameterHandle):
     """A replicated parameter in its own dtype, and a copy: its gradient is as that of any use."""
 
-    def unshard(self) -> Sequence[Tensor]:
+    def unshard(self) -> list[Tensor]:
         super().unshard()
         local: Tensor = self.weights[0].parameter._local_tensor  # type: ignore[attr-defined]
-        return (local.detach().clone(),)
+        return [local.detach().clone()]

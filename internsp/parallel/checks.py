@@ -92,7 +92,9 @@ class AddedParameterCheck:
     def __init__(self, model: nn.Module, known: Container[tuple[nn.Module, str]]) -> None:
         self._model = model
         self._known = known
-        self._snapshot: list[tuple[Any, tuple[Any, ...], Any, int]] = []  # since the first forward
+        # `_modules` and `_parameters` of each module, and what they held at the last check.
+        self._held: tuple[list[Any], list[Any]] = [], []
+        self._seen: tuple[list[Any], list[int]] | None = None
 
     def check(self) -> None:
         """Called at each forward of the model.
@@ -100,12 +102,8 @@ class AddedParameterCheck:
         Raises:
             StructureError: a parameter was added.
         """
-        for children, seen, parameters, count in self._snapshot:
-            if len(parameters) != count or tuple(children.values()) != seen:
-                break
-        else:
-            if self._snapshot:
-                return
+        if self._seen is not None and self._now() == self._seen:
+            return
         for path, module in self._model.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and (module, name) not in self._known:
@@ -113,10 +111,14 @@ class AddedParameterCheck:
                         f"{path}.{name} was added after parallelize(), so that no rank would "
                         "share its gradient: build the whole model first, adapters included"
                     )
-        self._snapshot = [
-            (m._modules, tuple(m._modules.values()), m._parameters, len(m._parameters))
-            for m in self._model.modules()
-        ]
+        modules = [*self._model.modules()]
+        self._held = [m._modules for m in modules], [m._parameters for m in modules]
+        self._seen = self._now()
+
+    def _now(self) -> tuple[list[Any], list[int]]:
+        """The children of each module, and how many parameters it has: without a loop in Python."""
+        children, parameters = self._held
+        return [*map(tuple, map(dict.values, children))], [*map(len, parameters)]
 
 
 def register_read_checks(weights: Sequence[ShardedParameter], recovery: StageRecovery) -> None:

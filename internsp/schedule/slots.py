@@ -54,10 +54,13 @@ class SlotContents(Generic[W]):
         self.held: dict[Group[W], tuple[Unit[W], str]] = {}
         self.group_of: dict[W, Group[W]] = {}
         self.overlap, self.strict, self.remedy = overlap, True, ""
+        self._units: list[Unit[W]] = []
         self._lying: dict[int, dict[Group[W], None]] = {}  # the groups that lie in each slot
+        self._rivals: dict[Group[W], set[Group[W]]] = {}  # other groups that have some of its bytes
 
     def add(self, unit: Unit[W]) -> None:
         """Register the groups of a unit."""
+        self._units.append(unit)
         for group in unit.groups:
             self.group_of.update(dict.fromkeys(group.weights, group))
 
@@ -65,6 +68,7 @@ class SlotContents(Generic[W]):
         """Blocks run in another order from here on, and may have other slots."""
         self.strict, self.remedy = strict, remedy
         self._lying.clear()
+        self._rivals.clear()
 
     def is_gathered(self, weight: W) -> bool:
         """Whether a weight is in its slot, or on its way there, in the dtype that is wanted now."""
@@ -147,12 +151,18 @@ class SlotContents(Generic[W]):
 
     def overlapping(self, unit: Unit[W], group: Group[W]) -> list[Group[W]]:
         """Other groups that lie in bytes that ``group`` needs."""
-        start, end = group.start, group.end
-        return [
-            found
-            for found in self._lying.get(unit.slot, ())
-            if found.start < end and start < found.end and found is not group
-        ]
+        rivals = self._rivals.get(group)
+        if rivals is None:  # once for each group: it has the same bytes in every pass
+            rivals = self._rivals[group] = {
+                found
+                for other in self._units
+                if other.slot == unit.slot
+                for found in other.groups
+                if found.start < group.end and group.start < found.end and found is not group
+            }
+        lying = self._lying.get(unit.slot, {})
+        under = rivals & lying.keys()
+        return [*under] if len(under) < 2 else [found for found in lying if found in under]
 
     # waits
 
@@ -224,13 +234,14 @@ class SlotContents(Generic[W]):
         out: list[Action[W]],
     ) -> None:
         """Launch a gather into held bytes, which ``evicted`` have left."""
-        for weight in (*evicted, *weights) if self.flying else ():
-            if weight in self.flying:  # an earlier gather still writes these bytes
+        contents, flying = self.contents, self.flying
+        for weight in (*evicted, *weights) if flying else ():
+            if weight in flying:  # an earlier gather still writes these bytes
                 self._wait(weight, unit, "settle", out)
         for weight in evicted:
-            self.contents.pop(weight, None)
+            contents.pop(weight, None)
         for weight in weights:
-            self.contents[weight] = weight.compute_dtype
+            contents[weight] = weight.compute_dtype
         messages: list[tuple[str, Sequence[W]]] = [(ALL_GATHER, weights)]
         if weights[0].slices:
             near = [w for w in weights if self.sliced.get(w, _ABSENT) == w.compute_dtype]
@@ -243,7 +254,8 @@ class SlotContents(Generic[W]):
             out.append(Action(kind, phase, unit, part, evicted))
             evicted = ()
             if part[0].needs_wait:
-                self.flying.update(dict.fromkeys(part, part))
+                for weight in part:
+                    flying[weight] = part
                 if not self.overlap:
                     self._wait(part[0], unit, phase, out)
 

@@ -53,21 +53,21 @@ class Turns(Generic[W]):
             weights: one more gradient of each of them is ready; ``None``: take all turns.
             last: there will be no other of these.
         """
-        ready, most = self._ready, self._uses.most
-        for weight in weights or ():
+        turns, ready, most = self._turns, self._ready, self._uses.most
+        if weights is None:
+            left = [*turns]
+            turns.clear()
+            self.due.clear()
+            return left
+        for weight in weights:
             ready[weight] = ready.get(weight, 0) + (most.get(weight, 1) if last else 1)
         taken: list[Turn[W]] = []
-        for turn in self._turns:
-            for weight in turn[2] if weights is not None else ():
+        while turns:
+            for weight in turns[0][2]:
                 if ready.get(weight, 0) < most.get(weight, 1):
-                    break
-            else:
-                taken.append(turn)
-                continue
-            break
-        for turn in taken:
-            self._turns.popleft()
-            self.due.difference_update(turn[2])
+                    return taken
+            taken.append(turns.popleft())
+            self.due.difference_update(taken[-1][2])
         return taken
 
     def reset(self) -> None:

@@ -269,7 +269,6 @@ class Collectives:
         self.counters = counters
         self.comm_context = comm_context or CommContext()
         self._index = self.comm_context.register(group.group_name)
-        self._recent_tags = self.comm_context.recent_tags[self._index]
         self._bases: dict[tuple[str, int], int] = {}  # hashes for tags, by weight and bytes
         self._names = (group.group_name,)
         self._device = device
@@ -445,14 +444,14 @@ class Collectives:
         Returns:
             How many there were, with this one.
         """
-        counts, index = self.comm_context.counts, self._index
-        counts[index] = count = counts[index] + 1
+        comm_context, index = self.comm_context, self._index
+        count = comm_context.counts[index] = comm_context.counts[index] + 1
         base = self._bases.get((weight, nbytes))
         if base is None:
-            text = f"{self.comm_context.model} {index} {weight} {nbytes}"
+            text = f"{comm_context.model} {index} {weight} {nbytes}"
             base = self._bases[weight, nbytes] = crc32(text.encode())
         self.transport.tag = tag = (base ^ count * _SPREAD) & _TAG_BITS
-        self._recent_tags.append(tag)
+        comm_context.recent_tags[index].append(tag)
         return count
 
     def wait(self, handle: Handle, unit: str, weight: str, phase: str) -> None:

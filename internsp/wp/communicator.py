@@ -183,8 +183,8 @@ class ChunkWeights(WPCommunicator[ShardedParameter]):
         """Keep gradients until their reduction; the gradients of several uses are summed."""
         if self.events.backward < 0:
             self.events.begin_at_gradient()
-        opened = unit is self.queue.backward.open.unit
-        if unit.unshard_at_entry and not opened and not self.queue.progress.split:
+        entered = not unit.unshard_at_entry or unit is self.queue.backward.open.unit
+        if not entered and not self.queue.progress.split:
             raise StaleWeightError(
                 f"backward entered block {unit.name} on rank {dist.get_rank()} through a tensor "
                 "that left it by another way than its output, so that its weights may not have "

@@ -340,9 +340,9 @@ class ShardedParameter(ModelParameter):
 
     def local(self, storage: Tensor) -> Tensor:
         """The valid rows of a tensor like ``storage``, dimensions in the parameter's order."""
-        valid = self.layout.valid_rows(self.rank)
-        rows = storage if valid == self.layout.rows else storage[:valid]
-        return rows.movedim(0, self.layout.dim) if self.layout.dim else rows
+        layout = self.layout
+        rows = storage[: layout.valid_rows(self.rank)] if layout.padded else storage
+        return rows.movedim(0, layout.dim) if layout.dim else rows
 
     def own(self, values: Tensor) -> Tensor:
         """See :class:`ModelParameter`."""
@@ -390,17 +390,19 @@ class ShardedParameter(ModelParameter):
         slot, or of its shard if that needs no gather."""
         if self.needs_gather:
             return self.unsharded.data
-        self.used_version = self.current_version()  # else its gather has set it
         # ``.data`` also makes it no view of another tensor for autograd.
         return self.layout.unsharded_view(self.to_send()).data
 
     def to_send(self) -> Tensor:
         """Input of an all-gather: the padded shard, flat, in the compute dtype, fresh (WP-3).
 
-        In a weight group of one in its own dtype: the copy into the slot does the cast.
+        In a weight group of one in its own dtype: the copy into the slot does the cast. Sets
+        ``used_version``.
         """
-        fresh, alone = self.fresh(), self.layout.size == 1
-        return fresh if alone or fresh.dtype == self.compute_dtype else fresh.to(self.compute_dtype)
+        dtype = self.compute_dtype
+        self.used_version = self.version(), dtype
+        fresh = self.fresh()
+        return fresh if fresh.dtype == dtype or self.layout.size == 1 else fresh.to(dtype)
 
     def fresh(self) -> Tensor:
         """The padded shard, flat, in its own dtype, after the optimizer's all-gather (WP-3)."""

@@ -193,17 +193,17 @@ class Chunk:
                 output = weight.flat
                 if near is not None:
                     shard = near.slice_of(weight)
-                else:
+                elif self.encoder is not None and weight in self.encoder.encodings:
                     weight.used_version = weight.current_version()
-                    if self.encoder is not None and weight in self.encoder.encodings:
-                        shard = weight.fresh()
-                        if self.link is not None and weight.hosted:
-                            shard = self.link.copy_to_staging(shard)
-                        output, shard = self.encoder.encode(weight, shard)
-                    elif self.link is not None and weight.hosted:
-                        shard, copied = self._from_host(self.link, weight, output)
-                    else:
-                        shard = weight.to_send()
+                    shard = weight.fresh()
+                    if self.link is not None and weight.hosted:
+                        shard = self.link.copy_to_staging(shard)
+                    output, shard = self.encoder.encode(weight, shard)
+                elif self.link is not None and weight.hosted:
+                    weight.used_version = weight.current_version()
+                    shard, copied = self._from_host(self.link, weight, output)
+                else:
+                    shard = weight.to_send()
                 outputs.append(output)
                 shards.append(shard)
                 names.append(weight.name)

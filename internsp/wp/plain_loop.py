@@ -194,10 +194,11 @@ class PlainLoop:
         _copy_shared_gradients(replicated.sharded)
         hosted: list[tuple[ShardedParameter, Tensor]] = []
         sharded = replicated.sharded
+        had_gradient, waiting = state.reducer.had_gradient, self.waiting
         for weight, used, wanted in zip(sharded, used_sharded, trained(sharded), strict=True):
-            if weight in self.waiting:
+            if weight in waiting:
                 continue
-            state.reducer.had_gradient.pop(weight, None)
+            had_gradient.pop(weight, None)
             total = self.sums.pop(weight, weight.reduced.pop())
             if used and wanted and total is not None:
                 value = self.value_of(weight, total)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # loaded where weights are reduced so
     from internsp.wp.two_level import Sum, TwoLevels
 
 
-@dataclass
+@dataclass(slots=True)
 class PendingGradient:
     """A reduce-scatter in flight: its weights, its buffers and its work handle."""
 
@@ -152,7 +152,8 @@ class GradientReducer:
 
     def reduce_scatter(self, unit: Unit, weights: Sequence[ShardedParameter]) -> None:
         """Start the reduction of the ready gradients of ``weights``, of zeros for others (WP-2)."""
-        self._queue.append([])
+        launched: list[PendingGradient] = []
+        self._queue.append(launched)
         runs = runs_of(weights, attrgetter("reduce_dtype")) if len(weights) > 1 else (weights,)
         for run in runs:
             first, shares = run[0], {weight.name: weight.layout.shard_numel for weight in run}
@@ -165,8 +166,7 @@ class GradientReducer:
             numel = input.numel() // size * collectives.received
             output = input if size == 1 else self.buffers.acquire(numel, input.dtype)
             handle = collectives.reduce_scatter(output, input, unit.name, shares, "backward")
-            pending = PendingGradient(unit, run, output, packed, input, handle)
-            self._queue[-1].append(pending)
+            launched.append(PendingGradient(unit, run, output, packed, input, handle))
 
     def finish_oldest(self) -> None:
         """Wait for the oldest reduction and add it to its shards' reduced gradients."""
