@@ -39,13 +39,13 @@ def require_no_gradient_hooks(
                     raise compiled(name or "the model")
             first.clear()
         parameters = [member.parameter for member in members]
-        hooked = zip(
-            members, read_each(_hooks, parameters), read_each(_accumulated, parameters), strict=True
-        )
-        for member, hooks, accumulated in hooked:
-            if accumulated and not hooks and communicator.state.consumer.take_hooks(member):
+        hooks, accumulated = read_each(_hooks, parameters), read_each(_accumulated, parameters)
+        if not any(hooks) and not any(accumulated):
+            return
+        for member, one, other in zip(members, hooks, accumulated, strict=True):
+            if other and not one and communicator.state.consumer.take_hooks(member):
                 continue
-            if hooks or accumulated:
+            if one or other:
                 raise GradientError(
                     f"{member.name} has a gradient hook, which autograd would call without a "
                     "gradient: that exists when its reduction is finished, after backward. Remove "

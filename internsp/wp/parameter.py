@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from internsp.base.bits import same_bits
 from internsp.base.host import GRADIENTS, WEIGHTS, HostLink
 from internsp.base.trace import Work
 from internsp.dtensor.mixed import read_each, without_torch_function
@@ -373,17 +372,6 @@ class ShardedParameter(ModelParameter):
             self.compute_in(dtype)
         if version != self.version():
             raise stale(self.name, dist.get_rank())
-
-    def agrees(self) -> bool:
-        """Whether this rank's rows of what was gathered still have the bits of the shard.
-
-        Also true if the versions differ: :meth:`require_version` notices this.
-        """
-        if self.used_version != self.current_version():
-            return True
-        count = self.layout.shard_numel
-        own, shard = self.flat.narrow(0, self.rank * count, count), self.fresh()
-        return same_bits(own, shard if shard.dtype == own.dtype else shard.to(own.dtype))
 
     def read(self) -> Tensor:
         """The unsharded weight, with a version counter of its own: an alias of its bytes in the
