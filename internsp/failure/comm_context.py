@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from internsp.base.trace import Work
 from internsp.errors import CollectiveError
-from internsp.failure.rank_report import WaitedCollective
 
-UNCOUNTED = WaitedCollective()  # for a collective that the CommContext does not count
+Launch = tuple[tuple[str, ...], int, int, int] | tuple[()]
+"""The fields of a :class:`internsp.failure.rank_report.WaitedCollective`, which only a rank that
+waits for long makes of it; empty for a collective that the :class:`CommContext` does not count."""
 _RECENT_TAGS = 32  # launches with tags kept: more than one rank is ever ahead of another
 
 
@@ -46,8 +47,8 @@ class CommContext:
         first_cause: returns which rank failed first and why, as far as any rank has reported it;
             else an empty text.
         on_failure: called with the message of the first collective that failed.
-        waiting: the collective that this rank waits for, with unit, weight and phase; a new object
-            for each wait.
+        waiting: the launch that this rank waits for, with unit, weight and phase; a new object for
+            each wait.
         groups: names of the process groups for which launches are counted.
         recent_tags: tags of the last launches by kind and group, as ``counts``.
         on_launch: called before each launch with kind, weight or unit, and phase; ``None`` without
@@ -59,7 +60,7 @@ class CommContext:
     failure: str = ""
     first_cause: Callable[[], str] = lambda: ""
     on_failure: Callable[[str], None] = lambda message: None
-    waiting: tuple[WaitedCollective, str, str, str] | None = None
+    waiting: tuple[Launch, str, str, str] | None = None
     groups: set[str] = field(default_factory=set)
     recent_tags: list[deque[int]] = field(default_factory=list)
     on_launch: Callable[[str, str, str], None] | None = None
@@ -81,7 +82,7 @@ class CommContext:
         Raises:
             CollectiveError: the collective failed.
         """
-        self.waiting = UNCOUNTED, what, "", ""
+        self.waiting = (), what, "", ""
         try:
             work.wait()
         except RuntimeError as error:

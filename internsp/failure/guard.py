@@ -176,7 +176,8 @@ class FailureGuard:
             self._first_beats.clear()
         self._last_wait = wait_now
         if waiting is not None:
-            wait, unit, weight, phase = waiting
+            launch, unit, weight, phase = waiting
+            wait = WaitedCollective(*launch)
             if not wait.groups:
                 wait = WaitedCollective(tuple(self._groups.keys() - self._comm_context.groups))
             what = " ".join(filter(None, (f"{weight or unit}", f"({phase})" if phase else "")))

@@ -40,8 +40,7 @@ from torch.utils._pytree import tree_leaves
 
 from internsp.base.accelerator import Arrival, Stream, backend_of, current_stream, has_streams
 from internsp.base.trace import Trace, Work
-from internsp.failure.comm_context import UNCOUNTED, CommContext, Counters
-from internsp.failure.rank_report import WaitedCollective
+from internsp.failure.comm_context import CommContext, Counters, Launch
 
 if TYPE_CHECKING:  # a handle names weights and knows nothing of them
     from internsp.base.completion import CompletionThread
@@ -116,7 +115,7 @@ class Handle:
     """Tensors the collective reads or writes, and lists of them: kept until the wait (WP-6)."""
     carries: Sequence[ShardedParameter] = ()
     """The weights of this launch; the caller sets and reads them."""
-    launch: WaitedCollective | None = None
+    launch: Launch = ()
     """Which launch it is, where the :class:`CommContext` counts it."""
     stream: Stream | None = None
     """The stream it was launched from, on a device that has streams."""
@@ -427,7 +426,7 @@ class Collectives:
         assert work is not None, "several ranks"
         if trace.enabled:
             work = self._stamped(work, events)
-        launched = WaitedCollective(self._names, self._index, number, self.transport.tag)
+        launched = self._names, self._index, number, self.transport.tag
         handle = Handle(work, events, tensors, (), launched)
         if self._current is not None:
             handle.stream, handle.arrival = self._current(), Arrival()
@@ -469,7 +468,7 @@ class Collectives:
         work, handle.work = handle.work, None
         comm_context, trace = self.comm_context, self.trace
         start = trace.now()
-        comm_context.waiting = handle.launch or UNCOUNTED, unit, weight, phase
+        comm_context.waiting = handle.launch, unit, weight, phase
         try:
             work.wait()
         except RuntimeError as error:
