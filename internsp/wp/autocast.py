@@ -27,15 +27,14 @@ def active(device_type: str) -> torch.dtype | None:
 def follow(*weights: ShardedParameter) -> None:
     """Set the dtypes of ``weights`` before their use, where autocast decides them
     (``weight.autocasts``)."""
-    now = active(weights[0].device.type)
+    _set(weights, active(weights[0].device.type))
+
+
+def _set(weights: Iterable[ShardedParameter], dtype: torch.dtype | None) -> None:
     for weight in weights:
-        _lower(weight, now)
-
-
-def _lower(weight: ShardedParameter, dtype: torch.dtype | None) -> None:
-    wanted = dtype or weight.base_compute_dtype
-    if weight.autocasts and wanted is not weight.compute_dtype:
-        weight.compute_in(wanted)
+        wanted = dtype or weight.base_compute_dtype
+        if weight.autocasts and wanted is not weight.compute_dtype:
+            weight.compute_in(wanted)
 
 
 class Autocast:
@@ -60,7 +59,7 @@ class Autocast:
         if now != self._model:
             self._model = now
             self._now.clear()
-            self._set(self._weights, now)
+            _set(self._weights, now)
 
     def pre_forward(self, unit: Unit) -> bool:
         """Look at autocast at a block's pre-forward.
@@ -84,10 +83,5 @@ class Autocast:
         if self._now.get(unit, self._model) == dtype:
             return False
         self._now[unit] = dtype
-        self._set(unit.weights, dtype)
+        _set(unit.weights, dtype)
         return True
-
-    @staticmethod
-    def _set(weights: Iterable[ShardedParameter], dtype: torch.dtype | None) -> None:
-        for weight in weights:
-            _lower(weight, dtype)

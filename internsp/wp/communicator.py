@@ -201,7 +201,8 @@ class ChunkWeights(WPCommunicator[ShardedParameter]):
             kept[weight] = gradient if before is None else before + gradient
 
     def _read_slot(self, *weights: ShardedParameter) -> None:
-        self.state.pool.slots[weights[0].unit.slot].streams.read(*weights)
+        if self.state.streams:
+            self.state.pool.slots[weights[0].unit.slot].streams.read(*weights)
 
 
 class EmbeddingWeightParallelCommunicator(ChunkWeights):
