@@ -173,4 +173,4 @@ class Contents:
             rows = bits_of(flat.narrow(0, weight.rank * count, count))
             self._rows[weight] = flat, rows
         wanted = shard if shard.dtype == flat.dtype else shard.to(flat.dtype)
-        return torch.equal(rows, bits_of(wanted))
+        return torch.equal(rows, wanted.view(rows.dtype))

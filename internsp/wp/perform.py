@@ -100,7 +100,8 @@ class Chunk:
     def perform(self, actions: Iterable[Action[ShardedParameter]]) -> None:
         """Perform ``actions`` in order."""
         for action in actions:
-            _PERFORMED_BY[action.kind](self, action)
+            if action.kind != FREE or self.trace.enabled:  # nothing is done, only a trace shows it
+                _PERFORMED_BY[action.kind](self, action)
 
     def invalidate_older(self, unit: terms.Unit[ShardedParameter]) -> None:
         """Drop the contents of weights of ``unit`` that were written since they were gathered.
