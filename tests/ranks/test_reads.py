@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from internsp.config import ActivationCheckpointConfig
 from tests.support import reads
@@ -79,3 +82,31 @@ def test_weights_read_past_their_modules_are_right(
                 train(twin, what)
             except Exception as error:
                 raise AssertionError(what) from error
+
+
+class Peeking(TorchFunctionMode):
+    """Reads a whole weight past its module, from within the function that a layer calls."""
+
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self._weight = weight
+        self.found: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.linear:
+            self.found.append(self._weight.full_tensor())
+        return func(*args, **(kwargs or {}))
+
+
+@ranks(2)
+def test_a_weight_read_within_a_layer_that_is_called_alone_has_all_ranks_gradient() -> None:
+    twin = Twin(partial(Tiny, layers=1), mesh_of(weight=2), **ALL)
+    ours: Any = twin.ours
+    everybody = torch.arange(24.0, dtype=torch.float64).view(4, 6)
+    (twin.plain.head(everybody).sum() + 2 * twin.plain.head.weight.sum()).backward()
+    with Peeking(ours.head.weight) as peeking:
+        out = ours.head(everybody[twin.mesh.rank * 2 :][:2])
+    (out.sum() + peeking.found[0].sum()).backward()
+    twin.check_gradients("a read within a layer")

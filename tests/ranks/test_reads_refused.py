@@ -249,6 +249,13 @@ def test_what_is_hooked_or_compiled_later_is_refused_by_name() -> None:
             still_right(twin, register)
         lbfgs = torch.optim.LBFGS(ours.parameters())
         raises(StructureError, partial(lbfgs.step, partial(ours, *mine)), "LBFGS", "AdamW")
+        ours.layers[0].q.scale = nn.Parameter(torch.ones(1).double())
+        raises(StructureError, partial(ours, *mine), "layers.0.q.scale", "was added after")
+        del ours.layers[0].q.scale
+        still_right(twin, "a parameter that was added and removed")
+        ours.layers[0].adapter = nn.Linear(2, 2)
+        raises(StructureError, partial(ours, *mine), "layers.0.adapter.weight", "was added after")
+        del ours.layers[0].adapter
         ours.layers[0].activation = nn.GELU()  # has no parameters to reduce
         values = {k: v.detach().clone() for k, v in twin.plain.state_dict().items()}
         ours.load_state_dict(values, assign=True)
