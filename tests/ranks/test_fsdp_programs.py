@@ -657,6 +657,25 @@ def test_policies_cast_what_fsdp2_casts(rank: int) -> None:
     compare(casts_within, norms_in_sixteen_bits, widened, rank=rank, tolerance=0.02)
 
 
+@ranks(2)
+def test_a_weight_that_is_tied_after_fully_shard_is_one(rank: int) -> None:
+    """FSDP2 (torch 2.13) goes on with two, of which one is never stepped."""
+    torch.manual_seed(5)
+    plain = Model(tied=True).double()
+    torch.manual_seed(5)
+    model: Any = Model().double()
+    shard(ours.fully_shard, model, "blocks", mesh_of((2,)))
+    model.head.weight = model.embed.weight
+    for each, batches in ((plain, (0, 1)), (model, (rank,))):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for step in range(2):
+            for number in batches:
+                (loss_of(each, batch(step, 0, number)) / len(batches)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    require_same(whole(dict(model.named_parameters())), whole(dict(plain.named_parameters())))
+
+
 # methods
 
 
