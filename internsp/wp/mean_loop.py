@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from internsp.dtensor.mixed import read_each
 from internsp.dtensor.placed import dtensor_like, grad_dtype
 from internsp.mesh import ParallelMesh
 from internsp.schedule.terms import Parcel
@@ -16,6 +17,9 @@ from internsp.wp.parameter import Member, ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.plain_loop import PlainLoop
 from internsp.wp.replicated import ReplicatedParameters
+
+_tensor: Any = torch.Tensor
+_post_accumulate_hooks = _tensor._post_accumulate_grad_hooks.__get__
 
 
 class MeanLoop(PlainLoop):
@@ -61,6 +65,16 @@ class MeanLoop(PlainLoop):
         if member in self.taken:
             self._hooked.append(member)
         return value
+
+    def backward_begins(self) -> None:
+        """See :class:`internsp.wp.consumer.GradientConsumer`; takes hooks that are new since the
+        forward."""
+        super().backward_begins()
+        members = self._replicated.all_parameters()
+        hooked = read_each(_post_accumulate_hooks, [member.parameter for member in members])
+        for member, hooks in zip(members, hooked, strict=True):
+            if hooks:
+                self.take_hooks(member)
 
     def backward_ended(self, more: bool) -> None:
         """See :class:`internsp.wp.consumer.GradientConsumer`."""

@@ -831,12 +831,15 @@ def stepped_in_backward(names: Any, rank: int) -> dict[str, Tensor]:
     model.spare.weight.register_post_accumulate_grad_hook(hook)  # never called
     for step in range(5):
         if step == 3:
-            model.norm.bias.register_post_accumulate_grad_hook(lambda p: calls.update({p: 5}))
+            rest[2].register_post_accumulate_grad_hook(lambda p: calls.update({p: 5}))
             handles[0].remove()
             handles[1].remove()
         calls.clear()
         model.set_requires_gradient_sync(step != 1)
-        loss_of(model, batch(step, 0, rank)).backward()
+        loss = loss_of(model, batch(step, 0, rank))
+        if step == 4:
+            rest[1].register_post_accumulate_grad_hook(hook)
+        loss.backward()
         found[f"calls {step}"] = torch.tensor([calls.get(p, 0) for p in model.parameters()])
     return found | gradients(model, "left ") | whole(dict(model.named_parameters()))
 
