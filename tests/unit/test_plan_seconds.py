@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from internsp.app.config import Config
+from internsp.app.plan import answer
 from internsp.app.plan.answer import changed
 from internsp.app.plan.block_seconds import block_seconds
 from internsp.app.plan.compute import STREAMED
@@ -304,6 +305,17 @@ def test_the_first_screen_answers_in_the_order_of_the_questions() -> None:
     assert "is bound by " in lines[4]
     assert " would save " in lines[5]
     assert any("Seconds of a step (predicted)" in line for line in lines)
+
+
+def test_the_change_that_is_said_to_help_is_written_as_in_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = {"weight_parallel.compile": True, "weight_parallel.gather_before": "qkv"}
+    monkeypatch.setattr(answer, "changes", lambda _: [both])
+    monkeypatch.setattr(answer, "_WORTH", -1.0)
+    found = answer.best_change(config(), MeshShape(16, **config().degrees()), device_named("h200"))
+    assert found is not None
+    assert found[0] == 'weight_parallel.compile = true, weight_parallel.gather_before = "qkv"'
 
 
 @pytest.mark.thorough(1)
