@@ -7,12 +7,14 @@ import os
 import pty
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from internsp.app.report.metrics import read_metrics
-from tests.support.command import begin, internsp
+from tests.support.command import begin
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "tests" / "data" / "text"
@@ -113,7 +115,10 @@ def test_other_commands_are_plain_and_a_pipe_gets_whole_lines(folder: Path, live
         assert wanted in text
     piped = (*TRAIN, "--train.name", "piped")
     ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = internsp(*piped, cwd=folder, environment=environment(LIVE | ascii_alone))
+    done = subprocess.run(  # not forked: a process has the encoding that it begins with
+        [sys.executable, "-m", "internsp", *piped], cwd=folder,
+        env=environment(LIVE | ascii_alone), capture_output=True, encoding="utf-8", timeout=120,
+    )  # fmt: skip
     assert "\x1b" not in done.stdout + done.stderr
     assert "\r" not in done.stdout
     lines = done.stdout.splitlines()
