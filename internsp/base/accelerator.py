@@ -85,8 +85,14 @@ def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str:
 
     Returns:
         ``""`` where the group carries no such tensors.
+
+    Raises:
+        ValueError: the group has ended.
     """
-    pairs = dist.get_backend_config(group).split(",")
+    try:
+        pairs = dist.get_backend_config(group).split(",")
+    except TypeError:  # torch's own words are of an invariant
+        raise ValueError("this process group has ended") from None
     return dict(pair.split(":") for pair in pairs).get(device_type, "")
 
 

@@ -14,6 +14,7 @@ from internsp import ParallelMesh, WeightParallelConfig, ZeroOptimizer, parallel
 from internsp.errors import CollectiveError
 from internsp.failure.detection import is_consequence
 from internsp.failure.flight_recorder import describe, unfinished
+from internsp.failure.guard import abort_collectives
 from internsp.optim import zero
 from tests.support.models import VOCABULARY, Tiny
 from tests.unit.test_wp_standstill import ranks_that_wait
@@ -131,3 +132,36 @@ def test_a_rank_that_gives_up_prints_what_torch_has_recorded(
     with caplog.at_level(logging.WARNING):
         one.report_lost("rank 1 failed first")
     assert re.search("rank 0, torch's flight recorder: nccl:_all_gather_base number 7", caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("config", "ended"),
+    [
+        ("cuda:nccl", ["nccl"]),
+        ("cpu:gloo,cuda:gloo", ["gloo"]),
+        ("cuda:nccl,cpu:gloo", ["gloo", "nccl"]),  # as accelerate writes it for offload
+        ("cpu:gloo,cuda:nccl,xpu:xccl,mps:gloo", ["gloo", "nccl"]),  # torch's own default
+    ],
+)
+def test_each_backend_of_a_group_is_ended_in_its_own_way(
+    config: str, ended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+
+    class Group:
+        def size(self) -> int:
+            return 2
+
+        def rank(self) -> int:
+            return 0
+
+        def recv(self, *_: Any) -> Any:
+            found.append("gloo")
+            raise RuntimeError("timed out")
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
+    abort = "_abort_process_group"
+    monkeypatch.setattr(dist.distributed_c10d, abort, lambda _: found.append("nccl"))
+    group: Any = Group()
+    abort_collectives(group)
+    assert found == ended
