@@ -386,12 +386,21 @@ def other_parameters(names: Any, rank: int) -> dict[str, Tensor]:
     for part in (model.lstm, model):
         names.fully_shard(part, mesh=mesh_of((2,)), shard_placement_fn=longest)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    together = (0, 1) if isinstance(names, Alone) else (rank,)
     for step in range(2):
-        model(inputs(rank, 2, 3, 6)).square().sum().backward()
+        for each in together:
+            (model(inputs(each, 2, 3, 6)).square().sum() / len(together)).backward()
         found |= gradients(model, f"{step} ")
         optimizer.step()
         optimizer.zero_grad()
     return found | whole(dict(model.named_parameters()))
+
+
+class Alone:
+    """In the place of a module with FSDP2's names: one process with all ranks' inputs."""
+
+    def fully_shard(self, module: nn.Module, **_: Any) -> None:
+        """Nothing."""
 
 
 def eight_bits(names: Any, rank: int) -> dict[str, Tensor]:
@@ -646,6 +655,16 @@ def test_modules_of_any_kind_have_the_same_gradients(rank: int) -> None:
         rank=rank,
     )  # fmt: skip
     compare(eight_bits, rank=rank, tolerance=0.02)  # a gradient travels as bf16 here and there
+
+
+@ranks(2)
+def test_an_lstm_trains_as_in_one_process(rank: int) -> None:
+    """On a GPU its gradients were once not those of FSDP2 (docs/dev/results/h200.md)."""
+    results = []
+    for names in (ours, Alone()):
+        torch.manual_seed(5)
+        results.append(other_parameters(names, rank))
+    require_same(results[0], results[1], 1e-12)
 
 
 @ranks(2)
