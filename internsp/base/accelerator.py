@@ -75,16 +75,14 @@ class StreamTurns:
         self._users = {stream}  # to wait for this stream is now to wait for all of them
 
 
-def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str:
-    """The backend that carries tensors of a kind of device; a group may have one for each kind.
+def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """The backend that carries tensors of each kind of device, by device type.
 
-    torch's own name of a group (``get_backend``) is then all of them, ``"cpu:gloo,cuda:nccl"``.
+    A group may have several; torch's own name of it (``get_backend``) is then all of them,
+    ``"cpu:gloo,cuda:nccl"``.
 
     Args:
         group: ``None``: the default group.
-
-    Returns:
-        ``""`` where the group carries no such tensors.
 
     Raises:
         ValueError: the group has ended.
@@ -93,7 +91,7 @@ def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str:
         pairs = dist.get_backend_config(group).split(",")
     except TypeError:  # torch's own words are of an invariant
         raise ValueError("this process group has ended") from None
-    return dict(pair.split(":") for pair in pairs).get(device_type, "")
+    return dict(pair.split(":") for pair in pairs)
 
 
 def copy_to(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:

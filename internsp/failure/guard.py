@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from internsp.base.accelerator import HOST, backend_of
+from internsp.base.accelerator import HOST, backends_of
 from internsp.failure.comm_context import CommContext
 from internsp.failure.rank_report import RankReport, RankState, WaitedCollective, find_fatal_cause
 from internsp.mesh import ParallelMesh
@@ -286,7 +286,7 @@ def abort_collectives(group: dist.ProcessGroup) -> None:
     """Make every wait in ``group`` raise now, on this rank and on the others."""
     with contextlib.suppress(RuntimeError, ValueError):
         close_connections(group)
-        if "nccl" in dist.get_backend_config(group):
+        if "nccl" in backends_of(group).values():
             dist.distributed_c10d._abort_process_group(group)
 
 
@@ -326,7 +326,7 @@ def close_connections(group: dist.ProcessGroup, peers: Iterable[int] | None = No
     Args:
         peers: ranks in the group; ``None``: all others.
     """
-    if backend_of(group, HOST) != "gloo":
+    if backends_of(group).get(HOST) != "gloo":
         return
     for peer in range(group.size()) if peers is None else peers:
         if peer != group.rank():

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from internsp.base.accelerator import backends_of
 from internsp.errors import MeshError
 
 _TABLES = (
@@ -154,9 +155,8 @@ def _end_after_collection(groups: list[dist.ProcessGroup]) -> None:
         if not groups:
             gc.callbacks.remove(collected)
 
-    groups[:] = [
-        group for group in groups if _is_registered(group) and dist.get_backend(group) == "gloo"
-    ]
+    alone = {"gloo"}
+    groups[:] = [g for g in groups if _is_registered(g) and {*backends_of(g).values()} == alone]
     gc.callbacks.append(collected)
 
 

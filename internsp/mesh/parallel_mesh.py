@@ -562,7 +562,7 @@ def _connect(shape: MeshShape, groups: dict[str, dist.ProcessGroup], device: tor
     NCCL makes one in a group's first call, unless the default group was bound to a device, and all
     ranks of the group must make that call: with a window or documents not all send.
     """
-    if accelerator.backend_of(None, device.type) != "gloo":
+    if accelerator.backends_of(None).get(device.type) != "gloo":
         for name, ranks in (("ring", shape.ring), ("pipeline", shape.pipeline)):
             if ranks > 1:
                 dist.all_reduce(torch.zeros(1, device=device), group=groups[name])
@@ -598,7 +598,7 @@ def _require_sends(shape: MeshShape, device: torch.device) -> None:
     """Refuse what goes from rank to rank where gloo would read a device's memory as the host's."""
     degree = "pipeline" if shape.pipeline > 1 else "ring" if shape.ring > 1 else None
     streams = accelerator.has_streams(device)
-    if degree and streams and accelerator.backend_of(None, device.type) == "gloo":
+    if degree and streams and accelerator.backends_of(None).get(device.type) == "gloo":
         raise MeshError(
             f"{degree}={getattr(shape, degree)} sends tensors of {device} from rank to rank, which "
             "gloo cannot: leave out init_process_group, or call it with torch's backend for "

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from internsp.base.accelerator import HOST, backend_of
+from internsp.base.accelerator import HOST, backends_of
 from internsp.base.trace import Trace
 from internsp.errors import LayoutError
 from internsp.mesh.sequence import SequenceAxes
@@ -136,7 +136,7 @@ class DistributedAttention(nn.Module):
             self.axes.require_groups(_ranks(group), _ranks(ring))
         self.parts, self.overlap = None, overlap
         messages = in_parts and size > 1 and not isinstance(group, ExchangeGroup)
-        if messages and backend_of(group, HOST) == "gloo":
+        if messages and backends_of(group).get(HOST) == "gloo":
             from internsp.sp.gloo.fused import FusedSublayer
 
             self.parts = FusedSublayer

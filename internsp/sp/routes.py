@@ -51,11 +51,6 @@ class Transfer:
     peer: int
     spans: Ranges
 
-    @property
-    def positions(self) -> int:
-        """Number of positions sent."""
-        return _positions(self.spans)
-
 
 @dataclass(frozen=True)
 class Step:
@@ -91,18 +86,6 @@ class Route:
     form: str
     steps: tuple[Step, ...]
 
-    @property
-    def sent_positions(self) -> int:
-        """Positions whose keys and values this rank sends in a forward, and again in a backward."""
-        return sum(transfer.positions for step in self.steps for transfer in step.sends)
-
-    @property
-    def gradient_positions(self) -> int:
-        """Positions whose gradients of keys and values this rank sends in a backward."""
-        return sum(
-            step.gradient_send.positions for step in self.steps if step.gradient_send is not None
-        )
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -132,11 +115,6 @@ def traffic(held: tuple[Ranges, ...], spec: MaskSpec, form: str, inner: int) -> 
         received[peer][step] += positions
     in_flight = [max(map(sum, zip(came, [*came[1:], 0], strict=True))) for came in received]
     return Traffic(rings.sent, in_flight, returned)
-
-
-def routes(held: tuple[Ranges, ...], spec: MaskSpec, form: str = "auto", inner: int = 1) -> Routes:
-    """The routes of all ranks; see :func:`route`."""
-    return tuple(route(held, spec, rank, form, inner) for rank in range(len(held)))
 
 
 def route(
@@ -188,9 +166,6 @@ def require_form(size: int, form: str, inner: int) -> None:
         raise ConfigError(f"Inner rings of {inner} do not divide a ring of {size} ranks.")
     if inner > 1 and form != "double":
         raise ConfigError(f"Inner rings of {inner} are of the form 'double', not of {form!r}.")
-
-
-Routes = tuple[Route, ...]
 
 
 _RawStep = tuple[int, list[Transfer], list[Transfer]]  # block, sends, receives
@@ -293,8 +268,8 @@ class _Rings:
             for use, spans in self._forwarded(block, step):
                 incoming = blocks[use]
                 sends.append(Transfer(block, self.rank_at(block, use), spans))
-                spans = dict(self._forwarded(incoming, step))[use]
-                receives.append(Transfer(incoming, self.rank_at(incoming, step), spans))
+                received = dict(self._forwarded(incoming, step))[use]
+                receives.append(Transfer(incoming, self.rank_at(incoming, step), received))
             found.append((block, sends, receives))
         return found
 

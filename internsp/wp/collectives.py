@@ -38,7 +38,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.utils._pytree import tree_leaves
 
-from internsp.base.accelerator import Arrival, Stream, backend_of, current_stream, has_streams
+from internsp.base.accelerator import Arrival, Stream, backends_of, current_stream, has_streams
 from internsp.base.trace import Trace, Work
 from internsp.failure.comm_context import CommContext, Counters, Launch
 
@@ -138,7 +138,7 @@ class Transport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self._gloo = backend_of(group, device.type) == "gloo"
+        self._gloo = backends_of(group).get(device.type) == "gloo"
         self.blocking_waits = self._gloo and has_streams(device)
         self.direct = self._gloo and device.type == "cpu" and self.size <= MOST_DIRECT
         self.tag = 0

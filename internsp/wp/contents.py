@@ -13,13 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch
-from torch import Tensor
-
-from internsp.base.bits import bits_of
 from internsp.base.host import WEIGHTS
 from internsp.errors import StaleWeightError
-from internsp.wp.parameter import Member, ShardedParameter
+from internsp.wp.parameter import Member
 from internsp.wp.perform import Chunk
 
 
@@ -35,8 +31,6 @@ class Contents:
         self._state, self._members, self._rank = chunk, members, rank
         # Versions of the parameters, which the program has promised not to write; None: no promise.
         self._promised: list[tuple[Member, int]] | None = None
-        # This rank's rows in the slot, of what tensor, as integers: views that are made once.
-        self._rows: dict[ShardedParameter, tuple[Tensor, Tensor]] = {}
         # Promised by unchanged(); if false, a promise is a prefetch's, until the next pass begins.
         self.promised = False
         # The program has not used parameters or state since the last step, nor will it until all
@@ -151,26 +145,10 @@ class Contents:
                 and weight not in state.handles  # its gather is in flight
                 and weight.ready is None  # or an optimizer's all-gather of its new values is
             )
-            if comparable and not self._agrees(weight):
+            if comparable and not weight.agrees():
                 raise StaleWeightError(
                     f"{weight.name} was written on rank {self._rank} between a forward and its "
                     "backward, or within unchanged(), by a way that no version counter shows "
                     "(torch._foreach_*, numpy): write weights between a backward and the next "
                     "forward"
                 )
-
-    def _agrees(self, weight: ShardedParameter) -> bool:
-        """Whether this rank's rows of what was gathered still have the bits of the shard.
-
-        Also true if the versions differ: :meth:`ShardedParameter.require_version` notices this.
-        """
-        if weight.used_version != weight.current_version():
-            return True
-        flat, shard = weight.flat, weight.fresh()
-        of, rows = self._rows.get(weight, (None, flat))
-        if of is not flat:  # the first time, or in another dtype than before
-            count = weight.layout.shard_numel
-            rows = bits_of(flat.narrow(0, weight.rank * count, count))
-            self._rows[weight] = flat, rows
-        wanted = shard if shard.dtype == flat.dtype else shard.to(flat.dtype)
-        return torch.equal(rows, wanted.view(rows.dtype))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from internsp.base.bits import bits_of
 from internsp.base.host import GRADIENTS, WEIGHTS, HostLink
 from internsp.base.trace import Work
 from internsp.dtensor.mixed import read_each, without_torch_function
@@ -267,12 +268,14 @@ class ShardedParameter(ModelParameter):
         used_version: version and dtype of its contents in the slot; ``None`` if there are none.
         flat, unsharded: its bytes in the slot, padded and flat or in its shape, in the dtype of its
             last gather (:meth:`internsp.wp.slots.Slot.acquire`).
+        own_bits: those of this rank's rows, as integers.
     """
 
     slices = 0
     unit: Unit
     flat: Tensor
     unsharded: Tensor
+    own_bits: Tensor
 
     def __init__(
         self,
@@ -372,6 +375,17 @@ class ShardedParameter(ModelParameter):
             self.compute_in(dtype)
         if version != self.version():
             raise stale(self.name, dist.get_rank())
+
+    def agrees(self) -> bool:
+        """Whether this rank's rows of what was gathered still have the bits of the shard.
+
+        Also true if the versions differ: :meth:`require_version` notices this.
+        """
+        if self.used_version != self.current_version():
+            return True
+        shard, dtype = self.fresh(), self.flat.dtype
+        sent = shard if shard.dtype == dtype else shard.to(dtype)
+        return torch.equal(self.own_bits, bits_of(sent))
 
     def read(self) -> Tensor:
         """The unsharded weight, with a version counter of its own: an alias of its bytes in the

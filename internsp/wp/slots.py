@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from internsp.base.accelerator import Arrival, CurrentStream, StreamTurns, current_stream
+from internsp.base.bits import bits_of
 from internsp.schedule import terms as schedule
 from internsp.schedule.chunk import aligned
 from internsp.schedule.terms import Group
@@ -139,6 +140,10 @@ class SlotStreams:
             buffer.record_stream(cast(Any, self._current()))
 
 
+_Views = tuple[Tensor, Tensor, Tensor]
+"""``flat``, ``unsharded`` and ``own_bits`` of a weight."""
+
+
 class Slot:
     """One buffer of bytes, in which the weights of a unit lie at their offsets."""
 
@@ -149,7 +154,7 @@ class Slot:
         self.streams = SlotStreams(current_stream(device))
         self._whole = torch.empty(nbytes, dtype=torch.uint8, device=device) if reuse else None
         self._buffers: dict[ShardedParameter, Tensor] = {}
-        self._views: dict[tuple[ShardedParameter, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._views: dict[tuple[ShardedParameter, torch.dtype], _Views] = {}
 
     def acquire(
         self, unit: Unit, weights: Iterable[ShardedParameter], evicted: Sequence[ShardedParameter],
@@ -157,7 +162,7 @@ class Slot:
     ) -> None:  # fmt: skip
         """Prepare the bytes of ``weights`` for their gather, which overwrites ``evicted``.
 
-        Sets ``flat`` and ``unsharded`` of each weight.
+        Sets ``flat``, ``unsharded`` and ``own_bits`` of each weight.
 
         Args:
             poison: see :class:`MemoryPool`.
@@ -172,7 +177,7 @@ class Slot:
         for weight in weights if evicted and poison else ():
             self._bytes(unit, weight).fill_(0xFF)  # NaN in every float type
         for weight in weights:
-            weight.flat, weight.unsharded = self._view(unit, weight)
+            weight.flat, weight.unsharded, weight.own_bits = self._view(unit, weight)
 
     def free(self, unit: schedule.Unit[ShardedParameter]) -> None:
         """Free the memory of ``unit``'s weights where each has its own (``reuse=False``).
@@ -188,8 +193,8 @@ class Slot:
             self.streams.keep_until_here(self._buffers[weight])
             self._buffers[weight].untyped_storage().resize_(0)
 
-    def _view(self, unit: Unit, weight: ShardedParameter) -> tuple[Tensor, Tensor]:
-        """Flat and unsharded views; made once, since a buffer keeps its storage.
+    def _view(self, unit: Unit, weight: ShardedParameter) -> _Views:
+        """Views of a weight's bytes; made once, since a buffer keeps its storage.
 
         They are aliases with version counters of their own, so that filling the slot does not look
         to autograd like a change of saved tensors (design.md 4.1; WP-14 compares versions instead).
@@ -201,7 +206,9 @@ class Slot:
             # Not an inference tensor: training uses views that an evaluation made, too.
             with torch.inference_mode(False):
                 flat = self._bytes(unit, weight)[:nbytes].view(weight.compute_dtype)
-                found = self._views[key] = flat, weight.layout.unsharded_view(flat)
+                count = weight.layout.shard_numel
+                own = bits_of(flat.narrow(0, weight.rank * count, count))
+                found = self._views[key] = flat, weight.layout.unsharded_view(flat), own
         return found
 
     def _bytes(self, unit: Unit, weight: ShardedParameter) -> Tensor:

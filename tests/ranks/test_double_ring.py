@@ -23,6 +23,7 @@ from tests.support.meshes import mesh_of
 from tests.support.pairs import covering
 from tests.support.parity import Case, run_case
 from tests.support.ranks import ranks, run_ranks
+from tests.support.routes import positions_of, received, returned, sent
 from tests.support.runs import Changes, config, run_all
 
 DOUBLE = {"ring_form": "double", "inner_ring": 2}
@@ -105,16 +106,12 @@ def test_blocks_go_round_both_rings_and_as_many_bytes_as_planned(rank: int) -> N
         peers = {move.peer for step in route.steps for move in step.sends}
         assert peers == {(rank + 2) % 4, rank ^ 1}
         one = 2 * 2 * settings.model.kv_heads * settings.model.head_dim * 8  # of two rows
-        came = sum(move.positions for step in route.steps for move in step.receives)
-        home = sum(
-            step.gradient_receive.positions
-            for step in route.steps
-            if step.gradient_receive is not None
-        )
+        came = sum(received(route))
+        home = sum(positions_of(step.gradient_receive) for step in route.steps)
         events = [e for e in session.trace.events if e.kind == "RING" and e.unit == attend.unit]
         # Keys and values in forward and again in backward; their gradients are sent back.
         assert sum(e.nbytes for e in events) == one * (2 * came + home) > 0
-        most = torch.tensor([route.sent_positions, route.gradient_positions])
+        most = torch.tensor([sent(route), returned(route)])
         dist.all_reduce(most, dist.ReduceOp.MAX)
         blocks = settings.model.layers
         assert make_plan(settings, 4).traffic.ring == blocks * one * int(2 * most[0] + most[1])

@@ -31,7 +31,8 @@ from internsp.sp.ranges import (
     needed_spans,
     union,
 )
-from internsp.sp.routes import FORMS, _Rings, routes, traffic
+from internsp.sp.routes import FORMS, _Rings, traffic
+from tests.support.routes import received, returned, routes, sent
 
 Pairs = set[tuple[int, int]]
 
@@ -163,8 +164,8 @@ def test_what_each_rank_works_out_for_itself_is_what_the_rings_are_defined_to_se
                     moves = {(move.peer, move.spans) for move in did.sends}
                     assert moves == wanted.get((rank, step), set()), (number, form)
             # By what all send each rank chooses a form, the same on all.
-            sent = [own.sent_positions for own in found]
-            assert _Rings(form, needed_spans(held, spec), of, way).sent == sent
+            counted = _Rings(form, needed_spans(held, spec), of, way).sent
+            assert counted == [*map(sent, found)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -173,9 +174,9 @@ def test_what_a_plan_counts_is_what_the_steps_of_all_ranks_send(form: str) -> No
         held, spec, _ = drawn(random.Random(number))
         inner = len(held) // 2 if form == "double" and len(held) % 2 == 0 else 1
         found, counted = routes(held, spec, form, inner), traffic(held, spec, form, inner)
-        assert counted.sent == [own.sent_positions for own in found]
-        assert counted.returned == [own.gradient_positions for own in found]
-        came = [[sum(move.positions for move in s.receives) for s in own.steps] for own in found]
+        assert counted.sent == [*map(sent, found)]
+        assert counted.returned == [*map(returned, found)]
+        came = [*map(received, found)]
         assert counted.in_flight == [
             max(sum(own[i : i + 2]) for i in range(len(own))) for own in came
         ]
@@ -223,13 +224,13 @@ def test_direct_sends_no_more_than_a_ring_and_auto_takes_the_least() -> None:
     fewer = 0
     for number in range(100):
         held, spec, _ = drawn(random.Random(number))
-        sent = {
-            form: [route.sent_positions for route in routes(held, spec, form)]
+        sends = {
+            form: [*map(sent, routes(held, spec, form))]
             for form in ("auto", "ring", "reverse", "direct")
         }
-        assert sum(sent["direct"]) <= min(sum(sent["ring"]), sum(sent["reverse"]))
-        assert max(sent["auto"]) == min(max(sent[form]) for form in ("ring", "reverse", "direct"))
-        fewer += sum(sent["direct"]) < sum(sent["ring"])
+        assert sum(sends["direct"]) <= min(sum(sends["ring"]), sum(sends["reverse"]))
+        assert max(sends["auto"]) == min(max(sends[form]) for form in ("ring", "reverse", "direct"))
+        fewer += sum(sends["direct"]) < sum(sends["ring"])
     assert fewer > 10
 
 
@@ -240,9 +241,9 @@ def test_a_zigzag_of_one_causal_document_is_level_and_sends_what_is_needed() -> 
     assert imbalance(held, spec) == 1.0
     # Of a block's two chunks the later one is needed by the ranks before its owner alone.
     found = routes(held, spec, "direct")
-    assert [route.sent_positions for route in found] == [24, 32, 40, 48]
-    assert sum(r.sent_positions for r in routes(held, spec, "reverse")) == 24 + 32 + 40 + 48
-    assert sum(r.sent_positions for r in routes(held, spec, "ring")) == 168
+    assert [*map(sent, found)] == [24, 32, 40, 48]
+    assert sum(map(sent, routes(held, spec, "reverse"))) == 24 + 32 + 40 + 48
+    assert sum(map(sent, routes(held, spec, "ring"))) == 168
     assert routes(held, spec)[0].form == "reverse"
 
 
@@ -250,7 +251,7 @@ def test_a_window_needs_the_edge_of_the_neighbor_alone() -> None:
     spec = MaskSpec(True, 5, ((64,),))
     held = rank_ranges(64, SequenceAxes(1, 4), "auto", spec)
     assert held == (((0, 16),), ((16, 32),), ((32, 48),), ((48, 64),))
-    assert [route.sent_positions for route in routes(held, spec)] == [4, 4, 4, 0]
+    assert [*map(sent, routes(held, spec))] == [4, 4, 4, 0]
 
 
 @pytest.mark.parametrize("balance", BALANCES)

@@ -30,6 +30,7 @@ class Weight:
     trained: bool = True
     slices: int = 0
     gradient_bytes: int = 1
+    rank: int = 0
 
     @property
     def layout(self) -> ShardLayout:
