@@ -37,6 +37,10 @@ def require_no_gradient_hooks(
             for name, module in model.named_modules():
                 if is_compiled(module):
                     raise compiled(name or "the model")
+            for member in members:
+                # Where torch.distributed.optim notes its hook on a node, which shows no others.
+                if hasattr(member.parameter, "_in_backward_optimizers"):
+                    raise _hooked(member)
             first.clear()
         parameters = [member.parameter for member in members]
         hooks, accumulated = read_each(_hooks, parameters), read_each(_accumulated, parameters)
@@ -46,14 +50,17 @@ def require_no_gradient_hooks(
             if other and not one and communicator.state.consumer.take_hooks(member):
                 continue
             if one or other:
-                raise GradientError(
-                    f"{member.name} has a gradient hook, which autograd would call without a "
-                    "gradient: that exists when its reduction is finished, after backward. Remove "
-                    "the hook and read .grad when backward() has returned, or hook the modules' "
-                    "outputs"
-                )
+                raise _hooked(member)
 
     return check
+
+
+def _hooked(member: Member) -> GradientError:
+    return GradientError(
+        f"{member.name} has a gradient hook, which autograd would call without a gradient: that "
+        "exists when its reduction is finished, after backward. Remove the hook and read .grad "
+        "when backward() has returned, or hook the modules' outputs"
+    )
 
 
 def before_step(
