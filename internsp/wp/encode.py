@@ -57,9 +57,8 @@ class Encoder:
         encoding, sent, received = self._in_flight.pop(weight)
         streams.before_overwrite(weight)  # wait for readers of the slot's previous contents
         layout = weight.layout
-        encoding.decode(
-            received.view(layout.size, -1), weight.flat.view(layout.size, *layout.shard_shape)
-        )
+        shards = weight.in_slot.flat.view(layout.size, *layout.shard_shape)
+        encoding.decode(received.view(layout.size, -1), shards)
         streams.written(weight)
         self.buffers.release(sent)
         self.buffers.release(received)

@@ -78,7 +78,7 @@ class NearSlices:
             if slot.streams.active:
                 slot.streams.read(weight)
             index = weight.rank % weight.slices
-            slices = weight.flat.view(weight.slices, -1)
+            slices = weight.in_slot.flat.view(weight.slices, -1)
             self._slice_view(weight).copy_(slices[index])
             self._slice_versions[weight] = weight.used_version
 

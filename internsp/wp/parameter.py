@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -241,6 +241,20 @@ def note_held(members: Iterable[ModelParameter]) -> None:
             note_alias(member.aliases, held)
 
 
+class SlotViews(NamedTuple):
+    """The bytes of a weight in a slot, in the dtype of its last gather.
+
+    Attributes:
+        flat: all of them, padded and flat.
+        unsharded: without padding, in the weight's shape.
+        own_bits: those of this rank's rows, as integers.
+    """
+
+    flat: Tensor
+    unsharded: Tensor
+    own_bits: Tensor
+
+
 class ShardedParameter(ModelParameter):
     """A parameter of which this rank holds a shard.
 
@@ -266,16 +280,12 @@ class ShardedParameter(ModelParameter):
         unit: the unit in which it is gathered: its block, or one outside of the blocks.
         slices: number of near ranks that keep slices of it after a step's first gather, or 0.
         used_version: version and dtype of its contents in the slot; ``None`` if there are none.
-        flat, unsharded: its bytes in the slot, padded and flat or in its shape, in the dtype of its
-            last gather (:meth:`internsp.wp.slots.Slot.acquire`).
-        own_bits: those of this rank's rows, as integers.
+        in_slot: views of its bytes in the slot (:meth:`internsp.wp.slots.Slot.acquire`).
     """
 
     slices = 0
     unit: Unit
-    flat: Tensor
-    unsharded: Tensor
-    own_bits: Tensor
+    in_slot: SlotViews
 
     def __init__(
         self,
@@ -383,15 +393,15 @@ class ShardedParameter(ModelParameter):
         """
         if self.used_version != self.current_version():
             return True
-        shard, dtype = self.fresh(), self.flat.dtype
+        shard, dtype = self.fresh(), self.in_slot.flat.dtype
         sent = shard if shard.dtype == dtype else shard.to(dtype)
-        return torch.equal(self.own_bits, bits_of(sent))
+        return torch.equal(self.in_slot.own_bits, bits_of(sent))
 
     def read(self) -> Tensor:
         """The unsharded weight, with a version counter of its own: an alias of its bytes in the
         slot, or of its shard if that needs no gather."""
         if self.needs_gather:
-            return self.unsharded.data
+            return self.in_slot.unsharded.data
         # ``.data`` also makes it no view of another tensor for autograd.
         return self.layout.unsharded_view(self.to_send()).data
 

@@ -191,7 +191,7 @@ class Chunk:
             shards: list[Tensor] = []
             names: list[str] = []
             for weight in run:
-                output = weight.flat
+                output = weight.in_slot.flat
                 if near is not None:
                     shard = near.slice_of(weight)
                 elif self.encoder is not None and weight in self.encoder.encodings:

@@ -20,7 +20,7 @@ from internsp.base.bits import bits_of
 from internsp.schedule import terms as schedule
 from internsp.schedule.chunk import aligned
 from internsp.schedule.terms import Group
-from internsp.wp.parameter import ShardedParameter
+from internsp.wp.parameter import ShardedParameter, SlotViews
 
 
 @dataclass(eq=False)
@@ -140,10 +140,6 @@ class SlotStreams:
             buffer.record_stream(cast(Any, self._current()))
 
 
-_Views = tuple[Tensor, Tensor, Tensor]
-"""``flat``, ``unsharded`` and ``own_bits`` of a weight."""
-
-
 class Slot:
     """One buffer of bytes, in which the weights of a unit lie at their offsets."""
 
@@ -154,7 +150,7 @@ class Slot:
         self.streams = SlotStreams(current_stream(device))
         self._whole = torch.empty(nbytes, dtype=torch.uint8, device=device) if reuse else None
         self._buffers: dict[ShardedParameter, Tensor] = {}
-        self._views: dict[tuple[ShardedParameter, torch.dtype], _Views] = {}
+        self._views: dict[tuple[ShardedParameter, torch.dtype], SlotViews] = {}
 
     def acquire(
         self, unit: Unit, weights: Iterable[ShardedParameter], evicted: Sequence[ShardedParameter],
@@ -162,7 +158,7 @@ class Slot:
     ) -> None:  # fmt: skip
         """Prepare the bytes of ``weights`` for their gather, which overwrites ``evicted``.
 
-        Sets ``flat``, ``unsharded`` and ``own_bits`` of each weight.
+        Sets ``in_slot`` of each weight.
 
         Args:
             poison: see :class:`MemoryPool`.
@@ -177,7 +173,7 @@ class Slot:
         for weight in weights if evicted and poison else ():
             self._bytes(unit, weight).fill_(0xFF)  # NaN in every float type
         for weight in weights:
-            weight.flat, weight.unsharded, weight.own_bits = self._view(unit, weight)
+            weight.in_slot = self._view(unit, weight)
 
     def free(self, unit: schedule.Unit[ShardedParameter]) -> None:
         """Free the memory of ``unit``'s weights where each has its own (``reuse=False``).
@@ -193,7 +189,7 @@ class Slot:
             self.streams.keep_until_here(self._buffers[weight])
             self._buffers[weight].untyped_storage().resize_(0)
 
-    def _view(self, unit: Unit, weight: ShardedParameter) -> _Views:
+    def _view(self, unit: Unit, weight: ShardedParameter) -> SlotViews:
         """Views of a weight's bytes; made once, since a buffer keeps its storage.
 
         They are aliases with version counters of their own, so that filling the slot does not look
@@ -208,7 +204,8 @@ class Slot:
                 flat = self._bytes(unit, weight)[:nbytes].view(weight.compute_dtype)
                 count = weight.layout.shard_numel
                 own = bits_of(flat.narrow(0, weight.rank * count, count))
-                found = self._views[key] = flat, weight.layout.unsharded_view(flat), own
+                found = SlotViews(flat, weight.layout.unsharded_view(flat), own)
+                self._views[key] = found
         return found
 
     def _bytes(self, unit: Unit, weight: ShardedParameter) -> Tensor:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -379,6 +380,33 @@ def test_several_that_make_the_same_tokens_at_once_all_read_them(
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_tokens_that_another_run_makes_meanwhile_stay_unless_they_were_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool
+) -> None:
+    path, opened, others = write(tmp_path, "jsonl"), tokens._opened, []
+
+    def looked_too_early(*given: Any) -> TokenStore:
+        """The first look finds nothing; then another run makes the tokens."""
+        try:
+            return opened(*given)
+        except OSError:
+            monkeypatch.setattr(tokens, "_opened", opened)
+            source(path)
+            (folder,) = folders(tmp_path)
+            others.append(folder.stat().st_ino)
+            if cut:
+                (folder / "digests").write_bytes(b"")
+            raise
+
+    monkeypatch.setattr(tokens, "_opened", looked_too_early)
+    wanted = train_batch(source(path), 0).ids
+    (folder,) = folders(tmp_path)
+    assert ([folder.stat().st_ino] == others) == (not cut)
+    assert torch.equal(train_batch(source(path), 0).ids, wanted)
+    assert len(list(tmp_path.iterdir())) == 2, "nothing is left of what was in the way"
+
+
 def test_only_tokens_of_what_is_large_are_on_disk(tmp_path: Path) -> None:
     path = write(tmp_path, "jsonl")
     assert not source(path, least=path.stat().st_size + 1).notes
@@ -388,6 +416,7 @@ def test_only_tokens_of_what_is_large_are_on_disk(tmp_path: Path) -> None:
 _CHILD = """
 import resource, sys
 from pathlib import Path
+from typing import Any
 from tests.unit.test_tokens import source
 
 kind, path, room = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])

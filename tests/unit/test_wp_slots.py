@@ -72,14 +72,14 @@ def test_weights_lie_aligned_in_a_slot_and_do_not_overlap() -> None:
     pool = MemoryPool([size(one)], CPU)
     filled(pool, one)
     for value, weight in enumerate(one.weights):
-        weight.flat.fill_(value)
+        weight.in_slot.flat.fill_(value)
     for value, weight in enumerate(one.weights):
-        whole = weight.unsharded.data
+        whole = weight.in_slot.unsharded.data
         assert whole.shape == weight.layout.shape
         assert bool((whole == value).all())
-        assert whole.data_ptr() % ALIGNMENT == one.weights[0].flat.data_ptr() % ALIGNMENT
+        assert whole.data_ptr() % ALIGNMENT == one.weights[0].in_slot.flat.data_ptr() % ALIGNMENT
     version = whole._version
-    one.weights[2].flat.fill_(7)
+    one.weights[2].in_slot.flat.fill_(7)
     assert bool((whole == 7).all())
     assert whole._version == version, "filling a slot is hidden from saved views"
 
@@ -170,14 +170,14 @@ def test_a_slot_is_poisoned_when_other_weights_take_it() -> None:
     one, two = unit("one", (4, 4)), unit("two", (4, 4))
     pool = MemoryPool([size(one)], CPU, poison=True)
     filled(pool, one)
-    one.weights[0].flat.fill_(1)
+    one.weights[0].in_slot.flat.fill_(1)
     filled(pool, one)
-    assert bool((one.weights[0].unsharded.data == 1).all()), "not by the same ones"
+    assert bool((one.weights[0].in_slot.unsharded.data == 1).all()), "not by the same ones"
     for weight in one.weights:
         weight.used_version = weight.current_version()  # as a gather notes
     filled(pool, two, evicted=one)
     assert all(w.used_version is None for w in one.weights)
-    assert bool(two.weights[0].unsharded.data.isnan().all())
+    assert bool(two.weights[0].in_slot.unsharded.data.isnan().all())
 
 
 @pytest.mark.parametrize("reuse", [True, False])
@@ -189,7 +189,7 @@ def test_stated_bytes_are_the_bytes_that_exist(reuse: bool) -> None:
     for one in units * 2:
         filled(pool, one, evicted=before.get(one.slot))
         before[one.slot] = one
-        saved.append(one.weights[0].unsharded.data)
+        saved.append(one.weights[0].in_slot.unsharded.data)
         assert pool.live_nbytes() <= pool.slot_nbytes == 2 * size(units[0])
     assert pool.live_nbytes() == pool.slot_nbytes
     assert saved[0].untyped_storage()._cdata == saved[6].untyped_storage()._cdata, "views stay true"
