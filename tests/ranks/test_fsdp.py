@@ -306,6 +306,28 @@ def test_an_optimizer_may_be_made_after_an_evaluation(rank: int) -> None:
     require_same(results[1], results[0])
 
 
+@pytest.mark.parametrize("hooked", ["head.weight", "blocks.1.up.weight"])
+@ranks(2)
+def test_a_hook_on_a_parameter_may_run_the_model(hooked: str, rank: int) -> None:
+    """FSDP2 loses gradients there, in silence."""
+    results = []
+    for fully_shard, runs in ((torchs.fully_shard, False), (ours.fully_shard, True)):
+        torch.manual_seed(3)
+        model = Model().double()
+        shard(fully_shard, model, "blocks", mesh_of((2,)))
+        evaluated: list[float] = []
+
+        def hook(parameter: Any, model: Any = model, evaluated: list[float] = evaluated) -> None:
+            evaluated.append(loss_of(model, batch(9, 0, rank)).item())
+
+        if runs:
+            model.get_parameter(hooked).register_post_accumulate_grad_hook(hook)
+        results.append(steps(model, rank, micro=2))
+    require_same(results[1], results[0])
+    assert len(evaluated) == 3, "once a step, whose first backward only sums"
+    assert evaluated[0] != evaluated[1]
+
+
 @ranks(2)
 def test_ranks_that_use_other_parameters_train_instead_of_hanging(rank: int) -> None:
     """FSDP2 hangs there, unless set_reduce_scatter_unused_params(True), and then has zeros."""
