@@ -650,20 +650,34 @@ def nothing_to_shard(names: Any, rank: int) -> dict[str, Tensor]:
 @ranks(2)
 def test_modules_of_any_kind_have_the_same_gradients(rank: int) -> None:
     compare(
-        containers, unused_output, several_runs, deeply_nested, other_parameters, nothing_to_shard,
-        fewer_rows, without_inputs, beside_ddp, frozen_of_another_dtype, filled_by_the_first_rank,
-        rank=rank,
+        containers, unused_output, several_runs, deeply_nested, nothing_to_shard, fewer_rows,
+        without_inputs, beside_ddp, frozen_of_another_dtype, filled_by_the_first_rank, rank=rank,
     )  # fmt: skip
     compare(eight_bits, rank=rank, tolerance=0.02)  # a gradient travels as bf16 here and there
 
 
+def moved(lstm: nn.LSTM) -> None:
+    """What cuDNN does in a forward with weights that are new: it moves them into one buffer."""
+    weights: Any = lstm._flat_weights
+    if any(weight is None or isinstance(weight, DTensor) for weight in weights):
+        return
+    buffer = torch.cat([weight.detach().flatten() for weight in weights])
+    pieces = buffer.split([weight.numel() for weight in weights])
+    for weight, piece in zip(weights, pieces, strict=True):
+        weight.data = piece.view(weight.shape)
+
+
+@pytest.mark.parametrize("moves", [False, True])
 @ranks(2)
-def test_an_lstm_trains_as_in_one_process(rank: int) -> None:
-    """On a GPU its gradients were once not those of FSDP2 (docs/dev/results/h200.md)."""
+def test_an_lstm_trains_as_in_one_process(rank: int, moves: bool) -> None:
+    """FSDP2 keeps a moved weight's tensor, and computes with its first values in later steps."""
     results = []
-    for names in (ours, Alone()):
-        torch.manual_seed(5)
-        results.append(other_parameters(names, rank))
+    with pytest.MonkeyPatch.context() as patch:
+        if moves:
+            patch.setattr(nn.LSTM, "flatten_parameters", moved)
+        for names in (ours, Alone()):
+            torch.manual_seed(5)
+            results.append(other_parameters(names, rank))
     require_same(results[0], results[1], 1e-12)
 
 
