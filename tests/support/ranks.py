@@ -135,7 +135,8 @@ def run_ranks(
     if not members:
         # In this process, because a file store is polled: creating a mesh took twice as long.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        members = started(world_size, _serve, store.port)
+        with _for_server():  # started again here if it has ended meanwhile
+            members = started(world_size, _serve, store.port)
         if stays:
             KEPT.members[world_size], KEPT.stores[world_size] = members, store
     body = args[0].__qualname__ if fn is _run_body else fn.__qualname__
@@ -164,13 +165,7 @@ def start_server() -> None:
     too would pass a second tracer on to it.
     """
     multiprocessing.set_forkserver_preload(PRELOAD)
-    with _environment(
-        without=("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"),
-        OMP_NUM_THREADS="1",
-        MKL_NUM_THREADS="1",
-        TORCHINDUCTOR_COMPILE_THREADS="1",
-        GLOO_SOCKET_IFNAME="lo",
-    ):
+    with _for_server():
         forkserver.ensure_running()
 
 
@@ -185,6 +180,15 @@ def _environment(without: tuple[str, ...], **values: str) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+_for_server = functools.partial(
+    _environment,
+    without=("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"),
+    OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1",
+    GLOO_SOCKET_IFNAME="lo",
+)  # fmt: skip
+"""The environment in which the fork server starts, and that its forks have."""
 
 
 def _wait(members: list[Member], folder: Path, deadline: float, timeout: float) -> set[str]:
