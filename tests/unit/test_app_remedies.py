@@ -41,15 +41,10 @@ ANY_MESH = (
     "tests/ranks/test_checkpoint_meshes.py::"
     "test_every_mesh_saves_the_same_bytes_of_what_another_has_saved"
 )
-EARLIER = (
-    "tests/ranks/test_writers.py::"
-    "test_tensorboard_has_every_row_once_also_of_steps_that_were_done_again"
-)
 SKIPPED = (
     "tests/ranks/test_train_not_finite.py::"
     "test_weights_that_are_not_finite_are_not_saved"
 )
-LATEST = "tests/unit/test_checkpoint_folder.py::"
 CHECKPOINT: Table = {
     "cannot compute here: {reason}; give another": {
         "give another, as cpu":
@@ -82,12 +77,6 @@ CHECKPOINT: Table = {
         "form the groups as they were (optimizer.groups)":
             "tests/ranks/test_checkpoint_meshes.py::"
             "test_counts_of_two_groups_go_on_in_groups_as_they_were_and_in_no_other",
-    },
-    "which is no checkpoint beside it: give": {
-        "give {latest.parent}":
-            LATEST + "test_a_latest_that_names_no_checkpoint_beside_it_is_refused_by_name_and_"
-            "passed_over",
-        "or one step-* in it": EARLIER,
     },
 }  # fmt: skip
 def accepted(world: int = 1, **sections: Any) -> Remedy:

@@ -27,7 +27,6 @@ from internsp.app.checkpoint.folder import (
     abandon_later,
     candidates,
     folder_of,
-    has_checkpoint,
     partial_of,
 )
 from internsp.app.checkpoint.manifest import (
@@ -314,102 +313,44 @@ def go_on(run: Path, path: Path, step: int) -> list[str]:
     return notes
 
 
-def names_in(checkpoints: Path) -> list[str]:
-    return sorted(path.name for path in checkpoints.iterdir())
-
-
-def test_latest_as_a_folder_serves_and_is_a_link_again_when_the_run_goes_on(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    older, newest = written(folder, 5), written(folder, 10)
-    assert go_on(tmp_path, newest, 10) == []
-    latest = copied(folder)
-    assert candidates(latest) == ([latest], True)
-    assert candidates(tmp_path)[0] == [newest, latest, older], "if the newest is not whole"
-    assert "it is latest-copied-1 now" in go_on(tmp_path, newest, 10)[0]
-    assert (names_in(folder), os.readlink(latest)) == (
-        [LATEST, "latest-copied-1", "step-000005", "step-000010"], "step-000010",
-    )  # fmt: skip
-
-
-def test_a_copy_of_latest_alone_becomes_the_checkpoint_of_its_step(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    newest = written(folder, 10)
-    latest = copied(folder)
-    shutil.rmtree(newest)
-    assert has_checkpoint(folder)
-    assert candidates(tmp_path) == ([latest], False)
-    assert "it is step-000010 now" in go_on(tmp_path, latest, 10)[0]
-    assert (names_in(folder), os.readlink(latest)) == ([LATEST, "step-000010"], "step-000010")
-
-
-def test_the_copy_replaces_a_damaged_checkpoint_and_none_is_removed_unseen(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    older, newest = written(folder, 5), written(folder, 10)
-    latest = copied(folder)
-    (newest / "rank-00000.safetensors").unlink()
-    go_on(tmp_path, latest, 10)
-    assert names_in(folder) == [LATEST, "step-000005", "step-000010", "step-000010-damaged-1"]
-    assert (newest / "rank-00000.safetensors").exists()
-    latest = copied(folder)
-    go_on(tmp_path, older, 5)  # the user has named an earlier one: the copy was not checked
-    assert "latest-copied-1" in names_in(folder)
-    assert os.readlink(latest) == "step-000005"
-    latest.unlink()
-    latest.mkdir()  # no checkpoint at all
-    assert candidates(tmp_path)[0] == [older]
-    go_on(tmp_path, older, 5)
-    assert "latest-copied-2" in names_in(folder)
-
-
-def test_a_save_ends_well_where_latest_has_become_a_folder(tmp_path: Path) -> None:
-    written(tmp_path, 5)
-    copied(tmp_path)
-    written(tmp_path, 10)
-    assert names_in(tmp_path) == [LATEST, "step-000005", "step-000010"]
-    assert [path.name for path in candidates(tmp_path)[0]] == [
-        "step-000010", "step-000005", LATEST,
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("text", ["step-000005", "step-000005\n", " step-000005\r\n"])
-def test_latest_as_a_text_file_serves_as_a_link_does(tmp_path: Path, text: str) -> None:
-    folder = tmp_path / "checkpoints"
-    older, newest = written(folder, 5), written(folder, 10)
-    latest = folder / LATEST
-    assert candidates(latest) == ([newest], True)
-    latest.unlink()
-    latest.write_text(text)
-    assert candidates(latest) == ([older], True)
-    assert candidates(tmp_path)[0] == [newest, older], "the newest is found by its number"
-    assert go_on(tmp_path, newest, 10) == []
-    written(folder, 15)
-    assert os.readlink(latest) == "step-000015"
-
-
-@pytest.mark.parametrize("link", [True, False], ids=["link", "text"])
-@pytest.mark.parametrize(
-    "target",
-    ["../other/step-000005", "step-000007", "/", "..", "step-000005/../../other/step-000005",
-     "latest", "step-000005.partial", "x" * 200, "\udcff"],
-)  # fmt: skip
-def test_a_latest_that_names_no_checkpoint_beside_it_is_refused_by_name_and_passed_over(
-    tmp_path: Path, target: str, link: bool
+def test_a_save_makes_latest_a_link_again_and_keeps_the_folder_that_it_had_become(
+    tmp_path: Path,
 ) -> None:
     folder = tmp_path / "checkpoints"
-    found = written(folder, 5)
-    written(tmp_path / "other", 5)
-    (folder / "step-000005.partial").mkdir()
+    older = written(folder, 5)
+    latest = copied(folder)
+    assert candidates(latest) == ([latest], True), "a checkpoint as any other, if it is named"
+    assert candidates(tmp_path) == ([older], False)
+    assert go_on(tmp_path, older, 5) == []
+    written(folder, 10)
+    assert os.readlink(latest) == "step-000010"
+    (kept,) = folder.glob("latest-copied-*")
+    assert read(kept).step == 5
+
+
+def test_no_checkpoint_is_left_beside_a_latest_that_is_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    written(folder, 5)
+    latest = copied(folder)
+    names, aside = abandon_later(folder, 3)
+    assert (names, aside) == (["step-000005"], folder / "abandoned-1")
+    assert read(latest).step == 5, "nothing that a run has not written is removed"
+
+
+@pytest.mark.parametrize("target", ["step-000007", "/", "latest", "x" * 200, "\udcff"])
+def test_a_latest_that_names_no_checkpoint_is_refused_and_passed_over(
+    tmp_path: Path, target: str
+) -> None:
+    folder = tmp_path / "checkpoints"
+    older, found = written(folder, 5), written(folder, 6)
     latest = folder / LATEST
+    assert candidates(latest) == ([found], True)
     latest.unlink()
-    if link:
-        latest.symlink_to(target)
-    else:
-        latest.write_bytes(os.fsencode(target))
-    with pytest.raises(ConfigError, match=r"latest names .* no checkpoint beside it: give") as told:
-        candidates(latest)
-    assert f"give {folder}, of which" in str(told.value)
-    assert candidates(folder)[0] == [found]
-    assert go_on(tmp_path, found, 5) == []
+    latest.symlink_to(target)
+    with pytest.raises(ConfigError, match=r"no checkpoint at|manifest\.json is missing"):
+        read(candidates(latest)[0][0])
+    assert candidates(folder)[0] == [found, older]
+    assert go_on(tmp_path, found, 6) == []
     written(folder, 10)
     assert os.readlink(latest) == "step-000010"
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import threading
 from pathlib import Path
@@ -102,8 +103,8 @@ def point_latest(final: Path) -> None:
     try:
         fresh.rename(link)
     except IsADirectoryError:  # a tool that followed the link has made it a folder meanwhile
-        fresh.unlink()
-        return
+        link.rename(f"{link}-copied-{secrets.token_hex(4)}")
+        fresh.rename(link)
     sync(final.parent)
 
 

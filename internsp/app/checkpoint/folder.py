@@ -2,8 +2,7 @@
 
 Creating and committing them is in :mod:`internsp.app.checkpoint.disk`. Nothing here imports torch.
 
-A run writes ``latest`` as a link to its newest checkpoint. A tool that copies the run may have made
-it a folder (it followed the link) or a text file (it knows no links): both serve as well.
+A run writes ``latest`` as a link to its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -13,12 +12,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from internsp.app.checkpoint import manifest
 from internsp.app.checkpoint.disk import LATEST, PARTIAL, STEP, point_latest, steps_in, sync
 from internsp.app.checkpoint.manifest import MANIFEST, Manifest
 from internsp.errors import ConfigError
-
-_LONGEST_NAME = 1000  # bytes of a text file latest that are read
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
@@ -37,19 +33,14 @@ def candidates(path: Path) -> tuple[list[Path], bool]:
     ``path`` is the folder of a checkpoint, of checkpoints, or of a run; or ``latest``.
 
     Raises:
-        ConfigError: there is no checkpoint, or ``latest`` names none beside it.
+        ConfigError: there is no checkpoint.
     """
-    if path.name == LATEST and (path.is_symlink() or path.is_file()):
-        return [_named_by(path)], True
+    if path.name == LATEST:
+        path = Path(os.path.realpath(path))
     if (path / MANIFEST).exists() or (path / ".metadata").exists() or STEP.fullmatch(path.name):
         return [path], True
     for folder in (path, path / "checkpoints"):
-        found = [found for _, found in steps_in(folder)]
-        if copied := copied_latest(folder):
-            step = step_of(copied)
-            later = [number for number, _ in steps_in(folder) if number >= step]
-            found.insert(len(later), copied)
-        if found:
+        if found := [found for _, found in steps_in(folder)]:
             return found, False
     raise ConfigError(
         f"no checkpoint at {path} (looked for step-*/{MANIFEST} there and in its folder "
@@ -82,73 +73,6 @@ def newest_whole(
     raise ConfigError("\n  ".join([f"no complete checkpoint at {path}: {remedy}", *skipped]))
 
 
-def has_checkpoint(checkpoints: Path) -> bool:
-    """Whether the folder holds a checkpoint, whole or not."""
-    return bool(steps_in(checkpoints)) or copied_latest(checkpoints) is not None
-
-
-def copied_latest(checkpoints: Path) -> Path | None:
-    """``latest``, if it is a folder with a manifest of its own: a copy of a checkpoint."""
-    latest = checkpoints / LATEST
-    return latest if not latest.is_symlink() and (latest / MANIFEST).is_file() else None
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step that the manifest of a checkpoint gives; -1 if it cannot be read."""
-    try:
-        return manifest.read(checkpoint).step
-    except ConfigError:
-        return -1
-
-
-def _named_by(latest: Path) -> Path:
-    """The checkpoint beside the link or text file ``latest`` that it names."""
-    try:
-        if latest.is_symlink():
-            target = os.readlink(latest)
-            inside = (latest.parent / target).resolve().parent == latest.parent.resolve()
-            name = Path(target).name if inside else ""
-        else:
-            with latest.open("rb") as file:
-                name = target = file.read(_LONGEST_NAME).decode(errors="replace").strip()
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
-        name = target = f"({error})"
-    if STEP.fullmatch(name) and (latest.parent / name).is_dir():
-        return latest.parent / name
-    raise ConfigError(
-        f"{latest} names {target!r}, which is no checkpoint beside it: give "
-        f"{latest.parent}, of which the newest whole checkpoint is used, or one step-* in it"
-    )
-
-
-def settle_latest(checkpoints: Path, used: Path) -> str:
-    """Let ``latest`` be a link again where it is the copy of a checkpoint, before a run goes on.
-
-    The copy becomes the checkpoint of its step if the run has loaded it, since that is missing or
-    is not whole; else it is kept under another name.
-
-    Args:
-        used: the checkpoint that the run has loaded.
-
-    Returns:
-        A message for the user; empty if nothing was done.
-    """
-    latest = checkpoints / LATEST
-    if latest.is_symlink() or not latest.is_dir():
-        return ""
-    if used.samefile(latest):
-        target = folder_of(checkpoints, step_of(latest))
-        if target.exists():
-            target.rename(_free(checkpoints, f"{target.name}-damaged"))
-    else:
-        target = _free(checkpoints, f"{LATEST}-copied")
-    latest.rename(target)
-    sync(checkpoints)
-    if steps := steps_in(checkpoints):
-        point_latest(steps[0][1])
-    return f"{latest} was a folder, not a link: it is {target.name} now"
-
-
 def _free(checkpoints: Path, name: str) -> Path:
     number = 1
     while (path := checkpoints / f"{name}-{number}").exists():
@@ -179,7 +103,7 @@ def abandon_later(checkpoints: Path, step: int) -> tuple[list[str], Path | None]
     kept = steps_in(checkpoints)
     if kept:
         point_latest(kept[0][1])
-    else:
-        (checkpoints / LATEST).unlink(missing_ok=True)
+    elif (checkpoints / LATEST).is_symlink():
+        (checkpoints / LATEST).unlink()
     sync(checkpoints)
     return sorted(path.name for path in later), aside

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from internsp.app.checkpoint import checkpoint
-from internsp.app.checkpoint.folder import has_checkpoint
+from internsp.app.checkpoint.disk import steps_in
 from internsp.app.checkpoint.saver import Saver
 from internsp.app.config import Config
 from internsp.app.launch.preflight import errors_in_words
@@ -97,7 +97,7 @@ def _source(config: Config, folder: Path) -> Path | None:
     elastic = "TORCHELASTIC_RUN_ID" in os.environ
     if config.checkpoint.from_own_folder(elastic):
         saved = folder / "checkpoints"
-        return Objects().on_first(lambda: folder if has_checkpoint(saved) else None)
+        return Objects().on_first(lambda: folder if steps_in(saved) else None)
     return None if config.checkpoint.named is None else Path(config.checkpoint.named)
 
 

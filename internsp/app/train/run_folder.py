@@ -57,13 +57,11 @@ class RunFolder:
         checkpoints = self.path / "checkpoints"
         discard_partial(checkpoints)
         if resumed is not None and _same(resumed.path.parent, checkpoints):
-            settled = checkpoint_folder.settle_latest(checkpoints, resumed.path)
-            notes = [settled] if settled else []
             names, aside = checkpoint_folder.abandon_later(checkpoints, resumed.step)
             if not names:
-                return resumed.run, notes
+                return resumed.run, []
             moved = f"{', '.join(names)} came after step {resumed.step}: now in {aside}"
-            return resumed.run, [*notes, moved]
+            return resumed.run, [moved]
         moved_to = set_aside(self.path)
         if moved_to is None:
             return self.run, []
