@@ -121,7 +121,7 @@ def configuration(folder: Path) -> Path:
         "weight_parallel": {"min_shard_elements": 256},
         "optimizer": {"min_lr_ratio": 1.0},
         "train": {
-            "steps": 1_000_000_000, "global_batch": BATCH, "micro_batches": 2, "sample_tokens": 0,
+            "steps": 1_000_000_000, "global_batch": BATCH, "micro_batches": 2,
             "eval_batches": 0, "log_every": 1000,
         },
         "checkpoint": {"every": EVERY, "keep_last": 2, "resume": "auto"},

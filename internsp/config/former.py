@@ -56,7 +56,6 @@ MOVED = {
     "activation_checkpoint.tiled": "activation_checkpoint.tiled_modules",
     "optimizer.rest": "optimizer.other",
     "train.tokens": "train.stop_after_tokens",
-    "train.sample_bytes": "train.sample_tokens",
     "train.compare_replicas": "train.compare_replicas_every",
     "weight_parallel.rules.trigger": "weight_parallel.rules.gather_before",
     "weight_parallel.rules.prefetch_triggers": "weight_parallel.rules.gather_before_modules",
@@ -102,6 +101,10 @@ GONE = {
     "train.norm_spike": Gone(
         10.0, "it is gone: 10 times the median of 50 steps is a spike now (report.alert)"
     ),
+    **{
+        f"train.sample_{key}": Gone(usual, "it is gone: internsp generate RUN continues a text")
+        for key, usual in (("tokens", 200), ("bytes", 200), ("prompt", "def "))
+    },
     "train.torch_profile": Gone(
         None, 'it is train.profile = "torch" and train.profile_steps now'
     ),

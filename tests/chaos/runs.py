@@ -51,7 +51,7 @@ def settings(ranks: int, **sections: dict[str, Any]) -> Config:
         "optimizer": {"lr": 3e-3, "warmup_steps": 1},
         "train": {
             "name": "chaos", "steps": STEPS, "global_batch": BATCH, "eval_batches": 0,
-            "sample_tokens": 0, "dtype": "float64",
+            "dtype": "float64",
         },
         "checkpoint": {"every": EVERY, "keep_last": 2, "resume": "auto"},
         "launch": {"processes": ranks},

@@ -54,8 +54,6 @@ paths = ["rows.jsonl"]
 [train]
 steps = 1
 global_batch = 2
-sample_tokens = 4
-sample_prompt = ""
 [parallel]
 device = "cpu"
 """

@@ -44,7 +44,7 @@ def config(**changes: dict[str, Any]) -> Config:
         "parallel": {"weight": 2, "sequence": 2},
         "weight_parallel": {"min_shard_elements": 128},
         "optimizer": {"lr": 3e-3, "warmup_steps": 3},
-        "train": {"steps": 6, "global_batch": 2, "sample_tokens": 0, "log_every": 50},
+        "train": {"steps": 6, "global_batch": 2, "log_every": 50},
         "checkpoint": {"save": True, "every": 2},
     }  # fmt: skip
     for name, values in changes.items():

@@ -39,7 +39,7 @@ def config(mesh: Mesh, **changes: dict[str, Any]) -> Config:
         "pipeline": {"chunks": chunks, "schedule": schedule},
         "weight_parallel": {"min_shard_elements": smallest},
         "optimizer": {"lr": 3e-3, "warmup_steps": 1},
-        "train": {"steps": 8, "global_batch": 12, "micro_batches": 2, "sample_tokens": 0},
+        "train": {"steps": 8, "global_batch": 12, "micro_batches": 2},
     }  # fmt: skip
     for name, values in changes.items():
         sections[name] = sections.get(name, {}) | values

@@ -45,7 +45,7 @@ def settings(name: str, **sections: dict[str, Any]) -> Config:
         "parallel": {"weight": 2, "timeout_seconds": TIMEOUT},
         "weight_parallel": {"min_shard_elements": 128},
         "train": {
-            "name": name, "steps": 3, "global_batch": 4, "eval_batches": 1, "sample_tokens": 5,
+            "name": name, "steps": 3, "global_batch": 4, "eval_batches": 1,
         },
         "launch": {"processes": 2},
     }  # fmt: skip
@@ -79,30 +79,19 @@ def eventful(config: Config, output: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
     if what == "evaluation":
         StepRunner.evaluate = _fail  # type: ignore[assignment]
-    if what == "sample":
-        import internsp.app.train.sample
-
-        internsp.app.train.sample.generate = _fail  # type: ignore[assignment]
     number = {"stopped": signal.SIGSTOP, "asked": signal.SIGTERM, "saves": signal.SIGUSR1}.get(what)
     train(config, output, [_Happens(number)] if number else [])
 
 
-@pytest.mark.parametrize(
-    ("name", "cause"),
-    [
-        ("sample-0", r"(?s)^rank 0 failed: Traceback.*ArithmeticError: spilt at the end\n"),
-        ("evaluation-1", r"(?s)^rank 1 failed: Traceback.*ArithmeticError: spilt at the end\n"),
-    ],
-    ids=["sample", "evaluation"],
-)
 def test_what_fails_after_training_costs_neither_checkpoint_nor_metrics_nor_report(
-    name: str, cause: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
+    name, rank = "evaluation-1", 1
+    cause = rf"(?s)^rank {rank} failed: Traceback.*ArithmeticError: spilt at the end\n"
     output = tmp_path / "two words"
     with pytest.raises(ChildError, match=cause) as caught:
         start(eventful, settings(name), output)
     assert caught.value.exit_status == 1
-    rank = int(name[-1])
     seen, onward = "\n".join(caught.value.__notes__).splitlines()
     log = output / "logs" / f"rank-0000{rank}.log"
     last = r"last collective: (all-gather|reduce-scatter) of \S+ \((forward|backward)\)"
@@ -115,9 +104,6 @@ def test_what_fails_after_training_costs_neither_checkpoint_nor_metrics_nor_repo
     assert [row.step for row in rows] == [1, 2, 3]
     page = (output / "report.html").read_text()
     assert "The run failed: " in page
-    if name == "sample-0":
-        assert rows[-1].eval_loss is not None
-        assert "ArithmeticError: spilt at the end" in page
     assert "layers.1" in page  # the timeline
 
 
@@ -141,7 +127,7 @@ def test_a_rank_that_is_stopped_is_named_soon_after_the_timeout(tmp_path: Path) 
 
 
 def test_sigterm_to_one_rank_ends_all_after_the_step_by_its_name(tmp_path: Path) -> None:
-    config = settings("asked-1", train={"name": "asked-1", "steps": 50, "sample_tokens": 0})
+    config = settings("asked-1", train={"name": "asked-1", "steps": 50})
     assert start(eventful, config, tmp_path) == 0, "a scheduler has asked, and all is saved"
     assert (tmp_path / "checkpoints" / "step-000002").exists()
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
@@ -150,7 +136,7 @@ def test_sigterm_to_one_rank_ends_all_after_the_step_by_its_name(tmp_path: Path)
 
 
 def test_sigusr1_to_one_rank_saves_after_the_step_and_the_run_goes_on(tmp_path: Path) -> None:
-    config = settings("saves-1", train={"name": "saves-1", "steps": 5, "sample_tokens": 0})
+    config = settings("saves-1", train={"name": "saves-1", "steps": 5})
     assert start(eventful, config, tmp_path) == 0
     assert [step for step, _ in steps_in(tmp_path / "checkpoints")] == [5, 2]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
@@ -171,7 +157,7 @@ def asking(config: Config, output: Path) -> None:
 
 
 def test_sigusr1_to_the_launcher_saves_once_although_nothing_else_is_saved(tmp_path: Path) -> None:
-    train_too = {"name": "saves-0", "steps": 12, "sample_tokens": 0}
+    train_too = {"name": "saves-0", "steps": 12}
     config = settings("saves-0", train=train_too, checkpoint={"save": False})
     assert start(asking, config, tmp_path) == 0
     ((step, path),) = steps_in(tmp_path / "checkpoints")

@@ -127,7 +127,7 @@ def test_every_place_where_a_run_is_looked_at_has_each_text(tmp_path: Path) -> N
     (tmp_path / "config.toml").write_text(
         f"[model]\nhidden_size = 32\nlayers = 1\nheads = 4\n[data]\nsequence_length = 32\n"
         f'source = "text"\npaths = [{json.dumps(str(TEXT))}]\n{tables}'
-        '[train]\nname = "a"\nsteps = 3\neval_every = 1\nglobal_batch = 2\nsample_tokens = 0\n'
+        '[train]\nname = "a"\nsteps = 3\neval_every = 1\nglobal_batch = 2\n'
         "eval_batches = 2\n[checkpoint]\nevery = 2\n"
     )
 

@@ -28,7 +28,7 @@ def config(family: str, changes: dict[str, Any] | None = None, **checkpoint: Any
         "weight_parallel": {"min_shard_elements": 128},
         "optimizer": {"lr": 3e-3, "warmup_steps": 1},
         "train": {
-            "steps": 4, "global_batch": 4, "micro_batches": 2, "sample_tokens": 0,
+            "steps": 4, "global_batch": 4, "micro_batches": 2,
             "eval_batches": 0,
         },
         "activation_checkpoint": {"mode": "full"},

@@ -40,7 +40,6 @@ name = "hf"
 steps = 20
 global_batch = 4
 eval_batches = 0
-sample_tokens = 0
 [launch]
 processes = 2
 """

@@ -25,7 +25,6 @@ warmup_steps = 0
 [train]
 steps = 2
 global_batch = 4
-sample_tokens = 0
 eval_batches = 0
 """
 

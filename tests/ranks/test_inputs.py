@@ -63,7 +63,7 @@ def config(folder: Path, parallel: dict[str, Any], **changes: dict[str, Any]) ->
         },
         "train": {
             "steps": 6, "global_batch": 12, "dtype": "float64", "eval_batches": 0,
-            "sample_tokens": 0, "log_every": 100,
+            "log_every": 100,
         },
     }  # fmt: skip
     for name, values in changes.items():

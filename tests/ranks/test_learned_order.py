@@ -103,9 +103,9 @@ def test_a_run_of_the_trainer_learns_its_order(tmp_path: Path) -> None:
     """The third step is compared with the plan of the order that the first step has used."""
     learned = {
         "weight_parallel": {"unexpected_order": "learn"}, "parallel": {"weight": 2},
-        "train": {"steps": 4, "sample_tokens": 0},
+        "train": {"steps": 4},
     }  # fmt: skip
-    (wanted,) = rows_of(tmp_path, 1, [{"train": {"steps": 4, "sample_tokens": 0}}])
+    (wanted,) = rows_of(tmp_path, 1, [{"train": {"steps": 4}}])
     (found,) = rows_of(tmp_path, 2, [learned])
     for one, other in zip(wanted, found, strict=True):
         assert (other.loss, other.grad_norm) == pytest.approx((one.loss, one.grad_norm), rel=1e-5)

@@ -224,7 +224,6 @@ groups = [{{ match = ["embed", "head"], lr = 1e-3 }}]
 steps = 6
 global_batch = 6
 eval_batches = 0
-sample_tokens = 0
 dtype = "float64"
 [checkpoint]
 every = 3

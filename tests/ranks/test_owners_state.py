@@ -204,7 +204,7 @@ def settings(folder: Path, **parallel: Any) -> Config:
         "optimizer": {"lr": 1e-2, "eps": 1e-3, "warmup_steps": 0},
         "train": {
             "steps": 2, "global_batch": 4, "micro_batches": 2, "dtype": "float32",
-            "eval_batches": 1, "sample_tokens": 0,
+            "eval_batches": 1,
         },
     })  # fmt: skip
 

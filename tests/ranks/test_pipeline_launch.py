@@ -30,7 +30,7 @@ def started(name: str, output: Path, *options: str) -> BaseProcess:
     words = [
         "-m", "internsp", "train", f"configs/{name}.toml", "--output", str(output),
         "--train.steps", "8", "--data.sequence_length", "128", "--train.eval_batches", "0",
-        "--train.sample_tokens", "0", "--checkpoint.save", "false", *options,
+        "--checkpoint.save", "false", *options,
     ]  # fmt: skip
     output.mkdir()
     with (output / "log").open("w") as log:

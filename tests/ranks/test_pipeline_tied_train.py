@@ -22,7 +22,7 @@ from tests.ranks.test_pipeline_train import Changes, config, pipelined, rows_of,
 from tests.support.ranks import run_ranks
 
 TIED: Changes = {"model": {"tie_embeddings": True}}
-SHORT: dict[str, Any] = {"steps": 4, "eval_batches": 1, "eval_every": 4, "sample_tokens": 4}
+SHORT: dict[str, Any] = {"steps": 4, "eval_batches": 1, "eval_every": 4}
 
 
 def changes(*more: Changes) -> Changes:

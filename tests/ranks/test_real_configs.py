@@ -77,7 +77,7 @@ def small(name: str) -> Config:
         "train": {
             "steps": 4, "global_batch": 8,
             "micro_batches": min(2 * stages, config.train.micro_batches),
-            "eval_batches": 0, "sample_tokens": 0, "log_every": 50,
+            "eval_batches": 0, "log_every": 50,
         },
         "checkpoint": {"save": False},
         "launch": {"processes": 2},

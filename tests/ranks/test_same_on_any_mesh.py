@@ -38,7 +38,6 @@ global_batch = 4
 micro_batches = 2
 dtype = "float64"
 deterministic = true
-sample_tokens = 5
 eval_batches = 1
 """
 

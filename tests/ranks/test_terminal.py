@@ -61,10 +61,10 @@ def on_terminal(folder: Path, more: dict[str, str], *words: str, status: int = 0
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("terminal")
     (made / "config.toml").write_text(
-        f'[model]\nhidden_size = 32\nlayers = 1\nheads = 4\n[data]\nsource = "text"\n'
-        f'paths = ["{TEXT}"]\nsequence_length = 32\n[train]\nname = "seen"\nsteps = 3\n'
-        "global_batch = 2\neval_every = 2\neval_batches = 1\nsample_tokens = 9\n"
-        'sample_prompt = "für"\n',
+        "[model]\nhidden_size = 32\nlayers = 1\nheads = 4\n[data]\nsequence_length = 32\n"
+        f'[[data.mixture]]\nname = "für"\nsource = "text"\npaths = ["{TEXT}"]\n'
+        '[train]\nname = "seen"\nsteps = 3\n'
+        "global_batch = 2\neval_every = 2\neval_batches = 1\n",
         encoding="utf-8",
     )
     return made
@@ -125,4 +125,4 @@ def test_other_commands_are_plain_and_a_pipe_gets_whole_lines(folder: Path, live
     assert sum(line.startswith("step 3/3  loss") and "left 0:00" in line for line in lines) == 1
     assert any("M parameters, world 1 = " in line and "ZeRO over 1" in line for line in lines)
     kept = (folder / "runs" / "piped" / "config.toml").read_text(encoding="utf-8")
-    assert 'sample_prompt = "für"' in kept, "in whatever locale"
+    assert 'name = "für"' in kept, "in whatever locale"

@@ -47,7 +47,7 @@ def config(**changes: dict[str, Any]) -> Config:
         "activation_checkpoint": {"mode": "full", "fraction": 0.5},
         "optimizer": {"lr": 3e-3, "warmup_steps": 5},
         "train": {
-            "steps": 25, "global_batch": 4, "eval_batches": 2, "sample_tokens": 0, "loss_chunk": 20,
+            "steps": 25, "global_batch": 4, "eval_batches": 2, "loss_chunk": 20,
             "log_every": 50,
         },
         "checkpoint": {"save": False},
@@ -211,7 +211,7 @@ def test_a_stop_asked_of_one_rank_ends_all_after_the_step_with_checkpoint_and_re
     tmp_path: Path,
 ) -> None:
     settings = config(
-        parallel={"weight": 2, "sequence": 2}, train={"sample_tokens": 20, "profile": "timeline"},
+        parallel={"weight": 2, "sequence": 2}, train={"profile": "timeline"},
         checkpoint={"save": True},
     )  # fmt: skip
     assert run_ranks(stopped, 2, settings, str(tmp_path / "run")) == [1, -1]

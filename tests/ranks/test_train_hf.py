@@ -74,7 +74,7 @@ def config(
         "optimizer": {"lr": 1e-2, "eps": 1e-3, "warmup_steps": 0},
         "train": {
             "steps": STEPS, "global_batch": 4, "micro_batches": 2, "dtype": "float64",
-            "eval_batches": 1, "sample_tokens": 5, "loss_chunk": 20,
+            "eval_batches": 1, "loss_chunk": 20,
         },
     }  # fmt: skip
     for section, values in changes.items():

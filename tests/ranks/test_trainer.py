@@ -29,7 +29,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "weight_parallel": {"min_shard_elements": 128},
     "optimizer": {"lr": 1e-2, "warmup_steps": 0, "schedule": "constant"},
     "train": {"name": "mine", "steps": 4, "global_batch": 4, "eval_every": 2, "eval_batches": 1,
-              "sample_tokens": 0, "dtype": "float64"},
+              "dtype": "float64"},
     "checkpoint": {"every": 2},
 }  # fmt: skip
 
@@ -307,7 +307,7 @@ if __name__ == "__main__":
 """
 NOTEBOOK = """
 import internsp
-trainer = internsp.Trainer({"train": {"steps": 2, "sample_tokens": 0, "eval_batches": 0},
+trainer = internsp.Trainer({"train": {"steps": 2, "eval_batches": 0},
     "model": {"layers": 1, "hidden_size": 32}, "data": {"sequence_length": 32, "source": "text",
     "paths": ["text"], "held_out": 0}})
 trainer.train()
@@ -323,7 +323,7 @@ def made(folder: Path, code: str) -> None:
     (folder / "text" / "a.txt").write_text("def f(x):\n    return x + 1\n" * 400)
     (folder / "config.toml").write_text(
         '[model]\nlayers = 1\nhidden_size = 32\n[data]\nsource = "text"\npaths = ["text"]\n'
-        'sequence_length = 32\nheld_out = 0\n[train]\nname = "mine"\nsteps = 2\nsample_tokens = 0\n'
+        'sequence_length = 32\nheld_out = 0\n[train]\nname = "mine"\nsteps = 2\n'
         "eval_batches = 0\n[parallel]\nweight = 2\n[launch]\nprocesses = 2\n"
     )
     (folder / "script.py").write_text(code)
@@ -394,7 +394,7 @@ def test_two_tasks_of_srun_are_one_run(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 400)
     (tmp_path / "config.toml").write_text(
         '[model]\nlayers = 1\nhidden_size = 32\n[data]\nsource = "text"\npaths = ["a.txt"]\n'
-        "sequence_length = 32\nheld_out = 0\n[train]\nsteps = 2\nsample_tokens = 0\n"
+        "sequence_length = 32\nheld_out = 0\n[train]\nsteps = 2\n"
         "eval_batches = 0\n[parallel]\nweight = 2\n"
     )
     words = ("-m", "internsp", "train", "config.toml")

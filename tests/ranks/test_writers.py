@@ -46,7 +46,6 @@ global_batch = 4
 micro_batches = 2
 eval_every = 2
 eval_batches = 1
-sample_tokens = 0
 [checkpoint]
 every = 2
 [report]
@@ -67,7 +66,7 @@ class Full(tensorboard.SummaryWriter):
         super().add_scalar(name, value, step)
 
 tensorboard.SummaryWriter = Full
-config = {{"train": {{"steps": 6, "sample_tokens": 0, "global_batch": 2, "eval_batches": 0}},
+config = {{"train": {{"steps": 6, "global_batch": 2, "eval_batches": 0}},
           "model": {{"hidden_size": 32, "layers": 1}}, "checkpoint": {{"save": False}},
           "data": {{"source": "text", "paths": [{str(ROOT / "tests" / "data")!r}],
                    "sequence_length": 32}},

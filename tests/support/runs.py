@@ -30,7 +30,7 @@ def config(*changes: Changes) -> Config:
         "weight_parallel": {"min_shard_elements": 128},
         "optimizer": {"name": "sgd", "lr": 0.2, "momentum": 0.9, "warmup_steps": 0},
         "train": {
-            "steps": 3, "global_batch": 8, "eval_batches": 1, "sample_tokens": 0, "loss_chunk": 20,
+            "steps": 3, "global_batch": 8, "eval_batches": 1, "loss_chunk": 20,
             "log_every": 50, "dtype": "float64",
         },
     }  # fmt: skip

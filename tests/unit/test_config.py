@@ -27,6 +27,7 @@ from internsp.app.config.sections import (
     EvaluationText,
     MixturePart,
     ParameterGroup,
+    ReportConfig,
 )
 from internsp.config import (
     ActivationCheckpointConfig,
@@ -409,7 +410,8 @@ def test_a_configuration_written_as_toml_is_read_back_equal(tmp_path):
                 ParameterGroup(match=("head",), weight_decay=0.0),
             ),
         ),
-        train=TrainConfig(sample_prompt='class "é"\n\\ ', name="an example"),
+        train=TrainConfig(name="an example"),
+        report=ReportConfig(alert='say "é"\n\\ '),
         launch=LaunchConfig(processes=2),
     )
     file = tmp_path / "run.toml"

@@ -61,7 +61,6 @@ def report(**changes):
         ],
         "memory": [("slots", 3 << 20), ("optimizer", 6 << 20)],
         "timeline": {0: trace(), 1: trace()},
-        "sample": "def f():\n    return 1\n",
         "notes": ("a note",),
     }
     return Report(**{**values, **changes})
@@ -131,10 +130,10 @@ def test_every_file_of_the_page_is_shipped_with_the_package():
 
 def test_what_a_user_or_a_model_wrote_is_escaped():
     evil = "</pre><script>alert('x')</script>&\x00\ud800"
-    text = page(title=evil, config_toml=evil, sample=evil, notes=[evil], memory=[(evil, 1)])
+    text = page(title=evil, config_toml=evil, notes=[evil], memory=[(evil, 1)])
     assert "<script" not in text
     assert "\x00" not in text
-    shown = re.search(r'<pre class="sample">(.*?)</pre>', text, re.S).group(1)
+    shown = re.search(r'<pre class="config">(.*?)</pre>', text, re.S).group(1)
     assert unescape(shown) == "</pre><script>alert('x')</script>&\ufffd\ufffd"
     titles = [t.text for t in svg(text, "timeline").iter("title")]
     assert "gather layers.<0>.wq · forward · 0.00 to 4.00 ms · 4.00 ms · 2048 B" in titles

@@ -109,7 +109,6 @@ def test_a_kept_configuration_is_read_under_the_names_that_its_run_knew() -> Non
         "parallel": {"sequence": 4, "optimizer_ranks": 1},
         "sequence": {"own_attention": True, "ring": 4, "ring_form": "double", "inner_ring": 2},
         "optimizer": {"other": "adamw"},
-        "train": {"sample_tokens": 3},
         "weight_parallel": {"rules": [{"match": ["layers"], "near_ranks": 2}]},
     })  # fmt: skip
     saved = own.model_dump(mode="json")

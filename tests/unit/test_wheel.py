@@ -20,7 +20,7 @@ from internsp.app import cli
 ROOT = Path(__file__).parents[2]
 SOURCES = ("internsp", "model_zoo", "configs", "pyproject.toml", "README.md", "LICENSE")
 QUICK = [
-    "--train.steps=1", "--train.eval_batches=0", "--train.sample_tokens=0", "--model.layers=2",
+    "--train.steps=1", "--train.eval_batches=0", "--model.layers=2",
     "--model.hidden_size=32", "--data.sequence_length=32", "--checkpoint.save=false",
 ]  # fmt: skip
 

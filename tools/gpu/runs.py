@@ -83,7 +83,7 @@ def _row(case: Case, options: Options, device: torch.device, text: Path) -> dict
         "parallel": {"device": device.type},
         "train": {
             "steps": STEPS, "global_batch": BATCH // case.length, "dtype": "bfloat16",
-            "sample_tokens": 0, "eval_batches": 0,
+            "eval_batches": 0,
         },
         "checkpoint": {"save": False},
     }  # fmt: skip

@@ -77,7 +77,7 @@ _KEYS: dict[str, dict[Rule, str]] = {
     "train": {
         Rule.FIXED: "seed dtype",
         Rule.TAKEN: "steps stop_after_tokens global_batch batch_tokens",
-        Rule.FREE: "name micro_batches eval_every eval_batches sample_tokens sample_prompt "
+        Rule.FREE: "name micro_batches eval_every eval_batches "
         "profile profile_steps peak_tflops deterministic log_every loss_chunk max_skipped_steps "
         "compare_replicas_every",
     },

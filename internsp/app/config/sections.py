@@ -277,10 +277,6 @@ class TrainConfig(Section):
     """Steps between evaluations; 0: only at the end."""
     eval_batches: Annotated[int, Field(ge=0, le=1_000_000)] = 4
     """Batches of global_batch sequences of each text in an evaluation; 0: none."""
-    sample_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 200
-    """Tokens of the sample generated at the end; 0: none."""
-    sample_prompt: Annotated[str, Field(max_length=1_000_000)] = "def "
-    """Text that the sample continues; empty: it begins a document."""
     peak_tflops: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """TFLOP/s of a device at most, for MFU; none: what is known of it, for 16-bit training."""
     profile: Literal["none", "timeline", "torch", "memory"] = "none"

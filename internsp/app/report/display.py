@@ -111,15 +111,11 @@ class Display:
         self._line(printable(text))
 
     def finish(
-        self,
-        sample: str = "",
-        files: Mapping[str, str | Path] | None = None,
-        interrupted: bool = False,
+        self, files: Mapping[str, str | Path] | None = None, interrupted: bool = False
     ) -> None:
         """End the display and print the closing summary.
 
         Args:
-            sample: text that the trained model generated; control characters are made harmless.
             files: name -> path of what the run wrote.
             interrupted: whether the run was stopped before its last step.
         """
@@ -137,8 +133,6 @@ class Display:
             tokens = self._tokens - self._first_tokens
             lines.append(f"  throughput  {rate:,.0f} tokens/s (median), {tokens:,} tokens")
             lines.append(f"  peak memory {human(self._last.peak_memory_bytes)} on this rank")
-        if sample:
-            lines += ["", "sample:", *(f"  | {line}" for line in printable(sample).split("\n"))]
         if files:
             width = max(len(name) for name in files)
             lines += ["", "files:", *(f"  {name:<{width}}  {path}" for name, path in files.items())]

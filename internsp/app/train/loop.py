@@ -20,7 +20,6 @@ from internsp.app.train.output import Output
 from internsp.app.train.page import gather_timelines, write_page
 from internsp.app.train.replicas import compare_replicas
 from internsp.app.train.run_folder import RunFolder
-from internsp.app.train.sample import sample
 from internsp.app.train.step import StepResult, StepRunner
 from internsp.base.trace import Event
 from internsp.errors import InternspError, NotFiniteError, ReplicaError
@@ -70,10 +69,10 @@ class Loop:
         self.failure: Exception | None = None
 
     def run(self) -> None:
-        """Train, then save, evaluate, sample and report.
+        """Train, then save, evaluate and report.
 
-        What must not be lost comes first. If saving, an evaluation or a sample fails, the report is
-        written all the same and the error is raised after it.
+        What must not be lost comes first. If saving or an evaluation fails, the report is written
+        all the same and the error is raised after it.
         """
         notes = [*self.session.source.notes, *self.folder.notes, *self.resumed_notes]
         try:
@@ -86,7 +85,7 @@ class Loop:
                     self.output.keep(done and self._row(done))
                 raise
             timelines = gather_timelines(self.session, self.folder.path, self._typical())
-            path, text = None, ""
+            path = None
             try:
                 trusted = not isinstance(self.failure, ReplicaError)
                 wanted = self.config.checkpoint.save or self.save_requested
@@ -98,7 +97,6 @@ class Loop:
                     self._call_saver(self.saver.finish)
                 if self.failure is None:
                     last = last and self._evaluate(last, at_end=True)
-                    text = sample(self.session)
             except Exception as error:  # noqa: BLE001 - raised below
                 self.failure = self.failure or error
             if last is not None:
@@ -106,10 +104,10 @@ class Loop:
             if self.session.mesh.rank == 0:
                 micro_batches = self.runner.micro_batches
                 notes = self._page_notes()
-                write_page(self.session, self.folder.path, timelines, text, notes, micro_batches)
+                write_page(self.session, self.folder.path, timelines, notes, micro_batches)
             if self.failure is not None:
                 raise self.failure
-            self.output.end(text, path, self.interrupted)
+            self.output.end(path, self.interrupted)
         finally:
             self.output.close()
             self.saver.close()

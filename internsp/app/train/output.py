@@ -129,7 +129,7 @@ class Output:
             self.note(text)
             self._alerts.send(kind, text)
 
-    def end(self, sample: str, checkpoint: Path | None, interrupted: bool) -> None:
+    def end(self, checkpoint: Path | None, interrupted: bool) -> None:
         """Finish a run that did not fail, and print its summary."""
         self.tell("on_end")
         files: dict[str, Path | str] = {
@@ -142,7 +142,7 @@ class Output:
         if self._writers is not None:
             self._writers.close()
         if self._display is not None:
-            self._display.finish(sample, files, interrupted)
+            self._display.finish(files, interrupted)
 
     def close(self) -> None:
         """Close what is open, after an error, too; may be called more than once."""

@@ -39,7 +39,6 @@ def write_page(
     session: Session,
     folder: Path,
     timelines: Sequence[Timeline],
-    sample: str,
     notes: Sequence[str],
     micro_batches: int,
 ) -> None:
@@ -59,7 +58,6 @@ def write_page(
         ranks=[row for row, _ in timelines],
         memory=components(session),
         timeline=timeline,
-        sample=sample,
         notes=notes,
         schedule=make_pipeline_plan(config, shape.world_size).picture() if pipelined else "",
         advice=advise(timeline, config.weight_parallel, shape, micro_batches, blocks),
