@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ import torch
 
 from internsp.app import cli
 from internsp.app.checkpoint import export
-from internsp.app.checkpoint.continuation import _Text, continuation, load_run
+from internsp.app.checkpoint.continuation import continuation, load_run
 from internsp.app.config import Config
 from internsp.app.config.resume import saved_config
 from internsp.app.session.session import Session
 from internsp.errors import ConfigError
 from internsp.sp import SequenceLayout
 from tests.ranks.test_train import config
-from tests.support.command import begin
 from tests.support.ranks import run_ranks
 from tests.support.saved import save
 
@@ -70,14 +68,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def test_one_process_continues_what_any_mesh_has_saved(runs: Runs) -> None:
     folder, (untied, tied) = runs
     for number, wanted in enumerate((untied, untied, tied, tied)):  # the same values on both meshes
-        pieces: list[str] = []
         text = continuation(
-            folder / str(number), PROMPT, TOKENS, pieces.append, temperature=0, top_k=None,
+            folder / str(number), PROMPT, TOKENS, temperature=0, top_k=None,
             top_p=None, seed=0,
         )  # fmt: skip
         assert text == bytes(i for i in wanted if i < 256).decode(errors="replace")
-        assert "".join(pieces) == text
-        assert pieces[0] == PROMPT
 
 
 def test_the_command_writes_the_text_and_the_same_seed_the_same(
@@ -101,22 +96,6 @@ def test_the_command_writes_the_text_and_the_same_seed_the_same(
     assert "no checkpoint at" in capsys.readouterr().err
 
 
-def test_characters_are_given_whole_as_soon_as_their_bytes_are_there() -> None:
-    from internsp.app.data.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer("bytes")
-    pieces: list[str] = []
-    text = _Text(tokenizer, list(b"a"), pieces.append)
-    lengths = []
-    for byte in "bé€".encode():
-        text.add(byte)
-        lengths.append(len("".join(pieces)))
-    text.add(tokenizer.end_of_document)
-    assert (pieces, lengths) == (["b", "é", "€"], [1, 1, 2, 2, 2, 3])
-    text.add("é".encode()[0])
-    assert text.finish() == "bé€\N{REPLACEMENT CHARACTER}"
-
-
 def test_a_checkpoint_of_a_programs_own_model_is_refused_by_name(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,18 +105,3 @@ def test_a_checkpoint_of_a_programs_own_model_is_refused_by_name(
     monkeypatch.setattr(export, "saved_config", smaller)
     with pytest.raises(ConfigError, match=r"has another model .*layers\.1"):
         load_run(runs[0] / "0")
-
-
-@pytest.mark.slow(4)
-def test_text_is_streamed_to_a_pipe_token_by_token(runs: Runs) -> None:
-    words = ["generate", str(runs[0] / "0"), "--prompt", PROMPT, "--tokens", "6"]
-    reads, writes = os.pipe()
-    process = begin(("-m", "internsp", *words), runs[0].parent, writes, 2)
-    os.close(writes)
-    with os.fdopen(reads, "rb") as pipe:
-        first = pipe.read(len(PROMPT))  # arrives before the end
-        rest = pipe.read()
-    process.join(60)
-    assert first.decode() == PROMPT
-    assert rest.endswith(b"\n")
-    assert process.exitcode == 0

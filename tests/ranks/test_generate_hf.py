@@ -102,9 +102,7 @@ def test_greedy_text_is_what_transformers_gives_of_the_export(
     # With one candidate token the temperature has no effect.
     monkeypatch.chdir(folder)
     for only in ({"top_k": 1, "top_p": None}, {"top_k": None, "top_p": 1e-6}):
-        text = continuation(
-            Path("runs/hf"), PROMPT, TOKENS, lambda _: None, temperature=5.0, seed=3, **only
-        )
+        text = continuation(Path("runs/hf"), PROMPT, TOKENS, temperature=5.0, seed=3, **only)
         assert text + "\n" == said
 
 
@@ -114,26 +112,15 @@ def test_draws_are_transformers_own_and_the_seed_decides_them(
     monkeypatch.chdir(folder)
     options = {"temperature": 1.5, "top_k": 40, "top_p": 0.9}
     texts = [
-        continuation(Path("runs/hf"), PROMPT, TOKENS, lambda _: None, seed=seed, **options)
-        for seed in (1, 1, 2)
+        continuation(Path("runs/hf"), PROMPT, TOKENS, seed=seed, **options) for seed in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]
     torch.manual_seed(1)
     assert texts[0] == text_of(by_transformers(folder, do_sample=True, **options))
 
 
-def test_text_comes_in_pieces_and_each_token_is_computed_from_a_cache(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_token_is_computed_from_a_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    pieces: list[str] = []
-    text = continuation(
-        Path("runs/hf"), PROMPT, TOKENS, pieces.append, temperature=0, top_k=None, top_p=None,
-        seed=0,
-    )  # fmt: skip
-    assert pieces[0] == PROMPT
-    assert "".join(pieces) == text
-    assert len(pieces) > 4
     model, _, _ = load_run(Path("runs/hf"))
     lengths: list[int] = []
     first = next(module for name, module in model.named_modules() if name.endswith("layers.0"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,11 +9,9 @@ import torch
 from internsp.app.checkpoint.export import newest
 from internsp.app.checkpoint.files import Reader
 from internsp.app.config import Config
-from internsp.app.data.tokenizer import Tokenizer, load_tokenizer
+from internsp.app.data.tokenizer import load_tokenizer
 from internsp.app.models.factory import Model, build_for_load, device_type, generate
 from internsp.errors import ConfigError
-
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoding ends in it while bytes of a character lack
 
 
 def load_run(run: Path) -> tuple[Model, Config, list[str]]:
@@ -54,7 +51,6 @@ def continuation(
     run: Path,
     prompt: str,
     tokens: int,
-    on_text: Callable[[str], None],
     *,
     temperature: float,
     top_k: int | None,
@@ -65,8 +61,6 @@ def continuation(
     """Continue ``prompt`` by at most ``tokens`` tokens; blocks.
 
     Args:
-        on_text: called with the prompt, then with each piece of text as soon as its characters are
-            complete (one character may take several tokens).
         device: ``None``: the device of the run's configuration.
 
     Returns:
@@ -87,14 +81,13 @@ def continuation(
     where = _usable(device_type(config) if device is None else device)
     model.to(where)
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
-    text = _Text(tokenizer, ids if prompt else [], on_text)
-    on_text(prompt)
-    generate(
+    found = generate(
         model, torch.tensor(ids, dtype=torch.int64, device=where), tokens,
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-        stop_id=tokenizer.end_of_document, on_token=text.add,
+        stop_id=tokenizer.end_of_document,
     )  # fmt: skip
-    return prompt + text.finish()
+    # Decoded together: the text of a token may depend on the tokens before it.
+    return prompt + tokenizer.decode(found.tolist())[len(tokenizer.decode(ids)) :]
 
 
 def _usable(device: str) -> torch.device:
@@ -107,38 +100,3 @@ def _usable(device: str) -> torch.device:
             f"--device: {device!r} cannot compute here: {reason}; give another, as cpu"
         ) from None
     return torch.device(device)
-
-
-class _Text:
-    """Decodes tokens to text, and passes the text on in complete characters."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, before: list[int], on_text: Callable[[str], None]
-    ) -> None:
-        self._tokenizer, self._on_text = tokenizer, on_text
-        self._ids = list(before)  # the text of a token may depend on the tokens before it
-        self._prompt = tokenizer.decode(before) if before else ""
-        self._given = ""
-
-    def add(self, token: int) -> None:
-        """Add a token; the end of a document gives no text."""
-        if token == self._tokenizer.end_of_document:
-            return
-        self._ids.append(token)
-        text = self._text()
-        if not text.endswith(_UNFINISHED):
-            self._give(text)
-
-    def finish(self) -> str:
-        """Pass on the remaining text, complete or not; returns all text passed on so far."""
-        self._give(self._text())
-        return self._given
-
-    def _text(self) -> str:
-        text = self._tokenizer.decode(self._ids)
-        return text[len(self._prompt) :]
-
-    def _give(self, text: str) -> None:
-        if more := text[len(self._given) :]:
-            self._given = text
-            self._on_text(more)

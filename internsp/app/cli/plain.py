@@ -97,7 +97,7 @@ class Generate:
     """cpu, cuda, ...; none: the device of the run's configuration."""
 
     def perform(self) -> list[str]:
-        """Write the text to standard output while it is generated.
+        """Generate; returns the text, without control characters for a terminal.
 
         Raises:
             ConfigError: an option is out of range, or there is no complete checkpoint.
@@ -114,11 +114,11 @@ class Generate:
             raise ConfigError("\n  ".join(lines))
         from internsp.app.checkpoint.continuation import continuation
 
-        continuation(
-            self.run, self.prompt, self.tokens, _write_text, temperature=self.temperature,
+        text = continuation(
+            self.run, self.prompt, self.tokens, temperature=self.temperature,
             top_k=self.top_k, top_p=self.top_p, seed=self.seed, device=self.device,
         )  # fmt: skip
-        return [""]
+        return [printable(text) if sys.stdout.isatty() else text]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,13 +214,6 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     cells = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
     return ["  ".join(row).rstrip() for row in cells]
-
-
-def _write_text(text: str) -> None:
-    """Write at once, without a newline; control characters are not sent to a terminal."""
-    shown = printable(text) if sys.stdout.isatty() else text
-    with printing():
-        print(shown, end="")
 
 
 def _bundled() -> list[Any]:

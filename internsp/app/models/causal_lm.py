@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -157,13 +157,8 @@ class HFCausalLM(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        on_token: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Generate with the model's own method: ``prompt`` ``[n]`` and at most ``tokens`` more.
-
-        Args:
-            on_token: called with each token as soon as it is generated.
-        """
+        """Generate with the model's own method: ``prompt`` ``[n]`` and at most ``tokens`` more."""
         self.eval()
         if not tokens:  # transformers refuses 0
             return prompt
@@ -175,7 +170,7 @@ class HFCausalLM(nn.Module):
             ids: Tensor = self.model.generate(
                 prompt[None], attention_mask=torch.ones_like(prompt)[None],
                 do_sample=bool(temperature), max_new_tokens=tokens, eos_token_id=stop_id,
-                pad_token_id=stop_id, streamer=None if on_token is None else _Streamer(on_token),
+                pad_token_id=stop_id,
                 **{name: value for name, value in given.items() if value is not None},
             )[0]  # fmt: skip
         return ids
@@ -191,22 +186,6 @@ def skip_packing_detection() -> Iterator[None]:
 
     with patch.object(masking_utils, "find_packed_sequence_indices", lambda *_: None):
         yield
-
-
-class _Streamer:
-    """Receives tokens from transformers' generation: the prompt, then one token at a time."""
-
-    def __init__(self, on_token: Callable[[int], None]) -> None:
-        self._on_token, self._prompt = on_token, True
-
-    def put(self, value: Tensor) -> None:
-        """Take the prompt, or the next token."""
-        if not self._prompt:
-            self._on_token(int(value))
-        self._prompt = False
-
-    def end(self) -> None:
-        """Do nothing: all tokens were passed on."""
 
 
 def _not_streamed(model: Any, path: Path, dtype: torch.dtype) -> str:

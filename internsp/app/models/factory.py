@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -237,7 +237,6 @@ def generate(
     *,
     seed: int,
     stop_id: int,
-    on_token: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Tensor:
     """Continue ``prompt`` ``[n]`` by at most ``tokens`` tokens, on one process.
@@ -245,19 +244,10 @@ def generate(
     Returns the prompt and its continuation.
 
     Args:
-        on_token: called with each token as soon as it is generated.
         options: sampling options ``temperature``, ``top_k`` and ``top_p``.
     """
     if isinstance(model, HFCausalLM):
-        return model.generate(
-            prompt, tokens, seed=seed, stop_id=stop_id, on_token=on_token, **options
-        )
+        return model.generate(prompt, tokens, seed=seed, stop_id=stop_id, **options)
     generator = torch.Generator().manual_seed(seed)
-    ids = [prompt]
-    for token in model_zoo.stream(
-        model, prompt[None], tokens, generator=generator, stop_id=stop_id, **options
-    ):
-        ids.append(token[0])
-        if on_token is not None:
-            on_token(int(token))
-    return torch.cat(ids)
+    options |= {"generator": generator, "stop_id": stop_id}
+    return model_zoo.generate(model, prompt, tokens, **options)
