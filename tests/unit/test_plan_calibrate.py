@@ -63,7 +63,7 @@ def write_run(
     if messages is not None:
         event = ["AG", "", "", "", 1.0, 1.0 + messages, 0]
         content = {"mesh": {"world": given.launch.processes}, "timeline": {"0": [event]}}
-        content |= {"title": "", "ranks": [], "memory": [], "notes": []}
+        content |= {"title": "", "memory": [], "notes": []}
         (folder / "report.json").write_text(json.dumps({**content, "schedule": "", "advice": []}))
     return folder
 

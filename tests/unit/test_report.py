@@ -55,10 +55,6 @@ def report(**changes):
         "config_toml": "[train]\nsteps = 3\n",
         "metrics": [step(1, 4.0), step(2, 3.0), step(3, 2.0, eval_loss=2.5)],
         "mesh": {"world": 4, "weight": 2, "sequence": 2},
-        "ranks": [
-            {"rank": r, "weight": r % 2, "replica": r // 2, "sequence": r % 2, "data": r // 2}
-            for r in range(4)
-        ],
         "memory": [("slots", 3 << 20), ("optimizer", 6 << 20)],
         "timeline": {0: trace(), 1: trace()},
         "notes": ("a note",),
@@ -199,10 +195,10 @@ def test_ranks_of_one_clock_show_their_skew_and_foreign_clocks_start_together():
 def test_the_communication_table_gives_means_over_ranks_and_the_worst():
     text = page(timeline={0: trace(), 1: trace(longer=2.0), 2: []})
     (table,) = tables(text, "communication")
-    assert [row[:8] for row in table[1:]] == [
-        ["gathers", "all", "1", "2048 B", "4.00", "0.00", "4.00", "4.00"],
-        ["reduce-scatters", "all", "1", "1024 B", "5.00", "3.00", "2.00", "3.00"],
-        ["together", "", "", "", "9.00", "3.00", "6.00", "7.00"],
+    assert [row[:7] for row in table[1:]] == [
+        ["gathers", "1", "2048 B", "4.00", "0.00", "4.00", "4.00"],
+        ["reduce-scatters", "1", "1024 B", "5.00", "3.00", "2.00", "3.00"],
+        ["together", "", "", "9.00", "3.00", "6.00", "7.00"],
     ]
 
 
@@ -214,26 +210,11 @@ def test_collectives_of_a_group_of_one_are_no_communication():
 
 def test_the_waits_table_names_phase_kind_and_block():
     text = page(timeline={0: trace(), 1: trace(longer=2.0)})
-    (table,), (blocks,) = tables(text, "waits"), tables(text, "blocks")
+    (table,) = tables(text, "waits")
     assert table[1:] == [
         ["forward", "gathers", "4.00", "67%", "layers.<0> 4.00"],
         ["backward", "reduce-scatters", "2.00", "33%", "layers.<0> 2.00"],
     ]
-    assert blocks[1:] == [["layers.<0>", "4.00", "2.00", "6.00"]]
-
-
-def test_the_mesh_shows_both_factorings_of_the_ranks():
-    ranks = [
-        {"rank": r, "weight": r % 4, "replica": r // 4, "sequence": r % 2, "data": r // 2}
-        for r in range(8)
-    ]
-    text = page(ranks=ranks)
-    weight, sequence = tables(text, "ranks")
-    assert [row[1:] for row in weight[1:]] == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
-    assert [row[1:] for row in sequence[1:]] == [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]
-    (coordinates,) = tables(text, "mesh")
-    assert coordinates[0] == ["rank", "weight", "replica", "sequence", "data"]
-    assert coordinates[6] == ["5", "1", "1", "1", "2"]
 
 
 def test_memory_bars_are_in_proportion_and_summed():

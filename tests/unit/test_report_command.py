@@ -35,7 +35,7 @@ def report(folder: Path) -> Report:
     run = load_report(folder)
     return Report(
         title=folder.name, config_toml=run.config_toml, metrics=run.metrics,
-        mesh={"world": 2, "weight": 2}, ranks=[{"rank": 0, "weight": 0}, {"rank": 1, "weight": 1}],
+        mesh={"world": 2, "weight": 2},
         memory=[("weights", 4096)], notes=["A note."], advice=["More."],
         timeline={0: [Event("FORWARD", "", "", "forward", 0.0, 1.0, 0),
                       Event("AG", "layers.0", "wq", "forward", 0.1, 0.4, 64)], 1: []},

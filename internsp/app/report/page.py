@@ -31,13 +31,7 @@ from internsp.app.report.svg import (
     line_chart,
     number,
 )
-from internsp.app.report.tables import (
-    COORDINATES,
-    communication_rows,
-    mesh_grids,
-    waits_by_block,
-    waits_by_place,
-)
+from internsp.app.report.tables import communication_rows, waits_by_place
 from internsp.app.report.timeline import step_times
 from internsp.base.sizes import human
 from internsp.base.trace import Event
@@ -62,8 +56,6 @@ class Report:
         config_toml: the resolved config.
         metrics: rows of the run by step; may be empty, long, or contain NaN.
         mesh: degree by name, as in ``{"world": 4, "weight": 2, "sequence": 2}``.
-        ranks: one row for each rank with "rank" and any of the keys ``COORDINATES`` of
-            :mod:`internsp.app.report.tables`.
         memory: (component, bytes) of one rank.
         timeline: rank -> that rank's events of one step; empty if no step was traced.
         notes: sentences shown at the top (why a run stopped, what to change).
@@ -77,7 +69,6 @@ class Report:
     config_toml: str
     metrics: Sequence[StepMetrics]
     mesh: Mapping[str, int]
-    ranks: Sequence[Mapping[str, int]]
     memory: Sequence[tuple[str, int]]
     timeline: Mapping[int, Sequence[Event]]
     notes: Sequence[str] = ()
@@ -123,10 +114,7 @@ class Report:
             traced=sum(1 for trace in self.timeline.values() if trace),
             communication=list(communication_rows(self.timeline)),
             waits=waits_by_place(self.timeline),
-            blocks=waits_by_block(self.timeline),
             off=_most_off(self.predicted),
-            stages=mesh_grids(self.ranks),
-            coordinates=["rank", *(c for c in COORDINATES if any(c in row for row in self.ranks))],
         )
 
 
@@ -142,7 +130,7 @@ def load_report(folder: Path) -> Report:
         raise ConfigError(f"{folder} is not the folder of a run: no metrics.jsonl or config.toml")
     text = (folder / "config.toml").read_text("utf-8", "replace")
     content: dict[str, Any] = {
-        "title": folder.name, "mesh": {}, "ranks": [], "memory": [], "timeline": {},
+        "title": folder.name, "mesh": {}, "memory": [], "timeline": {},
         "notes": ["The run has left no report.json: it was killed, or is still going on."],
     }  # fmt: skip
     path = folder / "report.json"

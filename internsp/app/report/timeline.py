@@ -158,23 +158,16 @@ def step_times(events: Sequence[Event]) -> StepTimes:
     return StepTimes(end - start, measure(waited), measure(subtract(in_flight, waited)))
 
 
-def communication(events: Sequence[Event]) -> dict[tuple[str, str | None], Communication]:
-    """Hidden and exposed communication of one rank's step, by kind and phase.
-
-    The phase ``None`` is a kind in all its phases; it comes before them.
-    """
-    window, waited = window_of(events), spans(events, WAITS)
-    groups: dict[tuple[str, str | None], list[Event]] = {}
-    for event in events:
-        if event.kind in COMMUNICATION:
-            groups.setdefault((event.kind, None), []).append(event)
-            groups.setdefault((event.kind, event.phase), []).append(event)
+def communication(events: Sequence[Event]) -> dict[str, Communication]:
+    """Hidden and exposed communication of one rank's step, by kind."""
+    waited = spans(events, WAITS)
     found = {}
-    for key, members in groups.items():
-        in_flight = [_span(event, window) for event in members]
-        exposed = measure(intersect(in_flight, waited))
-        nbytes = sum(event.nbytes for event in members)
-        found[key] = Communication(len(members), nbytes, exposed, measure(in_flight) - exposed)
+    for kind in COMMUNICATION:
+        if members := [event for event in events if event.kind == kind]:
+            in_flight = spans(events, (kind,))
+            exposed = measure(intersect(in_flight, waited))
+            nbytes = sum(event.nbytes for event in members)
+            found[kind] = Communication(len(members), nbytes, exposed, measure(in_flight) - exposed)
     return found
 
 

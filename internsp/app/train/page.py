@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,37 +14,31 @@ from internsp.app.report.advice import advise
 from internsp.app.report.chrome import write_chrome_trace
 from internsp.app.report.metrics import read_metrics
 from internsp.app.report.page import Report
-from internsp.app.report.tables import COORDINATES
 from internsp.app.session.session import Session
 from internsp.base.accelerator import device_name
 from internsp.base.host import ACTIVATIONS
 from internsp.base.trace import Event
 
-Timeline = tuple[dict[str, int], list[Event]]
-"""A rank's coordinates in the mesh, and its events of one step."""
 
-
-def gather_timelines(session: Session, folder: Path, events: list[Event]) -> list[Timeline]:
-    """``events`` of every rank, on rank 0; with ``train.profile``, also as files. Collective."""
+def gather_timelines(session: Session, folder: Path, events: list[Event]) -> dict[int, list[Event]]:
+    """``events`` of every rank on rank 0; with ``train.profile``, also as files. Collective."""
     mesh = session.mesh
     if session.config.train.profile == "timeline":
         write_chrome_trace(folder / "traces" / f"rank{mesh.rank}.json", events, mesh.rank)
-    place = {"rank": mesh.rank, **{name: getattr(mesh, f"{name}_rank") for name in COORDINATES}}
-    gathered: list[Timeline | None] = [None] * mesh.world_size
-    dist.gather_object((place, events), gathered if mesh.rank == 0 else None)
-    return [g for g in gathered if g is not None]
+    gathered: list[list[Event] | None] = [None] * mesh.world_size
+    dist.gather_object(events, gathered if mesh.rank == 0 else None)
+    return {rank: found for rank, found in enumerate(gathered) if found is not None}
 
 
 def write_page(
     session: Session,
     folder: Path,
-    timelines: Sequence[Timeline],
+    timeline: Mapping[int, Sequence[Event]],
     notes: Sequence[str],
     micro_batches: int,
 ) -> None:
     """Write ``report.html`` and ``report.json``, on rank 0 only."""
     config, shape = session.config, session.mesh.shape
-    timeline = {row["rank"]: events for row, events in timelines}
     blocks = len(session.communicators[0].blocks)
     pipelined = session.pipeline is not None
     here = session.mesh.device
@@ -55,7 +49,6 @@ def write_page(
         config_toml=config.to_toml(),
         metrics=read_metrics(folder / "metrics.jsonl"),
         mesh=shape.degrees(),
-        ranks=[row for row, _ in timelines],
         memory=components(session),
         timeline=timeline,
         notes=notes,
