@@ -3,18 +3,13 @@
 ``N`` is the number of parameters that multiply (all but the input embedding, of which a token only
 reads a row). With ``L`` layers of ``h`` heads with ``d`` features, and sequences of ``S`` tokens::
 
-    model     6 N + 12 L h d S       forward and backward (PaLM, arXiv 2204.02311, appendix B)
-    hardware  model + f (2 N_b + 4 L h d S)    with recomputation
+    6 N + 12 L h d S       forward and backward (PaLM, arXiv 2204.02311, appendix B)
 
-``f`` is the share of the blocks that recompute and ``N_b`` the parameters of all blocks; selective
-checkpointing saves attention's output, so its last term is dropped. Attention counts all keys, as
-if none were masked, so its term is too high for causal or packed sequences. MFU is the model's
-operations per second over the device's peak.
+Recomputation does not count. Attention counts all keys, as if none were masked, so its term is too
+high for causal or packed sequences. MFU is these operations per second over the device's peak.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 from internsp.app.config import Config
 
@@ -26,33 +21,22 @@ _PEAKS = {
 }  # fmt: skip
 
 
-class Flops(NamedTuple):
-    """Operations of one token, forward and backward."""
-
-    model: float
-    hardware: float
-
-
-def flops_per_token(config: Config, parameters: int) -> Flops:
-    """Operations of one token by the formulas above.
+def flops_per_token(config: Config, parameters: int) -> float:
+    """Operations of one token, forward and backward, by the formula above.
 
     Of a mixture a token multiplies its own experts only; those of transformers count as dense.
 
     Args:
         parameters: number of elements of the full model.
     """
-    model, again = config.model, config.activation_checkpoint
+    model = config.model
     embedding = model.vocab_size * model.hidden_size
     head_dim = model.head_dim or model.hidden_size // model.heads
     attention = model.layers * model.heads * head_dim * config.data.sequence_length
     one = 3 * model.hidden_size * model.expert_width
     others = model.mixtures * (model.experts - model.top_k) * one
     multiplied = parameters - others - (0 if model.tie_embeddings else embedding)
-    own = 6.0 * multiplied + 12.0 * attention
-    share = len(again.selected(model.layers)) / model.layers
-    blocks = multiplied - embedding  # the head has as many elements as the embedding
-    repeated = 2.0 * blocks + (4.0 * attention if again.mode == "full" else 0.0)
-    return Flops(own, own + share * repeated)
+    return 6.0 * multiplied + 12.0 * attention
 
 
 def peak_tflops(config: Config, device: str) -> float | None:

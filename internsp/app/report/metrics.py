@@ -64,8 +64,6 @@ class StepMetrics(BaseModel):
     empty name."""
     tflops: float | None = None
     """Model TFLOP/s of one device, by the formula of :mod:`internsp.app.report.flops`."""
-    hardware_tflops: float | None = None
-    """TFLOP/s of one device including recomputation."""
     mfu: float | None = None
     """``tflops`` over the device's peak, if that is known or configured."""
     expert_load: float | None = None

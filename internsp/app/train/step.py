@@ -228,10 +228,9 @@ class StepRunner:
         if session.custom.model is not None:
             return {}
         each = flops_per_token(session.config, session.parameters)
-        model, hardware = (f * tokens_per_second / session.mesh.world_size / 1e12 for f in each)
-        found = {"tflops": model, "hardware_tflops": hardware}
+        rate = each * tokens_per_second / session.mesh.world_size / 1e12
         peak = peak_tflops(session.config, accelerator.device_name(session.mesh.device))
-        return found if peak is None else {**found, "mfu": model / peak}
+        return {"tflops": rate} if peak is None else {"tflops": rate, "mfu": rate / peak}
 
     def _set_training(self, training: bool) -> None:
         for each in (*self.session.modules, *self.session.optimizers):
