@@ -2,24 +2,22 @@
 
 There are four kinds: the run fails, a step is skipped (or its loss is not finite), a spike, and a
 slow rank. Of one kind, at most one alert is sent in ten minutes. The command is run without a
-shell, without input, and its output is discarded. It neither ends the run nor delays it: what runs
-for longer than a minute is killed at the next alert, and what still runs three seconds after the
-run is left to itself.
+shell, without input, and its output is discarded. It neither ends the run nor delays it: a thread
+waits for it, and kills it after a minute; what still runs three seconds after the run is left to
+itself.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import shutil
-import signal
 import statistics
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from internsp.app.report.metrics import StepMetrics
 from internsp.errors import ConfigError
@@ -50,7 +48,7 @@ class Alerts:
     def __init__(self, command: str | None, title: str) -> None:
         self._words, self._title = shlex.split(command or ""), title
         self._sent: dict[str, float] = {}
-        self._running: list[tuple[subprocess.Popen[bytes], float]] = []
+        self._running: list[threading.Thread] = []
         self.notify: Callable[[str], None] = print
         if self._words and shutil.which(self._words[0]) is None:
             raise ConfigError(
@@ -59,44 +57,30 @@ class Alerts:
 
     def send(self, kind: str, text: str) -> None:
         """Run the command with ``text``, if none of this ``kind`` was sent lately; do not wait."""
-        self._end_those_beyond(_SECONDS)
         now = time.monotonic()
         if not self._words or now < self._sent.get(kind, -math.inf) + _AGAIN:
             return
         self._sent[kind] = now
-        try:
-            process = subprocess.Popen(
-                [*self._words, f"{self._title}: {text}"], stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the message
-            self.notify(f"report.alert: {error}")
-        else:
-            self._running.append((process, now))
+        words = [*self._words, f"{self._title}: {text}"]
+        thread = threading.Thread(target=self._run, args=(words,), name="alert", daemon=True)
+        thread.start()
+        self._running.append(thread)
 
     def close(self) -> None:
         """Wait for commands that still run, three seconds at most."""
         end = time.monotonic() + _LAST_SECONDS
-        for process, _ in self._running:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
-        self._end_those_beyond(_SECONDS)
+        for thread in self._running:
+            thread.join(max(0.0, end - time.monotonic()))
 
-    def _end_those_beyond(self, seconds: float) -> None:
-        """Notice which commands have ended, and kill those that run for longer."""
-        for process, began in list(self._running):
-            status = process.poll()
-            late = status is None and time.monotonic() - began >= seconds
-            if late:
-                os.killpg(process.pid, signal.SIGKILL)  # its session's leader: not reaped yet
-                process.wait()
-            if late or status is not None:
-                self._running.remove((process, began))
-            if late or status:
-                self.notify(
-                    f"report.alert: {self._words[0]} "
-                    + (f"ended with status {status}" if status else "did not end and was killed")
-                )
+    def _run(self, words: Sequence[str]) -> None:
+        nothing = subprocess.DEVNULL
+        try:
+            subprocess.run(
+                words, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True,
+                timeout=_SECONDS, check=True,
+            )  # fmt: skip
+        except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: a NUL
+            self.notify(f"report.alert: {error}")
 
 
 class Spikes:

@@ -87,8 +87,7 @@ def _alerts(config: Config, main: bool) -> Iterator[Alerts]:
         alerts.send("failed", f"the run failed: {type(error).__name__}: {error}")
         raise
     finally:
-        with suppress(OSError):
-            alerts.close()
+        alerts.close()
 
 
 def _source(config: Config, folder: Path) -> Path | None:
