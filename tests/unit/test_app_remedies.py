@@ -138,7 +138,6 @@ APP_CONFIG: Table = {
     'unused with schedule = "{optimizer.schedule}"': {
         'set it to "wsd"': accepted(optimizer={"schedule": "wsd", "decay_steps": 3}),
     },
-    "too long for the name of a folder": {"use at most 200": accepted(train={"name": "x" * 200})},
     "{hf_folder.FILE} has no {names}": {
         "set model.{key}": IN_FOLDERS + "test_a_size_that_config_json_lacks_may_be_given",
     },

@@ -355,9 +355,8 @@ def test_broken_toml_is_reported_with_its_line_beside_wrong_overrides(mistakes):
     assert found[1:] == ['--train.steps: expected a whole number, got "no"']
 
 
-def test_a_missing_file_is_reported_with_the_nearest_name(tmp_path):
-    (tmp_path / "demo.toml").touch()
-    with pytest.raises(ConfigError, match=r"no such file; did you mean .*demo\.toml\?"):
+def test_a_missing_file_is_reported_by_its_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"dmeo\.toml: 1 mistake\n  no such file"):
         load_config(tmp_path / "dmeo.toml")
 
 

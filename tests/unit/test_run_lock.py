@@ -26,7 +26,6 @@ def test_a_second_run_is_refused_with_the_first_ones_process(tmp_path: Path) -> 
     first.release(tmp_path / "run")
     first.release(tmp_path / "run")
     second = RunLock(tmp_path / "run", "two")
-    assert second.predecessor == ""
     second.release(tmp_path / "run")
 
 
@@ -49,7 +48,6 @@ def test_the_lock_of_a_process_that_was_killed_is_taken_over(tmp_path: Path) -> 
     process.wait()
     process.stdout.close()
     lock = RunLock(tmp_path, "next")
-    assert f"process {process.pid} " in lock.predecessor
     assert "(run next, since" in (tmp_path / "run.owner").read_text()
     lock.release(tmp_path)
 

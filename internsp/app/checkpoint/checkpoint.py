@@ -139,17 +139,6 @@ def load(session: Session, path: Path) -> Resumed:
             "are derived anew from train.seed, the step and the rank"
         )
     notes += taken
-    train = session.config.train
-    if train.stop_after_tokens and content.data.tokens >= train.stop_after_tokens:
-        notes.append(
-            f"{chosen} has counted {content.data.tokens} tokens: train.stop_after_tokens = "
-            f"{train.stop_after_tokens} leaves none to do"
-        )
-    elif not train.stop_after_tokens and content.step >= train.steps:
-        notes.append(
-            f"{chosen} has finished {content.step} steps: train.steps = {train.steps} leaves none "
-            "to do"
-        )
     data = content.data
     return Resumed(content.step, data.sequences, data.tokens, chosen, content.run, notes)
 

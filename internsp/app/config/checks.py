@@ -356,10 +356,6 @@ def _train(config: Config) -> Iterator[Problem]:
         if not train.stop_after_tokens:
             text = f"the run ends with step {train.steps}, before the first of them"
             yield Problem(("train.profile_steps", "train.steps"), text)
-    size = len(config.train.name.encode())
-    if size > 200:  # of the 255 bytes that most file systems take
-        text = f"{size} bytes are too long for the name of a folder; use at most 200"
-        yield Problem(("train.name",), text)
 
 
 def _report(config: Config) -> Iterator[Problem]:

@@ -6,7 +6,6 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from internsp.config.words import one_line, section_name, unknown_key
 
 Names = Mapping[str, tuple[str, ...]]
 
-LARGEST_FILE = 1 << 20  # bytes; a configuration with every key takes 20 thousand
 _LONGEST_WORD = 80  # characters of a name that a message shows
 
 # Names of our keys in other projects, which similar spelling alone would not find.
@@ -59,34 +57,16 @@ class Problem:
 def read_toml(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
     """Parse the file; ``None`` and one more problem if that fails."""
     try:
-        with path.open("rb") as file:  # the path may be a pipe, or a device without an end
-            data = file.read(LARGEST_FILE + 1)
-        if len(data) > LARGEST_FILE:
-            problems.append(Problem((), f"more than {LARGEST_FILE} bytes: not a configuration"))
-            return None
-        return tomllib.loads(data.decode("utf-8-sig"))
-    except tomllib.TOMLDecodeError as error:
-        problems.append(Problem((), f"not valid TOML: {error}"))
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError:
         problems.append(Problem((), "not a text file in UTF-8"))
     except FileNotFoundError:
-        problems.append(Problem((), f"no such file{_nearest_file(path)}"))
+        problems.append(Problem((), "no such file"))
     except OSError as error:
         problems.append(Problem((), f"cannot be read: {error.strerror}"))
-    except RecursionError:
-        problems.append(Problem((), "not a configuration: lists or tables nested too deeply"))
-    except ValueError as error:  # a number of thousands of digits, a NUL in the name of the file
-        problems.append(Problem((), f"cannot be read: {error}"))
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
+        problems.append(Problem((), f"not valid TOML: {error}"))
     return None
-
-
-def _nearest_file(path: Path) -> str:
-    """A hint at a file in the same folder with a similar name."""
-    siblings = []
-    with suppress(OSError):
-        siblings = [p.name for p in path.parent.iterdir() if p.suffix == ".toml"]
-    found = difflib.get_close_matches(path.name, siblings, n=1)
-    return f"; did you mean {path.with_name(found[0])}?" if found else ""
 
 
 def nearest_key(names: Names, prefix: str, cls: type[BaseModel], key: str) -> str:

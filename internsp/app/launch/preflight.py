@@ -125,14 +125,6 @@ def _device(config: Config, output: Path) -> Iterator[InternspError]:
 def device_mistakes(config: Config, environment: Mapping[str, str]) -> Iterator[InternspError]:
     """Check that the requested device exists, and that there is one for each local process."""
     wanted = config.parallel.device
-    if config.train.profile == "memory":
-        from internsp.app.process.modes import memory_mistake
-        from internsp.base import accelerator
-
-        if mistake := memory_mistake(
-            accelerator.default_device_type() if wanted == "auto" else wanted
-        ):
-            yield ConfigError(mistake)
     if wanted == "cpu":
         return
     there = _devices(wanted)

@@ -41,16 +41,6 @@ def deterministic(enabled: bool) -> Iterator[None]:
             os.environ.pop(_WORKSPACE, None)
 
 
-def memory_mistake(device_type: str) -> str:
-    """Why memory cannot be recorded on this type of device; empty if it can."""
-    if device_type == "cuda":
-        return ""
-    return (
-        'train.profile = "memory": torch keeps a history of CUDA\'s memory, and this run is on '
-        f"{device_type}: leave it out, or set parallel.device"
-    )
-
-
 class Profile:
     """Runs torch's profiler, or records device memory, over some steps; one file a rank.
 
@@ -68,8 +58,11 @@ class Profile:
     def __init__(
         self, kind: str, steps: tuple[int, int], folder: Path, rank: int, device: torch.device
     ) -> None:
-        if kind == "memory" and (mistake := memory_mistake(device.type)):
-            raise ConfigError(mistake)
+        if kind == "memory" and device.type != "cuda":
+            raise ConfigError(
+                "train.profile = \"memory\": torch keeps a history of CUDA's memory, and this run "
+                f"is on {device.type}: leave it out, or set parallel.device"
+            )
         self._kind, self._steps, self._device = kind, steps, device
         self._path = folder / {"torch": f"torch-rank{rank}.json"}.get(
             kind, f"memory-rank{rank}.pickle"

@@ -5,7 +5,6 @@ Only rank 0 has a display.
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import sys
@@ -29,7 +28,6 @@ from internsp.base.sizes import human
 LAST_STEPS = 10  # of the closing mean
 _TIMED_STEPS = 20  # whose median gives the time left
 _REFRESH_SECONDS = 0.2  # between two drawings of the bar
-_MOST_EPOCHS = 3  # texts of a mixture whose epochs are shown
 
 
 class Display:
@@ -45,7 +43,7 @@ class Display:
         total_tokens: tokens after which the run ends; 0: it ends after ``total_steps``.
         done_tokens: tokens that an earlier run had counted.
         stream: where to write; standard output by default.
-        environ: environment variables (CI, NO_COLOR, TERM); those of the process by default.
+        environ: environment variables (NO_COLOR, TERM); those of the process by default.
     """
 
     def __init__(
@@ -70,9 +68,8 @@ class Display:
         self._began, self._drawn = time.perf_counter(), 0.0
         self._stream: TextIO = stream or sys.stdout
         environ = os.environ if environ is None else environ
-        in_ci = environ.get("CI", "").lower() not in ("", "0", "false")
         utf8 = (getattr(self._stream, "encoding", None) or "").lower().startswith("utf")
-        self.live = utf8 and not in_ci and shows_escapes(self._stream, environ)
+        self.live = utf8 and shows_escapes(self._stream, environ)
         # Redrawn by update() only: a refresh thread would take time from the computing threads.
         self._bar = Progress(
             TextColumn("{task.description}", markup=False), MofNCompleteColumn(), BarColumn(),
@@ -178,8 +175,8 @@ def figures(metrics: StepMetrics) -> dict[str, str]:
     cells["grad norm"] = f"{metrics.grad_norm:.3g}"
     if metrics.total_tokens is not None:
         cells["tokens"] = number(metrics.total_tokens)
-    if metrics.epochs:  # none of a program's own data
-        cells["epoch"] = _epochs_text(metrics.epochs)
+    if metrics.epochs is not None and "" in metrics.epochs:  # of a single text
+        cells["epoch"] = f"{metrics.epochs['']:.2f}"
     cells["tokens/s"] = f"{metrics.tokens_per_second:,.0f}"
     if metrics.exposed_step_share is not None:
         cells["exposed"] = f"{metrics.exposed_step_share:.0%} of step"
@@ -193,28 +190,11 @@ def _brief(name: str) -> str:
     return name if name == HELD_OUT else f"{printable(name)} loss"
 
 
-def _epochs_text(epochs: Mapping[str, float]) -> str:
-    """Epochs of the text; of a mixture, those of the most repeated texts, by name."""
-    if list(epochs) == [""]:
-        return f"{epochs['']:.2f}"
-    most = sorted(epochs.items(), key=lambda item: -item[1])[:_MOST_EPOCHS]
-    more = ", ..." if len(epochs) > len(most) else ""
-    return ", ".join(f"{Path(name).name} {passes:.2f}" for name, passes in most) + more
-
-
 def _loss_text(losses: Sequence[float]) -> str:
-    """The first finite loss and the mean of the last ones (a single step's batch says little).
-
-    A loss that is not finite counts among the last steps, but not in their mean.
-    """
-    ending = losses[-LAST_STEPS:]
-    last = [loss for loss in ending if math.isfinite(loss)]
-    first = next((loss for loss in losses if math.isfinite(loss)), losses[0])
-    if not last:
-        return f"{first:.4f} -> not finite in the last {len(ending)} steps"
-    of = "" if len(last) == len(ending) else f"{len(last)} finite ones of "
-    mean = f" (mean of {of}the last {len(ending)} steps)" if len(ending) > 1 else ""
-    return f"{first:.4f} -> {statistics.fmean(last):.4f}{mean}"
+    """The first loss and the mean of the last ones (a single step's batch says little)."""
+    last = losses[-LAST_STEPS:]
+    mean = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
+    return f"{losses[0]:.4f} -> {statistics.fmean(last):.4f}{mean}"
 
 
 def duration(seconds: float) -> str:

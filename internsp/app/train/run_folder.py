@@ -40,8 +40,6 @@ class RunFolder:
         self.run = run
         self.notes: list[str] = []
         self._lock = lock  # on rank 0, else None
-        if lock is not None and lock.predecessor:
-            self.notes.append(f"took {path} over from {lock.predecessor}, which has ended")
 
     def begin(self, resumed: Resumed | None) -> None:
         """Prepare the folder for writing. Collective.

@@ -23,9 +23,6 @@ class RunLock:
         folder: created if missing. ``run.owner`` in it says which process has the lock.
         run: id of the run.
 
-    Attributes:
-        predecessor: the owner before, if it ended without releasing the lock; else empty.
-
     Raises:
         ConfigError: another process has the lock; the message names it.
         OSError: the folder cannot be written.
@@ -42,7 +39,6 @@ class RunLock:
                 f"{folder} is in use by {_read(owner) or 'another process'}; wait until it has "
                 "ended or stop it, or choose another train.name or --output"
             ) from None
-        self.predecessor = _read(owner)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         owner.write_text(
             f"process {os.getpid()} on {socket.gethostname()} (run {run}, since {since})"
