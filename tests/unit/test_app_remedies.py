@@ -267,9 +267,6 @@ DATA: Table = {
             ROWS + "test_rows_of_a_saved_dataset_are_documents_and_a_mistake_in_it_names_the_row",
     },
     "needs the package {name}": NOT_RUN,
-    "is not UTF-8 ({error.reason}): save": {
-        "save it as UTF-8": ROWS + "test_a_row_is_an_object_a_line_or_of_one_list",
-    },
     "the tokens of {path} cannot be written": {
         "give another folder by data.cache_dir":
             ON_DISK + "test_tokens_that_cannot_be_written_say_where_else_and_leave_nothing",
@@ -438,7 +435,6 @@ TRAIN: Table = {
     "replicas of weights are not equal": {
         "and resume from the newest checkpoint": GOES_ON, "look at the machines": GOES_ON,
     },
-    "the run's folder {path} cannot be written": {"choose another train.name or --output": STARTS},
     "which no run has written": {"choose another train.name or --output": STARTS},
     "rank 0 finds no command": {
         "give its whole path":

