@@ -156,9 +156,6 @@ def test_every_place_where_a_run_is_looked_at_has_each_text(tmp_path: Path) -> N
     assert heading[3:7] == ["held-out", "code", "rows", "lines"]
     assert first[3:7] == [*(f"{loss:.4f}" for loss in last.values()), "-"]
     assert second[5] == "-"
-    compared = (tmp_path / "compare.html").read_text()
-    for name in ("held-out", "code", "rows", "lines"):
-        assert f"Evaluation: {name} (nats per token)" in compared
 
 
 SETTING = {"source": "text", "paths": ["t.txt"], "name": "code"}

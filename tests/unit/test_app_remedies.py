@@ -460,6 +460,11 @@ TRAIN: Table = {
     },
 }  # fmt: skip
 CLI: Table = {
+    "it is for the page of one run": {
+        "leave it out":
+            "tests/unit/test_report_command.py::"
+            "test_runs_side_by_side_have_a_table_and_the_settings_that_differ",
+    },
     "give a number from 1 on": {"give a number from 1 on": BY_COMMAND},
     "each has an answer of its own": {"give one": BY_COMMAND},
     "it belongs to": {"give that, too": BY_COMMAND},
@@ -473,7 +478,7 @@ CLI: Table = {
     "give the folder of a run, or several": {
         "give the folder of a run, or several":
             "tests/unit/test_report_command.py::"
-            "test_runs_side_by_side_have_a_table_curves_and_the_settings_that_differ",
+            "test_runs_side_by_side_have_a_table_and_the_settings_that_differ",
     },
     "is there already: name": {
         "name another folder or file":

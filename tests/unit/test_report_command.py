@@ -11,7 +11,7 @@ import pytest
 from internsp.app import cli
 from internsp.app.report.compare import differences, read_runs, table
 from internsp.app.report.metrics import MetricsWriter, StepMetrics
-from internsp.app.report.page import COLORS, CURVES, LOSS, Report, load_report, median
+from internsp.app.report.page import CURVES, Report, load_report, median
 from internsp.base.trace import Event
 
 
@@ -61,7 +61,7 @@ def test_a_run_that_was_killed_has_a_page_of_what_it_wrote(tmp_path: Path) -> No
     assert not (run / "report.html").exists()
 
 
-def test_runs_side_by_side_have_a_table_curves_and_the_settings_that_differ(
+def test_runs_side_by_side_have_a_table_and_the_settings_that_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = made(tmp_path / "a", [3.0, 2.0], 1e-3)
@@ -74,16 +74,17 @@ def test_runs_side_by_side_have_a_table_curves_and_the_settings_that_differ(
     assert out[2].split()[:5] == ["b", "3", "nan", "-", "200"]
     assert ["optimizer.lr", "0.001", "0.002"] in [line.split() for line in out]
     assert not [line for line in out if "train.name" in line]
-    assert out[-1] == "wrote compare.html"
-    page = Path("compare.html").read_text()
-    drawn = {chart.title for chart in (LOSS, *CURVES) if chart.key != "dropped_tokens"}
-    assert drawn <= set(re.findall("<h2>(.*?)</h2>", page))
-    assert "capacity dropped" not in page, "no run has the figure"
-    assert len(re.findall(r'class="line[^"]*s2"', page)) >= 1
-    assert "Settings that differ" in page
-    assert "<td>0.002</td>" in page
-    assert '<i class="s1"></i>a<' in page
-    for style in COLORS:  # the legend's, too
+    assert not list(tmp_path.glob("**/*.html"))
+    assert cli.main(["report", str(first), str(second), "--to", "page.html"]) == 2
+    assert "--to: it is for the page of one run; leave it out" in capsys.readouterr().err
+
+
+def test_a_page_has_a_chart_of_every_figure_that_the_run_has(tmp_path: Path) -> None:
+    page = load_report(made(tmp_path / "b", [3.0, 1.0], 2e-3, rate=200.0)).render()
+    drawn = {chart.title for chart in CURVES if chart.key != "dropped_tokens"}
+    assert {"Loss (nats per token)", *drawn} <= set(re.findall("<h2>(.*?)</h2>", page))
+    assert "capacity dropped" not in page, "the run has not the figure"
+    for style in ("s1", "s2", "s3", "s4"):  # the legend's, too
         assert re.search(rf"\.{style} {{ fill:[^}}]*background:", page), style
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
 
@@ -127,5 +128,5 @@ def test_folders_of_one_name_are_told_apart_and_what_is_no_run_is_refused(
     for content in (b"[train\n", b"\xff\xfe\n", b"train = 1\n"):
         (runs[1] / "config.toml").write_bytes(content)
         assert cli.main(["report", str(runs[1])]) == 0, "its page is of its metrics"
-        assert cli.main(["report", *map(str, runs), "--to", str(tmp_path / "page.html")]) == 2
+        assert cli.main(["report", *map(str, runs)]) == 2
         assert "y/run/config.toml is damaged" in capsys.readouterr().err

@@ -123,36 +123,36 @@ class Generate:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Write a run's page again from its files, or a page that compares several runs."""
+    """Write a run's page again from its files, or print a comparison of several runs."""
 
     runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN")]
     """Folders of runs; of a single one, report.html is written again."""
     to: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """The page to write (for several runs; none: compare.html in the current folder)."""
+    """The page to write (none: report.html in the folder of the run)."""
 
     def perform(self) -> list[str]:
-        """Write the page; returns a table and the page's path as lines to print.
+        """Write the page, or compare; returns tables and the page's path as lines to print.
 
         Raises:
             ConfigError: a given folder is not the folder of a run.
             MachineError: the page cannot be written.
         """
-        from internsp.app.report.compare import differences, read_runs, table, write_comparison
+        from internsp.app.report.compare import differences, read_runs, table
         from internsp.app.report.page import load_report
 
         if not self.runs:
             raise ConfigError("give the folder of a run, or several")
         runs = read_runs(self.runs)
-        path = self.to
+        if len(runs) > 1:
+            if self.to is not None:
+                raise ConfigError("--to: it is for the page of one run; leave it out")
+            return [*_columns(table(runs)), "", *_columns(differences(runs))]
+        path = self.to or self.runs[0] / "report.html"
         try:
-            if len(runs) == 1:
-                path = path or self.runs[0] / "report.html"
-                load_report(self.runs[0]).write(path)
-                return [*_columns(table(runs)), f"wrote {path}"]
-            path = write_comparison(runs, path or Path("compare.html"))
+            load_report(self.runs[0]).write(path)
         except OSError as error:
             raise MachineError(f"{path}: {error.strerror}") from error
-        return [*_columns(table(runs)), "", *_columns(differences(runs)), f"wrote {path}"]
+        return [*_columns(table(runs)), f"wrote {path}"]
 
 
 COMMANDS: dict[str, Any] = {

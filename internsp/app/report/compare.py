@@ -1,4 +1,4 @@
-"""Comparison of runs: final figures of each, their curves in one chart, settings that differ."""
+"""Comparison of runs: final figures of each, and the settings that differ."""
 
 from __future__ import annotations
 
@@ -11,23 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from internsp.app.config import HELD_OUT
-from internsp.app.report.metrics import StepMetrics, read_metrics, write_whole
-from internsp.app.report.page import (
-    COLORS,
-    CURVES,
-    LOSS,
-    Chart,
-    evaluated,
-    median,
-    rendered,
-    text_line,
-)
-from internsp.app.report.svg import line_chart
+from internsp.app.report.metrics import StepMetrics, read_metrics
+from internsp.app.report.page import evaluated, median
 from internsp.base.sizes import human
 from internsp.config.former import translated
 from internsp.errors import ConfigError
-
-_MOST_TEXTS = 8  # evaluation texts with a chart of their own; the table has all
 
 
 @dataclass(frozen=True)
@@ -110,40 +98,6 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
         if len(set(values)) > 1 and key != "train.name":
             rows.append([key, *values])
     return rows
-
-
-def write_comparison(runs: Sequence[Run], path: Path) -> Path:
-    """Write the page that compares the runs; replaces an older page atomically.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    page = rendered(
-        "compare.html.j2",
-        names={style: run.name for style, run in zip(COLORS, runs, strict=False)},
-        title=" · ".join(run.name for run in runs),
-        table=table(runs),
-        differences=differences(runs),
-        charts=_charts(runs),
-        beyond=max(len(runs) - len(COLORS), 0),
-    )
-    return write_whole(page, path)
-
-
-def _charts(runs: Sequence[Run]) -> list[Chart]:
-    shown = [(style, run.name, run.metrics) for style, run in zip(COLORS, runs, strict=False)]
-    if not any(metrics for _, _, metrics in shown):
-        return []
-    charts = list(LOSS.charts(shown))
-    for text in _texts(runs)[:_MOST_TEXTS]:
-        title = f"Evaluation: {text} (nats per token)"
-        lines = [
-            text_line(name, points, style)
-            for style, name, metrics in shown
-            if (points := evaluated(metrics).get(text))
-        ]
-        charts.append(Chart(title, line_chart(lines, label=title)))
-    return charts + [chart for one in CURVES for chart in one.charts(shown)]
 
 
 def _texts(runs: Sequence[Run]) -> list[str]:

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,9 +37,7 @@ from internsp.base.sizes import human
 from internsp.base.trace import Event
 from internsp.errors import ConfigError
 
-COLORS = ("s1", "s2", "s3", "s4")
-"""CSS classes for the lines of a chart; a chart has at most this many lines."""
-
+_COLORS = ("s1", "s2", "s3", "s4")  # CSS classes for the lines of a chart
 _OFF = 0.02  # share of a step from which a component's prediction is called wrong
 _EVENT = tuple(field.name for field in dataclasses.fields(Event))
 
@@ -102,8 +100,7 @@ class Report:
 
     def render(self) -> str:
         """The page as HTML text."""
-        return rendered(
-            "report.html.j2",
+        page = TEMPLATES.get_template("report.html.j2").render(
             run=self,
             lead=_lead(self.metrics, self.mesh),
             cards=_cards(self.metrics, self.timeline),
@@ -116,6 +113,7 @@ class Report:
             waits=waits_by_place(self.timeline),
             off=_most_off(self.predicted),
         )
+        return _FORBIDDEN.sub("\ufffd", page)
 
 
 def load_report(folder: Path) -> Report:
@@ -157,11 +155,6 @@ def _kept() -> list[str]:
     """What ``report.json`` has of a report: the rest is in files of its own."""
     names = [field.name for field in dataclasses.fields(Report)]
     return [name for name in names if name not in ("config_toml", "metrics")]
-
-
-def rendered(name: str, **content: Any) -> str:
-    """One of ``templates/`` with its content, without characters that HTML or UTF-8 lack."""
-    return _FORBIDDEN.sub("\ufffd", TEMPLATES.get_template(name).render(**content))
 
 
 def _most_off(rows: Sequence[tuple[str, float, float]]) -> str:
@@ -239,7 +232,7 @@ class Chart:
 
 
 class Curve(NamedTuple):
-    """A figure of every step that has a chart, and the line of a single run in it.
+    """A figure of every step that has a chart.
 
     Attributes:
         name: of the line under the pointer; empty: the title.
@@ -252,18 +245,15 @@ class Curve(NamedTuple):
     zero: bool = True
     noisy: bool = True
 
-    def charts(self, runs: Iterable[tuple[str, str, Sequence[StepMetrics]]]) -> Iterator[Chart]:
-        """A chart with a line for each (style, name, metrics); none if no run has the figure."""
-        lines = [
-            Series(name, points, style, noisy=self.noisy)
-            for style, name, rows in runs
-            if (points := [(m.step, v) for m in rows if (v := getattr(m, self.key)) is not None])
-        ]
-        if lines:
-            yield Chart(self.title, line_chart(lines, label=self.title, zero=self.zero))
+    def charts(self, rows: Sequence[StepMetrics]) -> Iterator[Chart]:
+        """The chart; none if the run has not the figure."""
+        points = [(m.step, v) for m in rows if (v := getattr(m, self.key)) is not None]
+        if points:
+            line = Series(self.name or self.title, points, self.style, noisy=self.noisy)
+            yield Chart(self.title, line_chart([line], label=self.title, zero=self.zero))
 
 
-LOSS = Curve("loss", "Loss (nats per token)", "loss", "s1", zero=False)
+_LOSS = "Loss (nats per token)"
 CURVES = (
     Curve("tokens_per_second", "Throughput (tokens/s)", "tokens/s"),
     Curve("grad_norm", "Gradient norm, before clipping", "gradient norm", "s4", zero=False),
@@ -274,7 +264,7 @@ CURVES = (
 )
 
 
-def text_line(name: str, points: Sequence[tuple[int, float]], style: str) -> Series:
+def _text_line(name: str, points: Sequence[tuple[int, float]], style: str) -> Series:
     """The line of an evaluated text."""
     return Series(name, points, style, dots=len(points) <= 60, noisy=False)
 
@@ -282,27 +272,25 @@ def text_line(name: str, points: Sequence[tuple[int, float]], style: str) -> Ser
 def _charts(metrics: Sequence[StepMetrics]) -> list[Chart]:
     if not metrics:
         return []
-    loss, texts = [Series(LOSS.name, [(m.step, m.loss) for m in metrics])], evaluated(metrics)
+    loss, texts = [Series("loss", [(m.step, m.loss) for m in metrics])], evaluated(metrics)
     if HELD_OUT in texts:
-        loss.append(text_line(HELD_OUT, texts[HELD_OUT], "s2"))
+        loss.append(_text_line(HELD_OUT, texts[HELD_OUT], "s2"))
     broken = sum(not drawable(m.loss) for m in metrics)
     found = [
         Chart(
-            LOSS.title,
-            line_chart(loss, label=LOSS.title),
+            _LOSS,
+            line_chart(loss, label=_LOSS),
             {"s1": "training", "s2": HELD_OUT} if HELD_OUT in texts else {},
             f"Steps without a finite loss: {broken:,}." if broken else "",
         )
     ]
     if texts.keys() - {HELD_OUT}:
-        shown = dict(zip(COLORS, texts, strict=False))
-        lines = [text_line(name, texts[name], style) for style, name in shown.items()]
+        shown = dict(zip(_COLORS, texts, strict=False))
+        lines = [_text_line(name, texts[name], style) for style, name in shown.items()]
         more, title = len(texts) - len(shown), "Evaluation (nats per token)"
         caption = f"{more} more have no line; the figures at the top have all." if more else ""
         found.append(Chart(title, line_chart(lines, label=title), shown, caption))
-    return found + [
-        c for one in CURVES for c in one.charts([(one.style, one.name or one.title, metrics)])
-    ]
+    return found + [chart for one in CURVES for chart in one.charts(metrics)]
 
 
 def _loss(value: float) -> str:
