@@ -250,10 +250,6 @@ DATA: Table = {
         "give a folder that all ranks see":
             ON_DISK + "test_several_that_make_the_same_tokens_at_once_all_read_them",
     },
-    " was cut while it is read": {
-        "restore it, and start the run again":
-            ON_DISK + "test_a_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal",
-    },
     "has tokens from {given.min()}": {
         "give the tokenizer that made the tokens":
             ON_DISK + "test_a_users_own_pair_is_read_where_it_lies",

@@ -224,19 +224,6 @@ def test_a_pair_that_is_cut_after_its_digests_were_kept_is_refused(tmp_path: Pat
     assert len(folders(tmp_path)) == 1
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal(tmp_path: Path) -> None:
-    made = TokenStore.mapped(pair(tmp_path / "a.bin", [[1, 2, 3, END] * 4000]))
-    assert made.read(15_000, 3).tolist() == [1, 2, 3]
-    content = (tmp_path / "a.bin").read_bytes()
-    os.truncate(tmp_path / "a.bin", 100)
-    with pytest.raises(MachineError, match=r"a\.bin was cut while it is read: it had .*; restore"):
-        made.read(15_000, 3)
-    (tmp_path / "a.bin").write_bytes(content)
-    assert made.read(15_000, 3).tolist() == [1, 2, 3]
-    (tmp_path / "a.bin").unlink()  # a removed file stays mapped
-    assert made.read(15_000, 3).tolist() == [1, 2, 3]
-
-
 def test_tokens_are_reused_until_their_data_or_what_made_them_change(tmp_path: Path) -> None:
     path = write(tmp_path, "jsonl")
 

@@ -19,7 +19,7 @@ import struct
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -60,14 +60,12 @@ class TokenStore:
         sequences: number of tokens of each sequence; a document is one sequence or several.
         documents: ``[n + 1]``, first sequence of each document, and the end of the last.
         digests: ``[n, 2]``, digest of each document's tokens without its end.
-        file: where ``ids`` are mapped from; ``None``: they are in memory.
     """
 
     ids: Tokens
     sequences: NDArray[np.int32]
     documents: NDArray[np.int64]
     digests: NDArray[np.uint64]
-    file: Path | None = None
 
     @classmethod
     def in_memory(cls, read: Read, dtype: Any) -> TokenStore:
@@ -106,25 +104,10 @@ class TokenStore:
             raise ValueError(f"{index} lists documents that are not its sequences")
         numbers = 0 if digests is None else digests.stat().st_size // 8
         found = _map(digests or pair, ">u8", numbers).reshape(-1, 2)
-        made = cls(_map(pair, dtype, tokens), sequences, documents, found, pair)
+        made = cls(_map(pair, dtype, tokens), sequences, documents, found)
         if digests is not None and len(found) != len(made.lengths()):
             raise ValueError(f"{digests} was cut")
         return made
-
-    def read(self, begin: int, count: int) -> Tokens:
-        """``count`` tokens from ``begin`` on.
-
-        Raises:
-            MachineError: the file was cut since it was mapped: reading on would end the process by
-                SIGBUS, without a word.
-        """
-        with suppress(FileNotFoundError):  # a removed file stays mapped
-            if self.file is not None and self.file.stat().st_size < self.ids.nbytes:
-                raise MachineError(
-                    f"{self.file} was cut while it is read: it had {self.ids.nbytes} bytes; "
-                    "restore it, and start the run again with --resume auto"
-                )
-        return self.ids[begin : begin + count]
 
     def lengths(self) -> NDArray[np.int64]:
         """``[n]``, number of tokens of each document, with its end; empty ones are left out."""

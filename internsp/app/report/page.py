@@ -146,9 +146,7 @@ def load_report(folder: Path) -> Report:
     try:
         return TypeAdapter(Report).validate_python(content)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path} is damaged: {where}: {first['msg']}") from None
+        raise ConfigError(f"{path} is damaged: {error}") from None
 
 
 def _kept() -> list[str]:

@@ -2,7 +2,7 @@
 
 :func:`line_chart` draws values over steps. Of many steps it keeps the smallest and the largest
 value in each of a few hundred buckets, so that a spike of one step stays visible; values that are
-not finite interrupt the line and are marked at the bottom. :func:`draw_timeline` draws one step:
+not finite interrupt the line. :func:`draw_timeline` draws one step:
 lanes of each rank over a common time axis.
 """
 
@@ -180,7 +180,7 @@ def line_chart(series: Sequence[Series], *, label: str, zero: bool = False) -> M
         values=[(number(v), scale.at((scale.x[0], v))[1]) for v in scale.values()],
         steps=[(number(v), scale.at((v, 1.0))[0]) for v in ticks(*scale.x, 6) if v == round(v)],
         lines=[line for one in series for line in _lines(one, scale)],
-        broken=_broken(series, scale), hovers=_hovers(series, scale),
+        hovers=_hovers(series, scale),
     )  # fmt: skip
     return Markup(drawn)
 
@@ -207,13 +207,6 @@ def _path(points: Sequence[Point], scale: _Scale) -> str:
         commands.append(f"{pen}{x:.1f},{y:.1f}" + ("h0" if pen == "M" else ""))
         pen = "L"
     return "".join(commands)
-
-
-def _broken(series: Sequence[Series], scale: _Scale) -> list[float]:
-    """Places of small marks at the bottom of the chart, where a value was NaN or infinite."""
-    steps = sorted({p[0] for s in series for p in s.points if not drawable(p[1])})
-    places = sorted({round(scale.at((step, 1.0))[0], 1) for step in steps[:5000]})
-    return places[:: len(places) // 200 + 1]
 
 
 def _hovers(series: Sequence[Series], scale: _Scale) -> Iterator[tuple[str, float, float]]:
