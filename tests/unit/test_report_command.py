@@ -89,6 +89,17 @@ def test_a_page_has_a_chart_of_every_figure_that_the_run_has(tmp_path: Path) -> 
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
 
 
+def test_a_page_that_cannot_be_written_is_one_line_with_status_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made(tmp_path / "a", [2.0], 1e-3)
+    words = ["report", str(run), "--to", str(run / "metrics.jsonl" / "page.html")]
+    assert cli.main(words) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("internsp: report: [Errno")
+    assert (said.count("\n"), "metrics.jsonl" in said) == (1, True)
+
+
 def test_a_median_is_of_the_steps_in_which_a_figure_is_known_and_finite(tmp_path: Path) -> None:
     rows = read_runs([made(tmp_path / "a", [3.0, float("inf"), 2.0, 1.0], 1e-3)])[0].metrics
     rows[3] = rows[3].model_copy(update={"mfu": None})

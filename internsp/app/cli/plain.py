@@ -39,7 +39,7 @@ class Init:
 
         Raises:
             ConfigError: there is no such configuration, or a file of that name exists.
-            MachineError: the folder cannot be written.
+            OSError: the folder cannot be written.
         """
         known = {one.name.removesuffix(".toml"): one for one in _bundled()}
         if self.config not in known:
@@ -51,8 +51,6 @@ class Init:
                 file.write(known[self.config].read_text(encoding="utf-8"))
         except FileExistsError:
             raise ConfigError(f"{path} is there already: name another folder or file") from None
-        except OSError as error:
-            raise MachineError(f"{path}: {error.strerror}") from error
         return [f"wrote {path}", f"next: internsp train {shlex.quote(str(path))}"]
 
 
@@ -69,10 +67,7 @@ class Export:
         """Create the folder; returns the lines to print."""
         from internsp.app.checkpoint.export import export
 
-        try:
-            return export(self.run, self.to)
-        except OSError as error:
-            raise MachineError(f"--to: {error}") from error
+        return export(self.run, self.to)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +130,7 @@ class Report:
 
         Raises:
             ConfigError: a given folder is not the folder of a run.
-            MachineError: the page cannot be written.
+            OSError: the page cannot be written.
         """
         from internsp.app.report.compare import differences, read_runs, table
         from internsp.app.report.page import load_report
@@ -148,10 +143,7 @@ class Report:
                 raise ConfigError("--to: it is for the page of one run; leave it out")
             return [*_columns(table(runs)), "", *_columns(differences(runs))]
         path = self.to or self.runs[0] / "report.html"
-        try:
-            load_report(self.runs[0]).write(path)
-        except OSError as error:
-            raise MachineError(f"{path}: {error.strerror}") from error
+        load_report(self.runs[0]).write(path)
         return [*_columns(table(runs)), f"wrote {path}"]
 
 
@@ -164,6 +156,7 @@ def perform(name: str, words: Sequence[str]) -> None:
     """Run the command ``name`` with its arguments.
 
     Raises:
+        MachineError: a file cannot be read or written.
         SystemExit: from ``--help`` (0) and from a command line that tyro cannot parse (2).
     """
     plain_help()
@@ -171,7 +164,10 @@ def perform(name: str, words: Sequence[str]) -> None:
         command = tyro.cli(
             COMMANDS[name], prog=f"internsp {name}", args=list(words), use_underscores=True
         )
-    lines = command.perform()
+    try:
+        lines = command.perform()
+    except OSError as error:
+        raise MachineError(f"{name}: {error}") from error
     with printing():
         write_lines("\n".join(lines), sys.stdout)
 
