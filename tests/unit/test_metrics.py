@@ -149,8 +149,9 @@ def test_a_resumed_run_counts_on_and_the_summary_shows_files():
         ([5.5, math.nan], 2, "  loss        5.5000 -> nan (mean of the last 2 steps)\n"
          "  skipped     2 steps: gradients were not finite\n"),
         ([5.5], 0, "  loss        5.5000 -> 5.5000\n  throughput"),
+        ([9.0, 8.0, *[2.0] * 10], 0, "  loss        9.0000 -> 2.0000 (mean of the last 10 st"),
     ],
-    ids=["skipped", "diverged", "all finite"],
+    ids=["skipped", "diverged", "one", "many"],
 )  # fmt: skip
 def test_the_summary_has_a_mean_of_losses_and_says_what_was_skipped(losses, skipped, told):
     stream = io.StringIO()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from internsp.app.config import Config, sections
+from internsp.app.config import Config, load_config, sections
 from internsp.app.config.resume import RULES, Rule, compare, parse_saved, saved_config
 from internsp.config.former import GONE, MOVED
 from internsp.errors import ConfigError
@@ -102,6 +102,17 @@ def test_a_run_of_before_goes_on_whatever_it_said_of_profiles_and_spikes() -> No
         refused, (told,) = compare(saved, Config(), 1, 1)
         assert refused == []
         assert told.startswith("train.early_stop: 3 in the checkpoint; it is gone")
+
+
+@pytest.mark.parametrize("key", ["sample_tokens", "sample_bytes", "sample_prompt"])
+def test_the_sample_of_before_is_told_by_name_and_hinders_no_resume(key: str) -> None:
+    """``sample_bytes`` was the name before that."""
+    saved = Config().model_dump(mode="json")
+    saved["train"][key] = "x" if key == "sample_prompt" else 0
+    refused, (told,) = compare(saved, Config(), 1, 1)
+    assert (refused, "internsp generate RUN continues a text" in told) == ([], True)
+    with pytest.raises(ConfigError, match=rf"train\.{key}: unknown key; it is gone: internsp gen"):
+        load_config({"train": {key: saved["train"][key]}})
 
 
 def test_a_kept_configuration_is_read_under_the_names_that_its_run_knew() -> None:

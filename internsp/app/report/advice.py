@@ -8,7 +8,6 @@ computing thread waited, and what would hide or avoid that communication.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -84,8 +83,6 @@ class _Step:
         in_flight: time in which weights or gradients were in flight.
         nbytes: payload of these collectives.
         waits: seconds waited by kind, unit and phase, longest first.
-        unit_bytes: bytes that the largest unit's all-gathers of one phase receive, in all
-            micro-batches.
         late, first: waits for gathers by unit and phase, longest first; ``first`` has those that
             were launched in a forward before any weight was used.
     """
@@ -101,13 +98,10 @@ class _Step:
         self.exposed = fmean(one.exposed for one in times.values())
         self.computes = {rank: one.compute for rank, one in times.items()}
         self.compute = fmean(self.computes.values())
-        sent, received = ("AG", "RS"), Counter[tuple[int, str, str]]()
+        sent = ("AG", "RS")
         self.in_flight = fmean(measure(spans(events, sent)) for events in traces.values())
-        self.nbytes = 0.0
-        for rank, event in ((rank, event) for rank, events in traces.items() for event in events):
-            self.nbytes += event.nbytes / len(traces) * (event.kind in sent)
-            received[rank, event.unit, event.phase] += event.nbytes * (event.kind == "AG")
-        self.unit_bytes = max(received.values())
+        nbytes = (e.nbytes for events in traces.values() for e in events if e.kind in sent)
+        self.nbytes = sum(nbytes) / len(traces)
         self.waits = dict(sorted(mean_waits(traces).items(), key=lambda item: -item[1]))
         events = next(iter(traces.values()))
         used = min((e.start for e in events if e.kind == "USE"), default=math.inf)
@@ -220,11 +214,7 @@ def _late_gathers(step: _Step) -> Iterator[Advice]:
     ways: list[str] = []
     depth = step.weights.prefetch_depth
     if depth + 1 < step.blocks:
-        received = step.unit_bytes / step.micro_batches  # all but this rank's own shard
-        nbytes = received * step.shape.weight / max(step.shape.weight - 1, 1)
-        ways.append(
-            f"weight_parallel.prefetch_depth = {depth + 1} (one more slot, about {human(nbytes)})"
-        )
+        ways.append(f"weight_parallel.prefetch_depth = {depth + 1} (one more slot)")
     weights = step.weights
     if weights.gather_before in ("out_proj", "mlp") and not weights.gather_before_modules:
         ways.append(

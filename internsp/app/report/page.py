@@ -21,6 +21,7 @@ from markupsafe import Markup
 from pydantic import TypeAdapter, ValidationError
 
 from internsp.app.config import HELD_OUT
+from internsp.app.report.display import duration
 from internsp.app.report.metrics import StepMetrics, read_metrics, write_whole
 from internsp.app.report.rendering import TEMPLATES
 from internsp.app.report.svg import (
@@ -174,7 +175,7 @@ def _lead(metrics: Sequence[StepMetrics], mesh: Mapping[str, int]) -> str:
     tokens = sum(m.tokens for m in metrics)
     degrees = ", ".join(f"{name} {value}" for name, value in mesh.items())
     steps = "1 step" if len(metrics) == 1 else f"{len(metrics):,} steps"
-    return f"{steps}, {tokens:,} tokens, {_span(seconds)} of training · {degrees}"
+    return f"{steps}, {tokens:,} tokens, {duration(seconds)} of training · {degrees}"
 
 
 def _cards(
@@ -293,11 +294,3 @@ def _charts(metrics: Sequence[StepMetrics]) -> list[Chart]:
 
 def _loss(value: float) -> str:
     return f"{value:.4f}" if drawable(value) else number(value)
-
-
-def _span(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "unknown time"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
