@@ -1,4 +1,4 @@
-"""``internsp generate``: streams text from a run of any mesh, on one process."""
+"""``internsp generate``: continues a text from a run of any mesh, on one process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from internsp.app.checkpoint import export
 from internsp.app.checkpoint.continuation import continuation, load_run
 from internsp.app.config import Config
 from internsp.app.config.resume import saved_config
+from internsp.app.models.factory import generate
 from internsp.app.session.session import Session
 from internsp.errors import ConfigError
 from internsp.sp import SequenceLayout
@@ -94,6 +95,14 @@ def test_the_command_writes_the_text_and_the_same_seed_the_same(
         assert re.search(f"--device: '{device}' cannot .*{why}.*cpu", capsys.readouterr().err)
     assert cli.main(["generate", str(runs[0]), "--prompt", "x"]) == 2
     assert "no checkpoint at" in capsys.readouterr().err
+
+
+def test_a_prompt_of_characters_of_several_bytes_is_continued_behind_them(runs: Runs) -> None:
+    options = {"temperature": 0, "top_k": None, "top_p": None, "seed": 0}
+    model, _, _ = load_run(runs[0] / "0")
+    ids = generate(model, torch.tensor(list("é€".encode())), TOKENS, stop_id=256, **options)
+    wanted = bytes(i for i in ids.tolist() if i < 256).decode(errors="replace")
+    assert continuation(runs[0] / "0", "é€", TOKENS, **options) == wanted
 
 
 def test_a_checkpoint_of_a_programs_own_model_is_refused_by_name(

@@ -73,7 +73,7 @@ def test_remedies_that_are_taken_already_are_not_advised() -> None:
 
 def test_a_link_that_is_always_busy_is_too_slow_for_this_size() -> None:
     events = step({f"layers.{i}": (2 * i, 2 * i + 2, 2 * i + 0.5) for i in range(5)})
-    text = advise({0: events}, *setting(weight=4, micro_batches=2))[0]
+    text = advise({0: events, 1: events}, *setting(weight=4, micro_batches=2))[0]
     assert text.startswith("The link is too slow for this size: 5.0 MiB")
     assert "in flight for 10 s (512.0 KiB/s)" in text
     assert "2.5 s of compute" in text

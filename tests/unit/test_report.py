@@ -143,6 +143,12 @@ def test_advice_stands_after_the_figures_it_comes_from_and_is_escaped():
     assert "What to change" not in page()
 
 
+def test_the_first_line_has_steps_tokens_time_and_degrees():
+    rows = [step(n, 2.0, step_seconds=45.2, tokens=7) for n in (1, 2)]
+    (lead,) = re.findall('<p class="lead">(.*?)</p>', page(metrics=rows))
+    assert lead == "2 steps, 14 tokens, 1:30 of training · world 4, weight 2, sequence 2"
+
+
 def test_the_loss_curve_shows_the_losses_at_their_steps():
     root = svg(page())
     across, down = axis(root, "middle"), axis(root, "end")
