@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -214,7 +215,7 @@ def data(text: str, **settings: Any) -> Remedy:
 
     def made() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "t.txt").write_text(text)
+            (Path(folder) / "t.txt").write_bytes(os.fsencode(text))
             given = DataConfig(source="text", paths=(folder,), sequence_length=8, **settings)
             assert train_batch(DataSource.create(given, global_batch=1), 0).ids.numel() > 1
 
@@ -257,6 +258,12 @@ DATA: Table = {
     "data.paths: {reason}; give a .bin file": {
         "give a .bin file with its .idx":
             ON_DISK + "test_a_users_own_pair_is_read_where_it_lies",
+    },
+    "is not UTF-8, which": {
+        "save that text as UTF-8":
+            "tests/unit/test_data.py::"
+            "test_a_tokenizers_file_gives_ids_and_text_and_the_end_of_a_document",
+        "or leave data.tokenizer out, which trains on bytes": data("caf\udce9 " * 9, held_out=0.0),
     },
     "has splits {sorted(saved)}": {
         "name one, as {first}":

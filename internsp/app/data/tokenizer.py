@@ -112,7 +112,11 @@ class LibraryTokenizer:
         return text
 
     def encode_pieces(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
-        """Ids of each piece; bytes that are not UTF-8 are replaced."""
+        """Ids of each piece.
+
+        Raises:
+            ConfigError: a piece is not UTF-8, or the tokenizer cannot encode it.
+        """
         chunk: list[Piece] = []
         size = 0
         for piece in pieces:
@@ -125,8 +129,17 @@ class LibraryTokenizer:
             yield from self._encode_chunk(chunk)
 
     def _encode_chunk(self, chunk: list[Piece]) -> Iterator[tuple[Tokens, bool]]:
+        try:
+            texts = [piece.text.decode() for piece in chunk]
+        except UnicodeDecodeError as error:
+            before = error.object[max(0, error.start - 40) : error.start].decode(errors="replace")
+            raise ConfigError(
+                f"data.paths: byte {error.object[error.start]:#x} after {before!r} is not UTF-8, "
+                f"which {self.path!r} encodes: save that text as UTF-8, or leave data.tokenizer "
+                "out, which trains on bytes"
+            ) from error
         with _tokenizer_errors(self.path, "cannot encode the text"):
-            found = self._ids([piece.text.decode(errors="replace") for piece in chunk])
+            found = self._ids(texts)
         dtype = smallest_dtype(self.vocab_size)
         for piece, ids in zip(chunk, found, strict=True):
             yield np.asarray(ids, dtype=dtype), piece.ends
