@@ -17,10 +17,10 @@ from internsp.app.plan.devices import device_named
 from internsp.app.plan.replayed import replayed
 from tools.planner import own, trained
 from tools.planner.__main__ import main
-from tools.planner.accuracy import Accuracy, accuracy, kendall
+from tools.planner.accuracy import Accuracy, accuracy, kendall, regret
 from tools.planner.controls import CONTROLS, shuffled
 from tools.planner.fit import fits
-from tools.planner.rows import Row, published, read
+from tools.planner.rows import Row, published, read, workload_of
 from tools.planner.score import Prediction, fitted_ids, predict, predictions
 from tools.planner.tables import BOUNDS, dense, judged, quarter, quickly, sharded
 
@@ -39,7 +39,7 @@ def row(**changes: str) -> Row:
 
 # Mean, 90th percentile and tau that hold today; the bounds are beside them on the page
 # (docs/dev/results/planner.md), which says which of them are missed, and by how much.
-SHARDED = (0.06, 0.12, 0.85)
+SHARDED = (0.05, 0.11, 0.85)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,9 @@ SHARDED = (0.06, 0.12, 0.85)
     [
         ("sharded weights, 8 to 2,048 devices", *SHARDED),
         ("the same, kernels stated", 0.07, 0.15, 0.75),
-        ("all dense rows", 0.085, 0.20, 0.80),
-        ("vTrain, several nodes", 0.095, 0.21, 0.70),
+        ("all dense rows", 0.08, 0.19, 0.80),
+        ("all dense rows but sums of traced parts", 0.07, 0.15, 0.80),
+        ("vTrain, several nodes", 0.09, 0.15, 0.75),
         ("vTrain, one node", 0.15, 0.21, 0.85),
         ("SimuMax, dense", 0.08, 0.15, 0.80),
     ],
@@ -61,6 +62,12 @@ def test_rows_that_no_constant_was_fitted_on_are_predicted_within(
     assert one is not None
     assert one.tau is not None
     assert (one.mean <= mean, one.p90 <= p90, one.tau >= tau) == (True, True, True), one
+
+
+def test_the_predicted_best_layout_loses_five_percent_at_most_and_is_among_three() -> None:
+    one = regret([each for each in found() if each.row.usable and dense(each.row)])
+    assert one is not None
+    assert (one.tasks >= 100, one.mean <= 0.05, one.among_three >= 0.9) == (True,) * 3, one
 
 
 def test_memory_of_dense_published_rows_is_within_two_percent() -> None:
@@ -202,6 +209,23 @@ def test_unknown_software_is_predicted_and_said() -> None:
     one = predict(row(software="somebodys-own"))
     assert one.seconds is not None
     assert any("software is unknown" in text for text in one.assumed)
+
+
+@pytest.mark.parametrize(
+    ("software", "stated", "kernel"),
+    [
+        ("paxml", "not stated", "unfused"),  # the program's own default
+        ("paxml", "flash", "flash3"),
+        ("maxtext", "not stated", "flash3"),
+        ("megatron-unfused", "unfused", "unfused"),
+        ("mpt", "flash (2023, version not stated)", "flash1"),
+    ],
+)
+def test_a_kernel_that_is_not_stated_is_the_programs_default(
+    software: str, stated: str, kernel: str
+) -> None:
+    load, _ = workload_of(row(software=software, attention=stated, device="h100"))
+    assert load.habits.kernel == kernel
 
 
 def test_any_cells_of_the_columns_are_scored_without_an_exception() -> None:

@@ -17,7 +17,7 @@ from internsp.app.config import Config
 from internsp.app.plan import answer
 from internsp.app.plan.answer import changed
 from internsp.app.plan.block_seconds import block_seconds
-from internsp.app.plan.compute import STREAMED
+from internsp.app.plan.compute import STREAMED, product
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device, device_named, devices, on_device
 from internsp.app.plan.links import Group, beside
@@ -37,7 +37,7 @@ from internsp.app.plan.seconds import (
     step_seconds,
 )  # fmt: skip
 from internsp.app.plan.step import Plan, make_plan
-from internsp.app.plan.weight_seconds import WeightMessages
+from internsp.app.plan.weight_seconds import WeightMessages, exposed_replicas
 from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, Workload
 from internsp.errors import ConfigError
 from internsp.experts.rule import expected_owners
@@ -199,6 +199,48 @@ def test_a_group_with_one_rank_a_domain_drives_one_adapter_and_one_with_all_driv
     assert Group(1, 1, device).gather(nbytes) == Group(1, 1, device).exchange(nbytes) == 0
 
 
+def test_a_product_fills_waves_of_tiles_and_then_writes_its_result() -> None:
+    device = device_named("a100-80")
+    units, rate = device.multiprocessors, device.bandwidth * STREAMED
+    peak = device.peak["bf16"] * device.fitted.products
+    inner = 8192
+
+    def seconds(tiles: float, depth: float = inner) -> float:
+        return product(device, 256, 128 * tiles, depth, "bf16")
+
+    writes = 256 * 128 * units * 2 / rate
+    wave = 2 * 256 * 128 * units * inner / peak + 2e-6
+    assert seconds(units) == pytest.approx(wave + writes)
+    assert seconds(2 * units) == pytest.approx(2 * (wave + writes))
+    # The last wave is idle but for a few tiles: half of its time others fill.
+    assert 1.02 * wave < seconds(units + 1) - writes < 1.5 * wave
+    assert seconds(10 * units + 2) == pytest.approx(10.5 * wave + 10 * writes, rel=0.01)
+    # A quarter of a wave of tiles is cut into four parts each of the inner dimension.
+    assert seconds(units // 4, 64 * inner) == pytest.approx(64 * wave / 4, rel=0.03)
+    # With hardly any inner dimension it takes what its bytes take, and the waves' beginnings.
+    assert seconds(100 * units, 1) == pytest.approx(100 * (writes + 2e-6), rel=0.1)
+
+
+def test_owners_of_whole_parameters_send_each_its_own_and_nothing_runs_beside() -> None:
+    device, model = device_named("a100-80"), ModelShape(4, 512, 2048, True, 8, 8, 64, 1000)
+    assert model.tensors == 4 * 7 + 3
+    load = Workload(model, Degrees(64, kind="zero1", replicas=64), 256, 1, 1)
+    whole = replace(load, habits=Habits(owners=True))
+    cut, owned = (WeightMessages.of(one, device) for one in (load, whole))
+    group = Group(64, 1, device)
+    assert owned.returned == pytest.approx(cut.returned + 30 * group.latency)
+    few = replace(whole, degrees=replace(whole.degrees, optimizer=8))
+    within = Group(8, 1, device)
+    nbytes = 2 * (model.layers * model.dense_parameters + 2 * model.embedding)
+    assert WeightMessages.of(few, device).returned == pytest.approx(
+        within.gather(nbytes) + 7 * within.latency
+    )
+    gradients = group.all_reduce(2 * nbytes)  # in 32 bits
+    assert owned.reduced == WeightMessages.of(few, device).reduced == pytest.approx(gradients)
+    assert exposed_replicas(whole, owned, 10.0, 10.0, 0.0) == pytest.approx(owned.returned)
+    assert exposed_replicas(load, cut, 10.0, 10.0, 0.0) == 0
+
+
 @pytest.mark.parametrize("parts", [True, False])
 def test_sums_of_gradients_of_cut_columns_run_beside_products(parts: bool) -> None:
     """By hand: of parts of sequences six messages a backward, else two all-reduces, four."""
@@ -247,7 +289,7 @@ def draw(order: random.Random) -> Workload:
     habits = Habits(
         order.choice(["eager", "kernels", "compiled"]),
         order.choice(["flash1", "flash2", "flash3", "unfused"]),
-        overlaps=order.random() < 0.8, tensor_overlap=order.random() < 0.5,
+        owners=copies == 4, overlaps=order.random() < 0.8, tensor_overlap=order.random() < 0.5,
         tensor_async=order.random() < 0.5, tensor_sequence=order.random() < 0.5,
         keeps_gathers=order.random() < 0.3, collectives=order.choice([1, 7]),
         launches=order.choice([0.0, 0.0004]),

@@ -142,6 +142,8 @@ def workload_of(row: Row) -> tuple[Workload, list[str]]:
         habits = replace(habits, fused="compiled", launches=0.00015)
     if row.text("attention") == "unfused":
         habits = replace(habits, kernel="unfused")
+    elif row.text("attention").startswith("flash") and habits.kernel == "unfused":
+        habits = replace(habits, kernel="flash3")
     if row.text("device").startswith("a100") and habits.kernel == "flash3":
         habits = replace(habits, kernel="flash2")
     if "PURE" in note:

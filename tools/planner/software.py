@@ -28,7 +28,8 @@ SOFTWARE = {
     "fms": Habits(fused="compiled", reduce_bytes=2),
     "titan": Habits(fused="eager", keeps_gathers=True, context_balanced=False),
     "maxtext": Habits(fused="compiled", kernel="flash3", reduce_bytes=2, launches=0.0),
-    "paxml": Habits(fused="compiled", kernel="flash3", reduce_bytes=2, launches=0.0),
+    # praxis' DotProductAttention: two einsums and a softmax, unless a row states a fused kernel.
+    "paxml": Habits(fused="compiled", kernel="unfused", reduce_bytes=2, launches=0.0),
     "megatron": _MEGATRON,
     "megatron-sft": _MEGATRON,
     "megatron-plain": replace(
@@ -44,6 +45,7 @@ SOFTWARE = {
     "internevo": Habits(
         fused="kernels", kernel="flash1", reduce_bytes=2, tensor_sequence=False, accumulates=6,
         tensor_async=True,  # the FusedDenseFunc of flash-attn
+        owners=True,  # HybridZeroOptimizer.broadcast_params; configs/7B_sft.py: overlap_sync_param
     ),
     "alst": Habits(fused="eager", reduce_bytes=2),
     "trl": Habits(fused="eager", kernel="flash3"),  # torch's context parallelism: cuDNN's kernel

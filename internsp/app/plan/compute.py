@@ -1,9 +1,9 @@
 """Seconds of a block's computation on one device: products, attention, element-wise passes. Pure.
 
-A product is cut into tiles that multiprocessors compute in waves; a partly filled last tile or wave
-takes as long as a full one. Element-wise operations read and write memory: their bytes are counted
-pass by pass, for operations of torch one by one (``eager``), for a program's own kernels
-(``kernels``), and for what a compiler fuses (``compiled``).
+A product is cut into tiles that multiprocessors compute in waves; a partly filled last tile takes
+as long as a full one. Element-wise operations read and write memory: their bytes are counted pass
+by pass, for operations of torch one by one (``eager``), for a program's own kernels (``kernels``),
+and for what a compiler fuses (``compiled``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from internsp.app.plan.workload import ModelShape, Workload
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 64, 0.6))
 """Rows and columns of a tile, and the share of a large tile's rate: less reuse of what is read."""
-_DEPTH = 96  # steps of the inner dimension that a tile takes before and after its products
+_FILL = 2e-6  # seconds until a wave's first operands have come
 STREAMED = 0.85  # share of the memory's bandwidth that long reads and writes reach
 _NARROW = 0.85  # products of 8 bits reach so much of the share that those of 16 bits reach
 _ACTIVATION = {"eager": (10, 18), "kernels": (6, 10), "compiled": (6, 10)}
@@ -41,24 +41,30 @@ class Work:
 
 @lru_cache(maxsize=100_000)
 def product(device: Device, rows: float, columns: float, inner: float, dtype: str) -> float:
-    """Seconds of ``[rows, inner] @ [inner, columns]``, at least those of its bytes."""
+    """Seconds of ``[rows, inner] @ [inner, columns]``: reads run beside it, writes after it."""
     peak = device.peak[dtype] * device.fitted.products * (_NARROW if dtype == "fp8" else 1)
     size = {"fp8": 1, "fp32": 4, "fp64": 8}.get(dtype, 2)
-    moved = (rows * inner + inner * columns) * size + rows * columns * max(size, 2)
-    longest = moved / (device.bandwidth * STREAMED)
+    rate = device.bandwidth * STREAMED
+    reads = (rows * inner + inner * columns) * size / rate
+    writes = rows * columns * max(size, 2) / rate
     units, found = device.multiprocessors, math.inf
     if units == 1:
-        return max(2 * rows * columns * inner / peak, longest)
-    for high, wide, rate in _TILES:
+        return max(2 * rows * columns * inner / peak, reads + writes)
+    for high, wide, share in _TILES:
         tiles = math.ceil(rows / high) * math.ceil(columns / wide)
-        for parts in (1, 2, 4):  # of the inner dimension, summed afterwards
-            waves = math.ceil(tiles * parts / units)
-            steps = inner / parts + _DEPTH
-            seconds = waves * units * 2 * high * wide * steps / (peak * rate)
-            if parts > 1:
-                seconds += parts * rows * columns * 8 / (device.bandwidth * STREAMED)
-            found = min(found, seconds)
-    return max(found, longest)
+        step = units * 2 * high * wide / (peak * share)
+        found = min(found, _waves(tiles / units) * (step * inner + _FILL))
+        for parts in (2, 4):  # of the inner dimension, if all are computed at once; summed after
+            if tiles * parts <= units:
+                summed = parts * rows * columns * 8 / rate
+                found = min(found, step * inner / parts + _FILL + summed)
+    return max(found, reads) + writes
+
+
+def _waves(full: float) -> float:
+    """How long the tiles of ``full`` waves take, in waves: no multiprocessor waits for the others,
+    so that those without a tile in the last wave save half of it; one tile takes a whole one."""
+    return max(1.0, (full + math.ceil(full)) / 2)
 
 
 def attention(load: Workload, device: Device) -> tuple[float, float]:
@@ -73,9 +79,8 @@ def attention(load: Workload, device: Device) -> tuple[float, float]:
     if not load.habits.context_balanced:  # the last part of a sequence sees the most of it
         done *= 2 - 1 / degrees.context
     # Blocks of 128 queries of each head are computed in waves.
-    blocks = rows * heads * math.ceil(length / 128)
-    filled = blocks / (math.ceil(blocks / device.multiprocessors) * device.multiprocessors)
-    reached = load.sequence / (load.sequence + _SHORT) * filled
+    full = rows * heads * math.ceil(length / 128) / device.multiprocessors
+    reached = load.sequence / (load.sequence + _SHORT) * full / _waves(full)
     forward, backward = device.attention_rates(load.habits.kernel, model.head_dim)
     return done / (forward * reached), 2.5 * done / (backward * reached)
 

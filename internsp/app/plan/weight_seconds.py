@@ -163,6 +163,11 @@ def replicas(load: Workload, device: Device) -> WeightMessages:
         returned = within.gather(weights)
     if degrees.kind == "none":
         returned = reduced
+    elif habits.owners:
+        reduced = group.all_reduce(gradients, parts)
+        within = Group(degrees.optimizer or copies, stride, device)
+        sent = min(within.size, model.tensors)
+        returned = within.gather(weights) + (sent - 1) * within.latency
     if model.experts:
         own = model.layers * model.experts * model.expert_parameters / degrees.pipeline
         among = max(1, copies // degrees.expert)
@@ -183,4 +188,6 @@ def exposed_replicas(
     if not load.habits.overlaps:
         return sent.reduced + sent.returned
     found = beside(backward, sent.reduced, slowdown) - backward
+    if load.habits.owners:
+        return found + sent.returned
     return found + beside(forward, sent.returned, slowdown) - forward

@@ -49,6 +49,11 @@ class ModelShape:
         return self.attention_parameters + ffn + 2 * self.hidden
 
     @property
+    def tensors(self) -> int:
+        """Parameters, without those of experts; q, k and v are one, and there are no biases."""
+        return self.layers * (6 + self.gated) + (2 if self.tied else 3)
+
+    @property
     def embedding(self) -> int:
         """Of the embedding; a head that is not tied has as many."""
         return self.vocab * self.hidden
@@ -154,6 +159,8 @@ class Habits:
         tensor_async: in the backward of a product whose columns are cut, the gather of its input
             runs beside the gradient of the input, and the sum of this beside that of the weight.
         overlaps: gathers and reductions run beside computation.
+        owners: with ``zero1`` no parameter is cut: gradients are all-reduced, and each rank sends
+            those that it owns in a broadcast of its own, beside which nothing is computed.
         launches: seconds of the host for a block's forward; the device never runs ahead of it.
         accumulates: bytes of memory traffic an element of a gradient takes in each micro-batch.
         context_balanced: each part of a sequence has as much of causal attention as others.
@@ -185,6 +192,7 @@ class Habits:
     tensor_overlap: bool = False
     tensor_async: bool = False
     overlaps: bool = True
+    owners: bool = False
     launches: float = 0.0004
     accumulates: int = 12
     context_balanced: bool = True
