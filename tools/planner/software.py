@@ -45,7 +45,7 @@ SOFTWARE = {
     "internevo": Habits(
         fused="kernels", kernel="flash1", reduce_bytes=2, tensor_sequence=False, accumulates=6,
         tensor_async=True,  # the FusedDenseFunc of flash-attn
-        owners=True,  # HybridZeroOptimizer.broadcast_params; configs/7B_sft.py: overlap_sync_param
+        owners=True,  # HybridZeroOptimizer.broadcast_params, without overlap_sync_param
     ),
     "alst": Habits(fused="eager", reduce_bytes=2),
     "trl": Habits(fused="eager", kernel="flash3"),  # torch's context parallelism: cuDNN's kernel
