@@ -132,7 +132,7 @@ def test_what_a_user_or_a_model_wrote_is_escaped():
     shown = re.search(r'<pre class="config">(.*?)</pre>', text, re.S).group(1)
     assert unescape(shown) == "</pre><script>alert('x')</script>&\ufffd\ufffd"
     titles = [t.text for t in svg(text, "timeline").iter("title")]
-    assert "gather layers.<0>.wq · forward · 0.00 to 4.00 ms · 4.00 ms · 2048 B" in titles
+    assert "gathers layers.<0>.wq · forward · 0.00 to 4.00 ms · 4.00 ms · 2048 B" in titles
 
 
 def test_advice_stands_after_the_figures_it_comes_from_and_is_escaped():
@@ -307,12 +307,12 @@ def test_a_huge_trace_is_thinned_but_still_covers_the_step(uses_per_block):
     assert max(at for _, at, _ in bars) == pytest.approx(4000, abs=20)
     # A fifth of the step waits and gathers fly half of it: the few bars show the same parts.
     width = 2 * 968  # two ranks; pixels of the axis, which ends with the step
-    parts = {"wait": 0.0, "compute": 0.0, "gather": 0.0}
+    parts = {"wait": 0.0, "compute": 0.0, "gathers": 0.0}
     for bar in root.iter("rect"):
         if bar.get("class") != "track":
             kind = bar.find("title").text.split()[0]
             parts["wait" if kind == "waiting" else kind] += float(bar.get("width")) / width
-    assert parts == pytest.approx({"wait": 0.2, "compute": 0.8, "gather": 0.5}, abs=0.02)
+    assert parts == pytest.approx({"wait": 0.2, "compute": 0.8, "gathers": 0.5}, abs=0.02)
 
 
 def test_downsampling_and_smoothing_by_hand():

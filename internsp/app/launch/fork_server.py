@@ -11,11 +11,7 @@ from __future__ import annotations
 import os
 import signal
 
-from internsp.app.process.lifetime import (
-    LAUNCHER_VARIABLE,
-    remove_socket_folder,
-    signal_at_parents_end,
-)
+from internsp.app.process.lifetime import LAUNCHER_VARIABLE, signal_at_parents_end
 from internsp.app.process.stop import SAVE, SIGNALS
 
 if LAUNCHER_VARIABLE not in os.environ:
@@ -30,10 +26,7 @@ def _leave_to_the_ranks(*_: object) -> None:
 def _end_with_launcher(*_: object) -> None:
     """Handle the signal that the kernel sends when the launcher ends; ignore any other sender."""
     if os.getppid() != _launcher:
-        # Remove the socket's folder, which the launcher can no longer remove. The kernel then ends
-        # the ranks with this process.
-        remove_socket_folder()
-        os._exit(0)
+        os._exit(0)  # the kernel then ends the ranks with this process
 
 
 for _number in (*SIGNALS, SAVE):

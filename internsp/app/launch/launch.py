@@ -1,8 +1,8 @@
 """Local processes for a run that no launcher started: one for each rank, on this machine.
 
 They are forked by a fork server, which imports torch and the run's modules once for all of them,
-and each sends its messages to the launcher through a pipe. No file is written and no semaphore is
-created, so nothing can be left behind, however the run ends; ranks and server end with the launcher
+and each sends its messages to the launcher through a pipe. No semaphore is created, so that only a
+launcher that was killed leaves something behind, an empty socket; ranks and server end with it
 (:mod:`internsp.app.process.lifetime`). A failed run is not restarted.
 """
 
@@ -12,7 +12,6 @@ import contextlib
 import logging
 import math
 import multiprocessing
-import multiprocessing.util
 import os
 import shlex
 import time
@@ -29,12 +28,7 @@ from internsp.app.checkpoint.disk import steps_in
 from internsp.app.config import Config
 from internsp.app.launch.outcome import Failure, RankOutcome, first_cause
 from internsp.app.process.environment import computing_threads
-from internsp.app.process.lifetime import (
-    FOLDER_VARIABLE,
-    LAUNCHER_VARIABLE,
-    end_with_launcher,
-    is_stopped,
-)
+from internsp.app.process.lifetime import LAUNCHER_VARIABLE, end_with_launcher, is_stopped
 from internsp.app.process.rank_log import last_seen, log_path
 from internsp.app.process.stop import SAVE, StopRequest, status_of
 from internsp.errors import ConfigError
@@ -244,13 +238,11 @@ def _rank_main(
 def _environment() -> Iterator[None]:
     """Set environment variables for the server and its ranks, which are read before their code.
 
-    OpenMP reads its number of threads once. multiprocessing puts the server's socket into the
-    folder; this process removes the folder, or, if this process is killed, the server does.
+    OpenMP reads its number of threads once.
     """
     values = {
         "OMP_NUM_THREADS": str(computing_threads()),
         LAUNCHER_VARIABLE: str(os.getpid()),
-        FOLDER_VARIABLE: multiprocessing.util.get_temp_dir(),
     }
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

@@ -7,7 +7,6 @@ import ctypes
 import functools
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -18,8 +17,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LOOK_SECONDS = 1.0
 LAUNCHER_VARIABLE = "INTERNSP_LAUNCHER"
-FOLDER_VARIABLE = "INTERNSP_SOCKET_FOLDER"
-"""Environment of local ranks and their server: process id of the launcher, folder of the socket."""
+"""Environment of local ranks and their server: process id of the launcher."""
 
 
 def end_with_launcher() -> None:
@@ -92,13 +90,6 @@ def _state(pid: int) -> tuple[str, str]:
     return state, parent
 
 
-def remove_socket_folder() -> None:
-    """Remove the socket's folder in place of a launcher that was killed."""
-    folder = Path(os.environ.get(FOLDER_VARIABLE, ""))
-    if folder.name.startswith("pymp-"):  # made by multiprocessing, never a folder of the user
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _wait_for_new_parent(old: int) -> None:
     while os.getppid() == old:
         time.sleep(_LOOK_SECONDS)
@@ -106,8 +97,6 @@ def _wait_for_new_parent(old: int) -> None:
 
 def _end_after(gone: Callable[[], object]) -> None:
     gone()
-    if multiprocessing.parent_process() is not None:
-        remove_socket_folder()
     _end()
 
 

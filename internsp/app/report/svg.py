@@ -17,7 +17,7 @@ from itertools import pairwise
 from markupsafe import Markup
 
 from internsp.app.report.rendering import TEMPLATES
-from internsp.app.report.timeline import LANES, Bar, build_timeline, window_of
+from internsp.app.report.timeline import COMMUNICATION, LANES, Bar, build_timeline, window_of
 from internsp.base.sizes import human
 from internsp.base.trace import Event
 
@@ -247,16 +247,10 @@ _TALL = {"compute": 22.0, "optimizer": 14.0}  # lanes of a fixed height
 _TINY = 0.4
 
 _NAMES = {
-    "AG": "gather",
-    "RS": "reduce-scatter",
-    "EX": "exchange between replicas",
-    "A2A": "all-to-all",
-    "RING": "keys and values",
+    **COMMUNICATION,
     "WAIT": "waiting",
     "COMPUTE": "compute",
     "STEP": "optimizer step",
-    "PUBLISH": "parameter all-gather",
-    "MATRIX": "matrices to or from their owners",
     "FINISH": "finish",
 }
 
