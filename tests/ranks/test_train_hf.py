@@ -202,15 +202,6 @@ def read_whole(folder: Path) -> None:
 
 def command(rank: int, folder: Path, output: Path) -> dict[str, Any] | None:
     """A complete run, and another that resumes from the second step's checkpoint."""
-    from transformers import GenerationMixin
-
-    calls, own = [], GenerationMixin.generate
-
-    def generate(self: Any, *args: Any, **options: Any) -> Any:
-        calls.append(options["max_new_tokens"])
-        return own(self, *args, **options)
-
-    GenerationMixin.generate = generate
     train(config(folder, "llama", 2, checkpoint={"every": 2}), output / "run")
     whole_run = read_metrics(output / "run/metrics.jsonl")
     resume = {"resume": str(output / "run/checkpoints/step-000002"), "save": False}
@@ -218,11 +209,10 @@ def command(rank: int, folder: Path, output: Path) -> dict[str, Any] | None:
     dist.barrier()
     again = read_metrics(output / "again/metrics.jsonl")
     if rank:
-        assert not calls
         return None
     rows = [[(r.step, r.loss, r.grad_norm) for r in found] for found in (whole_run, again)]
     report = (output / "run/report.html").read_text()
-    return {"rows": rows, "calls": calls, "path": f"path = &#34;{folder / 'llama'}" in report}
+    return {"rows": rows, "path": f"path = &#34;{folder / 'llama'}" in report}
 
 
 @cache
@@ -255,5 +245,4 @@ def test_a_folder_trains_as_on_one_process_and_as_its_documents_one_by_one(tmp_p
     assert [step for step, *_ in run] == [1, 2, 3]
     assert again == run[2:], "the resumed run goes on with the same bits"
     assert [(loss, norm) for _, loss, norm in run] == first["llama"][2]
-    assert done["calls"] == [5, 5], "the model's own generation, once a run, on the first rank"
     assert done["path"], "the report shows the configuration"
