@@ -80,7 +80,7 @@ def test_real_commands_end_with_a_status_that_says_whose_mistake_it_was(tmp_path
     (tmp_path / "large.jsonl").write_text("\n".join([*large, '{"text": "cut off he']))
     before = {p: p.lstat().st_mtime_ns for p in tmp_path.rglob("*")}
     refused = [
-        (2, "rows.jsonl is not a folder", ["--output", "rows.jsonl"], {}),
+        (2, "rows.jsonl cannot be written: Not a directory", ["--output", "rows.jsonl"], {}),
         (2, "WORLD_SIZE: expected a whole number", [], {"RANK": "0", "WORLD_SIZE": "abc"}),
         (3, "finds no CUDA device", ["--parallel.device", "cuda"], {"CUDA_VISIBLE_DEVICES": ""}),
         (2, f"large.jsonl, row {len(large) + 1} is not JSON",

@@ -72,10 +72,10 @@ def test_owners_of_experts_to_which_no_model_sends_tokens_are_refused() -> None:
 def test_an_output_that_cannot_be_a_folder_is_refused() -> None:
     Path("file").write_text("")
     Path("link").symlink_to("nowhere")
-    assert told(small(), "file") == "--output: file is not a folder"
-    assert "file/below is not" not in told(small(), "file/below")
-    assert told(small(), "file/below").endswith("file, which is not a folder")
-    assert told(small(), "link") == "--output: link is not a folder"
+    no_folder = "cannot be written: Not a directory"
+    assert told(small(), "file") == f"--output: file {no_folder}"
+    assert told(small(), "file/below") == f"--output: file/below {no_folder}"
+    assert told(small(), "link").endswith("cannot be written: No such file or directory")
     assert told(small(), "x" * 300).endswith("cannot be written: File name too long")
     Path("run").mkdir()
     Path("run/metrics.jsonl").write_text("an older run, which is moved as a whole")
@@ -110,11 +110,11 @@ def test_what_no_run_has_written_is_neither_overwritten_nor_moved(name: str) -> 
      (errno.EROFS, ConfigError)],
 )  # fmt: skip
 def test_a_folder_that_is_full_or_closed_is_told_by_what_the_system_says(monkeypatch, code, kind):
-    def scratch(folder: Path, nbytes: int) -> None:
+    def scratch(folder: Path) -> None:
         if folder == Path.cwd():
             raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(preflight, "_write_scratch", scratch)
+    monkeypatch.setattr(preflight, "_make_file", scratch)
     assert told(small(), kind=kind) == f"--output: out cannot be written: {os.strerror(code)}"
 
 
@@ -142,7 +142,7 @@ def test_a_text_is_read_before_the_ranks_would_and_all_mistakes_are_told_at_once
     Path("file").write_text("")
     wrong = small(data={"source": "jsonl", "paths": ["rows.jsonl"], "held_out": 0.0})
     first, second = told(wrong, "file").split("\n  ")
-    assert first == "--output: file is not a folder"
+    assert first == "--output: file cannot be written: Not a directory"
     assert second.startswith("data.paths: rows.jsonl, row 2 is not JSON")
     monkeypatch.setattr(preflight, "_SMALL_TEXT", 10)
     check_before_start(wrong, Path("out"))  # the run itself finds it
@@ -265,7 +265,7 @@ def test_failures_of_files_and_memory_in_a_rank_are_one_line() -> None:
 @pytest.mark.parametrize(
     ("words", "status", "expected"),
     [
-        (["--output", "file"], 2, "internsp: --output: file is not a folder\n"),
+        (["--output", "file"], 2, "internsp: --output: file cannot be written: Not a directory\n"),
         (["--parallel.device", "cuda"], 3, "torch finds no CUDA device"),
         (["--data.source", "jsonl", "--data.paths", "file"], 2, "data: there is no text in"),
     ],

@@ -18,7 +18,6 @@ from internsp.app.config import Config
 from internsp.errors import MACHINE_ERRNOS, ConfigError, InternspError, MachineError
 
 _SMALL_TEXT = 4 << 20  # bytes that are read and tokenized whole
-_SCRATCH_BYTES = 1 << 16  # configuration, metrics, error files: what any run writes
 
 # Errors that mean that a path given by the user is wrong.
 _UNFIT = {
@@ -99,23 +98,17 @@ def _output(config: Config, output: Path) -> Iterator[InternspError]:
     path = Path(os.path.abspath(output))
     try:
         nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
-        if not nearest.is_dir():
-            where = "is" if nearest == path else f"lies below {nearest}, which is"
-            yield ConfigError(f"--output: {output} {where} not a folder")
-            return
-        _write_scratch(nearest, _SCRATCH_BYTES)
+        _make_file(nearest)
         old = (path / "metrics.jsonl").exists()
         if old and config.checkpoint.resume in (None, "never"):
-            _write_scratch(path.parent, 0)  # the older run is moved aside
+            _make_file(path.parent)  # the older run is moved aside
     except OSError as error:
         yield as_machine_error(error, f"--output: {output} cannot be written")
 
 
-def _write_scratch(folder: Path, nbytes: int) -> None:
-    """Write and remove a file without a name, so that nothing remains, however this ends."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(bytes(nbytes))
-        file.flush()
+def _make_file(folder: Path) -> None:
+    """Make a file without a name, so that nothing remains, however this ends."""
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 def _device(config: Config, output: Path) -> Iterator[InternspError]:
@@ -174,7 +167,7 @@ def _model(config: Config, output: Path) -> Iterable[InternspError]:
 
 def _text(config: Config, output: Path) -> Iterable[InternspError]:
     """Read a small text as the ranks will; of a larger one the first document of each path."""
-    from internsp.app.data.batches import vocabulary_mistake
+    from internsp.app.data.batches import DataSource, evaluations, vocabulary_mistake
     from internsp.app.data.documents import paths_of
     from internsp.app.data.tokenizer import load_tokenizer
     from internsp.app.data.tokens import encoded, parts_of
@@ -185,20 +178,15 @@ def _text(config: Config, output: Path) -> Iterable[InternspError]:
         return [vocabulary_mistake(config, tokenizer)]
     trained = parts_of(data)
     parts = [part for part in (*trained, *data.evaluation) if part.source != "stdlib"]
-    if not parts:
-        return []
-    if _size_of(path for part in parts for path in part.paths) <= _SMALL_TEXT:
-        from internsp.app.data.batches import DataSource, evaluations
-
-        # Nothing is written before a run: all tokens are in memory.
-        if all(part.source == "stdlib" for part in trained):
-            evaluations(data, tokenizer, {})
-        else:
-            DataSource.create(data, global_batch=1, tokenizer=tokenizer, cached={})
-        return []
-    for part in parts:
-        for path in paths_of(part):
-            next(iter(encoded(part, tokenizer, path)), None)
+    # Nothing is written before a run: all tokens are in memory.
+    if _size_of(path for part in parts for path in part.paths) > _SMALL_TEXT:
+        for part in parts:
+            for path in paths_of(part):
+                next(iter(encoded(part, tokenizer, path)), None)
+    elif all(part.source == "stdlib" for part in trained):
+        evaluations(data, tokenizer, {})
+    else:
+        DataSource.create(data, global_batch=1, tokenizer=tokenizer, cached={})
     return []
 
 
