@@ -75,7 +75,10 @@ def test_what_is_absurd_is_refused_in_one_line(tmp_path, text: str, expected: st
     assert line.startswith(expected)
 
 
-def test_a_file_with_thousands_of_mistakes_is_a_short_report(tmp_path):
+def test_a_file_without_an_end_and_one_with_thousands_of_mistakes_are_short_reports(tmp_path):
+    assert [str(p) for p in read_config("/dev/zero")[1]] == [
+        "more than 1048576 bytes: not a configuration"
+    ]
     many = "".join(f"[s{i}]\nk = 1\n" for i in range(3000))
     lines = told(tmp_path, many)
     assert len(lines) == 32

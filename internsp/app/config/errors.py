@@ -18,6 +18,7 @@ from internsp.config.words import one_line, section_name, unknown_key
 
 Names = Mapping[str, tuple[str, ...]]
 
+LARGEST_FILE = 1 << 20  # bytes; a configuration with every key takes 20 thousand
 _LONGEST_WORD = 80  # characters of a name that a message shows
 
 # Names of our keys in other projects, which similar spelling alone would not find.
@@ -57,7 +58,11 @@ class Problem:
 def read_toml(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
     """Parse the file; ``None`` and one more problem if that fails."""
     try:
-        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+        with path.open("rb") as file:  # the path may be a pipe, or a device without an end
+            data = file.read(LARGEST_FILE + 1)
+        if len(data) <= LARGEST_FILE:
+            return tomllib.loads(data.decode("utf-8-sig"))
+        problems.append(Problem((), f"more than {LARGEST_FILE} bytes: not a configuration"))
     except UnicodeDecodeError:
         problems.append(Problem((), "not a text file in UTF-8"))
     except FileNotFoundError:
