@@ -199,9 +199,6 @@ class Loop:
         self.save_requested |= done.save
         self.failure, self.remark = self.failure or done.failure, done.remark
         metrics = self._row(done)
-        if metrics.step % self.config.train.log_every == 0:
-            seconds = metrics.step_seconds
-            self.output.log.write(f"step {metrics.step}: loss {metrics.loss:.4f}, {seconds:.3f} s")
         self._call_saver(partial(self.saver.advance, done.saved))
         return metrics
 
