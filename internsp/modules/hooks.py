@@ -287,7 +287,9 @@ class Hooks:
                 "lists, mappings or dataclasses of them"
             )
         for tensor in new_tensors(output, before):
-            if tensor.requires_grad:
+            # Backward ends at a leaf, as a program makes one of a frozen embedding's output for its
+            # checkpoints: nothing of this block runs, and what comes after it may not be complete.
+            if tensor.requires_grad and not tensor.is_leaf:
                 register_gradient_hook(
                     tensor, partial(self._pre_backward, unit, forward, run), before
                 )

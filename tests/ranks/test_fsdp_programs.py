@@ -101,11 +101,28 @@ def _checkpointed(kind: str, units: str) -> Program:
     return program
 
 
+def _leaf_between(kind: str) -> Program:
+    """A frozen embedding, whose output a hook lets require gradients (peft, for checkpoints)."""
+
+    def program(names: Any, rank: int) -> dict[str, Tensor]:
+        model: Any = Model().double()
+        model.__class__, model.reentrant = (Checkpointing if kind else Model), kind == "reentrant"
+        model.embed.requires_grad_(False)
+        model.embed.register_forward_hook(lambda _, args, output: output.requires_grad_())
+        names.fully_shard(model.embed, mesh=mesh_of((2,)))
+        shard(names.fully_shard, model, "blocks", mesh_of((2,)))
+        return steps(model, rank, number=2)
+
+    program.__name__ = f"leaf between {kind}"
+    return program
+
+
 @ranks(2)
 def test_activation_checkpointing_changes_no_number(rank: int) -> None:
     kinds = ("composable", "wrapper", "utils", "reentrant")
     compare(*(_checkpointed(kind, "blocks") for kind in kinds), rank=rank)
     compare(_checkpointed("composable", "nested"), rank=rank)
+    compare(*(_leaf_between(kind) for kind in ("", "utils", "reentrant")), rank=rank)
 
 
 @ranks(2)
