@@ -26,8 +26,8 @@ def compilers_taken(
 ) -> Iterator[Mapping[nn.Module, Layer]]:
     """Take ``compile()`` off modules: their forwards are compiled instead, inside our hooks.
 
-    It is taken off units without others in them, and off modules outside of these; a module that
-    stays compiled, with weights, is refused later. Put back if the context is left by an error.
+    It is taken off units without others in them, or what only wraps one, and off modules outside of
+    these; one that stays compiled, with weights, is refused later. Put back after an error.
 
     Args:
         notes: gets a line if there is any.
@@ -39,14 +39,17 @@ def compilers_taken(
     compilers: dict[nn.Module, Layer] = {}
     for module in root.modules():
         told: Any = module._compiled_call_impl
-        outer = module is root or any(part in named for part in [*module.modules()][1:])
-        if told is None or outer or module in within or not is_compiled(module):
+        inner = module  # accelerate shards a block and its checkpoint wrapper, which it compiles
+        while len(only := [*inner.children()]) == 1 and not named.isdisjoint(only[0].modules()):
+            inner = only[0]
+        outer = module is root or not named.isdisjoint([*inner.modules()][1:])
+        if told is None or outer or inner in within or not is_compiled(module):
             continue
         # What torch.compile has made of its options; applied to a function it compiles that.
         asked = getattr(told, "get_compiler_config", None)
         context = asked and inspect.getclosurevars(asked).nonlocals.get("self")
         if context:
-            taken[module], compilers[module] = told, context
+            taken[module], compilers[inner] = told, context
             module._compiled_call_impl = None
     if taken:
         notes.append(f"compile() of {len(taken)} modules: their forwards are, gathers are not")

@@ -166,8 +166,8 @@ def fully_shard(
     """
     if dp_mesh_dims is not None:
         raise StructureError(
-            "dp_mesh_dims: internsp.fsdp takes the mesh of data ranks itself: write "
-            "fully_shard(module, mesh=mesh['dp']), and leave dp_mesh_dims out"
+            "internsp.fsdp takes the mesh of data ranks: write fully_shard(module, mesh=mesh['dp']) "
+            "and leave dp_mesh_dims out (torchtitan: spmd_backend = 'partial_dtensor')"
         )
     some = mesh is not None and mesh.mesh.numel() < dist.get_world_size()
     if some and type(reshard_after_forward) is int:  # torch's own groups for it would hang

@@ -48,6 +48,13 @@ def checkpointed(model: Any, **options: Any) -> None:
     blocks(model, **options)
 
 
+def wrappers(model: Any, **options: Any) -> None:
+    """As accelerate with activation checkpointing: FSDP2's hooks break the graph."""
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = checkpoint_wrapper(block)
+        model.blocks[number].compile(**options)
+
+
 def regions(model: Any, **options: Any) -> None:
     """As accelerate's ``compile_regions_fsdp2``: every child that is no list of blocks, too."""
     blocks(model, **options)
@@ -73,6 +80,7 @@ SHAPES: dict[str, tuple[Callable[..., None], dict[str, Any], int]] = {
     "blocks": (blocks, {}, 3),
     "tied": (blocks, {"tied": True}, 3),
     "checkpointed": (checkpointed, {}, 3),
+    "checkpointed units": (wrappers, {}, 3),
     "regions": (regions, {}, 6),
     "regions, tied": (regions, {"tied": True}, 6),
     "units of several modules": (regions, {}, 6),
@@ -82,7 +90,7 @@ SHAPES: dict[str, tuple[Callable[..., None], dict[str, Any], int]] = {
 
 @pytest.mark.parametrize(
     "name",
-    ["checkpointed", "regions, tied", "units of several modules", *(
+    ["checkpointed", "checkpointed units", "regions, tied", "units of several modules", *(
         pytest.param(name, marks=pytest.mark.thorough(4))  # each of their parts is in one above
         for name in ("blocks", "tied", "regions", "weightless")
     )],
@@ -96,6 +104,9 @@ def test_compiled_programs_have_the_numbers_of_fsdp2(name: str, rank: int) -> No
         torch.manual_seed(3)
         model: Any = Model(**options).double()
         prepare(model, backend=backend if library is ours else "eager")
+        if name == "checkpointed units":  # and their wrappers, as accelerate
+            for block in model.blocks:
+                library.fully_shard(block._checkpoint_wrapped_module, mesh=mesh_of((2,)))
         units = "lists" if "several" in name else "blocks"
         shard(library.fully_shard, model, units, mesh_of((2,)))
         found[who] = steps(model, rank)

@@ -39,10 +39,10 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         _refused("set_allocate_memory_from_process_group_for_comm", True),
     ),
     "dims": (
-        StructureError, "leave dp_mesh_dims out", lambda: ours.fully_shard(Model(), dp_mesh_dims=1)
+        StructureError, "partial_dtensor", lambda: ours.fully_shard(Model(), dp_mesh_dims=1)
     ),
     "float8": (StructureError, "ignored_params", lambda: _eight()(torch.tensor(1))),
-    "compiled": (StructureError, "of each block", lambda: _compiled("")(batch(0, 0, 0))),
+    "compiled": (StructureError, "REGIONAL", lambda: _compiled("")(batch(0, 0, 0))),
     "compiled within": (
         StructureError, "blocks.0.up is compiled", lambda: _compiled("blocks.0.up")(batch(0, 0, 0))
     ),
