@@ -166,7 +166,7 @@ def fully_shard(
     """
     if dp_mesh_dims is not None:
         raise StructureError(
-            "internsp.fsdp takes the mesh of data ranks: write fully_shard(module, mesh=mesh['dp']) "
+            "internsp.fsdp takes a mesh of data ranks: write fully_shard(module, mesh=mesh['dp']) "
             "and leave dp_mesh_dims out (torchtitan: spmd_backend = 'partial_dtensor')"
         )
     some = mesh is not None and mesh.mesh.numel() < dist.get_world_size()
