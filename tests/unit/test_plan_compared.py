@@ -99,7 +99,7 @@ def test_the_device_of_a_run_is_the_calibrated_one_beside_it_or_the_one_torch_na
 
 def page(rows: list[tuple[str, float, float]]) -> str:
     return Report(
-        title="run", config_toml="", metrics=[], mesh={}, ranks=[], memory=[], timeline={},
+        title="run", config_toml="", metrics=[], mesh={}, memory=[], timeline={},
         predicted=rows, device="mine",
     ).render()  # fmt: skip
 
