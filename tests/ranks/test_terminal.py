@@ -124,5 +124,6 @@ def test_other_commands_are_plain_and_a_pipe_gets_whole_lines(folder: Path, live
     lines = done.stdout.splitlines()
     assert sum(line.startswith("step 3/3  loss") and "left 0:00" in line for line in lines) == 1
     assert any("M parameters, world 1 = " in line and "ZeRO over 1" in line for line in lines)
+    assert lines[-1].split(maxsplit=2)[2] == "internsp generate runs/piped"
     kept = (folder / "runs" / "piped" / "config.toml").read_text(encoding="utf-8")
     assert 'name = "für"' in kept, "in whatever locale"

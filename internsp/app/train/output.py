@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,10 @@ class Output:
             "metrics": self._folder / "metrics.jsonl",
             "report": self._folder / "report.html",
             **(self._writers.files if self._writers is not None else {}),
-            **({} if checkpoint is None else {"checkpoint": checkpoint}),
         }
+        if checkpoint is not None:
+            again = f"internsp generate {shlex.quote(str(self._folder))}"
+            files |= {"checkpoint": checkpoint, "its text": again}
         if self._writers is not None:
             self._writers.close()
         if self._display is not None:
