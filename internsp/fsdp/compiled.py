@@ -39,11 +39,12 @@ def compilers_taken(
     compilers: dict[nn.Module, Layer] = {}
     for module in root.modules():
         told: Any = module._compiled_call_impl
+        if told is None or module is root or not is_compiled(module):
+            continue
         inner = module  # accelerate shards a block and its checkpoint wrapper, which it compiles
         while len(only := [*inner.children()]) == 1 and not named.isdisjoint(only[0].modules()):
             inner = only[0]
-        outer = module is root or not named.isdisjoint([*inner.modules()][1:])
-        if told is None or outer or inner in within or not is_compiled(module):
+        if inner in within or not named.isdisjoint([*inner.modules()][1:]):
             continue
         # What torch.compile has made of its options; applied to a function it compiles that.
         asked = getattr(told, "get_compiler_config", None)

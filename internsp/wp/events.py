@@ -290,12 +290,15 @@ class Events:
             chunk.reducer.take_turn()
         if not chunk.queue.reductions.accumulating:
             chunk.reduce_accumulated()  # sums that this backward has not reduced
+        chunk.queue.backward.end_pass()
         chunk.consumer.backward_ended(chunk.accumulation.goes_on)
         self.backward, self._graphs = -1, 0
         self.contents.hand_over()
         self.order.backward_ended()
-        chunk.consumer.call_hooks()
-        chunk.queue.backward.end_pass()  # a hook may have run blocks, as a recompute does
+        try:
+            chunk.consumer.call_hooks()
+        finally:
+            chunk.queue.backward.end_pass()  # a hook may have run blocks, as a recompute does
 
     def begin_backward_part(self, weights: bool) -> None:
         """Begin one part of a split backward.

@@ -329,6 +329,30 @@ def test_a_hook_on_a_parameter_may_run_the_model(hooked: str, rank: int) -> None
 
 
 @ranks(2)
+def test_a_hook_that_raises_leaves_nothing_behind(rank: int) -> None:
+    """It has run the model before."""
+    results = []
+    for raises in (False, True):
+        torch.manual_seed(3)
+        model = Model().double()
+        shard(ours.fully_shard, model, "blocks", mesh_of((2,)))
+
+        def hook(parameter: Any, model: Any = model) -> None:
+            loss_of(model, batch(9, 0, rank))
+            raise ValueError("of the program")
+
+        if raises:
+            handle = model.head.weight.register_post_accumulate_grad_hook(hook)
+            loss = loss_of(model, batch(8, 0, rank))
+            with pytest.raises(ValueError, match="of the program"):
+                loss.backward()
+            handle.remove()
+            model.zero_grad()
+        results.append(steps(model, rank))
+    require_same(results[1], results[0])
+
+
+@ranks(2)
 def test_ranks_that_use_other_parameters_train_instead_of_hanging(rank: int) -> None:
     """FSDP2 hangs there, unless set_reduce_scatter_unused_params(True), and then has zeros."""
     gradients = []
