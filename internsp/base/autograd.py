@@ -78,10 +78,9 @@ def compiled(name: str) -> StructureError:
     return StructureError(
         f"{name} is compiled by torch.compile around what gathers its weights, which no compiler "
         "can trace: have blocks compiled by weight_parallel.compile = true (with gather_before = "
-        "'qkv' or 'rolling'), or under internsp.fsdp by compile() of each block, or of the "
-        "checkpoint wrapper around it, before the first forward (accelerate and transformers' "
-        "torch_compile: ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true); functions of plain "
-        "tensors may be compiled freely"
+        "'qkv' or 'rolling'), or under internsp.fsdp by torch.compile of the model, or compile() "
+        "of it, of a block or of the checkpoint wrapper around one, before the first forward; "
+        "functions of plain tensors may be compiled freely"
     )
 
 

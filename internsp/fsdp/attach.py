@@ -31,6 +31,7 @@ from internsp.mesh.program import mesh_of_program
 from internsp.modules.adopted import adopt, follow
 from internsp.modules.casts import ModuleCasts, register_casts
 from internsp.modules.parameters import SHOWN
+from internsp.modules.wrapping import Layer
 from internsp.parallel.planned import parallelize_as
 from internsp.schedule.terms import Unit
 from internsp.structure.named import modules_of, structure_of
@@ -53,6 +54,7 @@ class Attached:
         loop: completes ``.grad`` at the end of backward.
         notes: what was taken from the program in another way than FSDP2 takes it, for
             :func:`internsp.fsdp.report`.
+        compiled: whether forwards of units are compiled.
         shown: modules that hold whole plain tensors.
     """
 
@@ -61,6 +63,7 @@ class Attached:
     communicator: ISPCommunicator
     loop: MeanLoop
     notes: dict[str, None]
+    compiled: bool
     shown: list[Any] = field(default_factory=list)
     _syncs: ExitStack = field(default_factory=ExitStack)
     _followed: tuple[bool, bool] = (True, True)
@@ -122,8 +125,11 @@ class Attached:
 
 
 @torch.inference_mode(False)  # the first forward may be an evaluation
-def attach(root: Any) -> None:
+def attach(root: Any, compiler: Layer | None = None) -> None:
     """Make the communicator of ``root``, which is about to run its first forward. Collective.
+
+    Args:
+        compiler: compiles what calls the model.
 
     Raises:
         RuntimeError, ValueError: what FSDP2's own initialization refuses, in its words.
@@ -153,7 +159,7 @@ def attach(root: Any) -> None:
     mesh, config, notes = _mesh(units), _config(root, units), list[str]()
     try:
         shardings = shardings_of(root, units, config)
-        with compilers_taken(root, units, notes) as compilers:
+        with compilers_taken(root, units, compiler, notes) as compilers:
             communicator = parallelize_as(
                 root, mesh, config,
                 lambda: structure_of(units, config.keep_unsharded is not None, compilers, notes),
@@ -180,7 +186,7 @@ def attach(root: Any) -> None:
     assert isinstance(chunk.consumer, PlainLoop), "no optimizer can have come before"
     loop = MeanLoop(chunk.consumer, chunk, mesh, communicator.replicated)
     chunk.attach(loop)
-    attached = Attached(root, units, communicator, loop, dict.fromkeys(notes))
+    attached = Attached(root, units, communicator, loop, dict.fromkeys(notes), bool(compilers))
     attached.follow()
     noted._root_post_backward_final_callback = attached.finish  # torch's pipelines call it
     for module in modules:

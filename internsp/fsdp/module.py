@@ -25,6 +25,7 @@ from internsp.dtensor.mixed import raw_grad
 from internsp.dtensor.unfinished import UnfinishedGradient
 from internsp.errors import OrderError, StructureError
 from internsp.fsdp.attach import ATTRIBUTE, at_rest, attach, attached_to, hide, show
+from internsp.fsdp.compiled import compiler_around
 from internsp.fsdp.torchs import ties_checked
 from internsp.modules.methods import RUNNING, as_forward
 
@@ -43,6 +44,8 @@ class FSDPModule(TorchFSDPModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; the first call makes the communicator (collective)."""
+        if torch.compiler.is_dynamo_compiling():
+            return _call_uncompiled(self, *args, **kwargs)
         own: dict[str, Any] = self.__dict__
         if ATTRIBUTE not in own:
             attach(self)
@@ -92,6 +95,22 @@ class FSDPModule(TorchFSDPModule):
         torch.accelerator.current_stream().wait_event(event)
 
 
+@torch._disable_dynamo
+def _call_uncompiled(module: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+    """Call a module from code that is being compiled: the graph is broken, as by FSDP2's hooks."""
+    if ATTRIBUTE not in vars(module):
+        attach(module, compiler_around())
+    found = attached_to(module)
+    if found is not None and not found.compiled and _UNCOMPILED not in found.notes:
+        found.notes[_UNCOMPILED] = None
+        _LOG.warning(_UNCOMPILED)
+    return module(*args, **kwargs)
+
+
+_UNCOMPILED = (
+    "torch.compile around the model compiles nothing of it: what has a fully_shard of its own "
+    "within the model is compiled, if the first forward is"
+)
 _OWN = "write internsp.parallelize(..., communicator=yours) (docs/howto/own_communicator.md)"
 _SLOTS = "leave it out: slots are allocated once, before training"
 _FOLLOWED = (

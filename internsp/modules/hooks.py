@@ -29,6 +29,7 @@ from internsp.base.autograd import (
     input_tensors,
     new_tensors,
     no_second_derivatives,
+    refuse_compiled,
     refuse_traced,
     refuse_transformed,
     register_gradient_hook,
@@ -247,6 +248,8 @@ class Hooks:
                 register_gradient_hook(tensor, partial(self._root_pre_backward, forward, plain), {})
 
     def _root_pre_backward(self, forward: int, plain: bool, gradient: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            refuse_compiled("a function that calls backward()")
         if torch.is_grad_enabled():
             no_second_derivatives()
         if plain and isinstance(gradient, DTensor):

@@ -1,4 +1,4 @@
-"""Programs that call ``module.compile()`` before ``fully_shard``, as torchtitan and accelerate."""
+"""Programs that compile modules, as torchtitan and accelerate, or the whole model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import internsp.fsdp as ours
 from internsp.errors import StructureError
 from internsp.modules import supported
-from tests.support.fsdp import Model, batch, loss_of, mesh_of, shard, steps
+from tests.support.fsdp import Model, batch, loss_of, mesh_of, require_same, shard, steps
 from tests.support.ranks import ranks
 
 
@@ -48,6 +48,12 @@ def checkpointed(model: Any, **options: Any) -> None:
     blocks(model, **options)
 
 
+def replaced(model: Any, **options: Any) -> None:
+    """As programs that put what ``torch.compile(block)`` returns in the block's place."""
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, **options)
+
+
 def wrappers(model: Any, **options: Any) -> None:
     """As accelerate with activation checkpointing: FSDP2's hooks break the graph."""
     for number, block in enumerate(model.blocks):
@@ -79,6 +85,7 @@ def weightless(model: Any, **options: Any) -> None:
 SHAPES: dict[str, tuple[Callable[..., None], dict[str, Any], int]] = {
     "blocks": (blocks, {}, 3),
     "tied": (blocks, {"tied": True}, 3),
+    "replaced": (replaced, {}, 3),
     "checkpointed": (checkpointed, {}, 3),
     "checkpointed units": (wrappers, {}, 3),
     "regions": (regions, {}, 6),
@@ -90,9 +97,9 @@ SHAPES: dict[str, tuple[Callable[..., None], dict[str, Any], int]] = {
 
 @pytest.mark.parametrize(
     "name",
-    ["checkpointed", "checkpointed units", "regions, tied", "units of several modules", *(
+    ["checkpointed units", "replaced", "regions, tied", "units of several modules", *(
         pytest.param(name, marks=pytest.mark.thorough(4))  # each of their parts is in one above
-        for name in ("blocks", "tied", "regions", "weightless")
+        for name in ("blocks", "tied", "checkpointed", "regions", "weightless")
     )],
 )  # fmt: skip
 @ranks(2)
@@ -113,6 +120,94 @@ def test_compiled_programs_have_the_numbers_of_fsdp2(name: str, rank: int) -> No
     for key, value in found["theirs"].items():
         torch.testing.assert_close(found["ours"][key], value, rtol=1e-12, atol=1e-12, msg=key)
     assert backend.calls >= modules * 3, "each forward of three steps"
+
+
+def compiled_and_sharded(model: Any, library: Any, backend: Any) -> Any:
+    """As accelerate without regional compilation, and transformers' ``torch_compile``."""
+    made = torch.compile(model, backend=backend)
+    for block in model.blocks:
+        library.fully_shard(block, mesh=mesh_of((2,)))
+    return library.fully_shard(made, mesh=mesh_of((2,)))
+
+
+def sharded_and_compiled(model: Any, library: Any, backend: Any) -> Any:
+    shard(library.fully_shard, model, "blocks", mesh_of((2,)))
+    return torch.compile(model, backend=backend)
+
+
+def told_to_compile(model: Any, library: Any, backend: Any) -> Any:
+    shard(library.fully_shard, model, "blocks", mesh_of((2,)))
+    model.compile(backend=backend)
+    return model
+
+
+class Outer(nn.Module):
+    """Calls the model from code that is compiled."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.set_requires_gradient_sync = model, model.set_requires_gradient_sync
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids).cos()  # type: ignore[no-any-return]
+
+
+def called_by_compiled(model: Any, library: Any, backend: Any) -> Any:
+    shard(library.fully_shard, model, "blocks", mesh_of((2,)))
+    outer = Outer(model)
+    outer.compile(backend=backend)
+    return outer
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [compiled_and_sharded, sharded_and_compiled, *(
+        pytest.param(prepare, marks=pytest.mark.thorough(4))
+        for prepare in (told_to_compile, called_by_compiled)
+    )],
+)  # fmt: skip
+@ranks(2)
+def test_a_compiled_model_has_the_numbers_and_graphs_of_fsdp2(
+    prepare: Callable[..., Any], rank: int
+) -> None:
+    found, backends = [], []
+    for library in (ours, torchs):
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        backends.append(Counting())
+        made = prepare(Model(tied=True).double(), library, backends[-1])
+        found.append(steps(made, rank, micro=2))
+    require_same(*found)
+    graphs, calls = {len(b.graphs) for b in backends}, {b.calls for b in backends}
+    assert len(graphs) == len(calls) == 1
+    assert calls.pop() >= 18, "blocks, steps and micro-batches"
+
+
+@ranks(2)
+def test_a_model_that_is_compiled_after_the_first_forward_runs_and_says_so(rank: int) -> None:
+    torch.manual_seed(3)
+    model: Any = Model().double()
+    shard(ours.fully_shard, model, "blocks", mesh_of((2,)))
+    with torch.no_grad():
+        wanted = model(batch(0, 0, rank))
+    backend = Counting()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=backend)(batch(0, 0, rank)), wanted)
+    assert backend.calls == 0
+    assert "compiles nothing of it" in ours.report(model)
+
+
+@ranks(2)
+def test_backward_in_compiled_code_is_refused(rank: int) -> None:
+    model: Any = Model().double()
+    shard(ours.fully_shard, model, "blocks", mesh_of((2,)))
+
+    @torch.compile(backend="eager")
+    def step(ids: Tensor) -> None:
+        loss_of(model, ids).backward()
+
+    with pytest.raises(StructureError, match=r"calls backward\(\) is compiled"):
+        step(batch(0, 0, rank))
 
 
 @ranks(2)

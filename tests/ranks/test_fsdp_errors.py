@@ -42,12 +42,11 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         StructureError, "partial_dtensor", lambda: ours.fully_shard(Model(), dp_mesh_dims=1)
     ),
     "float8": (StructureError, "ignored_params", lambda: _eight()(torch.tensor(1))),
-    "compiled": (StructureError, "REGIONAL", lambda: _compiled("")(batch(0, 0, 0))),
     "compiled within": (
         StructureError, "blocks.0.up is compiled", lambda: _compiled("blocks.0.up")(batch(0, 0, 0))
     ),
     "compiled and then wrapped": (
-        StructureError, "the checkpoint wrapper around it",
+        StructureError, "the checkpoint wrapper around one",
         lambda: _compiled("blocks.0", wrap=True)(batch(0, 0, 0)),
     ),
     "jvp": (StructureError, "transform of torch.func", lambda: _jvp()),
