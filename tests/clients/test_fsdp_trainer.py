@@ -28,12 +28,14 @@ Log = list[dict[str, float]]
 
 
 def train(
-    rank: int, world: int, folder: Path, kind: str, ours: bool, replicas: int = 1
-) -> list[tuple[Log, dict[str, Tensor]]]:
+    rank: int, world: int, folder: Path, kind: str, ours: bool, replicas: int = 1,
+    compiled: bool = False,
+) -> list[tuple[Log, dict[str, Tensor]]]:  # fmt: skip
     """Four steps with a checkpoint after two, and the last two again from that checkpoint.
 
     Args:
         replicas: with several, the state of our optimizer is over them, too.
+        compiled: ``torch_compile``, which compiles the whole model.
     """
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {**PLUGIN, "FSDP_STATE_DICT_TYPE": kind, "MASTER_ADDR": "127.0.0.1"}
@@ -50,6 +52,8 @@ def train(
         if ours:
             from examples.fsdp_trainer import StateOverAllRanks as kind_of  # noqa: N813
 
+    if compiled:
+        more |= {"torch_compile": True, "torch_compile_backend": "eager"}
     draw = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 64, (64, 12), generator=draw)
     data: Any = [{"input_ids": row, "labels": row} for row in rows]
@@ -81,6 +85,8 @@ def train(
         if ours and replicas > 1:
             told = f"optimizer state is over {world} ranks"
             assert told in internsp.fsdp.report(trainer.model)
+        if ours and compiled:
+            assert "compile() of the model" in internsp.fsdp.report(trainer.model_wrapped)
     return found
 
 
@@ -95,6 +101,19 @@ def test_the_state_of_the_trainers_optimizer_is_over_the_replicas_too(tmp_path: 
     for (wanted, other), (log, weights) in zip(*both, strict=True):
         losses = [[entry.get("loss") for entry in one] for one in (log, wanted)]
         assert losses[0] == losses[1]
+        require_same(weights, other)
+
+
+def test_a_model_that_the_trainer_compiles_has_the_steps_of_fsdp2(tmp_path: Path) -> None:
+    both = [
+        run_ranks(
+            train, 2, tmp_path / str(ours), "SHARDED_STATE_DICT", ours, 1, True, timeout=240,
+            fresh=True,
+        )[0]
+        for ours in (False, True)
+    ]  # fmt: skip
+    for (wanted, other), (log, weights) in zip(*both, strict=True):
+        assert log == wanted
         require_same(weights, other)
 
 
