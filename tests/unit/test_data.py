@@ -289,8 +289,8 @@ def test_a_tokenizers_file_gives_ids_and_text_and_the_end_of_a_document(
     pieces = [Piece(b"weight", True), Piece(b"cut every", False)] * 300
     found = [(ids.tolist(), ends) for ids, ends in tokenizer.encode_pieces(pieces)]
     assert found == [([last], True), ([2, 3], False)] * 300
-    latin = [Piece(b"weight", True), Piece("cut café".encode("latin-1"), True)]
-    with pytest.raises(ConfigError, match=r"byte 0xe9 after 'cut caf' is not UTF-8.*save that"):
+    latin = [Piece(b"weight", True), Piece("cut café".encode("latin-1"), True, "b.txt")]
+    with pytest.raises(ConfigError, match=r"0xe9 of b.txt after 'cut caf' is not UTF-8.*save that"):
         [*tokenizer.encode_pieces(latin)]
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(ConfigError, match="is not a tokenizer"):

@@ -72,7 +72,8 @@ def read_pieces(given: DocumentsConfig, path: Path) -> Iterator[Piece]:
         MissingDependencyError: an optional package is needed; gives the install command.
     """
     if given.source == "stdlib":
-        yield from (Piece(text, True) for text in stdlib_documents() if text.strip())
+        library = sysconfig.get_path("stdlib")
+        yield from (Piece(text, True, library) for text in stdlib_documents() if text.strip())
     elif given.source == "text":
         for file in files_of(given, path):
             yield from _file_pieces(file, leave_out_binary=path.is_dir())
@@ -121,7 +122,7 @@ def _file_pieces(path: Path, leave_out_binary: bool) -> Iterator[Piece]:
     """A text file as one document; binary files can be left out: a NUL byte in the first piece."""
     try:
         with path.open("rb") as file:
-            pieces = _cut(file.read)
+            pieces = (piece._replace(file=str(path)) for piece in _cut(file.read))
             first = next(pieces)
             blank = first.ends and not first.text.strip()
             if not blank and not (leave_out_binary and b"\0" in first.text):

@@ -36,10 +36,11 @@ _TOKENIZER_FILES = (
 
 
 class Piece(NamedTuple):
-    """A piece of a document's text, and whether it is the document's last piece."""
+    """A piece of a document's text, whether it is the document's last piece, and its file."""
 
     text: bytes
     ends: bool
+    file: str = ""
 
 
 class ByteTokenizer:
@@ -60,7 +61,8 @@ class ByteTokenizer:
     def encode_pieces(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
         """Ids of each piece, in order, in :func:`smallest_dtype`, and whether its document ends."""
         return (
-            (np.frombuffer(text, dtype=np.uint8).astype(np.uint16), ends) for text, ends in pieces
+            (np.frombuffer(piece.text, dtype=np.uint8).astype(np.uint16), piece.ends)
+            for piece in pieces
         )
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -129,15 +131,18 @@ class LibraryTokenizer:
             yield from self._encode_chunk(chunk)
 
     def _encode_chunk(self, chunk: list[Piece]) -> Iterator[tuple[Tokens, bool]]:
-        try:
-            texts = [piece.text.decode() for piece in chunk]
-        except UnicodeDecodeError as error:
-            before = error.object[max(0, error.start - 40) : error.start].decode(errors="replace")
-            raise ConfigError(
-                f"data.paths: byte {error.object[error.start]:#x} after {before!r} is not UTF-8, "
-                f"which {self.path!r} encodes: save that text as UTF-8, or leave data.tokenizer "
-                "out, which trains on bytes"
-            ) from error
+        texts = []
+        for piece in chunk:
+            try:
+                texts.append(piece.text.decode())
+            except UnicodeDecodeError as error:
+                text, at = piece.text, error.start
+                before = text[max(0, at - 40) : at].decode(errors="replace")
+                raise ConfigError(
+                    f"data.paths: byte {text[at]:#x} of {piece.file} after {before!r} is not "
+                    f"UTF-8, which {self.path!r} encodes: save that text as UTF-8, or leave "
+                    "data.tokenizer out, which trains on bytes"
+                ) from error
         with _tokenizer_errors(self.path, "cannot encode the text"):
             found = self._ids(texts)
         dtype = smallest_dtype(self.vocab_size)
