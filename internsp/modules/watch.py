@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -37,11 +38,12 @@ def require_no_gradient_hooks(
             for name, module in model.named_modules():
                 if is_compiled(module):
                     raise compiled(name or "the model")
-            for member in members:
-                # Where torch.distributed.optim notes its hook on a node, which shows no others.
+            first.clear()
+        noted = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+        if noted is not None and len(noted.param_to_acc_grad_map):
+            for member in members:  # its hook is on a node, which shows none
                 if hasattr(member.parameter, "_in_backward_optimizers"):
                     raise _hooked(member)
-            first.clear()
         parameters = [member.parameter for member in members]
         hooks, accumulated = read_each(_hooks, parameters), read_each(_accumulated, parameters)
         if not any(hooks) and not any(accumulated):

@@ -52,6 +52,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "jvp": (StructureError, "transform of torch.func", lambda: _jvp()),
     "gradient hook": (GradientError, "read .grad when", lambda: _hooked()(batch(0, 0, 0))),
     "step in backward": (GradientError, "gradient hook", lambda: _stepped()(batch(0, 0, 0))),
+    "step in a later one": (GradientError, "gradient hook", lambda: _stepped(1)(batch(0, 0, 0))),
     "part of a whole unit": (StructureError, "call the unit itself", lambda: _part_of_whole()),
     "theirs inside": (StructureError, "install", lambda: _mixed_up()(batch(0, 0, 0))),
     "near ranks of some": (StructureError, "near_ranks=1", lambda: _near_of_some()),
@@ -83,11 +84,13 @@ def _jvp() -> None:
     torch.func.jvp(lambda x: model(torch.ones(4)), (torch.ones(4),), (torch.ones(4),))
 
 
-def _stepped() -> Any:
+def _stepped(after: int = 0) -> Any:
     """FSDP2 trains nothing then, without a word."""
     from torch.distributed.optim import _apply_optimizer_in_backward  # warns of torch.jit
 
     model = _model()
+    for _ in range(after):
+        model(batch(0, 0, 0)).sum().backward()
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     return model
 
