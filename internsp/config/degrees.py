@@ -41,12 +41,12 @@ def impossible(
     own, expert = degrees["expert_weight"], degrees["expert"]
     if own is None and expert == 1:
         return
-    size = (own or degrees["weight"]) * expert
-    if stage % size:
+    size, over = (own or degrees["weight"]) * expert, degrees.get("experts_over_tensor")
+    if stage * (tensor if over else 1) % size:
         that = f"{own or degrees['weight']}{' (that of weight)' * (own is None)}"
         text = f"{that} x expert={expert} = {size} {where}"
         yield "expert_weight", f"{text}; choose a product among {_divisors(stage)}"
-    if tensor > 1:
+    if tensor > 1 and not over:
         yield "tensor", (
             f"{tensor} together with an axis for experts (expert_weight or expert) is not "
             "supported: shard the experts' weights over the same ranks as all others"

@@ -207,6 +207,8 @@ class ParallelMesh:
         if shape.separate:
             own = {name: groups[f"expert_{name}"] for name in _AXIS_GROUPS}
             own["expert"] = groups["expert"]
+            if shape.experts_over_tensor:
+                inside, stage = inside * self.tensor + self.tensor_rank, stage.reshape(-1, 1)
             self.experts = WeightAxis.create(
                 "expert_weight", shape.experts, inside, stage, own, device.type
             )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from internsp.errors import MeshError
 from internsp.mesh.named_group import new_group
 from internsp.mesh.parallel_mesh import ParallelMesh, device_of, machine, make_groups
-from internsp.mesh.shape import MeshShape
+from internsp.mesh.shape import AxisShape, MeshShape
 
 _KEPT = "_internsp_meshes"
 """Attribute of a program's mesh: the library's groups for it, which end with it."""
@@ -24,16 +26,41 @@ class _Kept(dict[str, ParallelMesh]):
         return _Kept, ()
 
 
-def mesh_of_program(data: DeviceMesh, others: Sequence[DeviceMesh] = ()) -> ParallelMesh:
+def mesh_of_program(
+    data: DeviceMesh, others: Sequence[DeviceMesh] = (), experts: Sequence[DeviceMesh] = ()
+) -> ParallelMesh:
     """The groups for ``data``: made at the first call (collective), then the same again.
 
     Args:
         data: of one dimension, over which weights are sharded, or of two: replicas, and those.
         others: meshes of parameters; one may have a dimension more, of tensor ranks.
+        experts: such a mesh over which other weights are sharded, and those of their parameters,
+            with the owners of different ones as a dimension more.
 
     Raises:
-        MeshError: a mesh has other dimensions; before any message.
+        MeshError: a mesh has other dimensions or ranks; before any message.
     """
+    widest = _widest(data, others)
+    own = _axis_of_experts(data, widest, experts) if experts else {}
+    # Two slices of one mesh are two objects, of the same groups.
+    kept = vars(data._get_root_mesh()).setdefault(_KEPT, _Kept())
+    key = f"{data.mesh.tolist()} {widest.mesh.tolist()} {own}"
+    if key not in kept or kept[key].is_closed:
+        names = ["replicate", "shard"][-data.ndim :] + ["tensor"] * (widest.ndim - data.ndim)
+        if widest.mesh.numel() < dist.get_world_size() or own.get("experts_over_tensor"):
+            kept[key] = _of_part(widest, data.ndim, own)
+        else:
+            named = DeviceMesh(
+                widest.device_type, widest.mesh, mesh_dim_names=tuple(names), _init_backend=False
+            )
+            kept[key] = ParallelMesh.from_device_mesh(
+                named, weight="shard", replicas=tuple({"replicate"} & {*names}),
+                tensor=tuple({"tensor"} & {*names}), **own,
+            )  # fmt: skip
+    return kept[key]
+
+
+def _widest(data: DeviceMesh, others: Sequence[DeviceMesh]) -> DeviceMesh:
     widest = max((data, *others), key=lambda mesh: mesh.ndim)
     if data.ndim > 2 or widest.ndim > data.ndim + 1:
         raise MeshError(
@@ -41,25 +68,33 @@ def mesh_of_program(data: DeviceMesh, others: Sequence[DeviceMesh] = ()) -> Para
             f"{dist.get_rank()}): give fully_shard a mesh of one dimension, or of two (replicate, "
             "shard), and parallelize_module one of one dimension"
         )
-    # Two slices of one mesh are two objects, of the same groups.
-    kept = vars(data._get_root_mesh()).setdefault(_KEPT, _Kept())
-    key = f"{data.mesh.tolist()} {widest.mesh.tolist()}"
-    if key not in kept or kept[key].is_closed:
-        names = ["replicate", "shard"][-data.ndim :] + ["tensor"] * (widest.ndim - data.ndim)
-        if widest.mesh.numel() < dist.get_world_size():
-            kept[key] = _of_part(widest, data.ndim)
-        else:
-            named = DeviceMesh(
-                widest.device_type, widest.mesh, mesh_dim_names=tuple(names), _init_backend=False
-            )
-            kept[key] = ParallelMesh.from_device_mesh(
-                named, weight="shard", replicas=tuple({"replicate"} & {*names}),
-                tensor=tuple({"tensor"} & {*names}),
-            )  # fmt: skip
-    return kept[key]
+    return widest
 
 
-def _of_part(mesh: DeviceMesh, data: int) -> ParallelMesh:
+def _axis_of_experts(
+    data: DeviceMesh, widest: DeviceMesh, experts: Sequence[DeviceMesh]
+) -> dict[str, Any]:
+    """The degrees of experts on the mesh ``experts[0]``, by their names in :class:`MeshShape`.
+
+    Ranks that are not on it, or on another one like it, own other experts.
+    """
+    _widest(experts[0], experts[1:])
+    among, own, over = widest.mesh.flatten(), experts[0].mesh, widest.ndim > data.ndim
+    size, owners = own.shape[-1], max(1, among.numel() // own.numel())
+    for near in ("expert_weight", "expert") if owners * own.numel() == among.numel() else ():
+        axis = AxisShape(among.numel(), size, owners, 1, near == "expert")
+        grid = axis.factored(among)[0].transpose(0, 1)  # owner x replica x weight
+        if any(torch.equal(ranks, own.view(-1, size)) for ranks in grid):
+            found = {"expert_weight": size, "expert": owners, "near_experts": near}
+            return found | {"experts_over_tensor": True} if over else found
+    raise MeshError(
+        f"parameters are sharded over ranks {own.tolist()}, others over those of "
+        f"{widest.mesh.tolist()}: make the former of every n-th of the latter, or of neighbors "
+        "among them, as meshes of experts are"
+    )
+
+
+def _of_part(mesh: DeviceMesh, data: int, experts: dict[str, Any]) -> ParallelMesh:
     """The groups for some ranks of the job, as those of a pipeline's stage, made by them alone.
 
     Other ranks come to their meshes at another time. ``data`` dimensions are of data.
@@ -78,6 +113,8 @@ def _of_part(mesh: DeviceMesh, data: int) -> ParallelMesh:
     sizes, ranks = mesh.mesh.shape, tuple(mesh.mesh.flatten().tolist())
     tensor = sizes[data] if mesh.ndim > data else 1
     machines = {rank: name for _, rank, name in told}
-    shape = MeshShape(len(ranks), sizes[data - 1], tensor=tensor, order=ranks, machines=machines)
+    shape = MeshShape(
+        len(ranks), sizes[data - 1], tensor=tensor, order=ranks, machines=machines, **experts
+    )
     groups = make_groups(shape, timedelta(minutes=5), make)
     return ParallelMesh(shape, dist.get_rank(), device_of(mesh.device_type), groups)

@@ -91,6 +91,8 @@ class MeshShape:
     Attributes:
         weight, ..., near_experts: the arguments of :meth:`internsp.ParallelMesh.create`.
         order: the global ranks in the order of ``pipeline x stage x tensor``; ``None``: ascending.
+        experts_over_tensor: experts are divided among ``stage x tensor`` ranks, as the programs of
+            torch's meshes have them, and not among those of each stage.
         machines: the machine of each global rank, by any name; ``None``: not known.
 
     Raises:
@@ -109,6 +111,7 @@ class MeshShape:
     near: str = "heads"
     near_experts: str = "expert_weight"
     order: tuple[int, ...] | None = None
+    experts_over_tensor: bool = False
     machines: Mapping[int, Hashable] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -119,7 +122,7 @@ class MeshShape:
     def mistakes(self) -> list[str]:
         """Error texts, one for each reason why these degrees are impossible; empty if they fit."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        words = ("near", "near_experts", "order", "machines")
+        words = ("near", "near_experts", "order", "experts_over_tensor", "machines")
         degrees = {k: v for k, v in given.items() if v is not None and k not in words}
         found = [
             f"{k}={v!r} of type {type(v).__name__} must be a whole number"
@@ -182,11 +185,12 @@ class MeshShape:
         common divisor of both.
         """
         size = self.weight if self.expert_weight is None else self.expert_weight
-        replicas = self.stage_size // (size * self.expert)
+        stage = self.stage_size * (self.tensor if self.experts_over_tensor else 1)
+        replicas = stage // (size * self.expert)
         zero = replicas if self.zero is None else math.gcd(self.zero, replicas)
         both = size > 1 and self.expert > 1  # otherwise there is nothing to place
         owners_near = both and self.near_experts == "expert"
-        return AxisShape(self.stage_size, size, self.expert, zero, owners_near)
+        return AxisShape(stage, size, self.expert, zero, owners_near)
 
     @property
     def separate(self) -> bool:
@@ -263,7 +267,8 @@ class MeshShape:
         elif name in ("heads", "ring"):
             grid = stages.reshape(-1, self.sequence)[:, self.sequence_axes.groups(name)]
         elif name.startswith("expert"):
-            grid = self.experts.groups(stages, name.removeprefix("expert_"))
+            among = self.grid.flatten(1) if self.experts_over_tensor else stages
+            grid = self.experts.groups(among, name.removeprefix("expert_"))
         else:
             grid = self.dense.groups(stages, name)
         return grid.reshape(-1, grid.shape[-1]).tolist()

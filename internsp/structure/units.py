@@ -127,7 +127,8 @@ def chunk_layout(
             has no effect.
         ConfigError: an option has no effect.
     """
-    if shape.separate and shape.pipeline == 1:  # one stage of a pipeline may have no experts
+    # One stage of a pipeline may have no experts.
+    if shape.separate and shape.pipeline == 1 and not any(a.expert for a in shardings):
         require_experts((a.name for a in shardings), config, structure.rules)
     if shape.pipeline == 1:
         require_effect(shardings, structure, config, shape, own_communicator)

@@ -29,7 +29,8 @@ class MeanLoop(PlainLoop):
         before: the loop whose place it takes.
 
     Attributes:
-        divisors: by what a weight's sum is divided; the number of ranks if it is not here.
+        divisors: by what a weight's sum is divided; the number of ranks with parts or replicas of
+            it if it is not here.
         hooks: called with a weight's mean, which they may change, before ``.grad`` has it.
         zeros: weights whose ``.grad`` is zeros where no rank has used them.
         taken: a program's hooks on parameters, called at the end of backward (:meth:`take_hooks`).
@@ -55,16 +56,20 @@ class MeanLoop(PlainLoop):
 
     def value_of(self, member: Member, total: Tensor) -> Tensor:
         """See :class:`PlainLoop`."""
-        divisor = self.divisors.get(member)
-        if divisor is None:
-            value = super().value_of(member, total)
-        else:
-            value = total if divisor == 1 else total.div_(divisor)
+        divisor = self.divisors.get(member, member.axis.size * member.axis.replicas)
+        value = total if divisor == 1 else total.div_(divisor)
         if member in self.hooks:
             self.hooks[member](value)
         if member in self.taken:
             self._hooked.append(member)
         return value
+
+    def known_use(self, member: Member) -> bool | None:
+        """See :class:`PlainLoop`; what others do with their experts does not matter to a rank that
+        shares its own with none."""
+        axis = member.axis
+        alone = axis.expert > 1 and axis.size * axis.replicas == 1
+        return False if alone else super().known_use(member)
 
     def backward_begins(self) -> None:
         """See :class:`internsp.wp.consumer.GradientConsumer`; takes hooks that are new since the

@@ -164,6 +164,16 @@ class PlainLoop:
         """What comes to ``.grad`` of a finished sum; in its memory."""
         return total.div_(self._mesh.shape.stage_size) if self._mean else total
 
+    def known_use(self, member: Member) -> bool | None:
+        """Whether ``member``, which this rank has not used, counts as used; ``None``: ask others.
+
+        False if it is frozen. True where ``.grad`` exists: adding zeros to that is right, whether
+        another rank used ``member`` or not.
+        """
+        if not member.requires_grad:
+            return False
+        return None if member.parameter.grad is None else True
+
     def _finalize_gradients(self) -> None:
         """Finish all reductions and complete ``.grad`` of every parameter. Collective; blocks.
 
@@ -185,7 +195,7 @@ class PlainLoop:
         state.complete_gradients()
         if flat is not None:
             state.collectives.comm_context.wait(flat, SMALL)
-        used_replicated, used_sharded = replicated.used(_known_use)
+        used_replicated, used_sharded = replicated.used(self.known_use)
         members, values = replicated.members, replicated.values()
         read = zip(members, used_replicated, trained(members), values, strict=True)
         for member, used, wanted, value in read:
@@ -217,17 +227,6 @@ class PlainLoop:
 
 def _sum_dtype(weight: ShardedParameter) -> torch.dtype:
     return torch.promote_types(weight.reduce_dtype, torch.float32)
-
-
-def _known_use(member: Member) -> bool | None:
-    """Whether ``member``, which this rank has not used, counts as used; ``None``: ask other ranks.
-
-    False if it is frozen. True where ``.grad`` exists: adding zeros to that is right, whether
-    another rank used ``member`` or not.
-    """
-    if not member.requires_grad:
-        return False
-    return None if member.parameter.grad is None else True
 
 
 def _copy_shared_gradients(weights: Iterable[ShardedParameter]) -> None:

@@ -144,9 +144,15 @@ class ReplicatedParameters:
         """
         self._flag(had_gradient)
         try:
-            return all_reduce(self.gradient(), self._mesh.stage_group, collectives.counters)
+            return all_reduce(self.gradient(), self._among(), collectives.counters)
         except RuntimeError as error:  # another rank has closed the connection
             raise collectives.comm_context.record_failure(SMALL, error) from error
+
+    def _among(self) -> dist.ProcessGroup:
+        """All ranks that hold these parameters; of programs with experts over tensor ranks, which
+        shard every parameter, all that hold some of them: there are only flags."""
+        mesh = self._mesh
+        return mesh.model_group if mesh.shape.experts_over_tensor else mesh.stage_group
 
     def views(self) -> Sequence[Tensor]:
         """The gradient of every parameter, in its shape: views of the flat gradient."""
