@@ -25,7 +25,14 @@ from internsp.config import WeightParallelConfig
 from internsp.errors import MeshError, StructureError
 from internsp.fsdp.compiled import compilers_taken
 from internsp.fsdp.torchs import gives_zeros, input_buffers, param_groups
-from internsp.fsdp.units import ProgramUnit, groups_of, params_of, shardings_of, units_of
+from internsp.fsdp.units import (
+    ProgramUnit,
+    by_mesh,
+    groups_of,
+    params_of,
+    shardings_of,
+    units_of,
+)
 from internsp.mesh import ParallelMesh
 from internsp.mesh.program import mesh_of_program
 from internsp.modules.adopted import adopt, follow
@@ -228,22 +235,21 @@ def member_of(communicator: ISPCommunicator, param: Any) -> ShardedParameter:
 
 
 def _mesh(units: Sequence[ProgramUnit]) -> ParallelMesh:
-    """Our groups for the program's mesh; several roots on one mesh share them.
+    """Our groups for the program's meshes; several roots on the same share them.
 
     Raises:
-        MeshError: units are on different meshes, or see :func:`mesh_of_program`.
+        MeshError: parameters are on more than two meshes, or see :func:`mesh_of_program`.
     """
-    params = params_of(units)
-    data = params[0].mesh_info.mesh
-    for param in params:
-        ranks = param.mesh_info.mesh.mesh.tolist()
-        if ranks != data.mesh.tolist():
-            raise MeshError(
-                f"{param._param_fqn} is sharded over ranks {ranks}, other parameters over "
-                f"{data.mesh.tolist()}: give every fully_shard of one model the same mesh; experts "
-                "have an axis of their own in internsp.parallelize (docs/howto/experts.md)"
-            )
-    return mesh_of_program(data, [param._spmd_mesh for param in params])
+    found = by_mesh(units)
+    if len(found) > 2:
+        listed = (f"{p._param_fqn} over {p.mesh_info.mesh.mesh.tolist()}" for p, *_ in found)
+        raise MeshError(
+            f"parameters are sharded over the ranks of {len(found)} meshes ({'; '.join(listed)}): "
+            "give every fully_shard of one model the same mesh, or one beside it for all experts"
+        )
+    meshes = [[params[0].mesh_info.mesh, *(p._spmd_mesh for p in params)] for params in found]
+    (data, *others), *experts = meshes
+    return mesh_of_program(data, others, *experts)
 
 
 def _casts(units: Sequence[ProgramUnit]) -> list[ModuleCasts]:

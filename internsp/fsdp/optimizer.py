@@ -38,7 +38,8 @@ def zero_optimizer(
         ValueError: ``model`` is no module of ``fully_shard`` or has such an optimizer already, a
             parameter is not sharded, or one that is trained is in no group, or one of several
             optimizers has state.
-        ConfigError: the mesh has no replicas: the state is over all ranks without this.
+        ConfigError: the mesh has no replicas: the state is over all ranks without this; or
+            experts are on a mesh of their own.
         StructureError: a setter was called that needs ``.grad``.
     """
     from internsp.optim.methods import is_known_whole_matrix  # few programs need them
@@ -56,6 +57,12 @@ def zero_optimizer(
             "internsp.fsdp.zero_optimizer: the mesh has no replicas, so that the state of any "
             "optimizer is over all ranks: leave it out, or give fully_shard a mesh of two "
             "dimensions (replicate, shard)"
+        )
+    if found.communicator.mesh.shape.separate:
+        raise ConfigError(
+            "internsp.fsdp.zero_optimizer: experts on a mesh of their own have other means than "
+            "dense weights: leave it out, or make the model with internsp.parallelize "
+            "(docs/howto/experts.md)"
         )
     if others and any(each.state for each in every):
         raise ValueError("zero_optimizer: give several optimizers before their first steps")

@@ -43,5 +43,6 @@ def _while(unit: ProgramUnit) -> str:
         return "whole from the model's entry to the end of backward"
     if unit.keeps:
         return "whole from its forward to its backward"
-    near = f", from slices on {unit.near_ranks} near ranks" if unit.near_ranks else ""
-    return f"gathered one ahead, in forward and in backward{near}"
+    near = max(map(unit.near_ranks, unit.groups), default=0)
+    slices = f", from slices on {near} near ranks" if near else ""
+    return f"gathered one ahead, in forward and in backward{slices}"

@@ -14,7 +14,7 @@ _SHARDED = "_internsp_sharded"
 
 
 def param_groups(state: Any) -> Sequence[Any]:
-    """torch's ``FSDPParamGroup`` of an ``FSDPState``: none without parameters, else one."""
+    """torch's ``FSDPParamGroup`` of an ``FSDPState``: one for each mesh of its parameters."""
     if hasattr(state, "_fsdp_param_groups"):
         found: Sequence[Any] = state._fsdp_param_groups
         return found

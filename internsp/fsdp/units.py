@@ -6,6 +6,7 @@ torch's own ``fully_shard`` has sharded the parameters and noted every argument 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,17 +37,16 @@ class ProgramUnit(NamedUnit):
 
     @property
     def groups(self) -> Sequence[Any]:
-        """torch's ``FSDPParamGroup`` of it: none without parameters, else one."""
+        """torch's ``FSDPParamGroup`` of it: one for each mesh of its parameters."""
         return param_groups(self.state)
 
-    @property
-    def near_ranks(self) -> int:
-        """Ranks of the smaller group that keeps it after forward; 0: none."""
-        if self.kind != "block" or self.keeps or not self.groups:
+    def near_ranks(self, part: Any) -> int:
+        """Ranks of the smaller group that keeps ``part`` after forward, torch's group or parameter
+        of it; 0: none."""
+        if self.kind != "block" or self.keeps:
             return 0
-        group = self.groups[0]
-        size: int = group.post_forward_mesh_info.shard_mesh_size
-        return 0 if size == group.mesh_info.shard_mesh_size else size
+        size: int = part.post_forward_mesh_info.shard_mesh_size
+        return 0 if size == part.mesh_info.shard_mesh_size else size
 
 
 def units_of(root: nn.Module, states: Sequence[Any]) -> list[ProgramUnit]:
@@ -64,13 +64,22 @@ def units_of(root: nn.Module, states: Sequence[Any]) -> list[ProgramUnit]:
 
 
 def groups_of(units: Sequence[ProgramUnit]) -> list[Any]:
-    """torch's groups of parameters, one a unit that has any."""
+    """torch's groups of parameters."""
     return [group for unit in units for group in unit.groups]
 
 
 def params_of(units: Sequence[ProgramUnit]) -> list[Any]:
     """torch's ``FSDPParam`` of every parameter."""
     return [param for group in groups_of(units) for param in group.fsdp_params]
+
+
+def by_mesh(units: Sequence[ProgramUnit]) -> list[list[Any]]:
+    """torch's ``FSDPParam`` of every parameter, by the ranks over which they are sharded; first
+    those of dense weights, which have as many ranks as others or more, tensor ranks counted."""
+    found: dict[str, list[Any]] = {}
+    for param in params_of(units):
+        found.setdefault(str(param.mesh_info.mesh.mesh.tolist()), []).append(param)
+    return sorted(found.values(), key=lambda own: -max(p._spmd_mesh.size() for p in own))
 
 
 def shardings_of(
@@ -84,7 +93,7 @@ def shardings_of(
     Raises:
         StructureError: a parameter has a class of its own with all-gather functions.
     """
-    told = {}
+    told, experts = {}, {param for params in by_mesh(units)[1:] for param in params}
     for unit in units:
         for param in params_of([unit]):
             like = stand_in(param)
@@ -94,7 +103,8 @@ def shardings_of(
     for like, owners in owners_of(root).items():
         if like in told:
             unit, param = told[like]
-            found.append((param, _sharding(unit, units[0], param, like, owners, config)))
+            made = _sharding(unit, units[0], param, like, owners, config)
+            found.append((param, replace(made, expert=param in experts)))
 
     def place(item: tuple[Any, ParameterSharding]) -> tuple[bool, bool]:
         own = item[1]
@@ -131,7 +141,7 @@ def _sharding(
         unit = root
     options = WeightOptions(
         config.coalesce_bytes, ("weights",) if param.offload_to_cpu else (),
-        unit.near_ranks or config.near_ranks, config.quantize,
+        unit.near_ranks(param) or config.near_ranks, config.quantize,
     )  # fmt: skip
     block = unit.number if unit.kind == "block" else -1
     linear = getattr(owners[0].module, "autocasts", isinstance(owners[0].module, nn.Linear))

@@ -9,6 +9,9 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,8 +104,10 @@ def trl(rank: int, world: int, folder: Path) -> Found:
     return found | parameters(trained), trained.lm_head.weight
 
 
-def torchtitan(rank: int, world: int, folder: Path) -> Found:
-    """Three steps of the Llama debug model, sharded by torchtitan's own function."""
+def torchtitan(
+    rank: int, world: int, folder: Path, family: str = "llama3", **degrees: int
+) -> Found:
+    """Three steps of a debug model, sharded by torchtitan's own function."""
     from torchtitan.tools import utils
 
     from tests.clients.test_torchtitan import Host
@@ -112,7 +117,11 @@ def torchtitan(rank: int, world: int, folder: Path) -> Found:
     from examples import torchtitan_train as example
 
     config = example.configuration(str(TEXT), str(folder), 4, mixed_precision_param="float32")
-    config.model_spec.parallelize_fn = example.model_registry("debugmodel").parallelize_fn
+    models: Any = import_module(f"torchtitan.models.{family}")
+    config.model_spec = models.model_registry("debugmodel")
+    for layer in config.model_spec.model.layers:  # as the example's: rows with one document
+        layer.attention.inner_attention = example.ScaledDotProductAttention.Config()
+    config.parallelism = replace(config.parallelism, **degrees)
     trainer = example.Trainer(config)
     model: Any = trainer.model_parts[0]
     for part in model.modules():  # gloo has no reduction that divides, which FSDP2 takes there
@@ -179,12 +188,18 @@ class Client(NamedTuple):
     run: Callable[[int, int, Path], Found]
     needs: tuple[str, ...]
     gap: float = 0.0  # by which values may differ, of the largest
+    world: int = 2
 
 
+TITAN = ("torchtitan", "triton", "spmd_types", "tensorboard")
+EXPERTS = partial(torchtitan, family="deepseek_v3", expert_parallel_degree=2)
+MIXED = partial(EXPERTS, expert_parallel_degree=4, tensor_parallel_degree=2)
 CLIENTS = {
     "Lightning": Client(lightning, ("lightning",)),
     "TRL": Client(trl, ("accelerate", "datasets", "transformers", "trl")),
-    "torchtitan": Client(torchtitan, ("torchtitan", "triton", "spmd_types", "tensorboard")),
+    "torchtitan": Client(torchtitan, TITAN),
+    "torchtitan experts": Client(EXPERTS, TITAN, 1e-3, 4),  # its experts compute in bf16
+    "torchtitan tensor ranks": Client(MIXED, TITAN, world=4),
     "loop": Client(loop, ("transformers",), 1e-12),
 }
 
@@ -204,8 +219,9 @@ def train(rank: int, world: int, folder: Path, name: str, ours: bool) -> dict[st
 def test_a_program_computes_what_it_does_with_fsdp2(name: str, tmp_path: Path) -> None:
     if missing := [package for package in CLIENTS[name].needs if not find_spec(package)]:
         pytest.skip(f"not installed: {', '.join(missing)} (pip install 'internsp[clients]')")
-    theirs = run_ranks(train, 2, tmp_path / "theirs", name, False, timeout=240, fresh=True)[0]
-    mine = run_ranks(train, 2, tmp_path / "ours", name, True, timeout=240, fresh=True)[0]
+    world = CLIENTS[name].world
+    theirs = run_ranks(train, world, tmp_path / "theirs", name, False, timeout=240, fresh=True)[0]
+    mine = run_ranks(train, world, tmp_path / "ours", name, True, timeout=240, fresh=True)[0]
     assert list(mine) == list(theirs)
     for key, value in theirs.items():
         gap = ((mine[key].double() - value.double()).abs().max() / value.abs().max()).item()

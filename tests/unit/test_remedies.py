@@ -228,7 +228,14 @@ def degrees(world: int, **sizes: Any) -> Remedy:
     return partial(MeshShape, world, **sizes)  # type: ignore[return-value]
 
 
+BESIDE = (
+    "tests/ranks/test_fsdp_experts.py::"
+    "test_experts_on_a_mesh_of_their_own_have_the_numbers_of_fsdp2"
+)
 MESH: Table = {
+    "as meshes of experts are": {
+        "make the former of every n-th of the latter": BESIDE, "or of neighbors among them": BESIDE,
+    },
     "and parameters on one of": {
         "give fully_shard a mesh of one dimension": "tests/ranks/test_fsdp.py::"
         "test_three_steps_are_those_of_fsdp2",
@@ -363,6 +370,7 @@ NAMES: Table = {
     "write the smaller number first": {"write the smaller number first": NAMED},
 }
 PROGRAMS = "tests/ranks/test_fsdp_programs.py::"
+OWNED = "tests/ranks/test_fsdp_experts.py::"
 WRITTEN = "tests/ranks/test_fsdp_errors.py::test_what_a_refusal_says_to_write_works"
 OWN = "tests/ranks/test_own_communicator.py::"
 ZERO = "tests/ranks/test_fsdp_zero.py::test_steps_are_those_of_fsdp2_with_half_of_the_state"
@@ -379,7 +387,15 @@ FSDP: Table = {
     "the mesh has no replicas": {
         "leave it out": WRITTEN, "or give fully_shard a mesh of two dimensions": ZERO,
     },
-    "is sharded over ranks": {"give every fully_shard of one model the same mesh": WRITTEN},
+    "are sharded over the ranks of": {
+        "give every fully_shard of one model the same mesh": WRITTEN,
+        "or one beside it for all experts": f"{OWNED}test_other_meshes_are_refused_by_name",
+    },
+    "have other means than dense weights": {
+        "leave it out": WRITTEN,
+        "or make the model with internsp.parallelize":
+            "tests/ranks/test_experts.py::test_gradients_norms_and_steps_equal_one_process",
+    },
     "was sharded by torch's": {
         "call internsp.fsdp's": WRITTEN, "or internsp.fsdp.install() before": WRITTEN,
     },
