@@ -307,10 +307,16 @@ def beside(names: Any, rank: int) -> dict[str, Tensor]:
 
 
 @ranks(4)
-def test_any_tokens_and_setters_have_the_numbers_of_fsdp2(rank: int) -> None:
+def test_any_tokens_have_the_numbers_of_fsdp2(rank: int) -> None:
     compare(
-        program(_then=to_one), program(_then=frozen),
-        program(_then=left_out, owners=4, plain=True), beside,
+        program(_then=to_one), program(_then=left_out, owners=4, plain=True), program(_then=frozen),
+        beside, rank=rank,
+    )  # fmt: skip
+
+
+@ranks(4)
+def test_setters_and_policies_have_the_numbers_of_fsdp2(rank: int) -> None:
+    compare(
         program(_then=recomputed, _micro=2), program(_micro=2, reshard_after_forward=False),
         program(_then=summed, form="placements", replicas=2, _micro=2),
         program(form="placements", plain=True, reshard_after_forward=2), rank=rank,
