@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from internsp.base.autograd import (
     InputTensors,
+    base_node,
     clone_aliases,
     in_backward,
     input_tensors,
@@ -78,7 +79,8 @@ class ParameterHandle:
         shared = False
         for weight in self.weights:
             if weight.shares_slot:
-                weight.communicator.release(weight)
+                if weight.communicator.releases:
+                    weight.communicator.release(weight)
                 shared = True
         return shared
 
@@ -337,7 +339,8 @@ class Weights(dict[str, Any]):
                 inside[name] = self.replacement(name)
         handle = ParameterHandle([*found.values()])
         if found:
-            inside.update(zip(found, views(handle, *[inside[name] for name in found]), strict=True))
+            made = views(handle, *map(inside.__getitem__, found))
+            inside.update(zip(found, made, strict=True))
         return handle, inside
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -493,8 +496,10 @@ def _unsharding(module: nn.Module, held: Weights, inner: Forward) -> Forward:
             finally:
                 own["_parameters"] = held
                 shared = handle.release()
-            if saves and shared:
-                register_pre_backward_hook(output, partial(handle.pre_backward, True), {})
+            if saves and shared:  # the output is one new tensor
+                node = base_node(output, {}) or output.grad_fn
+                if node is not None:
+                    node.register_prehook(partial(handle.pre_backward, True))
             return output
         if copied is not None:
             copied.require_copies(module)

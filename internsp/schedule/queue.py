@@ -181,7 +181,9 @@ class GatherQueue(Generic[W]):
         one_by_one = False
         if phase == FORWARD:
             if unit.block >= 0:
-                self.uses.count(weight)
+                now = self.uses.now[weight] = self.uses.now.get(weight, 0) + 1
+                if now > 1:
+                    self.uses.again(weight, now)
                 one_by_one = self.passes.one_by_one
             elif unit is self.passes.order.alone:
                 self.uses.head_between |= self.passes.among_blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Generic
 
 from internsp.schedule.terms import (
@@ -21,6 +22,8 @@ from internsp.schedule.terms import (
     Unit,
     W,
 )
+
+_BYTES = attrgetter("gradient_bytes")
 
 
 class Reductions(Generic[W]):
@@ -66,7 +69,7 @@ class Reductions(Generic[W]):
         else:
             if unit is not self._unit:
                 self._next_unit(unit, out)
-            nbytes = sum([weight.gradient_bytes for weight in weights])
+            nbytes = sum(map(_BYTES, weights))
             while self._flying and self._flying_bytes + nbytes > self._limit:
                 self._finish_oldest(out)
             self._flying.append((unit, weights, nbytes))

@@ -18,6 +18,7 @@ class Uses(Generic[W]):
     """Uses of weights in the forward that runs, and the most in any.
 
     Attributes:
+        now: the uses in the forward that runs; the queue counts them.
         most: the most uses in any forward, of each weight with more than one.
         head_between: some forward has used the head between two blocks.
     """
@@ -25,12 +26,12 @@ class Uses(Generic[W]):
     def __init__(self) -> None:
         self.most: dict[W, int] = {}
         self.head_between = False
-        self._now: dict[W, int] = {}  # in the forward that runs
+        self.now: dict[W, int] = {}
         self._seen: set[W] = set()  # weights used in a forward that has left their block
 
     def begin_forward(self) -> None:
         """Count anew."""
-        self._now.clear()
+        self.now.clear()
 
     def begin_order(self) -> None:
         """Blocks run in another order from here on: forget earlier forwards."""
@@ -42,28 +43,27 @@ class Uses(Generic[W]):
         """A recurring block runs once more in this forward: count its uses anew."""
         for group in unit.groups:
             for weight in group.weights:
-                self._now.pop(weight, None)
+                self.now.pop(weight, None)
 
-    def count(self, weight: W) -> None:
-        """One more use."""
-        uses = self._now[weight] = self._now.get(weight, 0) + 1
-        if uses > 1:  # at once, so that the next forward is right even if this one fails
-            self.most[weight] = max(uses, self.most.get(weight, 1))
+    def again(self, weight: W, uses: int) -> None:
+        """A weight is used again in the forward that runs: at once the most, so that the next
+        forward is right even if this one fails."""
+        self.most[weight] = max(uses, self.most.get(weight, 1))
 
     def count_once(self, groups: Sequence[Group[W]]) -> None:
         """Each weight of a block is used once, at the block's entry."""
         for group in groups:
-            self._now.update(dict.fromkeys(group.weights, 1))
+            self.now.update(dict.fromkeys(group.weights, 1))
             self._seen.update(group.weights)
 
     def leave(self, unit: Unit[W]) -> None:
         """The forward leaves a block."""
         for group in unit.groups:
-            self._seen.update(self._now.keys() & group.weights)
+            self._seen.update(self.now.keys() & group.weights)
 
     def are_over(self, group: Group[W]) -> bool:
         """Whether each weight of the group has had its last use in the forward that runs."""
-        now, most, seen = self._now, self.most, self._seen
+        now, most, seen = self.now, self.most, self._seen
         return all(w in seen and now.get(w, 0) == most.get(w, 1) for w in group.weights)
 
     def set(self, uses: Mapping[W, int]) -> None:

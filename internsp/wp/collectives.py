@@ -322,9 +322,8 @@ class Collectives:
         others = (self.size - 1) * input.itemsize
         self.counters.reduced_bytes += others * (input.numel() // self.size)
         self.counters.reductions += 1
-        nbytes = {weight: others * numel for weight, numel in weights.items()}
         send = send or self.transport.all_to_all
-        return self.launch(send, (output, input), "RS", unit, nbytes, phase)
+        return self.launch(send, (output, input), "RS", unit, weights, phase, "", others)
 
     def total(self, output: Tensor, input: Tensor, shape: Sequence[int] = (-1,)) -> Tensor:
         """The sum of what :meth:`reduce_scatter` has received, in ``shape``, after its wait."""
@@ -394,23 +393,24 @@ class Collectives:
         weights: Mapping[str, int],
         phase: str,
         waits: str = "",
+        each: int = 1,
     ) -> Handle:
         """Count, record and launch ``send(*tensors)``; in a group of one nothing is sent.
 
         Args:
             tensors: kept until the wait, since the collective reads and writes them (WP-6).
             kind, unit, phase: those of its events in the trace, one event for each weight.
-            weights: names, and the bytes that other ranks send of each.
+            weights: names, and what other ranks send of each, in units of ``each`` bytes.
             waits: the phase of its wait, if it is not ``phase``.
         """
         weight = next(iter(weights))
         first = weight or unit
-        number = self._count(first, sum(weights.values()))
+        number = self._count(first, each * sum(weights.values()))
         trace, events = self.trace, []
         if trace.enabled:
             events = [
-                trace.record(kind, unit, name, phase, nbytes, in_flight=True)
-                for name, nbytes in weights.items()
+                trace.record(kind, unit, name, phase, each * count, in_flight=True)
+                for name, count in weights.items()
             ]
         if self.size == 1:
             for event in events:

@@ -44,7 +44,12 @@ class WPCommunicator(ABC, Generic[P]):
 
     An implementation needs the four abstract methods (``docs/howto/own_communicator.md`` has one,
     for :func:`internsp.parallelize`); the defaults of the others are right for any.
+
+    Attributes:
+        releases: whether :meth:`release` does anything now; a layer may leave it out otherwise.
     """
+
+    releases = True
 
     @property
     def weight_part(self) -> bool:
@@ -129,17 +134,18 @@ class ChunkWeights(WPCommunicator[ShardedParameter]):
             or torch.is_autocast_enabled(weight.device.type)
         ):
             follow(weight)
-        actions = self.queue.use(unit, weight, phase, state.trace.enabled or state.streams)
+        traced = state.trace.enabled
+        # In most orders nothing asks for the bytes before the block's post-forward, which releases
+        # them all.
+        self.releases = traced or self.queue.passes.order.shares
+        actions = self.queue.use(unit, weight, phase, traced or state.streams)
         if actions:
             state.perform(actions)
         return weight.read()
 
     def release(self, weight: ShardedParameter) -> None:
-        """See :meth:`WPCommunicator.release`. In most orders nothing asks for the bytes before the
-        block's post-forward, which releases them all."""
-        if not self.queue.passes.order.shares and not self.state.trace.enabled:
-            return
-        if graph_task() == NO_TASK:
+        """See :meth:`WPCommunicator.release`."""
+        if self.releases and graph_task() == NO_TASK:
             actions = self.queue.release(weight.unit, weight, self.state.trace.enabled)
             if actions:
                 self.state.perform(actions)
@@ -191,11 +197,11 @@ class ChunkWeights(WPCommunicator[ShardedParameter]):
                 "been unsharded: return that tensor from the block, or set "
                 "weight_parallel.coalesce_bytes = 0 and compile = false"
             )
-        kept, frozen = self.state.reducer.ready, self.state.reducer.frozen
+        kept = self.state.reducer.ready
         if self.state.streams:
             self.state.reducer.take_turn()
         for weight, gradient in ready:
-            if weight in frozen:
+            if weight.frozen:
                 continue
             before = kept.get(weight)
             kept[weight] = gradient if before is None else before + gradient
@@ -350,6 +356,7 @@ class ISPCommunicator(ChunkWeights):
         unit = weights[0].unit
         phase = RECOMPUTE if graph_task() != NO_TASK else FORWARD
         follow(*weights)
+        self.releases = self.state.trace.enabled or self.queue.passes.order.shares
         self.state.perform(self.queue.use_all(unit, phase, self.state.trace.enabled))
         self._read_slot(*unit.weights)
         return [weight.read() for weight in weights]

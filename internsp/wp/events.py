@@ -161,7 +161,8 @@ class Events:
                 self._enter_alone(block)
             self.order.pre_forward(block, self.inside)
             changed = self._autocast.pre_forward(block)
-            chunk.perform(chunk.queue.pre_forward(block))
+            if actions := chunk.queue.pre_forward(block):
+                chunk.perform(actions)
             if changed:
                 chunk.perform(chunk.queue.slots.gather_again(block))
 
@@ -194,7 +195,8 @@ class Events:
         """A block's post-forward, in forward or in a recompute. Returns its :meth:`moment`."""
         if isinstance(block, Unit):
             if graph_task() == NO_TASK:
-                self._chunk.perform(self._chunk.queue.post_forward(block))
+                if actions := self._chunk.queue.post_forward(block):
+                    self._chunk.perform(actions)
             elif block.around >= 0:
                 self._chunk.queue.backward.leave_recompute(block)
         return self.moment(block)
@@ -325,8 +327,9 @@ class Events:
 
         They get no gradient, as under autograd.
         """
-        self._replicated.note_frozen()
-        self._chunk.reducer.note_frozen(self._replicated.sharded)
+        members = self._replicated.all_parameters()
+        for member, now in zip(members, trained(members), strict=True):
+            member.frozen = not now
         self._chunk.consumer.backward_begins()
 
     def _exchanges_early(self) -> bool:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from internsp.base.bits import bits_of
 from internsp.base.host import GRADIENTS, WEIGHTS, HostLink
 from internsp.base.trace import Work
 from internsp.dtensor.mixed import read_each, without_torch_function
@@ -58,6 +57,8 @@ class ModelParameter:
             waited for, which sets it to ``None``; on a device with streams until the next one.
         stepped: counts the steps that have written it; a ``ZeroOptimizer``'s parameters share one.
         offload: what of it lies in host memory (``weight_parallel.offload``).
+        frozen: whether it was frozen when the last backward began, on all ranks: its gradients are
+            dropped; a sharded one is reduced with zeros, in the declared order.
         shares_slot: whether other weights use its bytes between forward and backward.
         communicator: unshards it and reduces its gradient.
         tied: name in the whole model of a weight that other pipeline stages hold, too; else empty.
@@ -73,6 +74,7 @@ class ModelParameter:
     tied = ""
     counted = True
     shares_slot = True
+    frozen = False
     storage: Tensor
     parameter: nn.Parameter
     communicator: WPCommunicator[Member]
@@ -391,11 +393,11 @@ class ShardedParameter(ModelParameter):
 
         Also true if the versions differ: :meth:`require_version` notices this.
         """
-        if self.used_version != self.current_version():
+        if self.used_version != (self.version(), self.compute_dtype):
             return True
-        shard, dtype = self.fresh(), self.in_slot.flat.dtype
+        shard, dtype, own = self.fresh(), self.in_slot.flat.dtype, self.in_slot.own_bits
         sent = shard if shard.dtype == dtype else shard.to(dtype)
-        return torch.equal(self.in_slot.own_bits, bits_of(sent))
+        return torch.equal(own, sent.view(own.dtype))
 
     def read(self) -> Tensor:
         """The unsharded weight, with a version counter of its own: an alias of its bytes in the
@@ -507,7 +509,7 @@ class ReplicatedParameter(ModelParameter):
         sums = self.sums
         if sums.events.backward < 0:
             sums.events.begin_at_gradient()
-        if self not in sums.frozen:
+        if not self.frozen:
             self.add_gradient(gradient)
 
     def add_gradient(self, gradient: Tensor) -> None:

@@ -35,11 +35,13 @@ from internsp.wp.collectives import Collectives, Handle, ReplicaCollectives
 from internsp.wp.consumer import GradientConsumer
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.reduce import GradientReducer
-from internsp.wp.slots import MemoryPool, Units
+from internsp.wp.slots import MemoryPool, Slot, Units
 
 if TYPE_CHECKING:  # loaded where a model uses them
     from internsp.wp.encode import Encoder
     from internsp.wp.near import NearSlices
+
+Weights = Sequence[ShardedParameter]
 
 
 @dataclass
@@ -100,8 +102,13 @@ class Chunk:
     def perform(self, actions: Iterable[Action[ShardedParameter]]) -> None:
         """Perform ``actions`` in order."""
         for action in actions:
-            if action.kind != FREE or self.trace.enabled:  # nothing is done, only a trace shows it
-                _PERFORMED_BY[action.kind](self, action)
+            kind = action.kind
+            if kind in _REDUCED_BY:
+                if self.streams:
+                    self.reducer.take_turn()
+                _REDUCED_BY[kind](self.reducer)(action.weights)
+            elif kind != FREE or self.trace.enabled:  # nothing is done, only a trace shows it
+                _PERFORMED_BY[kind](self, action)
 
     def invalidate_older(self, unit: terms.Unit[ShardedParameter]) -> None:
         """Drop the contents of weights of ``unit`` that were written since they were gathered.
@@ -151,22 +158,12 @@ class Chunk:
     def _next_pass(self, action: Action[ShardedParameter]) -> None:
         self.accumulation.at_next_pass()
 
-    def _reduce(self, action: Action[ShardedParameter]) -> None:
-        kind, weights = action.kind, action.weights
+    def _exchange(self, action: Action[ShardedParameter]) -> None:
         if self.streams:
             self.reducer.take_turn()
-        if kind == REDUCE_SCATTER:
-            self.reducer.reduce_scatter(weights[0].unit, weights)
-        elif kind == FINISH_OLDEST:
-            self.reducer.finish_oldest()
-        elif kind == GO_ON:
-            for one in self.reducer.sums:
-                one.go_on()
-        elif kind == ACCUMULATE:
-            self.reducer.accumulate(weights[0].unit, weights)
-        elif kind == EXCHANGE and action.parcel is not None:
+        if action.parcel is not None:
             self.consumer.start(action.parcel)
-        elif kind == FINISH_EXCHANGE:
+        else:
             self.consumer.finish_oldest()
 
     def _gather(self, action: Action[ShardedParameter]) -> None:
@@ -180,7 +177,7 @@ class Chunk:
         kind, phase, _, weights, evicted, _ = action
         unit = weights[0].unit
         slot = self.pool.slots[unit.slot]
-        slot.acquire(unit, weights, evicted, self.pool.poison)
+        self._acquire(slot, weights, evicted)
         runs = runs_of(weights, attrgetter("compute_dtype")) if len(weights) > 1 else [weights]
         for run in runs:
             collectives, copied = self.gathers[run[0].axis], None
@@ -221,6 +218,17 @@ class Chunk:
                 handle.carries = run
                 for weight in run:
                     self.handles[weight] = handle
+
+    def _acquire(self, slot: Slot, weights: Weights, evicted: Weights) -> None:
+        """Prepare the bytes of ``weights``, if more is to be done than to find their views."""
+        for weight in evicted:
+            weight.used_version = None
+        for weight in weights:
+            views = slot.views.get((weight, weight.compute_dtype))
+            if views is None or not slot.plain or self.pool.poison:
+                slot.acquire(weight.unit, weights, evicted, self.pool.poison)
+                return
+            weight.in_slot = views
 
     def _from_host(
         self, link: HostLink, weight: ShardedParameter, output: Tensor
@@ -270,11 +278,15 @@ _PERFORMED_BY: Mapping[str, Callable[[Chunk, Action[ShardedParameter]], None]] =
     USE: Chunk._use,
     FREE: Chunk._record,
     NEXT_PASS: Chunk._next_pass,
-    REDUCE_SCATTER: Chunk._reduce,
-    ACCUMULATE: Chunk._reduce,
-    FINISH_OLDEST: Chunk._reduce,
-    GO_ON: Chunk._reduce,
-    EXCHANGE: Chunk._reduce,
-    FINISH_EXCHANGE: Chunk._reduce,
+    EXCHANGE: Chunk._exchange,
+    FINISH_EXCHANGE: Chunk._exchange,
 }
 """What performs each kind of action."""
+
+_REDUCED_BY: Mapping[str, Callable[[GradientReducer], Callable[[Weights], None]]] = {
+    REDUCE_SCATTER: attrgetter("reduce_scatter"),
+    ACCUMULATE: attrgetter("accumulate"),
+    FINISH_OLDEST: attrgetter("finish_oldest"),
+    GO_ON: attrgetter("go_on"),
+}
+"""What the reducer does for each kind of action that it takes a turn for, with its weights."""

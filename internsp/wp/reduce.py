@@ -25,7 +25,7 @@ from internsp.mesh import WeightAxis
 from internsp.schedule.layout import ShardLayout
 from internsp.schedule.terms import runs_of
 from internsp.wp.collectives import Collectives, Handle
-from internsp.wp.parameter import ShardedParameter, trained, unflatten
+from internsp.wp.parameter import ShardedParameter, unflatten
 from internsp.wp.slots import Unit
 
 if TYPE_CHECKING:  # loaded where weights are reduced so
@@ -105,8 +105,6 @@ class GradientReducer:
             this rank had a gradient of it.
         sums: of near ranks, in flight (:mod:`internsp.wp.two_level`).
         unsharded_sums: accumulated sums of unsharded gradients that are not reduced yet.
-        frozen: weights whose parameters were frozen after the forward. Their gradients are
-            dropped; their reductions are launched with zeros, in the declared order.
     """
 
     def __init__(
@@ -123,7 +121,6 @@ class GradientReducer:
         self.ready: dict[ShardedParameter, Tensor] = {}
         self.had_gradient: dict[ShardedParameter, bool] = {}
         self.unsharded_sums = UnshardedSums(buffers)
-        self.frozen: set[ShardedParameter] = set()
         self._current = current_stream(buffers.device)
         self._turns = StreamTurns()
 
@@ -136,30 +133,27 @@ class GradientReducer:
         if self._current is not None:
             self._turns.take(self._current())
 
-    def note_frozen(self, weights: Sequence[ShardedParameter]) -> None:
-        """A backward begins: note which of all ``weights`` are frozen now."""
-        now = zip(weights, trained(weights), strict=True)
-        self.frozen = {weight for weight, wanted in now if not wanted}
-
     def __len__(self) -> int:
         return len(self._queue)
 
-    def accumulate(self, unit: Unit, weights: Sequence[ShardedParameter]) -> None:
+    def accumulate(self, weights: Sequence[ShardedParameter]) -> None:
         """Add the ready gradients of ``weights`` to their unsharded sums. No message."""
         for weight in weights:
             gradient = self._pop_ready(weight)
-            self.unsharded_sums.add(unit, weight, gradient)
+            self.unsharded_sums.add(weight.unit, weight, gradient)
 
-    def reduce_scatter(self, unit: Unit, weights: Sequence[ShardedParameter]) -> None:
+    def reduce_scatter(self, weights: Sequence[ShardedParameter]) -> None:
         """Start the reduction of the ready gradients of ``weights``, of zeros for others (WP-2)."""
-        launched: list[PendingGradient] = []
+        unit, launched = weights[0].unit, list[PendingGradient]()
         self._queue.append(launched)
         runs = runs_of(weights, attrgetter("reduce_dtype")) if len(weights) > 1 else (weights,)
         for run in runs:
-            first, shares = run[0], {weight.name: weight.layout.shard_numel for weight in run}
+            first = run[0]
+            shares = {first.name: first.layout.shard_numel}
             if len(run) == 1:
                 input, packed = self._input(first, self._pop_ready(first))
             else:
+                shares |= {weight.name: weight.layout.shard_numel for weight in run}
                 gradients = [self._pop_ready(weight) for weight in run]
                 input = packed = self._coalesced_input(run, gradients)
             collectives, size = self._collectives[first.axis], first.layout.size
@@ -168,7 +162,7 @@ class GradientReducer:
             handle = collectives.reduce_scatter(output, input, unit.name, shares, "backward")
             launched.append(PendingGradient(unit, run, output, packed, input, handle))
 
-    def finish_oldest(self) -> None:
+    def finish_oldest(self, _: Sequence[ShardedParameter] = ()) -> None:
         """Wait for the oldest reduction and add it to its shards' reduced gradients."""
         for pending in self._queue.popleft():
             unit, weights, output = pending.unit, pending.weights, pending.output
@@ -193,6 +187,11 @@ class GradientReducer:
             if self._trace.enabled:
                 for weight in weights:
                     self._trace.record("FINISH", unit.name, weight.name, "finish")
+
+    def go_on(self, _: Sequence[ShardedParameter]) -> None:
+        """Let sums of near ranks go on to others."""
+        for one in self.sums:
+            one.go_on()
 
     def discard(self) -> None:
         """After a failure that all ranks met: wait for everything in flight, drop the rest (WP-10).
@@ -223,7 +222,7 @@ class GradientReducer:
         out = packed.view(size, shard)
         pairs = list(zip(weights, gradients, strict=True))
         ready = [g for w, g in pairs if g is not None and w.layout.in_rows(g) and g.dtype == dtype]
-        if len(ready) == len(pairs) and not len(self.unsharded_sums):
+        if len(ready) == len(pairs) and not self.unsharded_sums.held:
             torch._chunk_cat(ready, 0, size, out=out)  # one call for all, as in FSDP2
             return packed
         parts = [self._input(weight, gradient) for weight, gradient in pairs]
@@ -238,7 +237,7 @@ class GradientReducer:
     ) -> tuple[Tensor, Tensor | None]:
         """The input of one gradient's reduce-scatter, flat; and the pooled buffer that this is, if
         the gradient needed a copy."""
-        if weight in self.unsharded_sums:
+        if weight in self.unsharded_sums.held:
             total = self.unsharded_sums.pop(weight, gradient)
             if total is not None:
                 return total, total
@@ -270,31 +269,28 @@ class UnshardedSums:
 
     Args:
         buffers: the pool in which the sums lie.
+
+    Attributes:
+        held: the unit and the sum of each weight; ``None`` stands for zeros.
     """
 
     def __init__(self, buffers: Buffers) -> None:
         self.buffers = buffers
-        self._sums: dict[ShardedParameter, tuple[Unit, Tensor | HostSum | None]] = {}
+        self.held: dict[ShardedParameter, tuple[Unit, Tensor | HostSum | None]] = {}
         self._hosted: dict[ShardedParameter, HostSum] = {}
 
-    def __contains__(self, weight: ShardedParameter) -> bool:
-        return weight in self._sums
-
-    def __len__(self) -> int:
-        return len(self._sums)
-
     def __iter__(self) -> Iterator[tuple[Unit, ShardedParameter]]:
-        return iter([(unit, weight) for weight, (unit, _) in self._sums.items()])
+        return iter([(unit, weight) for weight, (unit, _) in self.held.items()])
 
     @property
     def nbytes(self) -> int:
         """Bytes of the sums that exist now."""
-        sums = [total for _, total in self._sums.values() if total is not None]
+        sums = [total for _, total in self.held.values() if total is not None]
         return sum((t.values if isinstance(t, HostSum) else t).nbytes for t in sums)
 
     def add(self, unit: Unit, weight: ShardedParameter, gradient: Tensor | None) -> None:
         """Add an unsharded gradient; ``None`` stands for zeros. No message."""
-        _, total = self._sums.get(weight, (unit, None))
+        _, total = self.held.get(weight, (unit, None))
         if gradient is not None:
             if isinstance(total, Tensor):
                 weight.layout.add(gradient, total)
@@ -303,7 +299,7 @@ class UnshardedSums:
                 part = self.buffers.acquire(weight.layout.padded_numel, wide)
                 weight.layout.pack(gradient, part)
                 total = self._offloaded(weight, total, part) or part
-        self._sums[weight] = (unit, total)
+        self.held[weight] = (unit, total)
 
     def _offloaded(
         self, weight: ShardedParameter, total: HostSum | None, part: Tensor
@@ -326,12 +322,12 @@ class UnshardedSums:
 
         A pooled buffer, which the caller releases; ``None`` if there was no gradient.
         """
-        unit, total = self._sums[weight]
+        unit, total = self.held[weight]
         if isinstance(total, HostSum):
             there = self.buffers.acquire(total.values.numel(), total.values.dtype)
-            self._sums[weight] = unit, total.to_device(there)
+            self.held[weight] = unit, total.to_device(there)
         self.add(unit, weight, gradient)
-        total = self._sums.pop(weight)[1]
+        total = self.held.pop(weight)[1]
         if isinstance(total, HostSum):  # `gradient` was the only one, and is in host memory
             total = total.to_device(self.buffers.acquire(total.values.numel(), total.values.dtype))
         if total is None or total.dtype == weight.reduce_dtype:
@@ -343,15 +339,15 @@ class UnshardedSums:
 
     def drop(self, weight: ShardedParameter) -> None:
         """Set ``weight``'s sum to zero; it keeps its position in the order (WP-2)."""
-        if weight in self._sums:
-            unit, total = self._sums[weight]
+        if weight in self.held:
+            unit, total = self.held[weight]
             if isinstance(total, Tensor):
                 self.buffers.release(total)
-            self._sums[weight] = (unit, None)
+            self.held[weight] = (unit, None)
 
     def discard(self) -> None:
         """Drop every sum."""
-        for _, total in self._sums.values():
+        for _, total in self.held.values():
             if isinstance(total, Tensor):
                 self.buffers.release(total)
-        self._sums.clear()
+        self.held.clear()

@@ -12,7 +12,7 @@ from torch import Tensor
 from internsp.base.accelerator import StreamTurns, copy_to, current_stream
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import Collectives, all_reduce
-from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, trained, unflatten
+from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, unflatten
 
 if TYPE_CHECKING:  # these follow the passes; gradients that are ready only name them
     from internsp.wp.events import Events
@@ -34,7 +34,6 @@ class ReplicatedParameters:
         flat: the flat gradient; ``None`` until it is first needed.
         given: indices of the parameters of which this rank has a gradient.
         numel: number of the flat gradient's elements before the flags.
-        frozen: replicated parameters with ``requires_grad = False`` when that backward began.
         events: where the program is in its passes (:meth:`bind`).
         streams: whether the device has streams, so that :meth:`take_turn` does something.
     """
@@ -43,7 +42,6 @@ class ReplicatedParameters:
 
     def __init__(self, mesh: ParallelMesh, sharded: list[ShardedParameter]) -> None:
         self._mesh = mesh
-        self.frozen: set[ReplicatedParameter] = set()
         self.members: list[ReplicatedParameter] = []
         self.scalars: list[ReplicatedParameter] = []
         self.sharded = sharded
@@ -59,11 +57,6 @@ class ReplicatedParameters:
     def bind(self, events: Events) -> None:
         """Let the gradients that are ready be reported to ``events``."""
         self.events = events
-
-    def note_frozen(self) -> None:
-        """A backward begins: note which parameters are frozen now."""
-        now = zip(self.members, trained(self.members), strict=True)
-        self.frozen = {member for member, wanted in now if not wanted}
 
     def all_parameters(self) -> list[Member]:
         """All parameters of the chunk, replicated and sharded."""

@@ -141,7 +141,13 @@ class SlotStreams:
 
 
 class Slot:
-    """One buffer of bytes, in which the weights of a unit lie at their offsets."""
+    """One buffer of bytes, in which the weights of a unit lie at their offsets.
+
+    Attributes:
+        views: views of each weight's bytes in each dtype; made once, since a buffer keeps its
+            storage.
+        plain: no stream is ordered and no memory allocated before a gather.
+    """
 
     def __init__(self, index: int, nbytes: int, device: torch.device, reuse: bool) -> None:
         self.index = index
@@ -150,7 +156,8 @@ class Slot:
         self.streams = SlotStreams(current_stream(device))
         self._whole = torch.empty(nbytes, dtype=torch.uint8, device=device) if reuse else None
         self._buffers: dict[ShardedParameter, Tensor] = {}
-        self._views: dict[tuple[ShardedParameter, torch.dtype], SlotViews] = {}
+        self.views: dict[tuple[ShardedParameter, torch.dtype], SlotViews] = {}
+        self.plain = reuse and not self.streams.active
 
     def acquire(
         self, unit: Unit, weights: Iterable[ShardedParameter], evicted: Sequence[ShardedParameter],
@@ -164,7 +171,6 @@ class Slot:
             poison: see :class:`MemoryPool`.
         """
         for weight in evicted:
-            weight.used_version = None
             self._free(weight)
         if self.streams.active:
             self.streams.before_overwrite(*weights)
@@ -190,13 +196,13 @@ class Slot:
             self._buffers[weight].untyped_storage().resize_(0)
 
     def _view(self, unit: Unit, weight: ShardedParameter) -> SlotViews:
-        """Views of a weight's bytes; made once, since a buffer keeps its storage.
+        """Views of a weight's bytes.
 
         They are aliases with version counters of their own, so that filling the slot does not look
         to autograd like a change of saved tensors (design.md 4.1; WP-14 compares versions instead).
         """
         key = (weight, weight.compute_dtype)
-        found = self._views.get(key)
+        found = self.views.get(key)
         if found is None:
             nbytes = weight.layout.padded_numel * weight.compute_dtype.itemsize
             # Not an inference tensor: training uses views that an evaluation made, too.
@@ -205,7 +211,7 @@ class Slot:
                 count = weight.layout.shard_numel
                 own = bits_of(flat.narrow(0, weight.rank * count, count))
                 found = SlotViews(flat, weight.layout.unsharded_view(flat), own)
-                self._views[key] = found
+                self.views[key] = found
         return found
 
     def _bytes(self, unit: Unit, weight: ShardedParameter) -> Tensor:

@@ -49,7 +49,7 @@ class UsersCommunicator(WPCommunicator):
         if self._events.backward < 0:
             self._events.begin_at_gradient()
         reducer = self._chunk.reducer
-        if weight in reducer.frozen:  # since the forward; other ranks' reductions need this one's
+        if weight.frozen:  # since the forward; other ranks' reductions need this one's
             gradient = torch.zeros_like(gradient)
             reducer.had_gradient.setdefault(weight, False)
         else:

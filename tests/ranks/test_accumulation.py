@@ -245,7 +245,7 @@ def summed(rank: int, world_size: int) -> list[float]:
     one = torch.ones(weight.layout.shape, dtype=torch.bfloat16)
     for value in (256 * one, one):
         state.reducer.ready[weight] = value
-        state.reducer.accumulate(unit, [weight])
+        state.reducer.accumulate([weight])
     state.reducer.ready[weight] = one
     state.perform(state.queue.reduce(unit, weight))
     state.finish_reductions()

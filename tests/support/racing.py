@@ -19,7 +19,6 @@ import torch
 from internsp.optim.bucket import Bucket
 from internsp.wp import collectives, encode, parameter, reduce, slots
 from internsp.wp.communicator import ChunkWeights, ISPCommunicator
-from internsp.wp.perform import Chunk
 
 
 class RacingStream:
@@ -137,23 +136,24 @@ class Racing:
                 self.require("gradient", weight.name, "addition")
                 self.write("gradient", weight.name)
 
-        def reduced(_: Any, action: Any) -> None:
-            for weight in action.weights:
-                self.require("gradient", getattr(weight, "name", ""), "reduction")
+        def reduced(_: Any, weights: Iterable[Any]) -> None:
+            for weight in weights:
+                self.require("gradient", weight.name, "reduction")
 
         oldest: list[Any] = []
 
-        def finishing(reducer: Any) -> None:
+        def finishing(reducer: Any, *_: Any) -> None:
             oldest[:] = [weight for pending in reducer._queue[0] for weight in pending.weights]
 
-        def finished(_: Any) -> None:
+        def finished(*_: Any) -> None:
             for weight in oldest:
                 self.require("RS", weight.name, "sum")
                 self.require("sum", weight.name, "sum")
                 self.write("sum", weight.name)
 
         around(ChunkWeights, "_keep_gradients", after=kept)
-        around(Chunk, "_reduce", after=reduced)
+        for name in ("reduce_scatter", "accumulate"):
+            around(reduce.GradientReducer, name, before=reduced)
         around(reduce.GradientReducer, "finish_oldest", before=finishing, after=finished)
 
     def _watch_steps(self) -> None:

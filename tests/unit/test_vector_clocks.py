@@ -463,7 +463,7 @@ ARGUED: dict[str, tuple[str, ...]] = {
     "of what a program keeps of weights: here it keeps none (ranks/test_rules_writes.py does)": (
         "optim/bucket.py: Bucket.publish: wait 3",
     ),
-    "what the reducer performs takes a turn (Chunk._reduce), and the pool's buffers within it": (
+    "what the reducer performs takes a turn (Chunk.perform), and the pool's buffers within it": (
         "wp/communicator.py: ChunkWeights._keep_gradients: take_turn",
         "wp/events.py: Events._gradients_complete: take_turn",
         "wp/reduce.py: Buffers.acquire: wait_stream",
