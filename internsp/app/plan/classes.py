@@ -1,7 +1,4 @@
-"""Prints many ranks and long schedules for ``internsp plan``: equal ones once, with their numbers.
-
-Few ranks and short schedules are printed one by one.
-"""
+"""Tables and lines of ``internsp plan``: of many ranks, equal ones are one, with their numbers."""
 
 from __future__ import annotations
 
@@ -12,27 +9,22 @@ from rich.console import Console
 from rich.table import Table
 
 from internsp.app.plan.offloaded import with_sums
-from internsp.app.plan.repeats import Item, folded_lines, ranges
 from internsp.base.sizes import human
 from internsp.config.words import in_words
 from internsp.mesh.shape import MeshShape
-from internsp.schedule.chunk import Schedule
 from internsp.structure.rules import FROM_CONFIG, Rules
 
 FEW_RANKS = 16
 FEW_STAGES = 4
-FEW_LINES = 400
-FEW_PASSES = 100
 _SHOWN_GROUPS = 3  # of the groups of one kind, before the last one
 
 
 def print_mesh(shape: MeshShape, console: Console) -> None:
-    """Print every rank's mesh coordinates; for many ranks those of each stage, and the groups."""
+    """Print every rank's coordinates in the mesh; of many ranks, the groups that they share."""
+    if shape.ring > 1:
+        console.print(f"Sequence of {shape.sequence_axes}.")
     if shape.world_size > FEW_RANKS:
-        console.print(_stages_table(shape))
         console.print(_groups_table(shape))
-        if shape.ring > 1:
-            console.print(f"Sequence of {shape.sequence_axes}.")
         return
     rows, own = [], []
     for rank in range(shape.world_size):
@@ -48,26 +40,9 @@ def print_mesh(shape: MeshShape, console: Console) -> None:
     axes = ("ring", "heads") if shape.ring > 1 else ()
     columns = ("rank", "pipeline", "data", "sequence", *axes, "replica", "zero", "weight")
     console.print(table(f"Mesh of {shape.world_size} ranks", columns, rows))
-    if shape.ring > 1:
-        console.print(f"Sequence of {shape.sequence_axes}.")
     if shape.separate:
         around = ("rank", "replica", "zero", "expert", "expert weight")
         console.print(table("Experts on the same ranks", around, own))
-
-
-def _stages_table(shape: MeshShape) -> Table:
-    """One row a pipeline stage: its ranks differ only in their parts of data and weights."""
-    coordinates = (shape.data, shape.sequence, shape.replicas, shape.zero_size, shape.weight)
-    inside = [ranges(range(size)) for size in coordinates]
-    rows = [
-        (ranges(range(p * shape.stage_size, (p + 1) * shape.stage_size)), p, *inside)
-        for p in range(min(shape.pipeline, FEW_RANKS))
-    ]
-    if shape.pipeline > FEW_RANKS:
-        last = shape.world_size - shape.stage_size
-        rows += [("...",), (ranges(range(last, shape.world_size)), shape.pipeline - 1, *inside)]
-    columns = ("ranks", "pipeline", "data", "sequence", "replica", "zero", "weight")
-    return table(f"Mesh of {shape.world_size} ranks, by pipeline stage", columns, rows)
 
 
 def _groups_table(shape: MeshShape) -> Table:
@@ -169,21 +144,30 @@ def folded_names(names: Iterable[str]) -> list[str]:
     ]
 
 
-def schedule_lines(schedule: Schedule) -> list[str]:
-    """Every action of a step on a line; in long schedules, repeated actions are folded."""
-    if len(schedule.actions) <= FEW_LINES:
-        return [_action(a.kind, a.phase, a.weight, a.nbytes) for a in schedule.actions]
-    items: list[Item] = []
-    text: dict[Hashable, str] = {}
-    for action in schedule.actions:
-        before, number, after = _split_number(action.weight)
-        key = (action.kind, action.phase, before, after, action.nbytes)
-        name = _escape_braces(before)
-        if number is not None:
-            name = f"{name}{{}}{_escape_braces(after)}"
-        text[key] = _action(action.kind, action.phase, name, action.nbytes)
-        items.append(Item(key, number))
-    return folded_lines(items, text)
+def action_line(kind: str, phase: str, name: str, nbytes: int) -> str:
+    """One action of a schedule."""
+    amount = f"  {human(nbytes)}" if nbytes else ""
+    return f"{kind:<5} {phase:<9} {name}{amount}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """``0-7, 16-23`` or ``0-56 by 8``; in the given order, up or down."""
+    parts: list[str] = []
+    at = 0
+    while at < len(numbers):
+        end = at + 1
+        step = numbers[end] - numbers[at] if end < len(numbers) else 0
+        while end < len(numbers) and numbers[end] - numbers[end - 1] == step != 0:
+            end += 1
+        count = end - at
+        if count >= 3 or (count == 2 and abs(step) == 1):
+            by = "" if abs(step) == 1 else f" by {abs(step)}"
+            parts.append(f"{numbers[at]}-{numbers[end - 1]}{by}")
+            at = end
+        else:
+            parts.append(str(numbers[at]))
+            at += 1
+    return ", ".join(parts)
 
 
 def _split_number(name: str) -> tuple[str, int | None, str]:
@@ -192,12 +176,3 @@ def _split_number(name: str) -> tuple[str, int | None, str]:
     if found is None:
         return name, None, ""
     return name[: found.start()], int(found.group()), name[found.end() :]
-
-
-def _escape_braces(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")
-
-
-def _action(kind: str, phase: str, name: str, nbytes: int) -> str:
-    amount = f"  {human(nbytes)}" if nbytes else ""
-    return f"{kind:<5} {phase:<9} {name}{amount}"

@@ -7,21 +7,19 @@ The order is read from torch's schedule objects and simulated before anything ru
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from internsp.app.config import Config
 from internsp.app.models.factory import build_model, device_type
-from internsp.app.plan.classes import FEW_PASSES, equal_ranks, ranks_label, table
+from internsp.app.plan.classes import equal_ranks, ranges, table
 from internsp.app.plan.configured import planned_shape
 from internsp.app.plan.kinds import block_kinds
-from internsp.app.plan.repeats import Item, folded_lines, ranges
 from internsp.base.sizes import human
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
@@ -315,35 +313,14 @@ def _comparison(config: Config, plan: PipelinePlan) -> Table:
     return table("Gathers of a step by schedule, busiest rank", columns, rows)
 
 
-def print_schedules(plan: PipelinePlan, console: Console) -> None:
-    """Print every rank's actions, pass by pass; repeated passes are folded, equal ranks grouped."""
-    short = sum(len(rank.actions) for rank in plan.ranks) <= FEW_PASSES
-    bodies = [_pass_lines(rank, short) for rank in plan.ranks]
-    keys = [(tuple(b), _grouping_key(rank)) for b, rank in zip(bodies, plan.ranks, strict=True)]
-    for ranks in equal_ranks(keys).values():
-        count = len(plan.ranks[ranks[0]].schedule.actions)
-        console.print(f"[bold]Schedule of one step, {ranks_label(ranks)}[/bold] ({count} actions)")
-        alike = [plan.ranks[rank].chunks for rank in ranks]
-        stages = [ranges([chunks[i].stage for chunks in alike]) for i in range(len(alike[0]))]
-        for line in bodies[ranks[0]]:
-            text = line
-            for number, stage in enumerate(stages):
-                text = text.replace(f"<{number}>", stage)
-            console.print(f"  {text}", markup=False)
-
-
-def _pass_lines(rank: RankPlan, short: bool) -> list[str]:
-    """One pass a line, with ``<chunk>`` in place of its stage."""
-    items: list[Item] = []
-    text: dict[Hashable, str] = {}
-    for action, (gathers, reductions) in zip(rank.actions, rank.launched, strict=True):
-        what = f"backward ({action.part})" if action.part else "forward"
-        key = (action.chunk, what, gathers, reductions)
-        text[key] = (
-            f"stage <{action.chunk}> micro-batch {{}} {what:<18} "
-            f"{gathers} gathers, {reductions} reductions"
-        )
-        items.append(Item(key, action.micro_batch))
-    if short:
-        return [text[item.key].format(item.number) for item in items]
-    return folded_lines(items, text)
+def schedule_lines(plan: PipelinePlan) -> Iterator[str]:
+    """Every rank's actions, a pass on a line."""
+    for number, rank in enumerate(plan.ranks):
+        count = len(rank.schedule.actions)
+        yield f"Schedule of one step, pipeline rank {number} ({count} actions)"
+        for action, (gathers, reductions) in zip(rank.actions, rank.launched, strict=True):
+            what = f"backward ({action.part})" if action.part else "forward"
+            yield (
+                f"  stage {action.stage} micro-batch {action.micro_batch} {what:<18} "
+                f"{gathers} gathers, {reductions} reductions"
+            )

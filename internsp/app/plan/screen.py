@@ -17,10 +17,10 @@ from internsp.app.config import Config
 from internsp.app.models.factory import build_model, device_type
 from internsp.app.plan.answer import FREE, seconds_lines, seconds_table, write_text
 from internsp.app.plan.classes import (
+    action_line,
     memory_by_rank,
     print_mesh,
     rules_lines,
-    schedule_lines,
     table,
 )
 from internsp.app.plan.devices import Device
@@ -29,7 +29,7 @@ from internsp.app.plan.longest import MemoryBudget, Rows
 from internsp.app.plan.machines import on_machines, sums_lines
 from internsp.app.plan.matrices import MatrixTraffic
 from internsp.app.plan.offloaded import with_sums
-from internsp.app.plan.pipeline import PipelinePlan, print_schedules, tables
+from internsp.app.plan.pipeline import PipelinePlan, schedule_lines, tables
 from internsp.app.plan.replayed import replayed
 from internsp.app.plan.sequences import SequenceTraffic, head_exchange_lines
 from internsp.app.plan.step import Plan, check_length
@@ -306,15 +306,13 @@ def _memory_here(config: Config) -> int | None:
 def listing(config: Config, plan: Plan | PipelinePlan) -> str:
     """The mesh by rank, how attention exchanges heads, and every action."""
     out = io.StringIO()
-    console = Console(file=out, width=160, soft_wrap=True)
-    print_mesh(plan.shape, console)
+    print_mesh(plan.shape, Console(file=out, width=160, soft_wrap=True))
     split = isinstance(plan, PipelinePlan) and plan.kind.splits_backward
-    for line in head_exchange_lines(config, plan.shape, device_type(config), split):
-        console.print(line, markup=False)
+    lines = head_exchange_lines(config, plan.shape, device_type(config), split)
     if isinstance(plan, PipelinePlan):
-        print_schedules(plan, console)
-        return out.getvalue()
-    console.print(f"Schedule of one step ({len(plan.schedule.actions)} actions a rank)")
-    for line in schedule_lines(plan.schedule):
-        console.print(f"  {line}", markup=False)
-    return out.getvalue()
+        lines += schedule_lines(plan)
+    else:
+        actions = plan.schedule.actions
+        lines.append(f"Schedule of one step ({len(actions)} actions a rank)")
+        lines += (f"  {action_line(a.kind, a.phase, a.weight, a.nbytes)}" for a in actions)
+    return out.getvalue() + "\n".join([*lines, ""])
