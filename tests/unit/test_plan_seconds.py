@@ -26,16 +26,7 @@ from internsp.app.plan.pipeline import make_pipeline_plan
 from internsp.app.plan.replay import GRADIENT, UnitSeconds, computing_actions, replay
 from internsp.app.plan.replayed import messages, replayed
 from internsp.app.plan.screen import print_plan
-from internsp.app.plan.seconds import (
-    BUBBLE,
-    EXPERTS,
-    GATHERS,
-    REDUCTIONS,
-    StepSeconds,
-    ends,
-    stage_blocks,
-    step_seconds,
-)  # fmt: skip
+from internsp.app.plan.seconds import Part, StepSeconds, ends, stage_blocks, step_seconds
 from internsp.app.plan.step import Plan, make_plan
 from internsp.app.plan.weight_seconds import WeightMessages, exposed_replicas
 from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, Workload
@@ -71,7 +62,7 @@ def test_seconds_of_experts_are_those_of_near_or_far_links_as_ranks_are_placed()
         plan = make_plan(given, 16)
         load = workload_of(given, plan.shape)
         sent = messages(load, device, plan.chunk)["AG"]["layers.0.feed_forward.experts.down"]
-        found.append((step_seconds(load, device).parts[EXPERTS], sent))
+        found.append((step_seconds(load, device).parts[Part.EXPERTS], sent))
     (far_tokens, near_weight), (near_tokens, far_weight) = found
     assert near_tokens < far_tokens / 2, "owners of one machine"
     assert near_weight < far_weight / 2, "shards of one machine"
@@ -150,7 +141,7 @@ def test_the_closed_form_of_a_pipeline_is_near_the_replay(schedule: str, chunks:
     # which it computes forwards while it waits; GPipe is not searched.
     near = 0.05 if schedule == "GPipe" else 0.015
     assert replayed(given, shape, device).total == pytest.approx(closed.total, rel=near)
-    assert closed.parts[BUBBLE] > 0
+    assert closed.parts[Part.BUBBLE] > 0
 
 
 def test_a_split_backward_idles_less_than_1f1b() -> None:
@@ -161,7 +152,7 @@ def test_a_split_backward_idles_less_than_1f1b() -> None:
             pipeline={"schedule": schedule, "chunks": chunks},
         )  # fmt: skip
         shape = MeshShape(16, **given.degrees())
-        idle.append(replayed(given, shape, device_named("h100-sxm")).parts[BUBBLE])
+        idle.append(replayed(given, shape, device_named("h100-sxm")).parts[Part.BUBBLE])
     assert idle[1] < 0.7 * idle[0]
 
 
@@ -327,7 +318,7 @@ def test_one_device_sends_nothing() -> None:
     load = workload_of(given, MeshShape(1, **given.degrees()))
     found = step_seconds(load, device_named("a100-80"))
     assert found.messages == 0
-    assert not {GATHERS, REDUCTIONS} & set(found.parts)
+    assert not {Part.GATHERS, Part.REDUCTIONS} & set(found.parts)
 
 
 def screen_of(given: Config, ranks: int, device: Device | None) -> list[str]:
@@ -444,5 +435,5 @@ def test_sums_of_experts_copies_have_their_own_ranks_and_come_once_a_step() -> N
         both = experts.all_reduce(own[True], True) + others.all_reduce(own[False], True)
         assert sent["layers.2"] == pytest.approx(both / 2)
         assert WeightMessages.of(load, device).copies == pytest.approx(both, rel=0.01)
-        seconds.append(step_seconds(load, device).parts[REDUCTIONS])
+        seconds.append(step_seconds(load, device).parts[Part.REDUCTIONS])
     assert seconds[1] < 2 * seconds[0], "not in each of four micro-batches"

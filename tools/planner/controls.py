@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from internsp.app.plan.compute import model_flops
 from internsp.app.plan.devices import Device
-from internsp.app.plan.seconds import PRODUCTS, StepSeconds, step_seconds
+from internsp.app.plan.seconds import Part, StepSeconds, step_seconds
 from internsp.app.plan.workload import Recompute, Workload
 from tools.planner.fit import FIRST
 from tools.planner.rows import Row, workload_of
@@ -22,7 +22,7 @@ def constant_share(load: Workload, device: Device) -> StepSeconds:
     """The usual count of operations at one share of the peak, 0.4, whatever the layout is."""
     done = model_flops(load.model, load.sequence, causal=False) * load.step_tokens
     seconds = done / load.degrees.devices / device.peak[load.dtype] / 0.4
-    return StepSeconds({PRODUCTS: seconds}, 0.0, seconds)
+    return StepSeconds({Part.PRODUCTS: seconds}, 0.0, seconds)
 
 
 def infinite_links(load: Workload, device: Device) -> StepSeconds:

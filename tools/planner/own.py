@@ -20,14 +20,7 @@ from statistics import median
 from internsp.app.config import Config
 from internsp.app.plan.devices import Device, device_named
 from internsp.app.plan.replayed import replayed
-from internsp.app.plan.seconds import (
-    GATHERS,
-    HEAD,
-    OPTIMIZER,
-    REDUCTIONS,
-    SEQUENCES,
-    StepSeconds,
-)
+from internsp.app.plan.seconds import Part, StepSeconds
 from internsp.app.plan.step import make_plan
 from internsp.mesh import MeshShape
 from internsp.schedule.chunk import ChunkLayout
@@ -106,8 +99,8 @@ class Case:
         """The step on ``device``, with plain SGD and without a head."""
         config, shape, chunk = self.plan
         found = replayed(config, shape, device, chunk)
-        parts = {name: value for name, value in found.parts.items() if name != HEAD}
-        parts[OPTIMIZER] *= _SGD
+        parts = {name: value for name, value in found.parts.items() if name != Part.HEAD}
+        parts[Part.OPTIMIZER] *= _SGD
         return replace(found, parts=parts)
 
     def alone(self, device: Device) -> float:
@@ -169,7 +162,7 @@ def _root(rises, low: float, high: float) -> float:  # type: ignore[no-untyped-d
 
 def waits_of(step: StepSeconds) -> float:
     """Seconds in which a predicted step waits for messages."""
-    parts = (step.parts.get(name, 0.0) for name in (GATHERS, REDUCTIONS, SEQUENCES))
+    parts = (step.parts.get(name, 0.0) for name in (Part.GATHERS, Part.REDUCTIONS, Part.SEQUENCES))
     return sum(parts) - sum(step.slowed.values())
 
 

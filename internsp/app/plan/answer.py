@@ -19,25 +19,7 @@ from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device
 from internsp.app.plan.longest import MemoryBudget
 from internsp.app.plan.observations import Observations
-from internsp.app.plan.seconds import (
-    ATTENTION,
-    BUBBLE,
-    COPIES,
-    EXPERTS,
-    GATHERS,
-    HEAD,
-    HOST,
-    OPTIMIZER,
-    PASSES,
-    PRODUCTS,
-    RECOMPUTE,
-    REDUCTIONS,
-    REPLICAS,
-    SEQUENCES,
-    TENSOR,
-    StepSeconds,
-    step_seconds,
-)
+from internsp.app.plan.seconds import Part, StepSeconds, step_seconds
 from internsp.config.words import in_words
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
@@ -45,13 +27,15 @@ from internsp.mesh import MeshShape
 FREE = 0.9  # share of a device's memory above which steps become slower
 _WORTH = 0.01  # share of the seconds that a change must save to be named
 _BOUNDS = {
-    "products": (PRODUCTS, RECOMPUTE, HEAD),
-    "attention": (ATTENTION,),
-    "memory bandwidth": (PASSES, OPTIMIZER),
-    "links": (GATHERS, REDUCTIONS, REPLICAS, SEQUENCES, TENSOR, EXPERTS),
-    "pipeline's idle time": (BUBBLE,),
-    "the host": (HOST, COPIES),
-}
+    "products": (Part.PRODUCTS, Part.RECOMPUTE, Part.HEAD),
+    "attention": (Part.ATTENTION,),
+    "memory bandwidth": (Part.PASSES, Part.OPTIMIZER),
+    "links": (
+        Part.GATHERS, Part.REDUCTIONS, Part.REPLICAS, Part.SEQUENCES, Part.TENSOR, Part.EXPERTS,
+    ),
+    "pipeline's idle time": (Part.BUBBLE,),
+    "the host": (Part.HOST, Part.COPIES),
+}  # fmt: skip
 
 
 def bound_of(found: StepSeconds) -> tuple[str, float]:

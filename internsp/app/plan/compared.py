@@ -10,17 +10,7 @@ from internsp.app.config import Config
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import FITTED_FILE, Device, devices
 from internsp.app.plan.replayed import replayed
-from internsp.app.plan.seconds import (
-    BUBBLE,
-    EXPERTS,
-    GATHERS,
-    OPTIMIZER,
-    REDUCTIONS,
-    REPLICAS,
-    SEQUENCES,
-    TENSOR,
-    StepSeconds,
-)
+from internsp.app.plan.seconds import Part, StepSeconds
 from internsp.app.report.timeline import WAITS, measure, spans, step_times, subtract, where_waited
 from internsp.base.trace import Event
 from internsp.errors import ConfigError
@@ -28,12 +18,14 @@ from internsp.mesh import MeshShape
 
 COMPUTATION = "computation"
 _COMPONENTS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "gathers in the open": ((GATHERS,), ("AG",)),
-    "reductions in the open": ((REDUCTIONS,), ("RS",)),
-    "replicas": ((REPLICAS,), ("EX", "PUBLISH")),
-    "exchanges of sequences and tokens": ((SEQUENCES, EXPERTS, TENSOR), ("A2A", "RING")),
-    "other waits": ((BUBBLE,), ("",)),
-}
+    "gathers in the open": ((Part.GATHERS,), ("AG",)),
+    "reductions in the open": ((Part.REDUCTIONS,), ("RS",)),
+    "replicas": ((Part.REPLICAS,), ("EX", "PUBLISH")),
+    "exchanges of sequences and tokens": (
+        (Part.SEQUENCES, Part.EXPERTS, Part.TENSOR), ("A2A", "RING"),
+    ),
+    "other waits": ((Part.BUBBLE,), ("",)),
+}  # fmt: skip
 """By component, the parts of a prediction, and kinds of what a trace's waits waited for."""
 
 
@@ -60,9 +52,9 @@ def _predicted(found: StepSeconds) -> dict[str, float]:
         name: sum(found.parts.get(part, 0.0) - found.slowed.get(part, 0.0) for part in own)
         for name, (own, _) in _COMPONENTS.items()
     }
-    optimizer = found.parts.get(OPTIMIZER, 0.0)
+    optimizer = found.parts.get(Part.OPTIMIZER, 0.0)
     rest = found.total - optimizer - sum(parts.values())
-    return {COMPUTATION: rest, **parts, OPTIMIZER: optimizer}
+    return {COMPUTATION: rest, **parts, Part.OPTIMIZER: optimizer}
 
 
 def _measured(events: Sequence[Event]) -> dict[str, float]:
@@ -72,8 +64,9 @@ def _measured(events: Sequence[Event]) -> dict[str, float]:
         for name, (_, kinds) in _COMPONENTS.items()
     }
     stepped = measure(subtract(spans(events, ("STEP",)), spans(events, WAITS)))
-    sent = sum(seconds for (kind, _, _), seconds in waits.items() if kind == "MATRIX")
-    return {COMPUTATION: step_times(events).compute - stepped, **parts, OPTIMIZER: stepped + sent}
+    rest = step_times(events).compute - stepped
+    stepped += sum(seconds for (kind, _, _), seconds in waits.items() if kind == "MATRIX")
+    return {COMPUTATION: rest, **parts, Part.OPTIMIZER: stepped}
 
 
 def device_of_run(folder: Path, kind: str, name: str) -> Device | None:

@@ -7,7 +7,7 @@ takes as long as the one before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -28,12 +28,7 @@ from internsp.app.plan.replay import (
     replay,
 )
 from internsp.app.plan.seconds import (
-    BUBBLE,
-    COPIES,
-    GATHERS,
-    OPTIMIZER,
-    REDUCTIONS,
-    REPLICAS,
+    Part,
     Stepped,
     StepSeconds,
     ends,
@@ -49,6 +44,7 @@ from internsp.pipeline.simulate import check_order
 from internsp.schedule.chunk import ChunkLayout
 
 FEW = 200  # passes of blocks that are replayed one by one
+_KINDS: Mapping[str, str] = {Part.GATHERS: GATHER, Part.REDUCTIONS: REDUCE, Part.REPLICAS: EXCHANGE}
 _BLOCKS, _PASSES = (4, 6), (2, 3)  # numbers of blocks and micro-batches that are multiplied
 
 
@@ -75,13 +71,10 @@ def replayed(
         clocks = _replay(load, device, chunk, number, config.weight_parallel.overlap)
     else:
         clocks = _multiplied(config, load, device)
-    parts = {k: v for k, v in closed.parts.items() if k not in (GATHERS, REDUCTIONS, REPLICAS)}
-    slowed = {}
-    for name, kinds in ((GATHERS, GATHER), (REDUCTIONS, REDUCE), (REPLICAS, EXCHANGE)):
-        slowed[name] = clocks.slowed[kinds]
-        parts[name] = clocks.waited[kinds] + slowed[name]
-    messages = closed.messages - closed.parts.get(REPLICAS, 0.0)
-    parts = {k: v for k, v in parts.items() if v > 0}
+    slowed = {part: clocks.slowed[kind] for part, kind in _KINDS.items()}
+    waited = {part: clocks.waited[kind] + slowed[part] for part, kind in _KINDS.items()}
+    messages = closed.messages - closed.parts.get(Part.REPLICAS, 0.0)
+    parts = {part: value for part, value in {**closed.parts, **waited}.items() if value > 0}
     return StepSeconds(parts, messages, closed.compute, slowed)
 
 
@@ -93,7 +86,7 @@ def _pipeline(config: Config, load: Workload, device: Device, closed: StepSecond
     block, outer = block_seconds(load, device), ends(load, device)
     multiplied = head(load, device)[1].products
     passes = number * stages
-    waits = [closed.parts.get(name, 0.0) / number for name in (GATHERS, REDUCTIONS)]
+    waits = [closed.parts.get(name, 0.0) / number for name in (Part.GATHERS, Part.REDUCTIONS)]
     blocks = stage_blocks(load)
     mean = load.model.layers / (stages * chunks)
     ahead, behind = paces(load, block)
@@ -116,12 +109,12 @@ def _pipeline(config: Config, load: Workload, device: Device, closed: StepSecond
     neighbors = Group(2, load.degrees.devices // stages, device)
     message = neighbors.pass_on(load.tokens * load.model.hidden * 2)
     timed = check_order(order, rank_of, stages * chunks, cost, message)
-    parts = {name: value for name, value in closed.parts.items() if name != BUBBLE}
-    after = (REPLICAS, OPTIMIZER, COPIES)
+    parts = {name: value for name, value in closed.parts.items() if name != Part.BUBBLE}
+    after = (Part.REPLICAS, Part.OPTIMIZER, Part.COPIES)
     of_passes = sum(value for name, value in parts.items() if name not in after)
     end = max(action.end for action in timed)
     # Idle time is what the slowest rank needs beyond an average one, and all that it waits.
-    parts[BUBBLE] = max(0.0, end - of_passes)
+    parts[Part.BUBBLE] = max(0.0, end - of_passes)
     messages = closed.messages + 2 * message * passes / stages
     return StepSeconds(parts, messages, closed.compute)
 

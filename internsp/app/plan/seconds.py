@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import lru_cache
 from typing import TypeVar
 
@@ -20,14 +21,29 @@ from internsp.app.plan.weight_seconds import (
 from internsp.app.plan.workload import Workload
 from internsp.pipeline.chunks import partition_costs
 
-PRODUCTS, ATTENTION, PASSES = "products", "attention", "element-wise passes"
-RECOMPUTE, HEAD = "recompute", "head and loss"
-GATHERS, REDUCTIONS = "exposed gathers", "exposed reductions"
-SEQUENCES, TENSOR, EXPERTS = "exchanges of sequences", "tensor messages", "experts"
-BUBBLE, REPLICAS, OPTIMIZER = "pipeline bubble", "replicas", "optimizer"
-COPIES, HOST = "copies of offload", "host launches"
+
+class Part(StrEnum):
+    """What seconds of a step are spent on."""
+
+    PRODUCTS = "products"
+    ATTENTION = "attention"
+    PASSES = "element-wise passes"
+    RECOMPUTE = "recompute"
+    HEAD = "head and loss"
+    GATHERS = "exposed gathers"
+    REDUCTIONS = "exposed reductions"
+    SEQUENCES = "exchanges of sequences"
+    TENSOR = "tensor messages"
+    EXPERTS = "experts"
+    BUBBLE = "pipeline bubble"
+    REPLICAS = "replicas"
+    OPTIMIZER = "optimizer"
+    COPIES = "copies of offload"
+    HOST = "host launches"
+
 
 Parts = defaultdict[str, float]
+_COMPUTED = (Part.PRODUCTS, Part.ATTENTION, Part.PASSES, Part.RECOMPUTE, Part.HEAD)
 
 _HOST_ADAM = 1.2e9  # elements a second that one process steps on its share of a host
 _HOST_BACKWARD = 1.6  # launches of a backward, in those of a forward
@@ -47,7 +63,7 @@ class StepSeconds:
         slowed: of ``parts``, seconds in which nothing waits: computation is slower beside messages.
     """
 
-    parts: dict[str, float]
+    parts: Mapping[str, float]
     messages: float
     compute: float
     slowed: Mapping[str, float] = field(default_factory=dict)
@@ -148,40 +164,40 @@ def composed(
     forward, backward, blocks = computed.forward, computed.backward, computed.blocks
     gathers, reductions, moved = exposed(load, sent, forward, backward, blocks, slowdown)
     parts: Parts = defaultdict(float, computed.parts)
-    parts[GATHERS], parts[REDUCTIONS] = gathers, reductions
+    parts[Part.GATHERS], parts[Part.REDUCTIONS] = gathers, reductions
     one = sum(parts.values())
     for name in parts:
         parts[name] *= number
     messages = (computed.messages + moved) * number + sent.reduced + sent.returned
     stages = load.degrees.pipeline
-    parts[HEAD] = number * computed.ends / stages
+    parts[Part.HEAD] = number * computed.ends / stages
     alone = computed.ends if stages == 1 else 0.0
-    parts[REPLICAS] = exposed_replicas(
+    parts[Part.REPLICAS] = exposed_replicas(
         load, sent, blocks * forward, blocks * backward + alone, slowdown
     )
     if stages > 1:
-        parts[BUBBLE] = _bubble(load, one, computed, gathers / 2 + reductions)
-    parts[PASSES] += number * stepped.accumulated
-    parts[OPTIMIZER], parts[COPIES] = stepped.optimizer, stepped.copies
+        parts[Part.BUBBLE] = _bubble(load, one, computed, gathers / 2 + reductions)
+    parts[Part.PASSES] += number * stepped.accumulated
+    parts[Part.OPTIMIZER], parts[Part.COPIES] = stepped.optimizer, stepped.copies
     if "activations" in load.offload:  # beside all of the step, there and back
         copied = 2 * blocks * load.tokens * load.model.hidden * 2 * number / _HOST_LINK
-        parts[COPIES] += max(0.0, copied - sum(parts.values()))
-    compute = sum(parts[name] for name in (PRODUCTS, ATTENTION, PASSES, RECOMPUTE, HEAD))
+        parts[Part.COPIES] += max(0.0, copied - sum(parts.values()))
+    compute = sum(parts[name] for name in _COMPUTED)
     return StepSeconds({k: v for k, v in parts.items() if v > 0}, messages, compute)
 
 
 def _micro_batch(load: Workload, block: BlockSeconds, blocks: float) -> Parts:
     """What one micro-batch takes on a stage with an average share of the blocks."""
     parts: Parts = defaultdict(float)
-    parts[PRODUCTS] = blocks * (block.forward.products + block.backward.products)
-    parts[ATTENTION] = blocks * (block.forward.attention + block.backward.attention)
-    parts[PASSES] = blocks * (block.forward.passes + block.backward.passes)
-    parts[RECOMPUTE] = blocks * block.again.total
-    parts[TENSOR] = blocks * (sum(block.tensor) + block.slowed(0) + block.slowed(1))
-    parts[SEQUENCES] = blocks * sum(block.sequences)
-    parts[EXPERTS] = blocks * sum(block.experts)
+    parts[Part.PRODUCTS] = blocks * (block.forward.products + block.backward.products)
+    parts[Part.ATTENTION] = blocks * (block.forward.attention + block.backward.attention)
+    parts[Part.PASSES] = blocks * (block.forward.passes + block.backward.passes)
+    parts[Part.RECOMPUTE] = blocks * block.again.total
+    parts[Part.TENSOR] = blocks * (sum(block.tensor) + block.slowed(0) + block.slowed(1))
+    parts[Part.SEQUENCES] = blocks * sum(block.sequences)
+    parts[Part.EXPERTS] = blocks * sum(block.experts)
     forward, backward = paces(load, block)
-    parts[HOST] = blocks * (forward - block.at(0) + backward - block.at(1))
+    parts[Part.HOST] = blocks * (forward - block.at(0) + backward - block.at(1))
     return parts
 
 
