@@ -16,16 +16,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from internsp.app.config import Config
-from internsp.app.models.factory import build_model
-from internsp.app.plan.kinds import block_kinds, shown_kinds
+from internsp.app.plan.kinds import shown_kinds
 from internsp.app.plan.observations import Observations
 from internsp.app.plan.observe import WHOLE, ModelPart, Observed
+from internsp.app.plan.step import make_plan
 from internsp.app.plan.workload import Workload
 from internsp.mesh import MeshShape
-from internsp.parallel.experts import take_experts
 from internsp.pipeline.chunks import partition_costs
-from internsp.structure.assign import plan_sharding
-from internsp.structure.blocks import read_structure
 
 _MEASURED = (1024, 2048)  # positions of measured steps
 _ENDS = (2048, 1024, 64)  # of those that tell what the loss works in
@@ -129,7 +126,7 @@ class LeastBytes:
     """Of all layouts of one configuration.
 
     Args:
-        config: its model, sequence and dtypes; a layout says the rest.
+        config: its model, sequence and dtypes, with all degrees 1; a layout says the rest.
         base: its workload.
         near_ranks: of a machine.
         observations: what was measured already, for a budget, too.
@@ -140,18 +137,11 @@ class LeastBytes:
     ) -> None:
         self.config, self.base, self.observations = config, base, observations
         self.near_ranks = near_ranks
-        weights = config.weight_parallel
-        model: Any = build_model(config)
-        take_experts(model, weights, 1, 0)
-        structure = read_structure(
-            model, weights.gather_before, weights.blocks, weights.gather_before_modules,
-            weights.rules,
-        )  # fmt: skip
-        self.kinds = block_kinds(config, model)
-        blocks = [[0, 0, 0] for _ in structure.blocks]
+        plan = make_plan(config, 1)
+        self.kinds = plan.kinds
+        blocks = [[0, 0, 0] for _ in plan.kinds]
         outer: Counter[str] = Counter()
-        shardings = plan_sharding(model, structure, weights, 1)
-        for one in shardings:
+        for one in plan.shardings:
             elements = math.prod(one.shape)
             if one.unit is None:
                 continue
@@ -161,9 +151,11 @@ class LeastBytes:
             blocks[one.block][one.expert] += elements
             blocks[one.block][2] += elements if len(one.shape) > 1 and not one.expert else 0
         self.blocks = [_Block(*each) for each in blocks]
-        self.first = outer.pop(structure.embedding[0], 0) if structure.embedding else 0
+        embedding = plan.chunk.embedding
+        self.first = 0 if embedding is None else outer.pop(embedding.name, 0)
         self.last = max(outer.values(), default=0)
-        self.divided = not weights.rules  # rules put any weight anywhere, in any dtype
+        # Rules put any weight anywhere, in any dtype.
+        self.divided = not config.weight_parallel.rules
         self._split = lru_cache(maxsize=None)(self._split_into)
         self._weights = lru_cache(maxsize=None)(self._weight_bytes)
         self._activations = lru_cache(maxsize=None)(self._activation_bytes)

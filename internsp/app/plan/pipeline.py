@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch import nn
 
 from internsp.app.config import Config
 from internsp.app.models.factory import build_model, device_type
@@ -21,6 +22,7 @@ from internsp.app.plan.classes import equal_ranks, ranges, table
 from internsp.app.plan.configured import planned_shape
 from internsp.app.plan.kinds import block_kinds
 from internsp.base.sizes import human
+from internsp.config.sections import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
 from internsp.parallel.experts import take_experts
@@ -47,7 +49,7 @@ from internsp.schedule.chunk import ChunkLayout, Schedule
 from internsp.schedule.layout import ShardLayout, laid_out
 from internsp.sp.dispatch import fixed_sizes
 from internsp.structure.assign import ParameterSharding, plan_sharding
-from internsp.structure.blocks import read_structure
+from internsp.structure.blocks import Structure, read_structure
 from internsp.structure.dtypes import DTYPES
 from internsp.structure.kept import KeptBlocks
 from internsp.structure.units import chunk_layout
@@ -211,6 +213,24 @@ def message_bytes(config: Config, shape: MeshShape, sequence_length: int) -> int
     return rows * length * config.model.hidden_size * dtype.itemsize
 
 
+def sharded(
+    config: Config, shape: MeshShape, module: nn.Module, weights: WeightParallelConfig,
+    checkpoint: ActivationCheckpointConfig, split: bool = False,
+) -> tuple[Structure, tuple[ParameterSharding, ...], ChunkLayout]:  # fmt: skip
+    """How a model, or a pipeline's chunk with settings of its own, is found, sharded and run.
+
+    Args:
+        split: its backward has two parts.
+    """
+    structure = read_structure(
+        module, weights.gather_before, weights.blocks, weights.gather_before_modules, weights.rules
+    )
+    shardings = plan_sharding(module, structure, weights, shape.expert)
+    again, device = set(checkpoint.selected(structure.layers)), device_type(config)
+    layout = chunk_layout(shardings, structure, weights, shape, again, split, device)
+    return structure, tuple(shardings), layout
+
+
 def _outlines(
     config: Config, shape: MeshShape, kind: ScheduleKind, stages: int
 ) -> tuple[int, tuple[int, ...], list[ChunkOutline], dict[str, CopyNames]]:
@@ -227,27 +247,12 @@ def _outlines(
         weights, checkpoint = chunk_config(
             chunk, config.weight_parallel, config.activation_checkpoint
         )
-        structure = read_structure(
-            chunk,
-            weights.gather_before,
-            weights.blocks,
-            weights.gather_before_modules,
-            weights.rules,
-        )
-        shardings = plan_sharding(chunk, structure, weights, shape.expert)
-        again = set(checkpoint.selected(len(blocks)))
-        plan = chunk_layout(
-            shardings,
-            structure,
-            weights,
-            shape,
-            again,
-            kind.splits_backward_of(stage),
-            device_type(config),
-        )
+        split = kind.splits_backward_of(stage)
+        _, shardings, plan = sharded(config, shape, chunk, weights, checkpoint, split)
+        again = len(checkpoint.selected(len(blocks)))
         cut = {id(a.parameter) for a in shardings if a.unit is not None}
         splits = can_split_backward(chunk, cut, bool(again) or weights.compile)
-        found.append(ChunkOutline(stage, blocks, plan, tuple(shardings), splits, len(again)))
+        found.append(ChunkOutline(stage, blocks, plan, shardings, splits, again))
     return parameters, kinds, found, find_tied(model, chunks)
 
 

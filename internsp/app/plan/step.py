@@ -21,7 +21,7 @@ from internsp.app.plan.offloaded import (
     exchange_buffer_bytes,
     stepping_bytes,
 )
-from internsp.app.plan.pipeline import PipelinePlan, RankPlan
+from internsp.app.plan.pipeline import PipelinePlan, RankPlan, sharded
 from internsp.app.plan.sequences import SequenceTraffic
 from internsp.base.host import GRADIENTS, OPTIMIZER, WEIGHTS
 from internsp.errors import ConfigError
@@ -29,12 +29,10 @@ from internsp.mesh import MeshShape
 from internsp.parallel.experts import take_experts
 from internsp.schedule.chunk import ChunkLayout, Schedule, WeightLayout
 from internsp.schedule.simulate import simulate
-from internsp.structure.assign import ParameterSharding, plan_sharding, require_patterns_matched
-from internsp.structure.blocks import read_structure
+from internsp.structure.assign import ParameterSharding, require_patterns_matched
 from internsp.structure.dtypes import DTYPES
 from internsp.structure.kept import KeptBlocks
 from internsp.structure.rules import Rules
-from internsp.structure.units import chunk_layout
 from internsp.wp.encode import encoder_bytes
 
 SUMS = "gradient sums"
@@ -98,20 +96,14 @@ def make_plan(config: Config, world_size: int) -> Plan:
     parameters = sum(p.numel() for p in model.parameters())
     kinds = block_kinds(config, model)
     take_experts(model, weights, shape.expert, 0)
-    structure = read_structure(
-        model, weights.gather_before, weights.blocks, weights.gather_before_modules, weights.rules
-    )
     require_patterns_matched((name for name, _ in model.named_parameters()), weights)
-    shardings = plan_sharding(model, structure, weights, shape.expert)
-    recomputed = set(config.activation_checkpoint.selected(structure.layers))
-    chunk = chunk_layout(
-        shardings, structure, weights, shape, recomputed, device=device_type(config)
-    )
+    checkpoint = config.activation_checkpoint
+    structure, shardings, chunk = sharded(config, shape, model, weights, checkpoint)
+    again = len(checkpoint.selected(structure.layers))
+    traffic = SequenceTraffic.of(config, shape, config.model.layers, again)
     return Plan(
-        config, shape, parameters, chunk, tuple(shardings),
-        SequenceTraffic.of(config, shape, config.model.layers, len(recomputed)), structure.rules,
-        kinds,
-    )  # fmt: skip
+        config, shape, parameters, chunk, shardings, traffic, structure.rules, kinds
+    )
 
 
 def _memory(
