@@ -2,8 +2,8 @@
 
 A search leaves out what does not fit by it; what is left is counted by the budget itself. Weights
 are counted from the model; what a block keeps, and what one that is computed again works in, is
-measured once for each way to recompute and to share sequences. What only adds is left out: small
-weights, what other blocks work in, and what a split backward puts off.
+measured once for each way to recompute and to share sequences, and once where a backward is split.
+What only adds is left out: small weights, and what other blocks work in.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from internsp.app.config import Config
 from internsp.app.plan.kinds import shown_kinds
 from internsp.app.plan.observations import Observations
@@ -23,6 +25,7 @@ from internsp.app.plan.step import make_plan
 from internsp.app.plan.workload import Workload
 from internsp.mesh import MeshShape
 from internsp.pipeline.chunks import partition_costs
+from internsp.pipeline.pipeline import can_split_backward
 
 _MEASURED = (1024, 2048)  # positions of measured steps
 _ENDS = (2048, 1024, 64)  # of those that tell what the loss works in
@@ -64,15 +67,18 @@ class _Work(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """When a pipeline rank has most micro-batches, or most that it has sent.
+    """When a pipeline rank has most micro-batches, most gradients of weights that are put off, or
+    most that it has sent.
 
     Attributes:
         whole: of each chunk, micro-batches that have had no backward.
+        between: of each chunk, those between the two parts of their backward.
         next: the chunk that has a backward then.
         sent: of each chunk, those that have had theirs, where messages are held to the step's end.
     """
 
     whole: Sequence[int]
+    between: Sequence[int]
     next: int
     sent: Sequence[int]
 
@@ -99,27 +105,39 @@ class Stages(NamedTuple):
 
     def moments(self, rank: int, number: int) -> list[Moment]:
         """Of torch's orders of 1F1B, Interleaved1F1B and ZBVZeroBubble, of so many micro-batches:
-        each chunk's first backward, of a V that of its turn; of several chunks, those after the
-        last forward and the last of all.
+        each chunk's first backward; of a V that of its turn, and when its first chunk has its last.
+        Of several chunks, those after the last forward and the last of all.
         """
         behind = self.ranks - 1 - rank
         none = [0] * self.chunks
-        end = Moment(none, 0, [number - 1, *[number] * (self.chunks - 1)])
+        end = Moment(none, none, 0, [number - 1, *[number] * (self.chunks - 1)])
         if self.v_shaped:
             turn = min(self.ranks + behind, number), min(rank + 1, number)
+            total = max(2 * self.ranks - 1, number)  # torch leaves out the later ones
+
+            def among(first: int, end: int) -> int:
+                return max(0, min(end, number) - first)
+
+            first = total - self.ranks
+            left, put_off = among(first + rank, total), among(first, first + rank)
+            between = put_off, among(total - rank, total)
+            ended = Moment((left, 0), between, 0 if left else 1, none)
             last = [min(self.ranks, number), min(rank + 1, number)]
-            return [Moment(turn, 1, none), Moment(last, 1, [number - n for n in last]), end]
+            return [
+                Moment(turn, none, 1, none), ended, end,
+                Moment(last, none, 1, [number - some for some in last]),
+            ]  # fmt: skip
         if self.chunks == 1:
-            return [Moment((min(behind + 1, number),), 0, none)]
+            return [Moment((min(behind + 1, number),), none, 0, none)]
         passes = min((self.chunks - 1) * self.ranks + 2 * behind + 1, self.chunks * number)
         each = Counter(one // self.ranks % self.chunks for one in range(passes))
         last = [each[chunk] for chunk in range(self.chunks)]
         found = [  # of later chunks some have had theirs
-            Moment([*last[: chunk + 1], *none][: self.chunks], chunk, none)
+            Moment([*last[: chunk + 1], *none][: self.chunks], none, chunk, none)
             for chunk in range(self.chunks)
         ]
         chunk = 0 if last[0] > self.ranks else self.chunks - 1
-        return [*found, Moment(last, chunk, [number - n for n in last]), end]
+        return [*found, Moment(last, none, chunk, [number - some for some in last]), end]
 
 
 class LeastBytes:
@@ -141,6 +159,10 @@ class LeastBytes:
         self.kinds = plan.kinds
         blocks = [[0, 0, 0] for _ in plan.kinds]
         outer: Counter[str] = Counter()
+        cut = [one for one in plan.shardings if one.unit is not None]
+        owners = nn.ModuleList(owner.module for one in cut for owner in one.owners)
+        known = {id(one.parameter) for one in cut}
+        self.splits = can_split_backward(owners, known, config.weight_parallel.compile)
         for one in plan.shardings:
             elements = math.prod(one.shape)
             if one.unit is None:
@@ -160,6 +182,7 @@ class LeastBytes:
         self._weights = lru_cache(maxsize=None)(self._weight_bytes)
         self._activations = lru_cache(maxsize=None)(self._activation_bytes)
         self._steps = lru_cache(maxsize=None)(self._two_blocks)
+        self._halves = lru_cache(maxsize=None)(self._halves_bytes)
         self._loss = lru_cache(maxsize=None)(self._loss_bytes)
 
     def of(self, load: Workload) -> float:
@@ -306,7 +329,7 @@ class LeastBytes:
         last = stages.ranks * stages.chunks - 1
         found = []
         for rank, chunks in enumerate(self._split(stages)):
-            buffers, kept, working, sent = 0.0, [], [], []
+            buffers, kept, between, working, sent = 0.0, [], [], [], []
             own = stages.of(rank)
             for stage, blocks in zip(own, chunks, strict=True):
                 kinds = self.kinds[blocks.start : blocks.stop]
@@ -334,17 +357,25 @@ class LeastBytes:
                     shown = [kept_by[kind][those > 0] for kind in shown_kinds(redone or plain)]
                     freed = sum(one.block for one in shown) + max(one.more for one in shown)
                     work = max(work, self.first * size - freed * tokens - 2 * message)
+                splits = stages.v_shaped and self.splits and stage > 0 and not those
                 if stage == last:
                     at = next((n for n in _ENDS if n <= tokens), _ENDS[-1])
-                    work = max(work, self._loss(at) * min(1.0, tokens / at))
+                    work = max(work, self._loss(at, splits) * min(1.0, tokens / at))
+                later = 0.0
+                if splits and len(set(kinds)) == 1:
+                    put_off, at_work = self._halves(kinds[0])
+                    later = len(blocks) * put_off.block + put_off.more
+                    work = max(work, at_work.at(tokens))
+                between.append(max(0.0, later * tokens - within))
                 working.append(work)
                 # To other ranks, of a micro-batch: its output and its input's gradient.
                 ends = stage < last and not within, stage > 0 and stage - 1 not in own
                 sent.append(sum(ends) * message)
             moments = [
-                _product(one.whole, kept) + working[one.next] + _product(one.sent, sent)
+                _product(one.whole, kept) + _product(one.between, between) + working[one.next]
+                + _product(one.sent, sent)
                 for one in stages.moments(rank, number)
-            ]
+            ]  # fmt: skip
             found.append(buffers + max(moments))
         return found
 
@@ -395,11 +426,31 @@ class LeastBytes:
             for positions in _MEASURED
         ]  # fmt: skip
 
-    def _loss_bytes(self, positions: int) -> float:
+    def _halves_bytes(self, kind: int) -> tuple[_Kept, _Work]:
+        """Of a stage in the middle whose backward has two parts, from the first one to that for
+        gradients of weights; of sequences on one rank each: more that share them keep no less."""
+        part = ModelPart(MeshShape(2, pipeline=2), False, False, split=True)
+        two, three = (
+            [self._observed(replace(part, kinds=(kind,) * blocks), n) for n in _MEASURED]
+            for blocks in (2, 3)
+        )
+        kept = [step.between_parts for step in two]
+        block = [step.between_parts - one for step, one in zip(three, kept, strict=True)]
+        return _of_a_token(block, kept), _Work(*(step.peak - step.kept for step in two))
+
+    def _loss_bytes(self, positions: int, splits: bool) -> float:
         """Bytes that head and loss work in, of weights' gradients most: more tokens take more."""
-        part = replace(WHOLE, kinds=2 * self.kinds[-1:])
-        step = self.observations.of(self.config, 1, positions, 1, 2, 0, None, part)
+        kinds = 2 * self.kinds[-1:]
+        if splits:
+            part = ModelPart(MeshShape(2, pipeline=2), False, split=True, kinds=kinds)
+            step = self._observed(part, positions)
+            return step.peak - step.kept
+        step = self._observed(replace(WHOLE, kinds=kinds), positions)
         return step.phases[0] - step.kept
+
+    def _observed(self, part: ModelPart, positions: int) -> Observed:
+        """One sequence through blocks that recompute nothing."""
+        return self.observations.of(self.config, 1, positions, 1, len(part.kinds), 0, None, part)
 
 
 def _of_a_token(block: Sequence[int], two: Sequence[int]) -> _Kept:
