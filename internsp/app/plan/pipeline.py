@@ -52,6 +52,7 @@ from internsp.structure.assign import ParameterSharding, plan_sharding
 from internsp.structure.blocks import Structure, read_structure
 from internsp.structure.dtypes import DTYPES
 from internsp.structure.kept import KeptBlocks
+from internsp.structure.rules import Rules, match_rules
 from internsp.structure.units import chunk_layout
 
 _LONGEST_COMPARED = 2_000  # passes of blocks; the comparison plans the step a dozen times
@@ -133,6 +134,7 @@ class PipelinePlan:
     kinds: tuple[int, ...]
     """Of each block, the first one of its kind."""
     tied: tuple[TiedOutline, ...]
+    rules: Rules
 
     def picture(self) -> str:
         """The schedule as SVG."""
@@ -168,7 +170,10 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
     rank_of = partial(kind.rank_of, ranks=shape.pipeline, chunks=chunks)
     timed = check_order(order, rank_of, shape.pipeline * chunks)
     ranks = []
-    parameters, kinds, outlines, ties = _outlines(config, shape, kind, shape.pipeline * chunks)
+    model: Any = build_model(config)  # from the model zoo: other models have no pipeline
+    parameters = sum(p.numel() for p in model.parameters())
+    kinds, rules = block_kinds(config, model), match_rules(model, config.weight_parallel.rules)
+    outlines, ties = _outlines(config, shape, kind, model, shape.pipeline * chunks)
     for rank in range(shape.pipeline):
         stages = kind.stages_of(rank, shape.pipeline, chunks)
         own = tuple(outlines[stage] for stage in stages)
@@ -179,7 +184,7 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
     nbytes = message_bytes(config, shape, config.data.sequence_length)
     tied = tuple(_tied(name, tie, outlines, shape, rank_of) for name, tie in ties.items())
     return PipelinePlan(
-        kind, shape, number, tuple(timed), tuple(ranks), nbytes, parameters, kinds, tied
+        kind, shape, number, tuple(timed), tuple(ranks), nbytes, parameters, kinds, tied, rules
     )
 
 
@@ -232,12 +237,9 @@ def sharded(
 
 
 def _outlines(
-    config: Config, shape: MeshShape, kind: ScheduleKind, stages: int
-) -> tuple[int, tuple[int, ...], list[ChunkOutline], dict[str, CopyNames]]:
-    """Elements of the model, kinds of its blocks, its chunks and what they share."""
-    model: Any = build_model(config)  # from the model zoo: other models have no pipeline
-    parameters = sum(p.numel() for p in model.parameters())
-    kinds = block_kinds(config, model)
+    config: Config, shape: MeshShape, kind: ScheduleKind, model: Any, stages: int
+) -> tuple[list[ChunkOutline], dict[str, CopyNames]]:
+    """The chunks of a model, and what they share."""
     take_experts(model, config.weight_parallel, shape.expert, 0)
     require_patterns_match(model, config.weight_parallel, shape)
     found = []
@@ -253,7 +255,7 @@ def _outlines(
         cut = {id(a.parameter) for a in shardings if a.unit is not None}
         splits = can_split_backward(chunk, cut, bool(again) or weights.compile)
         found.append(ChunkOutline(stage, blocks, plan, shardings, splits, again))
-    return parameters, kinds, found, find_tied(model, chunks)
+    return found, find_tied(model, chunks)
 
 
 def tables(config: Config, plan: PipelinePlan) -> list[Table]:

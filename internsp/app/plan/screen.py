@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from internsp.app.config import Config
-from internsp.app.models.factory import build_model, device_type
+from internsp.app.models.factory import device_type
 from internsp.app.plan.answer import FREE, seconds_lines, seconds_table, write_text
 from internsp.app.plan.classes import (
     action_line,
@@ -38,7 +38,6 @@ from internsp.base.accelerator import HOST, device_count
 from internsp.base.sizes import human
 from internsp.errors import ConfigError
 from internsp.schedule.chunk import ChunkLayout, Schedule
-from internsp.structure.rules import Rules, match_rules
 
 KINDS = {
     "AG": "weight gather",
@@ -120,10 +119,9 @@ def _screen(config: Config, budget: MemoryBudget, device: Device | None) -> Iter
             f"A step has as many micro-batches as {config.train.batch_tokens:,} tokens need "
             f"(train.batch_tokens); planned are {config.train.micro_batches}."
         )
-    rules = _rules(plan, config)
-    if rules.matched:
+    if plan.rules.matched:
         yield Text("Rules of the plan", style="bold")
-    yield from rules_lines(rules)
+    yield from rules_lines(plan.rules)
     yield from _chunk(plan) if isinstance(plan, Plan) else _stages(plan, config)
     ranks = plan.shape.world_size
     if device is not None:
@@ -158,12 +156,6 @@ def _title(config: Config, plan: Plan | PipelinePlan) -> str:
     on = f"{shape.world_size} ranks: " + (", ".join(told) or "each alone")
     on = "1 rank" if shape.world_size == 1 else on + axes
     return f"{plan.parameters:,} parameters in {config.model.layers} blocks, on {on}"
-
-
-def _rules(plan: Plan | PipelinePlan, config: Config) -> Rules:
-    if isinstance(plan, Plan):
-        return plan.rules
-    return match_rules(build_model(config), config.weight_parallel.rules)
 
 
 def _traffic_table(plan: Plan) -> Table:
