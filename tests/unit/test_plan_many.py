@@ -47,6 +47,8 @@ def test_the_plan_of_512_ranks_has_their_groups_and_every_action() -> None:
     settings = large(weight=8, sequence=4)
     lines, plan = printed(settings, 512), make_plan(settings, 512)
     assert len(plan.schedule.actions) > 2000
+    exchanged = sum(parcel.nbytes for parcel in plan.chunk.parcels)
+    assert exchanged == sum(w.shard_bytes for unit in plan.chunk.units for w in unit.weights)
     assert "weight 8 64 0-7; 8-15; 16-23; ...; 504-511" in lines
     assert "replica 64 8 0-504 by 8; 1-505 by 8; 2-506 by 8; ...; 7-511 by 8" in lines
     first = lines.index(f"Schedule of one step ({len(plan.schedule.actions)} actions a rank)") + 1
