@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from internsp.config import WeightParallelConfig
 from internsp.config.model import ModelConfig
 from internsp.mesh import ParallelMesh
 from internsp.parallel.parallelize import parallelize
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "dev" / "design.md"
 
@@ -56,3 +57,30 @@ def test_the_life_of_a_weight_table_is_what_a_step_records() -> None:
         # The last block is not gathered again: its weights are still in their slot.
         again = ["AG", "WAIT", "USE", "FREE", "USE", "RS", "FREE", "WAIT", "FINISH"]
         assert lives["layers.3.attention.wq.weight"] == again
+
+
+@ranks(2)
+def test_a_gather_poisons_the_bytes_of_others_before_it_fills_them(rank: int) -> None:
+    """Else every test that poisons slots would see no stale read."""
+    model = model_zoo.build(ModelConfig(vocab_size=32, hidden_size=16, layers=4, heads=2))
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=30)
+    made = parallelize(model, mesh, WeightParallelConfig(min_shard_elements=64, coalesce_bytes=0))
+    ids = torch.randint(0, 32, (2, 8))
+    model(ids, labels=ids)[0].backward()  # from here on, every gather finds its views
+    made.state.pool.poison = True
+    of_units: dict[str, set[bool]] = {}
+    for collectives in made.state.gathers.values():
+
+        def all_gather(
+            outputs: Any, shards: Any, unit: str, *given: Any, send: Any = collectives.all_gather
+        ) -> Any:
+            empty = all(bool(output.isnan().all()) for output in outputs)
+            of_units.setdefault(unit, set()).add(empty)
+            return send(outputs, shards, unit, *given)
+
+        collectives.all_gather = all_gather  # type: ignore[method-assign]
+    with torch.no_grad():
+        model(ids, labels=ids)
+    assert of_units["layers.2"] == of_units["layers.3"] == {True}, "what layers 0 and 1 have left"
+    gone = {w.unit.name for w in made.replicated.sharded if w.used_version is None}
+    assert gone == {"layers.0", "layers.1"}, "what has been overwritten is no longer there"
