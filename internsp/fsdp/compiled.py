@@ -44,20 +44,19 @@ def compilers_taken(
     compilers: dict[nn.Module, Layer] = {m: _as_it_is for m in blocks if hasattr(m, "dynamo_ctx")}
     for module in root.modules():
         told: Any = module._compiled_call_impl
-        if told is None or not is_compiled(module):
+        if told is None or not is_compiled(module) or not (context := _context_of(told)):
             continue
         if module is root:
-            taken[root], root._compiled_call_impl = told, None
-            whole = _context_of(told)
+            taken[root], whole = told, context
+            root._compiled_call_impl = None
             continue
         inner = module  # accelerate shards a block and its checkpoint wrapper, which it compiles
         while len(only := [*inner.children()]) == 1 and not named.isdisjoint(only[0].modules()):
             inner = only[0]
         if inner in within or not named.isdisjoint([*inner.modules()][1:]):
             continue
-        if context := _context_of(told):
-            taken[module], compilers[inner] = told, context
-            module._compiled_call_impl = None
+        taken[module], compilers[inner] = told, context
+        module._compiled_call_impl = None
     if compilers:
         notes.append(f"compile() of {len(compilers)} modules: their forwards are, gathers are not")
     optimized = getattr(root, "dynamo_ctx", None)  # the root is what torch.compile(model) returned
