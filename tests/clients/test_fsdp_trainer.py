@@ -104,6 +104,7 @@ def test_the_state_of_the_trainers_optimizer_is_over_the_replicas_too(tmp_path: 
         require_same(weights, other)
 
 
+@pytest.mark.thorough(30)
 def test_a_model_that_the_trainer_compiles_has_the_steps_of_fsdp2(tmp_path: Path) -> None:
     both = [
         run_ranks(

@@ -11,12 +11,13 @@ import pytest
 
 from internsp.app.config import DataConfig
 from internsp.app.data.documents import paths_of, read_pieces, read_rows
+from internsp.app.data.tokenizer import Piece
 from internsp.errors import ConfigError
 
 
 def texts(path: Path, source: str = "jsonl", field: str = "text") -> list[str]:
     config = DataConfig(source=source, paths=(str(path),), text_field=field)
-    return [text.decode() for text, _ in read_pieces(config, path)]
+    return [piece.text.decode() for piece in read_pieces(config, path)]
 
 
 GOOD = b'{"text": "one"}\n\n{"text": "two"}\n'
@@ -167,4 +168,5 @@ def test_files_that_cannot_be_read_are_named_and_pipes_are_not_waited_for(tmp_pa
     assert "no .jsonl or .json" in told("pipes", "jsonl")
     (tmp_path / "pipes" / "b.txt").write_text("text beside a pipe")
     config = DataConfig(source="text", paths=(str(tmp_path / "pipes"),))
-    assert list(read_pieces(config, tmp_path / "pipes")) == [(b"text beside a pipe", True)]
+    beside = Piece(b"text beside a pipe", True, str(tmp_path / "pipes" / "b.txt"))
+    assert list(read_pieces(config, tmp_path / "pipes")) == [beside]
