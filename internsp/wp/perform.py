@@ -103,9 +103,9 @@ class Chunk:
         """Perform ``actions`` in order."""
         for action in actions:
             kind = action.kind
+            if self.streams and kind in _IN_TURN:
+                self.reducer.take_turn()
             if kind in _REDUCED_BY:
-                if self.streams:
-                    self.reducer.take_turn()
                 _REDUCED_BY[kind](self.reducer)(action.weights)
             elif kind != FREE or self.trace.enabled:  # nothing is done, only a trace shows it
                 _PERFORMED_BY[kind](self, action)
@@ -159,8 +159,6 @@ class Chunk:
         self.accumulation.at_next_pass()
 
     def _exchange(self, action: Action[ShardedParameter]) -> None:
-        if self.streams:
-            self.reducer.take_turn()
         if action.parcel is not None:
             self.consumer.start(action.parcel)
         else:
@@ -289,4 +287,5 @@ _REDUCED_BY: Mapping[str, Callable[[GradientReducer], Callable[[Weights], None]]
     FINISH_OLDEST: attrgetter("finish_oldest"),
     GO_ON: attrgetter("go_on"),
 }
-"""What the reducer does for each kind of action that it takes a turn for, with its weights."""
+"""What the reducer does for each kind of action, with its weights."""
+_IN_TURN = {*_REDUCED_BY, EXCHANGE, FINISH_EXCHANGE}  # on streams, each after the one before
