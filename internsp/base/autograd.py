@@ -166,7 +166,7 @@ def register_pre_backward_hook(
     """
     last = None
     for tensor in new_tensors(output, before):
-        node = base_node(tensor, before) or tensor.grad_fn
+        node = pre_backward_node(tensor, before)
         # Several views of one tensor, as ``chunk`` returns, share the node of their base.
         if node is not None and node is not last:
             # A hook on the node and not on the tensor: the same moment at half the cost.
@@ -196,6 +196,15 @@ def _first(call: Callable[[Tensor], None], gradients: tuple[Tensor | None, ...])
         if gradient is not None:
             call(gradient)
             return
+
+
+def pre_backward_node(tensor: Tensor, before: InputTensors) -> Any:
+    """The node by which backward comes to the call that returned ``tensor``; ``None``: it does not.
+
+    Args:
+        before: the call's :func:`input_tensors`.
+    """
+    return base_node(tensor, before) or tensor.grad_fn
 
 
 def base_node(tensor: Tensor, before: InputTensors) -> Any:

@@ -23,12 +23,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from internsp.base.autograd import (
     InputTensors,
-    base_node,
     clone_aliases,
     in_backward,
     input_tensors,
     new_tensors,
     no_second_derivatives,
+    pre_backward_node,
     refuse_compiled,
     register_pre_backward_hook,
     tensors,
@@ -497,7 +497,7 @@ def _unsharding(module: nn.Module, held: Weights, inner: Forward) -> Forward:
                 own["_parameters"] = held
                 shared = handle.release()
             if saves and shared:  # the output is one new tensor
-                node = base_node(output, {}) or output.grad_fn
+                node = pre_backward_node(output, {})
                 if node is not None:
                     node.register_prehook(partial(handle.pre_backward, True))
             return output

@@ -28,13 +28,12 @@ from torch.utils.checkpoint import checkpoint
 
 import internsp.fsdp as ours
 from internsp.errors import ConfigError, MeshError
-from tests.support.fsdp import require_same, whole
+from tests.support.fsdp import Program, compare, require_same, whole
 from tests.support.ranks import ranks
 
 if not hasattr(_fsdp_common, "ShardPlacementResult"):  # torch 2.11
     pytest.skip("fully_shard takes one mesh a call", allow_module_level=True)
 
-Program = Callable[[Any, int], dict[str, Tensor]]
 WORDS, SIZE, NUMBER = 19, 8, 8
 
 
@@ -222,18 +221,6 @@ def parts(values: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
 
 def gradients(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     return parts({name: p.grad for name, p in model.named_parameters()}, prefix)
-
-
-def compare(*programs: Program, rank: int, tolerance: float = 1e-12) -> None:
-    for program in programs:
-        results = []
-        for names in (torchs, ours):
-            torch.manual_seed(5)
-            results.append(program(names, rank))
-        try:
-            require_same(results[1], results[0], tolerance)
-        except AssertionError as error:
-            raise AssertionError(f"{program.__name__}: {error}") from None
 
 
 def program(

@@ -33,25 +33,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import internsp.fsdp as ours
-from tests.support.fsdp import Model, batch, loss_of, mesh_of, require_same, shard, steps, whole
+from tests.support.fsdp import (
+    Model,
+    Program,
+    batch,
+    compare,
+    loss_of,
+    mesh_of,
+    require_same,
+    shard,
+    steps,
+    whole,
+)
 from tests.support.ranks import ranks
 from tests.support.versions import since
 
 Policy = torchs.MixedPrecisionPolicy
-Program = Callable[[Any, int], dict[str, Tensor]]
-"""From a module with FSDP2's names, and the rank, to values by name."""
-
-
-def compare(*programs: Program, rank: int, tolerance: float = 1e-12) -> None:
-    for program in programs:
-        results = []
-        for names in (torchs, ours):
-            torch.manual_seed(5)
-            results.append(program(names, rank))
-        try:
-            require_same(results[1], results[0], tolerance)
-        except AssertionError as error:
-            raise AssertionError(f"{program.__name__}: {error}") from None
 
 
 def gradients(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:

@@ -7,10 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp as torchs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+import internsp.fsdp as ours
+
+Program = Callable[[Any, int], dict[str, Tensor]]
+"""From a module with FSDP2's names, and the rank, to values by name."""
 WORDS = 19  # no multiple of any number of ranks, as no size of the model is
 
 
@@ -131,3 +136,16 @@ def require_same(
         scale = max(value.abs().max().item(), 1e-3)
         gap = (found[name].double() - value.double()).abs().max().item() / scale
         assert gap <= tolerance, f"{name} differs by {gap:g} of its largest element"
+
+
+def compare(*programs: Program, rank: int, tolerance: float = 1e-12) -> None:
+    """Run each program with torch's names and with the library's, and compare what it returns."""
+    for program in programs:
+        results = []
+        for names in (torchs, ours):
+            torch.manual_seed(5)
+            results.append(program(names, rank))
+        try:
+            require_same(results[1], results[0], tolerance)
+        except AssertionError as error:
+            raise AssertionError(f"{program.__name__}: {error}") from None
