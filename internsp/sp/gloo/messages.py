@@ -9,6 +9,8 @@ the last time: the one that followed then.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -153,9 +155,10 @@ class PeerExchange:
             }
             self.received = {p: torch.empty(n, **like) for p, n in counts.items()}
             posted = [(self.received[p], p) for p in shape.peers]
-        for buffer, peer in posted:
-            if buffer.numel():  # neither end has a message without elements
-                self._works.append(group.irecv(buffer, peer, self._tag))
+        with self._named():
+            for buffer, peer in posted:
+                if buffer.numel():  # neither end has a message without elements
+                    self._works.append(group.irecv(buffer, peer, self._tag))
 
     def matches(self, key: ExchangeKey, shape: ExchangeShape) -> bool:
         """Whether the posted receives are those of the exchange ``key``."""
@@ -180,6 +183,7 @@ class PeerExchange:
         Raises:
             LayoutError: ``part`` has another dtype than the receive that the peer has posted; gloo
                 would end the process.
+            CollectiveError: see :meth:`wait`.
         """
         if part.dtype != self.shape.dtype:
             raise LayoutError(
@@ -193,7 +197,8 @@ class PeerExchange:
         event = self.group.trace.record("A2A", unit, role, phase, part.nbytes, in_flight=True)
         self._events.append(event)
         self._sent.append(part)
-        self._works.append(self.group.isend(part, peer, self._tag))
+        with self._named():
+            self._works.append(self.group.isend(part, peer, self._tag))
 
     def wait(self) -> None:
         """Block until all sends and receives are complete; a second call returns at once.
@@ -208,14 +213,9 @@ class PeerExchange:
         unit, what, phase = self.key
         trace = self.group.trace
         begin = trace.now()
-        try:
+        with self._named():
             for work in self._works:
                 work.wait()
-        except RuntimeError as error:
-            raise CollectiveError(
-                f"Rank {self.group.rank} of its sequence group: messages of {what} of "
-                f"{unit or 'attention'} did not arrive in {phase}: {error}"
-            ) from error
         end = trace.now()
         trace.waited(begin, end)
         trace.record("A2A_WAIT", unit, what, phase, start=begin, end=end)
@@ -223,6 +223,19 @@ class PeerExchange:
             trace.finish(event, end)
         self._works.clear()
         self._sent.clear()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the exchange where another rank has closed the connection: gloo says so when a
+        message starts, too."""
+        try:
+            yield
+        except RuntimeError as error:
+            unit, what, phase = self.key
+            raise CollectiveError(
+                f"Rank {self.group.rank} of its sequence group: messages of {what} of "
+                f"{unit or 'attention'} did not arrive in {phase}: {error}"
+            ) from error
 
 
 class PeerExchanges:
