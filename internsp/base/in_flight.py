@@ -6,20 +6,52 @@ An operator of ``torch.library`` returns tensors alone. So a message in flight i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from operator import methodcaller
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from internsp.base.autograd import in_backward
 from internsp.base.trace import Trace, Work
+from internsp.errors import CollectiveError
 
 # A message that is started and never waited for (after an exception) would keep its buffers
 # forever. No program has this many in flight, so beyond this count the oldest is dropped.
 _MOST = 64
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(f"{what} failed on rank {dist.get_rank()}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """Tells of messages between ranks: by default no other rank.
+
+    Attributes:
+        launched: called before each set of messages between several ranks, with its kind in a
+            trace, what is sent and the phase. All ranks call it equally often, so that a rank that
+            waits for a failed one finds out (WP-10).
+        naming: context in which a message is started or waited for; raises a ``CollectiveError``
+            with that text if another rank has failed or has closed the connection.
+        pairs: counts messages between pairs on the host (``ParallelMesh.pairs``).
+    """
+
+    launched: Callable[[str, str, str], None] = lambda kind, what, phase: None
+    naming: Callable[[str], AbstractContextManager[Any]] = _naming
+    pairs: Counter[str] = field(default_factory=Counter)
+
+
+ALONE = Reporter()
 
 
 def phase_of(adjoint: bool = False) -> str:
@@ -50,10 +82,11 @@ class MessagesInFlight:
 
     Args:
         trace: has ``A2A`` for each message and ``A2A_WAIT`` for each wait; or ``None``.
+        reporter: names a message that fails.
     """
 
-    def __init__(self, trace: Trace | None) -> None:
-        self._trace = trace or Trace()
+    def __init__(self, trace: Trace | None, reporter: Reporter = ALONE) -> None:
+        self._trace, self._reporter = trace or Trace(), reporter
         self._of_token: dict[int, InFlight] = {}
 
     def __len__(self) -> int:
@@ -84,13 +117,15 @@ class MessagesInFlight:
         """The message of ``token``; ``None`` if it was taken before, or dropped."""
         return self._of_token.pop(_key(token), None)
 
-    def wait(
-        self, message: InFlight, unit: str, label: str,
-        wait: Callable[[Work], Any] = methodcaller("wait"),
-    ) -> None:  # fmt: skip
-        """Call ``wait`` with the message's work handle; the trace has how long it took."""
+    def wait(self, message: InFlight, unit: str, label: str, what: str) -> None:
+        """Wait for the message, ``what`` in an error; the trace has how long it took.
+
+        Raises:
+            CollectiveError: another rank has failed or has closed the connection.
+        """
         trace, begin = self._trace, self._trace.now()
-        wait(message.work)
+        with self._reporter.naming(f"{what} ({message.phase})"):
+            message.work.wait()
         end = trace.now()
         trace.waited(begin, end)
         trace.record("A2A_WAIT", unit, label, message.phase, start=begin, end=end)

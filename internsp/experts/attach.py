@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from internsp.base.in_flight import Reporter
 from internsp.base.trace import Trace
 from internsp.errors import StructureError
 from internsp.experts.dispatch import Exchanged
@@ -40,7 +41,7 @@ def attach_experts(
     if mesh.pipeline > 1:
         _require_no_losses(model)
     if mesh.stage_group.size() > 1:
-        ranks = RouterRanks(mesh.stage_group, trace, context.wait)
+        ranks = RouterRanks(mesh.stage_group, trace, Reporter(naming=context.awaiting))
         for module in model.modules():
             if hasattr(module, "router_ranks"):
                 module.router_ranks = ranks  # type: ignore[assignment]
@@ -68,16 +69,10 @@ def _attach_owners(
     trace: Trace,
     context: CommContext,
 ) -> None:
-    entry = context.register("experts")
-
-    def launched(what: str, phase: str) -> None:
-        context.counts[entry] += 1
-        if context.on_launch is not None:
-            context.on_launch("A2A", what, phase)
-
     owners = OwnerGroup(
-        group, trace, dist.get_rank(group), dist.get_world_size(group), context.wait, launched
-    )
+        group, trace, dist.get_rank(group), dist.get_world_size(group),
+        context.reporter("experts", waits=True),
+    )  # fmt: skip
     by_kind: dict[str, dict[nn.Module, Exchanged]] = {}
     for name, module in found.items():
         number: Any = module.num_experts

@@ -14,7 +14,7 @@ one after another. The way back, and gradients, have no numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from internsp.base.handles import HandleTable
-from internsp.base.in_flight import MessagesInFlight, phase_of
-from internsp.base.trace import Trace, Work
+from internsp.base.in_flight import MessagesInFlight, Reporter, phase_of
+from internsp.base.trace import Trace
 from internsp.errors import CollectiveError
-
-Wait = Callable[[Work, str], None]
-"""Waits for a collective; the text names it in an error."""
 
 _INDEX = torch.int32  # of experts' numbers in a message
 
@@ -41,21 +38,19 @@ class OwnerGroup:
         process_group: the mesh's ``expert_group``.
         trace: records ``A2A`` for each message and ``A2A_WAIT`` for each wait.
         rank, size: of the group.
-        wait: waits for a collective, and names the block and phase if it fails.
-        launched: called at each launch with what is sent and the phase.
+        reporter: counts launches, and names the block and phase where a message fails.
     """
 
     process_group: dist.ProcessGroup
     trace: Trace
     rank: int
     size: int
-    wait: Wait
-    launched: Callable[[str, str], None]
+    reporter: Reporter
     in_flight: MessagesInFlight = field(init=False)
     handle: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.in_flight = MessagesInFlight(self.trace)
+        self.in_flight = MessagesInFlight(self.trace, self.reporter)
         self.handle = _GROUPS.add(self)
 
     def all_to_all(
@@ -107,7 +102,7 @@ def _start_impl(
     width = packed.shape[1]
     received = packed.new_empty(sum(receive) * width)
     phase, nbytes = phase_of(adjoint), (sum(send) - send[group.rank]) * width
-    group.launched(f"{what} of {name}", phase)
+    group.reporter.launched("A2A", f"{what} of {name}", phase)
     message = group.in_flight.launch(
         name, f"{name} {what}", phase, nbytes, packed, received,
         lambda: group.all_to_all(
@@ -135,8 +130,7 @@ def _finish_impl(
             f"Rank {group.rank}: the message with {what} of {name} was already waited for, or "
             "dropped after an exception. Run the model's forward again."
         )
-    text = f"the {what} of {name} ({found.phase})"
-    group.in_flight.wait(found, name, f"{name} {what}", lambda work: group.wait(work, text))
+    group.in_flight.wait(found, name, f"{name} {what}", f"the {what} of {name}")
     values = like.shape[1] * like.element_size()
     of_weights = weights_like.shape[1] * weights_like.element_size()
     table = found.received.view(sum(receive), values + of_weights + numbers * _INDEX.itemsize)
@@ -152,13 +146,12 @@ def _counts_impl(table: Tensor, handle: int, name: str) -> Tensor:
     phase, sent = phase_of(), table.contiguous()
     nbytes = (group.size - 1) * table[0].numel() * table.element_size()
     each, label = [table[0].numel()] * group.size, f"{name} counts"
-    group.launched(f"counts of {name}", phase)
+    group.reporter.launched("A2A", f"counts of {name}", phase)
     message = group.in_flight.launch(
         name, label, phase, nbytes, sent, received,
         lambda: group.all_to_all(received.view(-1), sent.view(-1), each, each),
     )  # fmt: skip
-    text = f"the counts of {name} ({phase})"
-    group.in_flight.wait(message, name, label, lambda work: group.wait(work, text))
+    group.in_flight.wait(message, name, label, f"the counts of {name}")
     return torch.stack([table, received])
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from internsp.base.in_flight import Reporter
 from internsp.base.trace import Trace
-from internsp.experts.exchange import Wait
 
 
 @dataclass(eq=False)
@@ -18,12 +18,12 @@ class RouterRanks:
     """The ranks whose tokens one router's losses and balance are about: those of a stage.
 
     Attributes:
-        wait: waits for a collective, and names it if it fails.
+        reporter: names a sum that fails.
     """
 
     process_group: dist.ProcessGroup
     trace: Trace
-    wait: Wait
+    reporter: Reporter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RouterRanks:
         """Return itself: a copied model communicates over the same group."""
@@ -47,6 +47,7 @@ class Total:
     def wait(self) -> Tensor:
         """The sum; blocks until it has arrived."""
         if self._work is not None and self._ranks is not None:
-            self._ranks.wait(self._work, "the tokens of experts")
+            with self._ranks.reporter.naming("the tokens of experts"):
+                self._work.wait()
             self._work = None
         return self._total

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from internsp.base.trace import Work
 from internsp.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from internsp.base.in_flight import Reporter
 
 Launch = tuple[tuple[str, ...], int, int, int] | tuple[()]
 """The fields of a :class:`internsp.failure.rank_report.WaitedCollective`, which only a rank that
@@ -72,23 +76,48 @@ class CommContext:
         self.counts.append(0)
         return len(self.counts) - 1
 
+    def reporter(self, of: str, waits: bool = False) -> Reporter:
+        """Add a count for messages ``of`` something else than weights and gradients.
+
+        Args:
+            waits: other ranks are told what this one waits for.
+        """
+        from internsp.base.in_flight import Reporter  # few models send any
+
+        entry = self.register(of)
+
+        def launched(kind: str, what: str, phase: str) -> None:
+            self.counts[entry] += 1
+            if self.on_launch is not None:
+                self.on_launch(kind, what, phase)
+
+        return Reporter(launched, self.awaiting if waits else self.naming)
+
     def position(self) -> str:
         """The launch counts as text: ranks with equal texts failed at the same point (WP-10)."""
         return " ".join(map(str, self.counts))
 
-    def wait(self, work: Work, what: str) -> None:
-        """Wait for a collective that is not counted; ``what`` names it in an error. Blocks.
+    @contextmanager
+    def awaiting(self, what: str) -> Iterator[None]:
+        """Context in which a collective that is not counted is waited for; ``what`` names it.
 
         Raises:
-            CollectiveError: the collective failed.
+            CollectiveError: it failed; names the first cause.
         """
         self.waiting = (), what, "", ""
         try:
-            work.wait()
-        except RuntimeError as error:
-            raise self.record_failure(what, error) from error
+            with self.naming(what):
+                yield
         finally:
             self.waiting = None
+
+    @contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """The same, without a word of it to other ranks."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.record_failure(what, error) from error
 
     def record_failure(self, what: str, error: RuntimeError) -> CollectiveError:
         """Record that a collective for ``what`` failed; returns the error to raise."""

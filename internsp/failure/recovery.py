@@ -157,9 +157,8 @@ class StageRecovery(Recovery):
 
     def add_cause_note(self, error: BaseException) -> None:
         """Add the first cause as a note to ``error``, if it only follows from another's failure."""
-        if not is_consequence(error) or isinstance(error, CollectiveError):
-            return
-        if cause := self.first_cause():
+        cause = self.first_cause() if is_consequence(error) else ""
+        if cause not in str(error):
             error.add_note(cause)
 
     def first_cause(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -164,6 +165,8 @@ class ParallelMesh:
         expert, expert_rank, expert_group: of the ranks that hold different experts and exchange
             tokens.
         timeout_seconds: timeout of a collective in these groups.
+        pairs: by group name, messages between pairs on the host that this rank has begun: gloo's
+            own count of a group's collectives has them, too.
         param_mesh: of the dense axis.
         device: the device on which this rank computes.
         is_closed: whether :meth:`close` has ended the groups, which cannot be read any more.
@@ -183,6 +186,7 @@ class ParallelMesh:
         self.timeout_seconds = timeout_seconds
         self._models = 0
         self.users = MeshUsers()
+        self.pairs: Counter[str] = Counter()
         self.is_closed = False
         self._near_groups: dict[tuple[str, int, str], dist.ProcessGroup] = {}
         self._reading_meshes: dict[tuple[str, bool], DeviceMesh] = {}

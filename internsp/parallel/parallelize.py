@@ -94,14 +94,15 @@ def parallelize(
     made = build(
         model, mesh, config, activation_checkpoint, examined, trace, communicator, collectives
     )
+    context = made.state.collectives.comm_context
     if _has_sequences(model, mesh, sequence):
         from internsp.parallel.sequences import attach_sequences
 
-        attach_sequences(model, mesh, trace, made.mean, sequence, config.overlap, split)
+        attach_sequences(model, mesh, trace, made.mean, sequence, config.overlap, split, context)
     if mesh.expert > 1 or any(hasattr(module, "router_ranks") for module in model.modules()):
         from internsp.experts.attach import attach_experts
 
-        attach_experts(model, mesh, trace, made.state.collectives.comm_context)
+        attach_experts(model, mesh, trace, context)
     return made
 
 

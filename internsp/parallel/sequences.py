@@ -6,11 +6,14 @@ ranks cannot: the model itself must do that.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from internsp.base.trace import Trace
 from internsp.config import SequenceConfig, WeightParallelConfig
 from internsp.errors import ConfigError, InternspError, StructureError
+from internsp.failure.comm_context import CommContext
 from internsp.mesh import ParallelMesh
 from internsp.modules.supported import require_supported
 from internsp.sp import DistributedAttention
@@ -112,6 +115,7 @@ def attach_sequences(
     config: SequenceConfig,
     overlap: bool,
     split: bool,
+    context: CommContext,
 ) -> None:
     """Attach every attention of ``model`` to its groups of the sequence ranks.
 
@@ -119,18 +123,20 @@ def attach_sequences(
         mean: gradients are averaged over ranks later, not summed.
         overlap: as ``weight_parallel.overlap``.
         split: backward runs in two parts, input gradients and weight gradients.
+        context: of the model's collectives: counts exchanges, and names one that fails.
     """
     # A backward in two parts runs the node that makes both gradients twice, and would send twice.
     parts = config.exchange_in_parts and not split
+    reporter = replace(context.reporter("sequences"), pairs=mesh.pairs)
     for name, module in model.named_modules():
         if isinstance(module, DistributedAttention):
             heads = mesh.heads_group if mesh.sequence > 1 else None
             module.attach(
                 heads, trace, name, ring=mesh.ring_group, axes=mesh.sequence_axes,
                 form=config.ring_form, inner=config.inner_ring, in_parts=parts,
-                overlap=overlap,
+                overlap=overlap, reporter=reporter,
             )  # fmt: skip
-    attach(model, mesh, trace, mean, config)
+    attach(model, mesh, trace, mean, config, reporter)
 
 
 def set_head_output(model: nn.Module, mesh: ParallelMesh, config: SequenceConfig) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp.base.accelerator import HOST, backends_of
+from internsp.base.in_flight import ALONE, Reporter
 from internsp.base.trace import Trace
 from internsp.errors import LayoutError
 from internsp.mesh.sequence import SequenceAxes
@@ -106,6 +107,7 @@ class DistributedAttention(nn.Module):
         inner: int = 1,
         in_parts: bool = False,
         overlap: bool = True,
+        reporter: Reporter = ALONE,
     ) -> None:
         """Exchange heads over ``group`` from now on (None: no exchange).
 
@@ -121,15 +123,16 @@ class DistributedAttention(nn.Module):
             in_parts: exchange heads in messages between pairs of ranks, one part at a time, where
                 possible (on the host, over gloo); :meth:`sublayer` computes meanwhile.
             overlap: when false, nothing is computed while these messages are in flight (WP-12).
+            reporter: counts exchanges, and names one that fails, with the first cause.
 
         Raises:
             LayoutError: the groups are not those of ``axes``.
             ConfigError: a form that the ring cannot use.
         """
-        exchange_group = None if group is None else ExchangeGroup.of(group, trace)
+        exchange_group = None if group is None else ExchangeGroup.of(group, trace, reporter)
         size = 1 if exchange_group is None else exchange_group.size
         self.group = exchange_group if size > 1 else None
-        ring_group = None if ring is None else ExchangeGroup.of(ring, trace)
+        ring_group = None if ring is None else ExchangeGroup.of(ring, trace, reporter)
         count = 1 if ring_group is None else ring_group.size
         self.axes = SequenceAxes(size, count) if axes is None else axes
         if not isinstance(group, ExchangeGroup) and not isinstance(ring, ExchangeGroup):

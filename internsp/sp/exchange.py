@@ -35,8 +35,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from internsp.base.accelerator import HOST
 from internsp.base.handles import HandleTable
-from internsp.base.in_flight import MessagesInFlight, phase_of
+from internsp.base.in_flight import ALONE, MessagesInFlight, Reporter, phase_of
 from internsp.base.trace import Trace
 from internsp.errors import CollectiveError, LayoutError
 
@@ -49,12 +50,16 @@ class ExchangeGroup:
     """A process group of sequence ranks with its trace, and the exchanges that are in flight on it.
 
     Custom operators name it by its ``handle``. It lives as long as the modules that use it.
+
+    Attributes:
+        reporter: counts exchanges, and names one that fails, with the first cause.
     """
 
     process_group: dist.ProcessGroup
     given: Trace | None
     rank: int
     size: int
+    reporter: Reporter = ALONE
     peer_exchanges: PeerExchanges | None = None  # messages between pairs of ranks
     trace: Trace = field(init=False)
     in_flight: MessagesInFlight = field(init=False)
@@ -62,20 +67,24 @@ class ExchangeGroup:
 
     def __post_init__(self) -> None:
         self.trace = self.given or Trace()
-        self.in_flight = MessagesInFlight(self.trace)
+        self.in_flight = MessagesInFlight(self.trace, self.reporter)
         self.handle = _GROUPS.add(self)
 
     @classmethod
     def of(
-        cls, group: dist.ProcessGroup | ExchangeGroup, trace: Trace | None = None
+        cls,
+        group: dist.ProcessGroup | ExchangeGroup,
+        trace: Trace | None = None,
+        reporter: Reporter = ALONE,
     ) -> ExchangeGroup:
-        """Return the exchange group of a process group and a trace: one object for each pair."""
+        """Return the exchange group of these: one object for equal ones."""
         if isinstance(group, ExchangeGroup):
             return group
         for known in _GROUPS.alive():
-            if known.process_group is group and known.given is trace:
+            same = known.given is trace and known.reporter is reporter
+            if known.process_group is group and same:
                 return known
-        return cls(group, trace, dist.get_rank(group), dist.get_world_size(group))
+        return cls(group, trace, dist.get_rank(group), dist.get_world_size(group), reporter)
 
     # These methods call torch.distributed; a benchmark overrides the first three.
 
@@ -94,10 +103,12 @@ class ExchangeGroup:
 
     def irecv(self, buffer: Tensor, peer: int, tag: int) -> Any:
         """Post a receive into ``buffer`` (gloo) and return its work handle."""
+        self._pair(buffer)
         return self.process_group.recv([buffer], peer, tag)
 
     def isend(self, buffer: Tensor, peer: int, tag: int) -> Any:
         """Start to send ``buffer`` (gloo) and return the work handle."""
+        self._pair(buffer)
         return self.process_group.send([buffer], peer, tag)
 
     def next_tag(self) -> int:
@@ -117,6 +128,7 @@ class ExchangeGroup:
             operations: for each, whether it sends (or receives), its buffer, the peer's rank in the
                 group, and a tag on which both sides agree.
         """
+        self._pair(*(flat for _, flat, _, _ in operations))
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(
@@ -128,6 +140,12 @@ class ExchangeGroup:
         )  # fmt: skip
         # A backend may return one work handle for all operations.
         return works if len(works) == len(operations) else [works[0]] * len(operations)
+
+    def _pair(self, *flat: Tensor) -> None:
+        """Report messages between pairs of ranks, which gloo counts as collectives of the group."""
+        on_host = sum(each.device.type == HOST for each in flat)
+        if on_host:
+            self.reporter.pairs[self.process_group.group_name] += on_host
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExchangeGroup:
         """Return itself: a copied model communicates over the same group."""
@@ -229,8 +247,10 @@ def _start_impl(
     send_counts, receive_counts = (columns, rows) if to_heads else (rows, columns)
     received = send.new_empty(sum(receive_counts))
     nbytes = (sum(send_counts) - send_counts[group.rank]) * x.element_size()
+    phase = phase_of(adjoint)
+    group.reporter.launched("A2A", f"{label} of {unit}", phase)
     message = group.in_flight.launch(
-        unit, label, phase_of(adjoint), nbytes, send, received,
+        unit, label, phase, nbytes, send, received,
         lambda: group.all_to_all(received, send, receive_counts, send_counts),
     )  # fmt: skip
     return group.in_flight.add(message)
@@ -253,7 +273,7 @@ def _finish_impl(
             f"Rank {group.rank}: the exchange of {label!r} in {unit or 'this module'} was already "
             "waited for, or dropped after an exception. Start it again and wait for it once."
         )
-    group.in_flight.wait(found, unit, label)
+    group.in_flight.wait(found, unit, label, f"{label} of {unit or 'attention'}")
     batch, _, _, depth = shape
     if not to_heads:
         return _unpack(found.received, head_ranges, group.size, tuple(shape))

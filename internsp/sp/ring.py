@@ -13,6 +13,7 @@ recompute repeats neither messages nor attention.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,6 +168,7 @@ class _Transfers:
     ) -> None:
         self.ring, self.unit, self.label, self.like = ring, unit, label, (k, v)
         self.phase = phase_of(adjoint)
+        ring.group.reporter.launched("RING", f"{label} of {unit}", self.phase)
         own = ring.route.steps[0].block
         self.held = {own: _Block(((0, k.shape[1]),), k, v)}
         self._receives: dict[int, tuple[Any, Tensor, _Block, int]] = {}
@@ -200,10 +202,11 @@ class _Transfers:
             received.append((flat, transfer, block, event))
         if not sent and not received:
             return
-        works = iter(group.batch_isend_irecv([
-            *((True, flat, transfer.peer, transfer.block) for flat, transfer in sent),
-            *((False, flat, transfer.peer, transfer.block) for flat, transfer, _, _ in received),
-        ]))  # fmt: skip
+        with self._naming():
+            works = iter(group.batch_isend_irecv([
+                *((True, flat, transfer.peer, transfer.block) for flat, transfer in sent),
+                *((False, flat, to.peer, to.block) for flat, to, _, _ in received),
+            ]))  # fmt: skip
         self._sends += [(next(works), flat) for flat, _ in sent]
         for flat, transfer, block, event in received:
             self._receives[transfer.block] = next(works), flat, block, event
@@ -216,7 +219,8 @@ class _Transfers:
         work, _, found, event = incoming
         trace = self.ring.group.trace
         begin = trace.now()
-        work.wait()
+        with self._naming():
+            work.wait()
         end = trace.now()
         trace.waited(begin, end)
         trace.record("RING_WAIT", self.unit, self.label, self.phase, start=begin, end=end)
@@ -252,9 +256,15 @@ class _Transfers:
 
     def wait_sends(self) -> None:
         """Wait for all sends."""
-        for work, _ in self._sends:
-            work.wait()
+        with self._naming():
+            for work, _ in self._sends:
+                work.wait()
         self._sends.clear()
+
+    def _naming(self) -> AbstractContextManager[Any]:
+        """Name the attention where another rank has closed the connection."""
+        what = f"{self.label} of {self.unit or 'attention'} ({self.phase})"
+        return self.ring.group.reporter.naming(what)
 
 
 def _forward_impl(q: Tensor, k: Tensor, v: Tensor, handle: int, unit: str) -> tuple[Tensor, Tensor]:

@@ -194,7 +194,8 @@ class PlainLoop:
         flat = replicated.reduce(state.reducer.had_gradient, state.collectives)
         state.complete_gradients()
         if flat is not None:
-            state.collectives.comm_context.wait(flat, SMALL)
+            with state.collectives.comm_context.awaiting(SMALL):
+                flat.wait()
         used_replicated, used_sharded = replicated.used(self.known_use)
         members, values = replicated.members, replicated.values()
         read = zip(members, used_replicated, trained(members), values, strict=True)

@@ -10,15 +10,20 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from internsp.config import ActivationCheckpointConfig
+import model_zoo
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import CollectiveError
 from internsp.mesh import ParallelMesh
+from internsp.parallel.parallelize import parallelize
+from internsp.sp import SequenceLayout
 from tests.ranks.test_rules_errors import Boom, Failing
 from tests.support.models import Tiny, Twin
-from tests.support.ranks import run_ranks, start_server
+from tests.support.parity import Case, batch
+from tests.support.ranks import ranks, run_ranks, start_server
 
 TIMEOUT = 4.0
 
@@ -61,6 +66,42 @@ def alone(rank: int, world_size: int, where: str) -> str:
 def test_a_rank_that_waits_is_told_that_anothers_backward_failed(where: str) -> None:
     _, told = run_ranks(alone, 2, where)
     assert "rank 0 failed first: its backward raised" in told, told
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize("ring", [1, 4])
+@ranks(4, fresh=True)
+def test_ranks_that_wait_in_an_attention_are_told_who_failed(ring: int, rank: int) -> None:
+    """Rank 2 of a ring sends more messages than others; torch counts them all."""
+    mesh = ParallelMesh.create(
+        weight=4, sequence=4, ring=ring, device_type="cpu", timeout_seconds=30
+    )
+    case = Case(length=40, model={"hidden_size": 16, "heads": 4})
+    model: Any = model_zoo.build(case.model_config(), dtype=torch.float64)
+    communicator = parallelize(model, mesh, WeightParallelConfig(min_shard_elements=24))
+    tokens, _, _ = batch(case, 1, 0)
+    layout = SequenceLayout.create(tokens, rank=mesh.sequence_rank, size=mesh.sequence)
+    kept = {"layout": layout, "labels": layout.labels}
+    for _ in range(2):
+        model(layout.input_ids, **kept)[0].backward()
+    told = communicator.events.recovery.guard.sequence_numbers()
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, told)
+    assert everyone == [told] * 4
+    assert not (ring > 1) or mesh.pairs, "a ring sends between pairs"
+
+    def fail(gradient: Tensor) -> None:
+        raise Boom("in the backward of attention")
+
+    if rank == 2:
+        attend = model.layers[1].attention.attend
+        attend.register_forward_hook(lambda *given: given[-1].register_hook(fail) and None)
+    loss = model(layout.input_ids, **kept)[0]
+    with pytest.raises(Boom if rank == 2 else CollectiveError) as caught:
+        loss.backward()
+    if rank != 2:
+        assert "layers.1.attention.attend (backward)" in str(caught.value)
+        assert "rank 2 failed first: its backward raised" in str(caught.value)
 
 
 def life(rank: int, world_size: int, port: int, holds: bool, where: str, told: Connection) -> None:

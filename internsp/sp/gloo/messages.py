@@ -9,15 +9,14 @@ the last time: the one that followed then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from internsp.errors import CollectiveError, LayoutError
+from internsp.errors import LayoutError
 from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.gloo.stages import QKV, peers_of
 from internsp.sp.heads import HeadPlan
@@ -155,7 +154,7 @@ class PeerExchange:
             }
             self.received = {p: torch.empty(n, **like) for p, n in counts.items()}
             posted = [(self.received[p], p) for p in shape.peers]
-        with self._named():
+        with self._naming():
             for buffer, peer in posted:
                 if buffer.numel():  # neither end has a message without elements
                     self._works.append(group.irecv(buffer, peer, self._tag))
@@ -197,7 +196,7 @@ class PeerExchange:
         event = self.group.trace.record("A2A", unit, role, phase, part.nbytes, in_flight=True)
         self._events.append(event)
         self._sent.append(part)
-        with self._named():
+        with self._naming():
             self._works.append(self.group.isend(part, peer, self._tag))
 
     def wait(self) -> None:
@@ -213,7 +212,7 @@ class PeerExchange:
         unit, what, phase = self.key
         trace = self.group.trace
         begin = trace.now()
-        with self._named():
+        with self._naming():
             for work in self._works:
                 work.wait()
         end = trace.now()
@@ -224,18 +223,11 @@ class PeerExchange:
         self._works.clear()
         self._sent.clear()
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
+    def _naming(self) -> AbstractContextManager[Any]:
         """Name the exchange where another rank has closed the connection: gloo says so when a
         message starts, too."""
-        try:
-            yield
-        except RuntimeError as error:
-            unit, what, phase = self.key
-            raise CollectiveError(
-                f"Rank {self.group.rank} of its sequence group: messages of {what} of "
-                f"{unit or 'attention'} did not arrive in {phase}: {error}"
-            ) from error
+        unit, what, phase = self.key
+        return self.group.reporter.naming(f"{what} of {unit or 'attention'} ({phase})")
 
 
 class PeerExchanges:
@@ -249,6 +241,7 @@ class PeerExchanges:
 
     def start(self, group: ExchangeGroup, key: ExchangeKey, shape: ExchangeShape) -> PeerExchange:
         """Return the exchange ``key`` with its receives posted."""
+        group.reporter.launched("A2A", f"{key.what} of {key.unit}", key.phase)
         exchange = self._find_preposted(key, shape)
         if exchange is None:
             exchange = self._post(group, key, shape)

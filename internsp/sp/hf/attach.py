@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from internsp.base.in_flight import Reporter
 from internsp.base.trace import Trace
 from internsp.config import SequenceConfig
 from internsp.mesh import ParallelMesh
@@ -18,8 +19,9 @@ from internsp.sp.hf.ring import RingAttention
 
 
 def attach(
-    model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: bool, config: SequenceConfig
-) -> None:
+    model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: bool, config: SequenceConfig,
+    reporter: Reporter,
+) -> None:  # fmt: skip
     """Shard the inputs of a ``transformers`` model in ``model``, from its next forward on.
 
     The model gets copies of its configs, which name an attention implementation of this model
@@ -30,16 +32,18 @@ def attach(
     if inner is None or mesh.sequence == 1:
         return
     copy_configs(model)
-    group = ExchangeGroup.of(mesh.sequence_group, trace)
+    group = ExchangeGroup.of(mesh.sequence_group, trace, reporter)
     by_kernel: dict[str, dict[nn.Module, str]] = {}
     for module, name in attentions(model).items():
         own: Any = module.config
         by_kernel.setdefault(own._attn_implementation, {})[module] = name
     ring = None
     if mesh.ring > 1:
-        ring_group = ExchangeGroup.of(mesh.ring_group, trace)
+        ring_group = ExchangeGroup.of(mesh.ring_group, trace, reporter)
         ring = RingAttention(ring_group, config.ring_form, config.inner_ring)
-    heads = ExchangeGroup.of(mesh.heads_group, trace) if mesh.sequence > mesh.ring else None
+    heads = None
+    if mesh.sequence > mesh.ring:
+        heads = ExchangeGroup.of(mesh.heads_group, trace, reporter)
     kernels = [
         SequenceParallelKernel(names, kernel, heads, ring) for kernel, names in by_kernel.items()
     ]
