@@ -7,9 +7,11 @@ ranks cannot: the model itself must do that.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
+from internsp.base.in_flight import Reporter
 from internsp.base.trace import Trace
 from internsp.config import SequenceConfig, WeightParallelConfig
 from internsp.errors import ConfigError, InternspError, StructureError
@@ -137,6 +139,10 @@ def attach_sequences(
                 overlap=overlap, reporter=reporter,
             )  # fmt: skip
     attach(model, mesh, trace, mean, config, reporter)
+    if config.head_output != "local":
+        options: Any = model.loss_options  # of set_head_output
+        # Not counted: sequences of unequal length have losses of unequally many chunks.
+        options["reporter"] = Reporter(naming=context.naming)
 
 
 def set_head_output(model: nn.Module, mesh: ParallelMesh, config: SequenceConfig) -> None:

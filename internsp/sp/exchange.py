@@ -101,6 +101,13 @@ class ExchangeGroup:
             received, send, receive_counts, send_counts, group=self.process_group, async_op=True
         )
 
+    def all_reduce(
+        self, tensor: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
+        """All-reduce ``tensor`` in place; ``what`` names it in an error. Blocks."""
+        with self.reporter.naming(what):
+            dist.all_reduce(tensor, op, group=self.process_group)
+
     def irecv(self, buffer: Tensor, peer: int, tag: int) -> Any:
         """Post a receive into ``buffer`` (gloo) and return its work handle."""
         self._pair(buffer)

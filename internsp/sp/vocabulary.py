@@ -68,7 +68,7 @@ def _gather_rows(own: Tensor, group: ExchangeGroup, lengths: Sequence[int]) -> T
     whole = own.new_zeros((own.shape[0], sum(lengths)))
     start = sum(lengths[: group.rank])
     whole[:, start : start + lengths[group.rank]] = own
-    dist.all_reduce(whole, group=group.process_group)
+    group.all_reduce(whole, "rows of the loss")
     return whole
 
 
@@ -97,13 +97,13 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         maximum = shard.new_full(all_labels.shape, -torch.inf)
         if stop > first:
             maximum = shard.amax(dim=2)
-        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group.process_group)
+        group.all_reduce(maximum, "maxima of the logits", dist.ReduceOp.MAX)
         probabilities = (shard - maximum.unsqueeze(2)).exp()
         sums = torch.stack([probabilities.sum(dim=2), torch.zeros_like(maximum)])
         if stop > first:
             target = shard.gather(2, index.unsqueeze(2)).squeeze(2) - maximum
             sums[1] = torch.where(in_shard, target, 0.0)
-        dist.all_reduce(sums, group=group.process_group)
+        group.all_reduce(sums, "sums of the loss")
         losses = torch.where(valid, sums[0].log() - sums[1], 0.0)
 
         ctx.save_for_backward(probabilities.div_(sums[0].unsqueeze(2)), index, in_shard, valid)

@@ -102,6 +102,7 @@ def test_ranks_that_wait_in_an_attention_are_told_who_failed(ring: int, rank: in
     if rank != 2:
         assert "layers.1.attention.attend (backward)" in str(caught.value)
         assert "rank 2 failed first: its backward raised" in str(caught.value)
+        assert "Timed out waiting" not in str(caught.value), "as gloo says after the timeout"
 
 
 def life(rank: int, world_size: int, port: int, holds: bool, where: str, told: Connection) -> None:

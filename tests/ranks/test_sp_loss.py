@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from internsp.base.trace import Trace
-from internsp.errors import ConfigError, LayoutError
+from internsp.errors import CollectiveError, ConfigError, LayoutError
+from internsp.failure.guard import close_connections
 from internsp.sp import SequenceLayout, gather_logits, token_loss, vocabulary_parallel_cross_entropy
 from internsp.sp.exchange import ExchangeGroup
 from tests.support.ranks import ranks, run_ranks
@@ -71,6 +72,19 @@ def test_every_output_mode_equals_one_process(rank: int, world_size: int) -> Non
                 torch.testing.assert_close(total, wanted[0], **CLOSE)
                 torch.testing.assert_close(x.grad, wanted[1][:, here], **CLOSE)
                 torch.testing.assert_close(dw, wanted[2], **CLOSE)
+
+
+@pytest.mark.parametrize("output", ["gather", "vocabulary"])
+@ranks(2)
+def test_a_rank_whose_peer_has_gone_is_told_that_it_waits_for_the_loss(output: str) -> None:
+    group = dist.new_group([0, 1])
+    head, hidden = nn.Linear(4, 6), torch.randn(1, 3, 4)
+    if dist.get_rank() == 1:
+        close_connections(group)
+        return
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match=r"logits|rows of the loss"):
+            token_loss(hidden, head, torch.zeros(1, 3).long(), output=output, group=group)
 
 
 @ranks(4)

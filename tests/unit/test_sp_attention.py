@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from internsp.base.in_flight import ALONE, Reporter
 from internsp.base.trace import Trace
 from internsp.errors import ConfigError, LayoutError, MissingDependencyError
 from internsp.sp import AttentionMask, DistributedAttention, Documents, SequenceLayout, kernels
@@ -229,11 +230,13 @@ def test_a_backend_may_return_one_handle_for_a_batch_of_messages(
 ) -> None:
     """As NCCL does; gloo returns one for each message."""
     monkeypatch.setattr(dist, "P2POp", lambda *_, **__: None)
-    group: Any = types.SimpleNamespace(process_group=None)
+    fake: Any = types.SimpleNamespace(group_name="ring")
+    group = ExchangeGroup(fake, None, 0, 2, Reporter())
     messages = [(True, torch.ones(1), 1, 5), (False, torch.ones(1), 1, 5)]
     for returned, wanted in ((["all"], ["all", "all"]), (["a", "b"], ["a", "b"])):
         monkeypatch.setattr(dist, "batch_isend_irecv", lambda _, returned=returned: returned)
-        assert ExchangeGroup.batch_isend_irecv(group, messages) == wanted
+        assert group.batch_isend_irecv(messages) == wanted
+    assert group.reporter.pairs == {"ring": 4}, "torch counts them, too"
 
 
 def test_a_ring_frees_a_block_after_its_last_use_also_where_it_was_only_passed_on() -> None:
@@ -243,6 +246,7 @@ def test_a_ring_frees_a_block_after_its_last_use_also_where_it_was_only_passed_o
     for rank in range(4):
         group: Any = types.SimpleNamespace(
             trace=Trace(),
+            reporter=ALONE,
             batch_isend_irecv=lambda sent: [types.SimpleNamespace(wait=lambda: None) for _ in sent],
         )
         spec = MaskSpec(True, None, ((4,),))

@@ -81,7 +81,7 @@ def test_a_wait_that_may_end_is_not_given_up(mine: RankReport, other: RankReport
 @pytest.mark.parametrize("met", [True, False])
 def test_a_report_that_is_published_late_ends_no_wait(met: bool) -> None:
     """On a busy machine a rank's thread may publish what its rank waited for some calls ago."""
-    store, mesh = dist.HashStore(), SimpleNamespace(stage_ranks=[0, 1], stage_groups=[])
+    store, mesh = dist.HashStore(), SimpleNamespace(stage_ranks=[0, 1], stage_groups=[], pairs={})
     late, waiting = (
         FailureGuard(SimpleNamespace(**vars(mesh), rank=rank), CommContext(), store, "a", str)  # type: ignore[arg-type]
         for rank in (0, 1)
@@ -125,7 +125,9 @@ def ranks_that_wait(count: int, group: str = "all") -> tuple[CountingStore, list
     """``count`` ranks in one process, each of which waits for its fifth collective."""
     store, guards = CountingStore(), []
     for rank in range(count):
-        fake: Any = SimpleNamespace(rank=rank, stage_ranks=range(count), stage_groups=[])
+        fake: Any = SimpleNamespace(
+            rank=rank, stage_ranks=range(count), stage_groups=[], pairs={}
+        )
         comm: Any = CommContext()
         guards.append(FailureGuard(fake, comm, store, "a", str))  # type: ignore[arg-type]
         index = comm.register(group)

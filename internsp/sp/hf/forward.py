@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -310,7 +309,7 @@ class ForwardHooks:
             logits, labels, *args, shift_labels=shard.labels, num_items_in_batch=count, **kwargs
         )
         total = share.detach().clone()
-        dist.all_reduce(total, group=self.group.process_group)
+        self.group.all_reduce(total, "the model's loss")
         own = share * self.gradient_factor
         return total + (own - own.detach())  # the same bits on all ranks
 
