@@ -21,7 +21,7 @@ from internsp.optim.elementwise import (
     require_whole_matrix,
 )
 from internsp.optim.group_state import kept_in_group
-from internsp.optim.muon import MuonSlices, can_slice_state
+from internsp.optim.muon import MuonSlices
 from internsp.wp.parameter import Member, ShardedParameter
 
 _OWN_KEYS = ("params", "param_names", "optimizer", "whole_matrix")
@@ -118,7 +118,8 @@ def methods_of(
             check(chosen, device, arguments)
             slice_optimizer: OptimizerClass | None = chosen
             if key[1]:
-                slice_optimizer = MuonSlices if can_slice_state(chosen, device, arguments) else None
+                # A subclass may step in another way than the functions of optim/muon.py do.
+                slice_optimizer = MuonSlices if chosen is torch.optim.Muon else None
             checked[key] = Method(*key, slice_optimizer)
         for name, value in default_settings(chosen, arguments, key[1]).items():
             group.setdefault(name, value)

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from internsp.base.stand_in import OptimizerClass
-
 UPDATE_DTYPE = torch.bfloat16
 """The dtype in which the update is computed and sent."""
 
@@ -68,27 +66,3 @@ def apply_update(
     adjusted = _adjust_lr(lr, settings["adjust_lr_fn"], torch.Size(shape))
     values.mul_(1 - lr * settings["weight_decay"])
     values.add_(change, alpha=-adjusted)
-
-
-def can_slice_state(cls: OptimizerClass, device: torch.device, arguments: dict[str, Any]) -> bool:
-    """Whether these functions together step as ``cls`` does: by experiment, as torch may change
-    it."""
-    if cls is not torch.optim.Muon:
-        return False
-    for shape in ((6, 4), (4, 6)):
-        whole = torch.linspace(-3.0, 2.0, 24, device=device).view(shape)
-        values = whole.clone()
-        theirs = cls([whole], **arguments)
-        settings = theirs.param_groups[0]
-        ours = MuonSlices([values])
-        for step in range(2):
-            whole.grad = torch.linspace(0.1, 4.0, 24, device=device).roll(5 + step).view(shape)
-            theirs.step()
-            try:
-                change = momentum_update(ours.momentum(values), whole.grad, settings)
-                apply_update(values, orthogonalize(change, settings), shape, settings)
-            except (TypeError, KeyError):
-                return False
-        if not torch.equal(whole, values):
-            return False
-    return True
