@@ -25,7 +25,7 @@ def dtensor_over(
     ``from_local`` copies what lies in host memory to the device of ``mesh``: a parameter of its own
     beside the offloaded shard.
     """
-    meta = TensorMeta(torch.Size(shape), strides(tuple(shape)), local.dtype)
+    meta = TensorMeta(torch.Size(shape), strides(shape), local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), meta)
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
@@ -79,11 +79,6 @@ def local_values(name: str, values: Tensor, parameter: nn.Parameter) -> Tensor |
     return values._local_tensor
 
 
-def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor, in elements."""
-    found: list[int] = []
-    step = 1
-    for n in reversed(shape):
-        found.insert(0, step)
-        step *= n
-    return tuple(found)
+    return torch.empty(shape, device="meta").stride()
