@@ -36,7 +36,7 @@ from internsp.sp.heads import HeadPlan, Rotation
 from internsp.sp.kernels import AttentionMask, check_kernel, choose_kernel
 from internsp.sp.layout import SequenceLayout
 from internsp.sp.ranges import MaskSpec, Ranges
-from internsp.sp.ring import Ring, RingCache, ring_attention
+from internsp.sp.ring import Ring, RingGroup, ring_attention
 
 if TYPE_CHECKING:
     from internsp.sp.gloo.fused import FusedSublayer
@@ -89,7 +89,7 @@ class DistributedAttention(nn.Module):
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
         self.unit = ""
         self.group: ExchangeGroup | None = None
-        self.rings: RingCache | None = None
+        self.ring: RingGroup | None = None
         self.axes = SequenceAxes()
         self.parts: type[FusedSublayer] | None = None  # None: heads are exchanged as a whole
         self.overlap = True
@@ -143,9 +143,9 @@ class DistributedAttention(nn.Module):
             from internsp.sp.gloo.fused import FusedSublayer
 
             self.parts = FusedSublayer
-        self.rings = None
+        self.ring = None
         if ring_group is not None and count > 1:
-            self.rings = RingCache(ring_group, form, inner)
+            self.ring = RingGroup(ring_group, form, inner)
         self.plan = HeadPlan.create(self.heads, self.kv_heads, size)
         self.unit = unit
 
@@ -299,7 +299,7 @@ class DistributedAttention(nn.Module):
     @property
     def _ring_rank(self) -> int:
         """This rank's number in the ring."""
-        return 0 if self.rings is None else self.rings.group.rank
+        return 0 if self.ring is None else self.ring.group.rank
 
     @property
     def _heads_rank(self) -> int:
@@ -362,8 +362,8 @@ class DistributedAttention(nn.Module):
             raise LayoutError(
                 f"The layout has {len(documents.lengths)} rows, the queries {q.shape[0]}."
             )
-        if self.rings is not None:
-            out = ring_attention(self._ring(self.rings, q.shape[1], layout), q, k, v, self.unit)
+        if self.ring is not None:
+            out = ring_attention(self._ring(self.ring, q.shape[1], layout), q, k, v, self.unit)
         elif q.numel():
             mask = AttentionMask(self.causal, self.window, documents)
             kernel = choose_kernel(self.kernel, q.device, q.dtype, self.head_dim)
@@ -372,7 +372,7 @@ class DistributedAttention(nn.Module):
             out = no_heads(q, k, v)
         return out
 
-    def _ring(self, rings: RingCache, length: int, layout: SequenceLayout | None) -> Ring:
+    def _ring(self, group: RingGroup, length: int, layout: SequenceLayout | None) -> Ring:
         """The ring for one batch."""
         ranges: tuple[Ranges, ...]
         if layout is None:  # equally many positions on every rank, in order
@@ -383,7 +383,7 @@ class DistributedAttention(nn.Module):
             ranges, documents = layout.ranges, layout.documents.rows
         held = ring_ranges(ranges, self.axes)
         spec = MaskSpec(self.causal, self.window, documents)
-        return rings.get(held, spec, self.plan.kv_index(self._heads_rank), self.scale)
+        return group.ring(held, spec, self.plan.kv_index(self._heads_rank), self.scale)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

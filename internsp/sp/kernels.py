@@ -80,18 +80,19 @@ def group_size(kv_index: tuple[int, ...], kv_heads: int) -> int | None:
     return group if uniform else None
 
 
-def _match_kv_heads(k: Tensor, v: Tensor, kv_index: tuple[int, ...]) -> tuple[Tensor, Tensor, bool]:
-    """Keys and values in a form that a grouped-query kernel takes, and whether they are grouped.
+def match_kv_heads(k: Tensor, v: Tensor, kv_index: tuple[int, ...]) -> tuple[Tensor, Tensor, int]:
+    """Keys and values in a form that a grouped-query kernel takes, and query heads for each of
+    their heads.
 
     They are returned unchanged where the mapping is uniform; otherwise each query head gets a copy
     of its key/value head, on this rank only and after the exchange.
     """
     group = group_size(kv_index, k.shape[2])
     if group is not None:
-        return k, v, group > 1
+        return k, v, group
     # By views: an index would come from host memory, for which the host waits.
     keys, values = (torch.stack([x.select(2, head) for head in kv_index], 2) for x in (k, v))
-    return keys, values, False
+    return keys, values, 1
 
 
 class SdpaKernel(Kernel):
@@ -108,7 +109,7 @@ class SdpaKernel(Kernel):
         scale: float,
     ) -> Tensor:  # fmt: skip
         """Compute attention, document by document."""
-        k, v, grouped = _match_kv_heads(k, v, kv_index)
+        k, v, group = match_kv_heads(k, v, kv_index)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             seen = mask.window_mask(q.shape[1], q.device)
@@ -118,7 +119,7 @@ class SdpaKernel(Kernel):
             else:
                 out = F.scaled_dot_product_attention(
                     q, k, v, attn_mask=seen, is_causal=mask.causal and seen is None, scale=scale,
-                    enable_gqa=grouped,
+                    enable_gqa=group > 1,
                 )  # fmt: skip
             return out.transpose(1, 2)
 
@@ -174,7 +175,7 @@ class _PackedKernel(Kernel):
         scale: float,
     ) -> Tensor:  # fmt: skip
         """Compute attention of all documents in one call."""
-        k, v, _ = _match_kv_heads(k, v, kv_index)
+        k, v, _ = match_kv_heads(k, v, kv_index)
         batch, length = q.shape[:2]
         documents = mask.documents
         if documents is None:

@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from internsp.base.accelerator import copy_to
-from internsp.sp.kernels import group_size, row_starts
+from internsp.sp.kernels import group_size, match_kv_heads, row_starts
 from internsp.sp.ranges import BAND, CAUSAL, KernelCall, MaskSpec
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -260,10 +259,7 @@ class BlockAttention:
     ) -> tuple[Tensor, Tensor, Tensor, bool, Band | None]:
         """The arguments of the kernel, without ``scale``."""
         rows, there = _row_slice(call), slice(*call.k)
-        keys, values = k[rows, there], v[rows, there]
-        if group_size(self.kv_index, k.shape[2]) is None:
-            index = copy_to(k.device, torch.tensor(self.kv_index))
-            keys, values = keys.index_select(2, index), values.index_select(2, index)
+        keys, values, _ = match_kv_heads(k[rows, there], v[rows, there], self.kv_index)
         band = None
         if call.kind == BAND:
             assert self.spec.window is not None, "only a window makes a band"
@@ -276,8 +272,8 @@ class BlockAttention:
         if group_size(self.kv_index, total.shape[2]) is not None:
             total += gradient
         else:
-            index = copy_to(total.device, torch.tensor(self.kv_index))
-            total.index_add_(2, index, gradient.to(total.dtype))
+            for query_head, head in enumerate(self.kv_index):
+                total[:, :, head] += gradient[:, :, query_head]
 
 
 def _row_slice(call: KernelCall) -> slice:

@@ -30,7 +30,7 @@ from internsp.sp.routes import Route, Transfer, require_form, route
 
 @dataclass(eq=False)
 class Ring:
-    """The arguments of a ring attention that are not tensors; module and graph keep it alive.
+    """The arguments of a ring attention that are not tensors; its call and its graph keep it alive.
 
     Attributes:
         group: the ranks of the ring, in the order of their positions' ranges in ``route``.
@@ -48,48 +48,34 @@ class Ring:
     def __post_init__(self) -> None:
         self.handle = _RINGS.add(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
-        """Return itself: a copied model communicates over the same group."""
-        return self
-
 
 _RINGS: HandleTable[Ring] = HandleTable("group of this attention")
-_MOST_RINGS = 16  # batches whose rings are cached
 
 
-class RingCache:
-    """The rings of one group, cached by the ranges of the batch, the mask, the heads and the scale.
+@dataclass(frozen=True)
+class RingGroup:
+    """The ranks between which keys and values are sent, in the order of the ring, and how.
 
     Args:
-        group: the ranks between which keys and values are sent, in the order of the ring.
         form, inner: see :func:`internsp.sp.routes.route`.
 
     Raises:
         ConfigError: a form that the group cannot use.
     """
 
-    def __init__(self, group: ExchangeGroup, form: str = "auto", inner: int = 1) -> None:
-        require_form(group.size, form, inner)
-        self.group, self.form, self.inner = group, form, inner
-        self._rings: dict[tuple[Any, ...], Ring] = {}
+    group: ExchangeGroup
+    form: str = "auto"
+    inner: int = 1
 
-    def get(
+    def __post_init__(self) -> None:
+        require_form(self.group.size, self.form, self.inner)
+
+    def ring(
         self, held: tuple[Ranges, ...], spec: MaskSpec, kv_index: tuple[int, ...], scale: float
     ) -> Ring:
         """The ring in which each rank holds the ranges ``held``; other arguments as in ``Ring``."""
-        key = (held, spec, kv_index, scale)
-        ring = self._rings.get(key)
-        if ring is None:
-            own = route(held, spec, self.group.rank, self.form, self.inner)
-            ring = Ring(self.group, own, spec, kv_index, scale)
-            while len(self._rings) >= _MOST_RINGS:
-                self._rings.pop(next(iter(self._rings)))
-            self._rings[key] = ring
-        return ring
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RingCache:
-        """Return itself: a copied model communicates over the same group."""
-        return self
+        own = route(held, spec, self.group.rank, self.form, self.inner)
+        return Ring(self.group, own, spec, kv_index, scale)
 
 
 @dataclass

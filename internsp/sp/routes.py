@@ -117,6 +117,7 @@ def traffic(held: tuple[Ranges, ...], spec: MaskSpec, form: str, inner: int) -> 
     return Traffic(rings.sent, in_flight, returned)
 
 
+@lru_cache(maxsize=64)
 def route(
     held: tuple[Ranges, ...], spec: MaskSpec, rank: int, form: str = "auto", inner: int = 1
 ) -> Route:

@@ -98,9 +98,8 @@ def test_blocks_go_round_both_rings_and_as_many_bytes_as_planned(rank: int) -> N
     layout = SequenceLayout.create(ids, rank=rank, size=4, ring=4, balance="zigzag")
     StepRunner(session)._passes.train([layout], torch.tensor(layout.total_valid_tokens))
     for attend in attends:
-        assert attend.rings is not None
-        (ring,) = attend.rings._rings.values()
-        route = ring.route
+        assert attend.ring is not None
+        route = attend._ring(attend.ring, 32, layout).route
         assert route.form == "double"
         # The rank in the next inner ring, and the neighbor in this one, unlike a plain ring's.
         peers = {move.peer for step in route.steps for move in step.sends}
@@ -124,7 +123,7 @@ def test_a_pipelines_stages_take_the_section_too() -> None:
     own = {"sequence": {"ring": 2, "ring_form": "reverse", "head_output": "gather"}}
     for chunk in Session.create(config(degrees, micro_batches, own)).modules:
         found = [m for m in chunk.modules() if isinstance(m, DistributedAttention)]
-        assert {attend.rings.form for attend in found if attend.rings} == {"reverse"}
+        assert {attend.ring.form for attend in found if attend.ring} == {"reverse"}
         assert chunk.loss_options["output"] == "gather"
 
 

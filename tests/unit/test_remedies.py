@@ -99,7 +99,7 @@ SP: Table = {
         "give it position_ids where sequences are cut":
             HF + "test_a_model_that_makes_positions_of_its_tokens_takes_those_that_it_is_given",
     },
-    "for what a ring of {self.group.size} does not compute": {
+    "for what a ring of {ring.group.size} does not compute": {
         "choose attn_implementation = 'sdpa' or 'eager'":
             "tests/ranks/test_hf_ring.py::"
             "test_losses_gradients_and_steps_are_those_of_one_process",

@@ -15,7 +15,7 @@ from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.hf.attention import SequenceParallelKernel
 from internsp.sp.hf.examine import attentions, find_pretrained_model
 from internsp.sp.hf.forward import ForwardHooks
-from internsp.sp.hf.ring import RingAttention
+from internsp.sp.ring import RingGroup
 
 
 def attach(
@@ -40,7 +40,7 @@ def attach(
     ring = None
     if mesh.ring > 1:
         ring_group = ExchangeGroup.of(mesh.ring_group, trace, reporter)
-        ring = RingAttention(ring_group, config.ring_form, config.inner_ring)
+        ring = RingGroup(ring_group, config.ring_form, config.inner_ring)
     heads = None
     if mesh.sequence > mesh.ring:
         heads = ExchangeGroup.of(mesh.heads_group, trace, reporter)

@@ -29,11 +29,12 @@ from internsp.sp.attention import no_heads
 from internsp.sp.exchange import ExchangeGroup, start_exchange
 from internsp.sp.heads import HeadPlan
 from internsp.sp.hf.mask_spec import mask_spec_of
-from internsp.sp.hf.ring import RingAttention, is_plain_attention
+from internsp.sp.hf.ring import attend, gather, is_plain_attention, mask_rows, own_mask_rows
 from internsp.sp.hf.shard import SequenceShard
-from internsp.sp.kernels import group_size
+from internsp.sp.kernels import match_kv_heads
 from internsp.sp.mixing import class_functions
 from internsp.sp.ranges import MaskSpec
+from internsp.sp.ring import RingGroup
 
 # Kernel options of an attention module that are of whole sequences already.
 _WHOLE_SEQUENCE_OPTIONS = frozenset(
@@ -118,7 +119,7 @@ class SequenceParallelKernel:
         names: dict[nn.Module, str],
         kernel: str,
         group: ExchangeGroup | None,
-        ring: RingAttention | None = None,
+        ring: RingGroup | None = None,
     ) -> None:
         self.names, self.plain_name, self.group, self.ring = names, kernel, group, ring
         self.size, self.rank = (1, 0) if group is None else (group.size, group.rank)
@@ -206,7 +207,7 @@ class SequenceParallelKernel:
         )
         device = shard.positions.device
         if self.ring is not None:
-            make_rows = partial(self.ring.mask_rows, shard, make, options)
+            make_rows = partial(mask_rows, self.ring, shard, make, options)
             return self.masks.placeholder(
                 _MaskRecord(shard, spec=spec, make_rows=make_rows), device
             )
@@ -265,12 +266,12 @@ class SequenceParallelKernel:
             self.plain_name, known.spec, shard.packed, options
         ):
             kv_index = plan.kv_index(self.rank)
-            out = ring.attend(shard, known.spec, kv_index, q, k, v, options.get("scaling"), name)
+            scale = options.get("scaling")
+            out = attend(ring, shard, known.spec, kv_index, q, k, v, scale, name)
         else:
-            mask = ring.own_mask_rows(
-                shard, known.whole(attention_mask), known.make_rows, name, self.plain_name
-            )
-            k, v = (ring.gather(x, shard, name, role) for x, role in ((k, "k"), (v, "v")))
+            whole = known.whole(attention_mask)
+            mask = own_mask_rows(ring, shard, whole, known.make_rows, name, self.plain_name)
+            k, v = (gather(ring, x, shard, name, role) for x, role in ((k, "k"), (v, "v")))
             out = self._run(module, plan, shard, q, k, v, mask, options)
         back = start_exchange(
             out, self.group, sizes, plan.ranges("q"), to="sequence", unit=name, label="out"
@@ -282,11 +283,7 @@ class SequenceParallelKernel:
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any],
     ) -> Tensor:  # fmt: skip
         """Call the plain kernel on this rank's heads, ``[B, S, heads, d]`` in and out."""
-        kv_index = plan.kv_index(self.rank)
-        group = group_size(kv_index, k.shape[2])
-        if group is None:  # not uniform: one key/value head for each query head
-            index = torch.tensor(kv_index, device=k.device)
-            k, v, group = k.index_select(2, index), v.index_select(2, index), 1
+        k, v, group = match_kv_heads(k, v, plan.kv_index(self.rank))
         heads = slice(*plan.query[self.rank])
         if mask is not None and mask.dim() == 4 and mask.shape[1] == plan.heads > 1:
             mask = mask[:, heads]

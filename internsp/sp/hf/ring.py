@@ -17,87 +17,78 @@ from torch import Tensor
 
 from internsp.errors import StructureError
 from internsp.sp.dispatch import ring_ranges
-from internsp.sp.exchange import ExchangeGroup, start_exchange
+from internsp.sp.exchange import start_exchange
 from internsp.sp.hf.shard import SequenceShard
 from internsp.sp.layout import in_order, select_ranges
 from internsp.sp.ranges import MaskSpec, Ranges
-from internsp.sp.ring import RingCache, ring_attention
+from internsp.sp.ring import RingGroup, ring_attention
 
 # Kernel options that do not change the result when the mask is known.
 _IGNORED_OPTIONS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions",
                              "output_hidden_states", "output_router_logits"})  # fmt: skip
 
 
-class RingAttention:
-    """Attention over a ring of ranks, each with the same heads and its part of the positions.
+def _held(shard: SequenceShard) -> tuple[Ranges, ...]:
+    """The ranges of positions of each rank of the ring."""
+    return ring_ranges(shard.ranges, shard.axes)
 
-    Args:
-        group: the ranks of the ring.
-        form, inner: how keys and values are sent, see :func:`internsp.sp.routes.route`.
+
+def attend(
+    group: RingGroup, shard: SequenceShard, spec: MaskSpec, kv_index: tuple[int, ...],
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, name: str,
+) -> Tensor:  # fmt: skip
+    """Ring attention of this rank's ``q [B, n, h, d]``, ``k``, ``v``: ``[B, n, h, d of v]``."""
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    return ring_attention(group.ring(_held(shard), spec, kv_index, scale), q, k, v, name)
+
+
+def gather(ring: RingGroup, x: Tensor, shard: SequenceShard, name: str, role: str) -> Tensor:
+    """Gather each rank's ``[B, n, kv, d]`` into ``[B, S, kv, d]``, in sequence order.
+
+    In backward the ranks' gradients of one position are summed.
     """
+    held = _held(shard)
+    lengths = [sum(stop - start for start, stop in ranges) for ranges in held]
+    everything = (0, x.shape[2]) * ring.group.size
+    whole = start_exchange(
+        x, ring.group, lengths, everything, to="heads", unit=name, label=f"all {role}"
+    ).wait()
+    return in_order(whole, held)
 
-    def __init__(self, group: ExchangeGroup, form: str = "auto", inner: int = 1) -> None:
-        self.group = group
-        self.rings = RingCache(group, form, inner)
 
-    def ring_ranges(self, shard: SequenceShard) -> tuple[Ranges, ...]:
-        """The ranges of positions of each rank of the ring."""
-        return ring_ranges(shard.ranges, shard.axes)
+def mask_rows(
+    ring: RingGroup, shard: SequenceShard, make: Callable[..., Any], options: dict[str, Any]
+) -> Tensor:
+    """The mask of this rank's queries, ``[B, 1, n, S]``, made by a kernel's mask function.
 
-    def attend(
-        self, shard: SequenceShard, spec: MaskSpec, kv_index: tuple[int, ...],
-        q: Tensor, k: Tensor, v: Tensor, scale: float | None, name: str,
-    ) -> Tensor:  # fmt: skip
-        """Ring attention of this rank's ``q [B, n, h, d]``, ``k``, ``v``: ``[B, n, h, d of v]``."""
-        scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-        ring = self.rings.get(self.ring_ranges(shard), spec, kv_index, scale)
-        return ring_attention(ring, q, k, v, name)
+    The mask function may not omit the mask: torch's causal flag counts queries from 0.
+    """
+    options = options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    held = _held(shard)[ring.group.rank]
+    made = [make(q_length=stop - start, q_offset=start, **options) for start, stop in held]
+    return torch.cat(made, 2)
 
-    def gather(self, x: Tensor, shard: SequenceShard, name: str, role: str) -> Tensor:
-        """Gather each rank's ``[B, n, kv, d]`` into ``[B, S, kv, d]``, in sequence order.
 
-        In backward the ranks' gradients of one position are summed.
-        """
-        held = self.ring_ranges(shard)
-        lengths = [sum(stop - start for start, stop in ranges) for ranges in held]
-        everything = (0, x.shape[2]) * self.group.size
-        whole = start_exchange(
-            x, self.group, lengths, everything, to="heads", unit=name, label=f"all {role}"
-        ).wait()
-        return in_order(whole, held)
+def own_mask_rows(
+    ring: RingGroup, shard: SequenceShard, given: Tensor | None,
+    make: Callable[[], Tensor] | None, name: str, kernel: str,
+) -> Tensor:  # fmt: skip
+    """The mask rows of this rank's queries: selected from ``given``, or else made by ``make``.
 
-    def mask_rows(
-        self, shard: SequenceShard, make: Callable[..., Any], options: dict[str, Any]
-    ) -> Tensor:
-        """The mask of this rank's queries, ``[B, 1, n, S]``, made by a kernel's mask function.
-
-        The mask function may not omit the mask: torch's causal flag counts queries from 0.
-        """
-        options = options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        held = self.ring_ranges(shard)[self.group.rank]
-        made = [make(q_length=stop - start, q_offset=start, **options) for start, stop in held]
-        return torch.cat(made, 2)
-
-    def own_mask_rows(
-        self, shard: SequenceShard, given: Tensor | None, make: Callable[[], Tensor] | None,
-        name: str, kernel: str,
-    ) -> Tensor:  # fmt: skip
-        """The mask rows of this rank's queries: selected from ``given``, or else made by ``make``.
-
-        Raises:
-            StructureError: ``kernel`` takes no mask of queries and keys.
-        """
-        if "flash" in kernel:
-            raise StructureError(
-                f"{name} asks {kernel} for what a ring of {self.group.size} does not compute "
-                "(a soft cap, sinks, dropout, documents that only the kernel finds, or a mask of "
-                "another kind than causal with a window): choose attn_implementation = 'sdpa' or "
-                "'eager', or make the mesh with ring = 1"
-            )
-        if given is not None:
-            return select_ranges(given, self.ring_ranges(shard)[self.group.rank], 2)
-        assert make is not None, "a recorded mask exists or has a function that makes it"
-        return make()
+    Raises:
+        StructureError: ``kernel`` takes no mask of queries and keys.
+    """
+    if "flash" in kernel:
+        raise StructureError(
+            f"{name} asks {kernel} for what a ring of {ring.group.size} does not compute "
+            "(a soft cap, sinks, dropout, documents that only the kernel finds, or a mask of "
+            "another kind than causal with a window): choose attn_implementation = 'sdpa' or "
+            "'eager', or make the mesh with ring = 1"
+        )
+    if given is not None:
+        return select_ranges(given, _held(shard)[ring.group.rank], 2)
+    assert make is not None, "a recorded mask exists or has a function that makes it"
+    return make()
 
 
 def is_plain_attention(
