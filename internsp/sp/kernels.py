@@ -227,13 +227,12 @@ class VarlenKernel(_PackedKernel):
     """``torch.nn.attention.varlen.varlen_attn``, in torch itself."""
 
     name = "varlen"
-    install = "torch.nn.attention.varlen is missing; pip install 'torch>=2.11' (a CUDA build)"
 
-    def function(self) -> tuple[Callable[..., Any], int] | None:
-        """``varlen_attn``, and 2 as its version if it has ``enable_gqa``, 1 if it is older; None
-        where torch has no such function."""
-        function = _import("torch.nn.attention.varlen", "varlen_attn")
-        return None if function is None else (function, 1 + _takes(function, "enable_gqa"))
+    def function(self) -> tuple[Callable[..., Any], int]:
+        """``varlen_attn``, and 2 as its version if it has ``enable_gqa``, 1 if it is older."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn, 1 + _takes(varlen_attn, "enable_gqa")
 
     def run(
         self, function: Callable[..., Any], version: int, q: Tensor, k: Tensor, v: Tensor,

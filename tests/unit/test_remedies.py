@@ -106,7 +106,6 @@ SP: Table = {
         "make the mesh with ring = 1": HF_RIGHT,
     },
     "flash-attn is not installed": NOT_RUN,
-    "torch.nn.attention.varlen is missing": NOT_RUN,
     "No attention kernel {name}": {"choose one of": FORMULA},
     "was asked for, but {unsupported}": {"Choose 'auto' or 'sdpa'": FORMULA},
     "Give labels or ignored ranges, not both": {
