@@ -18,7 +18,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 
 from internsp.errors import ConfigError
 from internsp.mesh.sequence import SequenceAxes
@@ -148,19 +147,6 @@ def _split_positions(held: Ranges, ranks: int) -> list[Ranges]:
             at += stop - start
         found.append(tuple(mine))
     return found
-
-
-def gathered_indices(ranges: Sequence[Ranges]) -> list[int] | None:
-    """For each position of the sequence, its index in the gathered positions, rank after rank.
-
-    None where the gathered positions are in sequence order.
-    """
-    spans = [span for held in ranges for span in held]
-    places = accumulate((stop - start for start, stop in spans), initial=0)
-    placed = sorted(zip(spans, places, strict=False))
-    if [span for span, _ in placed] == spans:
-        return None
-    return [at + i for (start, stop), at in placed for i in range(stop - start)]
 
 
 def merged(held: Sequence[Span]) -> Ranges:

@@ -19,10 +19,11 @@ from torch import Tensor
 from internsp.base.accelerator import copy_to
 from internsp.errors import LayoutError
 from internsp.mesh.sequence import SequenceAxes
-from internsp.sp.dispatch import gathered_indices, rank_ranges
+from internsp.sp.dispatch import rank_ranges
 from internsp.sp.ranges import MaskSpec, Ranges
 
 IGNORE_INDEX = -100
+_COUNTED = 1 << 16  # positions whose labels exist at once where they are counted alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +188,7 @@ class SequenceLayout:
         ranges = rank_ranges(length, axes, balance, spec)
         sizes = tuple(sum(stop - start for start, stop in held) for held in ranges)
         held = ranges[rank]
-        index = _indices(held, ids.device)
+        index = indices(held, ids.device)
         targets = _Targets(
             ids, starts, _check_ignored(ignored, batch, length, labels), ignore_index
         )
@@ -221,12 +222,12 @@ class SequenceLayout:
     @property
     def index(self) -> Tensor:
         """``[s]`` int64, the indices of this rank's tokens in the whole sequence; a new tensor."""
-        return _indices(self.ranges[self.rank], self.input_ids.device)
+        return indices(self.ranges[self.rank], self.input_ids.device)
 
     @property
     def all_positions(self) -> Tensor:
         """``[B, S]`` int64, the positions of the tokens of all ranks; a new tensor."""
-        return _positions(self.boundaries, _indices(((0, self.length),), self.input_ids.device))
+        return _positions(self.boundaries, indices(((0, self.length),), self.input_ids.device))
 
     def to(self, device: torch.device | str) -> SequenceLayout:
         """The same layout with its tensors on ``device``."""
@@ -249,13 +250,16 @@ def select_ranges(whole: Tensor, held: Ranges, dim: int = 1) -> Tensor:
 
 def in_order(gathered: Tensor, ranges: Sequence[Ranges], dim: int = 1) -> Tensor:
     """Reorder a tensor gathered along ``dim``, rank after rank, to sequence order."""
-    order = gathered_indices(ranges)
-    if order is None:
+    spans = [span for held in ranges for span in held]
+    order = sorted(range(len(spans)), key=spans.__getitem__)
+    if order == list(range(len(spans))):
         return gathered
-    return gathered.index_select(dim, torch.tensor(order, device=gathered.device))
+    # split, not slices: its backward writes each gradient once.
+    pieces = gathered.split([stop - start for start, stop in spans], dim)
+    return torch.cat([pieces[i] for i in order], dim)
 
 
-def _indices(held: Ranges, device: torch.device) -> Tensor:
+def indices(held: Ranges, device: torch.device) -> Tensor:
     """The indices in the sequence that the ranges ``held`` cover, ``[s]`` int64."""
     pieces = [torch.arange(start, stop, device=device) for start, stop in held]
     return torch.cat(pieces or [torch.arange(0, device=device)])
@@ -324,23 +328,7 @@ class _Targets:
         return torch.stack(rows)
 
     def total(self) -> int:
-        """Number of predicted tokens of the whole batch."""
-        batch, length = self.ids.shape
-        count = batch * length
-        for starts, ignored in zip(self.starts, self.ignored, strict=True):
-            first = torch.tensor(starts)
-            count -= len(starts)
-            for begin, end in ignored:
-                inside = torch.searchsorted(first, torch.tensor([begin, end]))
-                count -= end - begin - int(inside[1] - inside[0])
-        if int(self.ids.min()) <= self.ignore_index <= int(self.ids.max()):
-            count -= self._ignored_ids()
-        return count
-
-    def _ignored_ids(self) -> int:
-        """Number of tokens that are excluded only because their id is ``ignore_index``."""
-        count = 0
-        for row, column in (self.ids == self.ignore_index).nonzero().tolist():
-            inside = any(begin <= column < end for begin, end in self.ignored[row])
-            count += column not in self.starts[row] and not inside
-        return count
+        """Number of predicted tokens of the whole batch, a piece of the sequence at a time."""
+        index = torch.arange(self.ids.shape[1], device=self.ids.device)
+        pieces = (self.labels(piece) for piece in index.split(_COUNTED))
+        return int(sum((labels != self.ignore_index).sum() for labels in pieces))

@@ -27,7 +27,7 @@ from internsp.sp.hf.attention import SequenceParallelKernel
 from internsp.sp.hf.examine import finds_documents, positions_source
 from internsp.sp.hf.mask_spec import Rows, documents_of
 from internsp.sp.hf.shard import SequenceShard
-from internsp.sp.layout import IGNORE_INDEX, SequenceLayout
+from internsp.sp.layout import IGNORE_INDEX, SequenceLayout, indices
 from internsp.sp.ranges import MaskSpec, Ranges
 from internsp.sp.same_batch import BatchComparison
 from internsp.sp.vocabulary import gather_logits
@@ -351,9 +351,15 @@ class ForwardHooks:
         return output.to_tuple() if self.as_tuple else output
 
     def _gather(self, part: Tensor, shard: SequenceShard) -> Tensor:
-        """Gather ``[B, s, n]`` to ``[B, S, n]``, with which every rank computes the same."""
-        whole: Tensor = _Gather.apply(part, self.group, shard, self.gradient_factor)
-        return whole
+        """Gather ``[B, s, n]`` to ``[B, S, n]``, with which every rank computes the same.
+
+        So each has the whole gradient and keeps that of its own positions: backward communicates
+        nothing.
+        """
+        gathered = gather_logits(part.detach().flatten(2), self.group, shard.sizes)
+        whole = shard.in_order(gathered).unflatten(2, part.shape[2:])
+        own = _scale_gradient(part, self.gradient_factor)
+        return whole.index_copy_(1, indices(shard.ranges[shard.rank], part.device), own)
 
     def _scale_replicated(self, output: Any) -> Any:
         """Scale the gradient of outputs that every rank computes, so that it counts once."""
@@ -368,44 +374,14 @@ class ForwardHooks:
 
 
 def _scale_gradient(value: Any, factor: float) -> Any:
-    if isinstance(value, Tensor) and value.requires_grad:
-        return _ScaleGradient.apply(value, factor)
+    """``value``, of which the gradient is multiplied by ``factor``."""
     if isinstance(value, tuple):
         return tuple(_scale_gradient(x, factor) for x in value)
+    if isinstance(value, Tensor) and value.requires_grad:
+        scaled = value.view_as(value)
+        scaled.register_hook(lambda gradient: gradient * factor)
+        return scaled.view_as(scaled)  # a program's hooks and retain_grad() see it unscaled
     return value
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """Identity whose gradient is multiplied by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:  # type: ignore[override]
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad * ctx.factor, None
-
-
-class _Gather(torch.autograd.Function):
-    """Gather the positions of all ranks.
-
-    Every rank computes the same with the result and so has its whole gradient. Each rank keeps the
-    gradient of its own positions: backward communicates nothing.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, part: Tensor, group: ExchangeGroup, shard: SequenceShard, gradient_factor: float
-    ) -> Tensor:
-        ctx.shard, ctx.gradient_factor = shard, gradient_factor
-        whole = gather_logits(part.flatten(2), group, shard.sizes)
-        return shard.in_order(whole).unflatten(2, part.shape[2:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return ctx.shard.own(grad) * ctx.gradient_factor, None, None, None
 
 
 def _keeps_all_logits(value: Any) -> bool:
