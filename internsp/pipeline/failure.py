@@ -27,9 +27,7 @@ from internsp.pipeline.messages import Messages
 from internsp.wp.communicator import ISPCommunicator
 
 # Functions in which a stage waits for another one: torch's, and ours for tied weights.
-_BETWEEN_STAGES = {
-    "_wait_batch_p2p", "_batch_p2p", "send_object_list", "recv_object_list", "send_and_receive",
-}  # fmt: skip
+_BETWEEN_STAGES = {"_wait_batch_p2p", "_batch_p2p", "send_and_receive"}
 
 
 class PipelineRecovery(Recovery):

@@ -8,6 +8,7 @@ backward, when other blocks may have overwritten the slots whose contents the no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc
 
 from internsp.modules.parameters import weights_behind
+from internsp.wp.communicator import ISPCommunicator
 
 Node = Any  # torch.autograd.graph.Node, or the context of a Function
 
@@ -44,6 +46,13 @@ def split_blocker(outputs: Iterable[Tensor], inputs: Iterable[Any], shared: Coll
                 'overwritten by then without weight_parallel.keep_unsharded = "all"'
             )
     return ""
+
+
+def shared_slot_storages(communicator: ISPCommunicator) -> set[int]:
+    """Storages (``data_ptr``) of the slots that several blocks share by overwriting each other."""
+    users = Counter(unit.slot for unit in communicator.blocks)
+    slots = [slot for slot in communicator.state.pool.slots if users[slot.index] > 1]
+    return set().union(*(slot.storages() for slot in slots))
 
 
 class _InputPaths:

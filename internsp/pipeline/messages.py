@@ -13,7 +13,7 @@ import json
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -34,7 +34,6 @@ class Messages:
 
     def __init__(self, store: dist.Store, rank: int, also_check: Callable[[], None]) -> None:
         self._store, self._rank, self._also_check = store, rank, also_check
-        self._shape_inference: tuple[dist.ProcessGroup, set[int]] | None = None
         self._key = ""
         self._counts: dict[str, Counter[int]] = {"isend": Counter(), "irecv": Counter()}
         self._outstanding: set[_Message] = set()  # gloo drops a work that nothing references
@@ -67,35 +66,11 @@ class Messages:
         with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
             self._store.set(f"{self._key}/{self._rank}", json.dumps(counts))
 
-    @contextlib.contextmanager
-    def track_shape_inference(self, group: dist.ProcessGroup, peers: set[int]) -> Iterator[None]:
-        """Context for torch's exchange of shapes with ``peers`` of ``group``.
-
-        torch does not pass these messages to :meth:`track`; :meth:`check` closes the connection to
-        a peer that has failed.
-        """
-        self._shape_inference = group, peers
-        try:
-            yield
-        finally:
-            self._shape_inference = None
-
     def check(self) -> None:
         """Close the connection of a message that is waited for if its peer has failed before it."""
         with contextlib.suppress(RuntimeError):
             self._also_check()
-            self._check_shape_inference()
         self._check_waiting()
-
-    def _check_shape_inference(self) -> None:
-        if self._shape_inference is None:
-            return
-        group, peers = self._shape_inference
-        for peer in list(peers):
-            rank = dist.get_global_rank(group, peer)
-            if rank != self._rank and self._store.check([f"{self._key}/{rank}"]):
-                peers.discard(peer)
-                close_connections(group, [peer])
 
     def _check_waiting(self) -> None:
         message, before = self._waiting, self._last_checked

@@ -162,7 +162,8 @@ class Pipeline:
             model: on any device, meta included; its modules move into the chunks.
             chunks: number of chunks on each rank.
             shape: shape of the hidden states ``[B, s, hidden]`` on this rank, the same for every
-                micro-batch; ``None``: torch's shape inference finds it before the first step.
+                micro-batch; ``None``: as many rows and tokens as the first micro-batch has, and
+                the features of the embedding.
             criterion: computes the loss from the last chunk's output and the micro-batch; ``None``:
                 that output is the loss.
             router_scale: returns by what the criterion multiplies a sum of token losses: the
@@ -198,6 +199,7 @@ class Pipeline:
         trace = trace or Trace()
         own = kind.stages_of(mesh.pipeline_rank, mesh.pipeline, chunks)
         all_hooks = list(hooks)
+        width = embedding_width(model) if shape is None else shape[2]
         stages = []
         modules = [Chunk(model, part, s == 0, s == count - 1) for s, part in enumerate(blocks)]
         tied = find_tied(model, modules)
@@ -217,9 +219,7 @@ class Pipeline:
             sharded = {id(weight.parameter) for weight in communicator.replicated.sharded}
             recomputed = any(unit.recomputed for unit in communicator.blocks)
             whole_blocks = weights.compile or checkpoint.tiles != 1 or recomputed
-            args: dict[str, Any] = {}
-            if shape is not None:
-                args = meta_stage_args(module, shape, hidden_dtype(module, config))
+            form = partial(meta_stage_args, module, width, hidden_dtype(module, config))
             stages.append(
                 ISPPipelineStage(
                     module,
@@ -231,7 +231,7 @@ class Pipeline:
                     hooks=all_hooks,
                     group=mesh.pipeline_group,
                     splits_backward=can_split_backward(module, sharded, whole_blocks),
-                    **args,
+                    form=form,
                 )
             )
         ids_shape = None if shape is None else torch.Size(shape[:2])
@@ -341,13 +341,16 @@ class Pipeline:
             )
         self._guard.begin_step()
         mistake: Exception | None = None
+        shape: torch.Size | None = None
         try:
             shape = self._check_batches(batches, any(action.part for action in actions))
         except (ValueError, TypeError, GradientError) as error:
             mistake = error
         runs = 0 if mistake else len(batches) // self.micro_batches
         with self._guard.step_consensus():
-            refusing, differences, (least, most) = self._step_consensus(mistake is not None, runs)
+            refusing, differences, (least, most), shape = self._step_consensus(
+                mistake is not None, runs, shape
+            )
         if mistake is not None:
             raise mistake
         if differences:
@@ -367,10 +370,11 @@ class Pipeline:
                 f"rank {self.mesh.rank} was given {len(batches)} micro-batches, and ranks from "
                 f"{least * self.micro_batches} to {most * self.micro_batches}: all need as many"
             )
-        self._ids_shape = shape
+        self._ids_shape = shape if any(shape) else None
         self._isp_hook.begin_step([*actions] * runs)
         for stage in self.stages:
             stage.group = self.mesh.pipeline_group
+            stage.take_shape(shape)
         return self._guard
 
     def _reset_step(self) -> None:
@@ -380,27 +384,32 @@ class Pipeline:
         for stage in self.stages:
             stage.reset_step()
 
-    def _step_consensus(self, mine: bool, runs: int) -> tuple[int, list[str], tuple[int, int]]:
+    def _step_consensus(
+        self, mine: bool, runs: int, shape: torch.Size | None
+    ) -> tuple[int, list[str], tuple[int, int], torch.Size]:
         """Agree with all ranks of the pipeline on running this step. Collective.
 
         No rank may wait in the step for one that refuses it (WP-10).
 
         Returns:
             A rank that cannot run it, or -1; a description of each tied weight with unequal copies,
-            on all ranks if there is one on any; the least and the largest of the ranks' ``runs``.
+            on all ranks if there is one on any; the least and the largest of the ranks' ``runs``;
+            the shape of token ids, which ranks of later stages may not have.
         """
         rank = self.mesh.rank if mine else -1
-        lead = torch.tensor([rank, runs, -runs], device=self.mesh.device)
+        lead = torch.tensor([rank, runs, -runs, *(shape or (0, 0))], device=self.mesh.device)
         digest = self.tied.digest()
         packed = torch.cat([lead, digest.flatten()])
         dist.all_reduce(packed, dist.ReduceOp.MAX, group=self.mesh.pipeline_group)
-        differences = self.tied.differences(packed[3:].view_as(digest))
+        differences = self.tied.differences(packed[5:].view_as(digest))
+        # Read once at most. Ranks of a stage may have other lengths.
+        shape = shape or torch.Size(packed[3:5].tolist())
         packed = torch.cat([packed[:3], packed.new_tensor([bool(differences)])])
         dist.all_reduce(packed, dist.ReduceOp.MAX, group=self.mesh.stage_group)
         refusing, most, least, unequal = packed.tolist()
         if unequal and not differences:
             differences = ["those of other ranks of this stage"]
-        return refusing, differences, (-least, most)
+        return refusing, differences, (-least, most), shape
 
     def _check_batches(self, batches: Sequence[MicroBatch], training: bool) -> torch.Size | None:
         """Check number and shape, which stages' receive buffers fix; returns the ids' shape."""
@@ -425,29 +434,24 @@ class Pipeline:
                     "shape, else the first micro-batch): stages exchange hidden states of one "
                     "shape; pad the batch, or make another Pipeline"
                 )
+        if agreed is None and self.stages[0].is_first and self.stages[0].needs_shape:
+            raise TypeError("the first input of a micro-batch of the first stage is its token ids")
         return agreed
 
     def _loss(self, output: Any, target: Tensor) -> Tensor:
         last = self.stages[-1]  # only the rank of the last stage has losses
-        batch = last.batches[int(target)]
-        if last.inferring_shapes:
-            return self._compute_loss(output, batch)
         action = last.action(int(target))
         for hook in self.hooks:
             hook.before_criterion(action, output)
-        loss = self._compute_loss(output, batch)
-        for hook in self.hooks:
-            hook.after_criterion(action, loss)
-        return loss
-
-    def _compute_loss(self, output: Any, batch: MicroBatch) -> Tensor:
-        loss = self.criterion(output, batch)
+        loss = self.criterion(output, last.batches[int(target)])
         if torch.is_grad_enabled() and loss.numel() != 1:
             # torch's split backward would silently take the gradient of its sum.
             raise ValueError(
                 f"a loss is one number, but the criterion gave {tuple(loss.shape)}: without labels "
                 "the last chunk returns logits; give labels, or a criterion that sums"
             )
+        for hook in self.hooks:
+            hook.after_criterion(action, loss)
         return loss
 
 
@@ -549,14 +553,35 @@ def hidden_dtype(chunk: nn.Module, config: WeightParallelConfig) -> torch.dtype:
     return next(chunk.parameters()).dtype
 
 
+def embedding_width(model: SplittableModel) -> int:
+    """Features of the hidden states, by the embedding of a token without values.
+
+    Raises:
+        ConfigError: it does not compute on the meta device.
+    """
+    held = {**dict(model.embed.named_parameters()), **dict(model.embed.named_buffers())}
+    meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in held.items()}
+    token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    try:
+        hidden = torch.func.functional_call(model.embed, meta, (token,))
+    except Exception as error:
+        raise ConfigError(
+            f"the width of hidden states is not known, as model.embed fails on the meta device "
+            f"({error}): give Pipeline.create the shape [B, s, hidden]"
+        ) from error
+    return int(hidden.shape[-1])
+
+
 def meta_stage_args(
-    chunk: Chunk, shape: tuple[int, int, int], dtype: torch.dtype
+    chunk: Chunk, width: int, dtype: torch.dtype, ids_shape: torch.Size
 ) -> dict[str, Any]:
     """A stage's inputs and outputs on the meta device, which replace torch's shape inference."""
-    ids = torch.empty(shape[:2], dtype=torch.int64, device="meta")
+    rows, length = ids_shape
+    ids = torch.empty(ids_shape, dtype=torch.int64, device="meta")
+    hidden = meta_hidden(rows, length, width, dtype)
     wide = torch.promote_types(dtype, torch.float32)
     loss = torch.empty((), dtype=wide, device="meta", requires_grad=True)
     return {
-        "input_args": ids if chunk.first else meta_hidden(*shape, dtype),
-        "output_args": loss if chunk.last else meta_hidden(*shape, dtype),
+        "input_args": ids if chunk.first else hidden,
+        "output_args": loss if chunk.last else hidden,
     }

@@ -6,8 +6,7 @@ overlapped actions, for which they skip functions that are registered with the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -21,14 +20,14 @@ from torch.distributed.pipelining._backward import (
     stage_backward_weight,
 )
 
-from internsp.base.autograd import tensors
-from internsp.errors import LayoutError, StructureError
-from internsp.pipeline.backward_parts import shape_inference, shared_slot_storages
+from internsp.errors import ConfigError, LayoutError, StructureError
 from internsp.pipeline.chunks import MicroBatch
-from internsp.pipeline.graph import split_blocker
+from internsp.pipeline.graph import shared_slot_storages, split_blocker
 from internsp.pipeline.hooks import FULL, INPUT, WEIGHT, ComputeAction, SchedulerHook
 from internsp.pipeline.messages import Messages
 from internsp.wp.communicator import ISPCommunicator
+
+StageForm = Callable[[torch.Size], dict[str, Any]]
 
 
 class _ParameterStandIn:
@@ -70,10 +69,15 @@ class ISPPipelineStage(PipelineStage):
         splits_backward: whether the chunk can split its backward. If not (blocks that recompute,
             compiled blocks, modules whose weight gradient needs the weight), the schedule's input
             backward computes both gradients.
+        form: returns torch's ``input_args`` and ``output_args`` for token ids of a shape; without
+            it these are among ``options``.
 
     Attributes:
         batches: arguments of the micro-batches; replaced before each step. Empty: torch's
             arguments are used.
+
+    Raises:
+        ConfigError: neither ``form`` nor ``input_args`` and ``output_args``.
     """
 
     def __init__(
@@ -88,8 +92,15 @@ class ISPPipelineStage(PipelineStage):
         hooks: list[SchedulerHook],
         group: dist.ProcessGroup | None = None,
         splits_backward: bool = True,
+        form: StageForm | None = None,
         **options: Any,
     ) -> None:
+        given = options.get("input_args"), options.get("output_args")
+        if form is None and any(each is None for each in given):
+            raise ConfigError(
+                f"stage {stage_index} does not say what it takes and returns: give "
+                "ISPPipelineStage input_args and output_args, tensors on the meta device"
+            )
         super().__init__(submodule, stage_index, num_stages, device, group=group, **options)
         self.chunk = chunk
         self.communicator = communicator
@@ -99,10 +110,26 @@ class ISPPipelineStage(PipelineStage):
         self.more_runs = False  # whether the schedule runs again in this step
         self._stand_ins: dict[int, _ParameterStandIn] = {}
         self.messages: Messages | None = None  # on the host: ends waits for failed ranks
-        self.inferring_shapes = False
         self._split_checked = False
-        given = options.get("output_args")
-        self._sent_form = (given.shape, given.dtype) if isinstance(given, Tensor) else None
+        self._form = form
+        self._sent: Any = given[1]
+
+    @property
+    def needs_shape(self) -> bool:
+        """Whether :meth:`take_shape` is still to come."""
+        return self._form is not None
+
+    def take_shape(self, ids: torch.Size) -> None:
+        """Before the first step: what it takes and returns follows from the shape of token ids."""
+        if self._form is None:
+            return
+        made, self._form = self._form(ids), None
+        ranks = self.stage_index_to_group_rank  # the schedule has set it
+        # torch takes them when a stage is made, and would else run the chunk to find them.
+        super().__init__(
+            self.submod, self.stage_index, self.num_stages, self.device, group=self.group, **made
+        )
+        self.stage_index_to_group_rank, self._sent = ranks, made["output_args"]
 
     def reset_step(self) -> None:
         """Drop a failed step's graphs, and what it has kept for later backwards."""
@@ -110,8 +137,6 @@ class ISPPipelineStage(PipelineStage):
         self.bwd_cache.clear()
         self.backward_state.clear()
         self.dw_runner.clear()
-        if getattr(self, "_outputs_meta", ()) is None:  # torch 2.11: an inference that failed
-            self.inputs_meta = None
 
     def action(self, micro_batch: int, part: str = "") -> ComputeAction:
         """The action of this chunk for ``micro_batch``."""
@@ -139,17 +164,14 @@ class ISPPipelineStage(PipelineStage):
 
     def _check_sent_form(self, output: Any, micro_batch: int) -> None:
         """Check ``output`` against the next stage's receive buffer; torch does not."""
-        if self.is_last or not isinstance(output, Tensor):
+        if self.is_last or not isinstance(output, Tensor) or not isinstance(self._sent, Tensor):
             return
-        found = output.shape, output.dtype
-        self._sent_form = self._sent_form or found  # torch inferred it from the first micro-batch
-        if found != self._sent_form:
-            (shape, dtype), (wanted, kind) = found, self._sent_form
+        if (output.shape, output.dtype) != (self._sent.shape, self._sent.dtype):
             raise LayoutError(
                 f"stage {self.stage_index} on rank {self.communicator.mesh.rank} returns hidden "
-                f"states {tuple(shape)} {dtype} for micro-batch {micro_batch}, but the next stage "
-                f"receives {tuple(wanted)} {kind}: give Pipeline.create the right shape (None: "
-                "torch finds it out), and every micro-batch the same one"
+                f"states {tuple(output.shape)} {output.dtype} for micro-batch {micro_batch}, but "
+                f"the next stage receives {tuple(self._sent.shape)} {self._sent.dtype}: give "
+                "Pipeline.create the right shape, and every micro-batch the same one"
             )
 
     def backward_one_chunk(
@@ -298,27 +320,8 @@ class ISPPipelineStage(PipelineStage):
     def _tracked(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         return ops if self.messages is None else self.messages.track(ops)
 
-    # torch's shape inference before the first step, if Pipeline.create got no shape
-
-    @contextmanager
-    def _during_shape_inference(self) -> Iterator[None]:
-        self.inferring_shapes = True
-        near = (self.stage_index - 1, self.stage_index + 1)
-        peers = {rank for s, rank in self.stage_index_to_group_rank.items() if s in near}
-        group, messages = self.group, self.messages
-        try:
-            with (
-                messages.track_shape_inference(group, peers)
-                if messages and group
-                else nullcontext()
-            ):
-                yield
-        finally:
-            self.inferring_shapes = False
-
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._during_shape_inference():
-            found = super()._prepare_forward_infra(*args, **kwargs)
+        found = super()._prepare_forward_infra(*args, **kwargs)
         # torch 2.11 asks once whether a backward follows: not if an evaluation comes first. Later
         # ones ask each time, by the ``tensor_meta`` of an input.
         for info in () if self.is_first else chain(*self.args_recv_info.values()):
@@ -326,48 +329,5 @@ class ISPPipelineStage(PipelineStage):
                 cast("Tensor", info.buffer).requires_grad_()
         return found
 
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._during_shape_inference():
-            return super()._prepare_backward_infra(*args, **kwargs)
-
-    def _first_micro_batch(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Arguments of the first micro-batch; torch's arguments if there are no batches."""
-        if not self.batches:
-            return args, kwargs
-        batch = self.batches[0]
-        return batch.inputs if self.is_first else args, dict(batch.options)
-
-    def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-        args, kwargs = self._first_micro_batch(args, kwargs)
-        with shape_inference(self.communicator):
-            outputs = super()._compute_outputs(*args, module=module, **kwargs)
-        if torch.is_grad_enabled():
-            # The next stage computes a gradient of its input even if everything before is frozen,
-            # as with a given shape. Otherwise torch's split backward, which finds weights from the
-            # input, would lose all their gradients, and weights thawed later would get none.
-            for tensor in tensors(outputs):
-                if tensor.is_floating_point() and not tensor.requires_grad:
-                    tensor.requires_grad_()
-        return outputs
-
-    def _compute_input_grads(
-        self, outputs: Any, all_fwd_inputs: Sequence[Any], grad_outputs: Any = None
-    ) -> Any:
-        """Empty tensors with shape and dtype of the input gradients, which equal the inputs'.
-
-        torch would compute the gradients by ``torch.autograd.grad``: a needless backward, in which
-        a reentrant checkpoint cannot recompute.
-        """
-        return tuple(
-            torch.empty_like(given) if isinstance(given, Tensor) and given.requires_grad else None
-            for given in all_fwd_inputs
-        )
-
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
         """Nothing, in the place of torch 2.11's: :meth:`_check_sent_form` looks at what is sent."""
-
-    def _shape_inference(self, args: Any, kwargs: Any = None) -> Any:
-        """See torch 2.11, which has this method instead of the two above."""
-        args, kwargs = self._first_micro_batch(args, kwargs)
-        with shape_inference(self.communicator):
-            return cast("Any", super())._shape_inference(args, kwargs)

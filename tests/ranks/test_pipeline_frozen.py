@@ -80,7 +80,7 @@ def test_stages_behind_frozen_ones_get_their_gradients(
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_a_stage_thawed_after_torchs_shape_inference_gets_its_gradients(schedule: str) -> None:
+def test_a_stage_thawed_after_the_first_step_gets_its_gradients(schedule: str) -> None:
     case = Case(schedule, chunks=1 if schedule == "1F1B" else 2, static=False)
     for wrong, count in run_ranks(first_stages_frozen, 2, case, 1, True):
         assert not wrong

@@ -1,4 +1,4 @@
-"""Scheduler hooks fire for every chunk and micro-batch; shape inference has no side effects."""
+"""Scheduler hooks fire for every chunk and micro-batch."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def test_hooks_fire_in_the_order_of_the_work() -> None:
     ] + [("after_last_micro_batch", -1)]
 
 
-def after_inference(rank: int, world_size: int, static: bool) -> dict[str, Any]:
-    """All state of a communicator, after a step with and without torch's shape inference."""
+def after_a_step(rank: int, world_size: int, static: bool) -> dict[str, Any]:
+    """All state of a communicator, after a step with a given shape and with one that it learns."""
     case = Case("ZBVZeroBubble", chunks=2, layers=9, static=static)
     trace = Trace(enabled=True)
     pipeline, _ = make(case, trace=trace)
@@ -179,8 +179,8 @@ def after_inference(rank: int, world_size: int, static: bool) -> dict[str, Any]:
     return found
 
 
-def test_shape_inference_before_the_first_step_leaves_no_trace() -> None:
-    assert run_ranks(after_inference, 2, True) == run_ranks(after_inference, 2, False)
+def test_a_shape_that_is_learned_at_the_first_step_leaves_no_trace() -> None:
+    assert run_ranks(after_a_step, 2, True) == run_ranks(after_a_step, 2, False)
 
 
 def reentrant(rank: int, world_size: int, case: Case) -> tuple[float, float]:
@@ -191,36 +191,12 @@ def reentrant(rank: int, world_size: int, case: Case) -> tuple[float, float]:
 
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("ZBVZeroBubble", 2)])
-def test_shape_inference_gets_along_with_reentrant_checkpoints(schedule: str, chunks: int) -> None:
+def test_a_learned_shape_gets_along_with_reentrant_checkpoints(schedule: str, chunks: int) -> None:
     checkpoint = {"mode": "full", "reentrant": True}
     case = Case(schedule, chunks=chunks, static=False, checkpoint=checkpoint)
     for loss, gradient in run_ranks(reentrant, 2, case):
         assert loss < TOLERANCE
         assert gradient < TOLERANCE
-
-
-def rehearsed(rank: int, world_size: int) -> list[bool]:
-    """Only torch's inference, without the step."""
-    case = Case("1F1B", layers=9, static=False)
-    trace = Trace(enabled=True)
-    pipeline, _ = make(case, trace=trace)
-    stage = pipeline.stages[0]
-    stage.batches = batches(case, pipeline.mesh)
-    stage.has_backward = True
-    pipeline.schedule._initialize_stage((), {}, pipeline._targets()[:1])
-    state = pipeline.communicators[0].state
-    return [
-        not trace.events,
-        set(vars(state.collectives.counters).values()) == {0},
-        not state.queue.slots.held and not state.queue.slots.contents,
-        not state.handles and not len(state.reducer) and not state.reducer.had_gradient,
-        all(p.grad is None for p in stage.submod.parameters()),
-        pipeline.communicators[0].replicated.flat is None,
-    ]
-
-
-def test_inference_alone_changes_nothing() -> None:
-    assert run_ranks(rehearsed, 2) == [[True] * 6] * 2
 
 
 class _Outputs(SchedulerHook):

@@ -35,8 +35,8 @@ class Trips(SchedulerHook):
             raise ValueError(f"spilt in {where}")
 
 
-def inferred(module: nn.Module, args: Any, output: Any) -> None:
-    raise ValueError("spilt in inference")
+def first_forward(module: nn.Module, args: Any, output: Any) -> None:
+    raise ValueError("spilt in first")
 
 
 def run(rank: int, world_size: int, case: Case, where: str, culprit: int) -> list[str]:
@@ -45,14 +45,14 @@ def run(rank: int, world_size: int, case: Case, where: str, culprit: int) -> lis
     hook = Trips()
     pipeline, _ = make(case, hooks=[hook])
     given, store = batches(case, pipeline.mesh), default_store()
-    if where != "inference":
+    if where != "first":
         pipeline.step(given)
     elif rank == culprit:
         block = next(iter(pipeline.chunks[0].layers.values()))
-        hooked = block.register_forward_hook(inferred)
+        hooked = block.register_forward_hook(first_forward)
     hook.where = where if rank == culprit else ""
     start, found = time.monotonic(), []
-    while len(found) < (1 if where == "inference" else 2):
+    while len(found) < (1 if where == "first" else 2):
         try:
             pipeline.step(given)
         except Exception as error:
@@ -66,7 +66,7 @@ def run(rank: int, world_size: int, case: Case, where: str, culprit: int) -> lis
     store.set(f"done {rank}", "")
     store.wait([f"done {r}" for r in range(world_size)])
     assert took < SOON, f"{where}: {took:.1f} s, {found}"
-    if where == "inference":  # all ranks of a stage have failed, so all can continue
+    if where == "first":  # all ranks of a stage have failed, so all can continue
         if rank == culprit:
             hooked.remove()
         assert pipeline.step(given) is not None
@@ -80,7 +80,7 @@ def run(rank: int, world_size: int, case: Case, where: str, culprit: int) -> lis
 @pytest.mark.parametrize(
     ("ranks", "where", "culprit", "case"),
     [
-        (2, "inference", 0, Case(static=False, timeout=60)),
+        (2, "first", 0, Case(static=False, timeout=60)),
         (2, "end", 1, Case(timeout=60)),
         (4, "forward", 1, Case(weight=2, timeout=60)),
         (4, "backward", 2, Case("Interleaved1F1B", chunks=2, weight=2, timeout=60)),

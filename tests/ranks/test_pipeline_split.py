@@ -33,7 +33,7 @@ def fsdp(rank: int, world_size: int, case: Case, reshard: bool) -> tuple[int, in
         group = DeviceMesh.from_group(mesh.weight_group, "cpu")
         for module in (*chunk.layers.values(), chunk):
             fully_shard(module, mesh=group, reshard_after_forward=reshard)
-        given = meta_stage_args(chunk, (1, case.length, 12), torch.float64)
+        given = meta_stage_args(chunk, 12, torch.float64, torch.Size((1, case.length)))
         stages.append(
             PipelineStage(chunk, stage, count, mesh.device, group=mesh.pipeline_group, **given)
         )

@@ -419,12 +419,14 @@ def test_stages_of_ones_own_say_what_is_tied(rank: int) -> None:
     config = WeightParallelConfig(min_shard_elements=24, gather_before="qkv")
     communicator = parallelize(module, mesh, config)
     ids = torch.arange(24).view(2, 2, 6) % VOCABULARY
+    hidden = torch.empty(2, 6, 12, dtype=torch.float64, device="meta", requires_grad=True)
 
     def pipeline(*tied: Any) -> Pipeline:
         hooks: list[SchedulerHook] = []
         stage = ISPPipelineStage(
             module, number, 2, mesh.device, chunk=0, communicator=communicator, hooks=hooks,
-            group=mesh.pipeline_group,
+            group=mesh.pipeline_group, input_args=hidden if number else ids[0].to("meta"),
+            output_args=hidden,
         )  # fmt: skip
         return Pipeline(
             kind, mesh, [stage], 2, hooks, lambda output, _: output.square().sum(), tied=tied

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from internsp.pipeline import ComputeAction, ISPPipelineStage, MicroBatch, SchedulerHook
+from internsp.errors import ConfigError, LayoutError
+from internsp.pipeline import ComputeAction, ISPPipelineStage, SchedulerHook
 from tools.bench.model import process_group
+
+META = torch.empty(2, 2, device="meta")
 
 
 @pytest.fixture
@@ -23,7 +25,8 @@ def make() -> Iterator[Any]:
     with process_group("fake", 2):
         yield partial(
             ISPPipelineStage, nn.Linear(2, 2), num_stages=2, device=torch.device("cpu"), chunk=0,
-            communicator=None, hooks=[],
+            communicator=SimpleNamespace(mesh=SimpleNamespace(rank=0)), hooks=[], input_args=META,
+            output_args=META,
         )  # fmt: skip
 
 
@@ -92,14 +95,19 @@ def test_zeros_are_sent_where_no_gradient_reaches_an_input(
     assert kept is given
 
 
-@pytest.mark.parametrize(("stage_index", "inputs"), [(0, "ids"), (1, "hidden")])
-def test_torch_2_11_infers_shapes_from_the_first_micro_batch_too(
-    make: Any, stage_index: int, inputs: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Later versions of torch have other methods instead, which the tests of pipelines run."""
-    monkeypatch.setattr("internsp.pipeline.stage.shape_inference", nullcontext)
-    monkeypatch.setattr(PipelineStage, "_shape_inference", lambda _, *given: given, raising=False)
-    stage = make(stage_index=stage_index)
-    assert stage._shape_inference(("hidden",), {"torch": "'s"}) == (("hidden",), {"torch": "'s"})
-    stage.batches = [MicroBatch(("ids",), {"labels": "first"}), MicroBatch(("others",))]
-    assert stage._shape_inference(("hidden",), {}) == ((inputs,), {"labels": "first"})
+def test_a_stage_says_what_it_takes_and_returns_when_it_is_made_or_when_ids_come(make: Any) -> None:
+    nothing: dict[str, Any] = {"stage_index": 0, "input_args": None, "output_args": None}
+    with pytest.raises(ConfigError, match="give ISPPipelineStage input_args and output_args"):
+        make(**nothing)
+
+    def form(ids: torch.Size) -> dict[str, Any]:
+        return {"input_args": META[0].expand(ids), "output_args": META.expand(*ids, 2)}
+
+    stage = make(**nothing, form=form)
+    stage.stage_index_to_group_rank = {0: 0, 1: 0}
+    for ids in (torch.Size((3, 2)), torch.Size((5, 2))):  # only the first ones count
+        stage.take_shape(ids)
+    stage._check_sent_form(torch.zeros(3, 2, 2), 0)
+    with pytest.raises(LayoutError, match=r"the next stage receives \(3, 2, 2\) torch.float32"):
+        stage._check_sent_form(torch.zeros(5, 2, 2), 1)
+    assert stage.stage_index_to_group_rank == {0: 0, 1: 0}

@@ -181,8 +181,13 @@ PIPELINE: Table = {
     },
     "pipeline.schedule {name}": {"choose one of": PIPE},
     "give Pipeline.create the right shape": {
-        "give Pipeline.create the right shape (None: torch finds it out)": SHAPES,
+        "give Pipeline.create the right shape": SHAPES,
         "and every micro-batch the same one": SHAPES,
+    },
+    "the width of hidden states is not known": {"give Pipeline.create the shape": SHAPES},
+    "stage {stage_index} does not say what it takes and returns": {
+        "give ISPPipelineStage input_args and output_args":
+            "tests/ranks/test_pipeline_tied.py::test_stages_of_ones_own_say_what_is_tied",
     },
     "cannot compute weight gradients separately": {
         "Take a schedule with a full backward (1F1B, Interleaved1F1B)": BOTH_GRADIENTS,
