@@ -58,10 +58,7 @@ def lay_out_alike(optimizer: torch.optim.Optimizer, stepped: Sequence[nn.Paramet
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for parameter in stepped if fused else ():
         local = parameter._local_tensor  # type: ignore[attr-defined]
-        values: list[Any] = [parameter.grad]
-        if parameter in optimizer.state:  # a ZeroOptimizer's state has no get()
-            values += optimizer.state[parameter].values()
-        for value in values:
+        for value in (parameter.grad, *optimizer.state.get(parameter, {}).values()):
             own = getattr(value, "_local_tensor", None)
             if own is None or own.shape != local.shape or own.stride() == local.stride():
                 continue

@@ -110,10 +110,9 @@ def before_step(
 
     def prepare() -> None:
         communicator.placeholders.require_finished(stepped)
-        lay_out_alike(optimizer, stepped)
-        scalars = communicator.replicated.scalars
-        if scalars and not communicator.state.consumer.is_optimizer:
-            place_scalars(optimizer, scalars, like_parameters)
+        if not communicator.state.consumer.is_optimizer:  # which steps slices of its own
+            lay_out_alike(optimizer, stepped)
+            place_scalars(optimizer, communicator.replicated.scalars, like_parameters)
         if communicator.state.handles or communicator.events.full_params_in:
             communicator.events.require_shards()
             communicator.state.wait_for_gathers()

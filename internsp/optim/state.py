@@ -16,6 +16,7 @@ owner of a matrix (:mod:`internsp.optim.matrices`).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -69,6 +70,25 @@ class OptimizerState:
         for bucket in self.buckets:
             for segment in bucket.segments:
                 yield bucket, segment, _live(bucket, segment)
+
+    def by_parameter(self) -> dict[Tensor, State]:
+        """This rank's slices of each parameter's state (1-D; ``None``: unused), or the whole state
+        of a matrix that this rank owns; empty where a parameter was never trained.
+
+        The names are there before the first step: else torch's state dict helpers would make one.
+        """
+        found: defaultdict[Tensor, State] = defaultdict(dict)
+        for bucket in self.buckets:
+            for member in bucket.offsets:
+                names = self.names(member, bucket)
+                found[member.parameter].update(dict.fromkeys((*names.slices, *names.values)))
+        for matrix in self.steps.own:
+            found[matrix.member.parameter].update(matrix.state)
+        for bucket, segment, live in self._segments():
+            found[segment.member.parameter].update(live)
+            if bucket.inner is not None and bucket.has_master:
+                found[segment.member.parameter][MASTER] = segment.tensor
+        return found
 
     # local
 
@@ -280,43 +300,6 @@ class OptimizerState:
                         f"{name} of {member.name} is of shape {list(first.shape)}, the given state "
                         f"has {shape}"
                     )
-
-
-class StateView:
-    """``optimizer.state``: by parameter, this rank's slices of its state (1-D; ``None``: unused),
-    or the whole state of a matrix that this rank owns.
-
-    The names are there before the first step: else torch's state dict helpers would make a step.
-    """
-
-    def __init__(self, state: OptimizerState) -> None:
-        self._state = state
-        self._held = {id(m.parameter): (m, b) for b in state.buckets for m in b.offsets}
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (member.parameter for member, _ in self._held.values())
-
-    def __contains__(self, parameter: object) -> bool:
-        return id(parameter) in self._held
-
-    def __getitem__(self, parameter: Tensor) -> State:
-        if id(parameter) not in self._held:  # never trained, as torch's has nothing then
-            return {}
-        member, bucket = self._held[id(parameter)]
-        names = self._state.names(member, bucket)
-        found: State = dict.fromkeys((*names.slices, *names.values))
-        for matrix in self._state.steps.own:
-            if matrix.member is member:
-                found |= matrix.state
-        for segment in bucket.segments if bucket.inner is not None else ():
-            if segment.member is member:
-                found |= _live(bucket, segment)
-                if bucket.has_master:
-                    found[MASTER] = segment.tensor
-        return found
 
 
 def _has_elements(value: Any) -> bool:

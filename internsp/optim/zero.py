@@ -32,7 +32,7 @@ from internsp.optim.methods import Method, methods_of, require_steppable
 from internsp.optim.norm import clip_factor, norm_and_flags
 from internsp.optim.reduction import ZeroReducer
 from internsp.optim.scaler import LossScaler
-from internsp.optim.state import OptimizerState, StateView
+from internsp.optim.state import OptimizerState
 from internsp.optim.verdict import Outcome, Verdict, settle
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, note_held
@@ -277,7 +277,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """By parameter, this rank's slices of its state, 1-D; :meth:`state_dict` has all of it."""
-        return StateView(self._state())
+        return self._state().by_parameter()
 
     @state.setter
     def state(self, value: Any) -> None:

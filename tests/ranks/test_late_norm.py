@@ -6,6 +6,7 @@ import logging
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import PropertyMock, patch
 
 import pytest
 import torch
@@ -104,6 +105,16 @@ def test_steps_that_the_device_skips_leave_the_values_of_one_process(
     for step, (one, other) in enumerate(zip(found, norms, strict=True)):
         assert (not math.isfinite(one)) if step in BAD else abs(one / other - 1) < 1e-12
     assert zero.skipped_steps == 3
+
+
+@ranks(2)
+def test_a_step_asks_for_no_state_by_parameter(rank: int) -> None:
+    """It is made for programs: for each parameter by a step of a stand-in."""
+    model, zero = made("adamw", 2, None)
+    asked = PropertyMock(side_effect=AssertionError("asked"))
+    with patch.object(ZeroOptimizer, "state", asked):
+        train(model, zero, rank, 0, False)
+    assert not asked.called
 
 
 def history(rank: int, dtype: torch.dtype, late: bool, bound: float | None) -> tuple[Any, ...]:
