@@ -92,23 +92,12 @@ class UnfinishedGradient(DTensor):
     def _read_error(self) -> GradientError:
         return GradientError(self._message)
 
-    def to_local(self, **options: Any) -> Tensor:
+    def _refuse(self, *_: Any, **options: Any) -> Any:
         """Raises ``GradientError``: there are no values."""
         raise self._read_error()
 
-    def full_tensor(self, **options: Any) -> Tensor:
-        """Raises ``GradientError``: there are no values."""
-        raise self._read_error()
-
-    def redistribute(self, *args: Any, **options: Any) -> DTensor:
-        """Raises ``GradientError``: there are no values."""
-        raise self._read_error()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        raise self._read_error()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise self._read_error()
+    to_local = full_tensor = redistribute = _refuse
+    __deepcopy__ = __reduce_ex__ = _refuse
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<unfinished gradient of shape {tuple(self.shape)}: {self._message}>"
