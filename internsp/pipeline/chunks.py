@@ -111,12 +111,9 @@ class Chunk(nn.Module):
         tokens = None
         if self.training and self._token_keys is not None:
             tokens = self._token_keys(h, layout)
-        if tokens is None:
-            for block in self.layers.values():
-                h = block(h, rotary, layout)
-        else:
-            for number, block in zip(self.blocks, self.layers.values(), strict=True):
-                h = block(h, rotary, layout, block_keys(tokens, number + 1))
+        for number, block in zip(self.blocks, self.layers.values(), strict=True):
+            keys = () if tokens is None else (block_keys(tokens, number + 1),)
+            h = block(h, rotary, layout, *keys)
         if not self.last:
             return h
         h = self.norm(h)

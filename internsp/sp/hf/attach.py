@@ -31,7 +31,7 @@ def attach(
     inner = find_pretrained_model(model)
     if inner is None or mesh.sequence == 1:
         return
-    copy_configs(model)
+    configs = copy_configs(model)
     group = ExchangeGroup.of(mesh.sequence_group, trace, reporter)
     by_kernel: dict[str, dict[nn.Module, str]] = {}
     for module, name in attentions(model).items():
@@ -48,26 +48,15 @@ def attach(
         SequenceParallelKernel(names, kernel, heads, ring) for kernel, names in by_kernel.items()
     ]
     keys = {kernel.plain_name: kernel.registered_name for kernel in kernels}
-    for own in _configs(model):
+    for own in configs:
         now = own._attn_implementation_internal
         own._attn_implementation_internal = keys.get(now, now)
     ForwardHooks(inner, kernels, group, mesh, mean)
 
 
-def _configs(model: nn.Module) -> list[Any]:
-    """Every config that a module holds, and the configs inside these."""
-    from transformers import PretrainedConfig
-
-    found = {id(c): c for m in model.modules() for c in vars(m).values()
-             if isinstance(c, PretrainedConfig)}  # fmt: skip
-    for config in list(found.values()):
-        inside = {id(c): c for c in vars(config).values() if isinstance(c, PretrainedConfig)}
-        found |= inside
-    return list(found.values())
-
-
-def copy_configs(model: nn.Module) -> None:
-    """Give ``model`` configs of its own, so that what is set there changes no other model."""
+def copy_configs(model: nn.Module) -> list[Any]:
+    """Give ``model`` configs of its own, so that what is set there changes no other model; returns
+    these and the configs inside them."""
     from transformers import PretrainedConfig
 
     memo: dict[int, Any] = {}
@@ -75,3 +64,4 @@ def copy_configs(model: nn.Module) -> None:
         for attribute, value in list(vars(module).items()):
             if isinstance(value, PretrainedConfig):
                 setattr(module, attribute, copy.deepcopy(value, memo))
+    return [config for config in memo.values() if isinstance(config, PretrainedConfig)]
