@@ -179,17 +179,6 @@ def _head_counts(head_ranges: Sequence[int], size: int) -> list[int]:
     return [sum(b - a for a, b in ranges) for ranges in _peer_ranges(tuple(head_ranges), size)]
 
 
-@lru_cache(maxsize=256)
-def _is_partition(head_ranges: tuple[int, ...], size: int, width: int) -> bool:
-    """Whether each of the ``width`` heads belongs to exactly one peer."""
-    taken = [0] * width
-    for ranges in _peer_ranges(head_ranges, size):
-        for first, stop in ranges:
-            for head in range(first, stop):
-                taken[head] += 1
-    return all(count == 1 for count in taken)
-
-
 def _pack(x: Tensor, head_ranges: Sequence[int], size: int) -> Tensor:
     """Pack ``[B, s, H, d]`` into the flat send buffer: ``[s, B, heads, d]`` for each peer."""
     batch, length, _, depth = x.shape
@@ -214,11 +203,11 @@ def _unpack(
 ) -> Tensor:
     """Unpack the flat receive buffer, ``[s, B, heads, d]`` from each peer, to ``[B, s, H, d]``."""
     batch, length, width, depth = shape
-    disjoint = _is_partition(tuple(head_ranges), size, width)
+    counts = _head_counts(head_ranges, size)
+    disjoint = sum(counts) == width  # the ranges cover all heads
     wide = torch.promote_types(received.dtype, torch.float32)
     # Gradients of one head from several peers are summed, in fp32 or wider.
     out = received.new_empty(shape) if disjoint else received.new_zeros(shape, dtype=wide)
-    counts = _head_counts(head_ranges, size)
     blocks = received.split([length * batch * depth * count for count in counts])
     peers = zip(blocks, counts, _peer_ranges(tuple(head_ranges), size), strict=True)
     for block, count, ranges in peers:
