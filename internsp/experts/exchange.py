@@ -3,10 +3,10 @@
 Two custom operators carry a message, ``internsp_experts::start`` and ``internsp_experts::finish``,
 as in :mod:`internsp.sp.exchange`: ``start`` launches one all-to-all and returns a *token* that
 stands for it, ``finish`` waits and returns what has arrived. Each is the other's adjoint, so that a
-backward sends gradients the way back in one message, too. ``internsp_experts::counts`` tells every
-rank how many rows come from where; it is the only place where the host waits for other ranks'
-data-dependent numbers. Selective checkpointing keeps the results of all three, so that a recompute
-sends nothing and never routes anew.
+backward sends gradients the way back in one message, too. A first message tells every rank how many
+rows come from where (:func:`exchange_counts`): the only place where the host waits for other ranks'
+data-dependent numbers. Selective checkpointing keeps the results of both, so that a recompute sends
+nothing and never routes anew.
 
 A message has for each row: its values ``[h]``, ``k`` weights and ``k`` numbers of experts, as bytes
 one after another. The way back, and gradients, have no numbers.
@@ -140,24 +140,8 @@ def _finish_impl(
     return rows, weights, index
 
 
-def _counts_impl(table: Tensor, handle: int, name: str) -> Tensor:
-    group = _GROUPS.find(handle)
-    received = torch.empty_like(table)
-    phase, sent = phase_of(), table.contiguous()
-    nbytes = (group.size - 1) * table[0].numel() * table.element_size()
-    each, label = [table[0].numel()] * group.size, f"{name} counts"
-    group.reporter.launched("A2A", f"counts of {name}", phase)
-    message = group.in_flight.launch(
-        name, label, phase, nbytes, sent, received,
-        lambda: group.all_to_all(received.view(-1), sent.view(-1), each, each),
-    )  # fmt: skip
-    group.in_flight.wait(message, name, label, f"the counts of {name}")
-    return torch.stack([table, received])
-
-
 _start = torch.library.custom_op("internsp_experts::start", _start_impl, mutates_args=())
 _finish = torch.library.custom_op("internsp_experts::finish", _finish_impl, mutates_args=())
-_counts = torch.library.custom_op("internsp_experts::counts", _counts_impl, mutates_args=())
 
 
 def _start_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -220,5 +204,7 @@ def exchange_counts(table: Tensor, group: OwnerGroup, name: str) -> tuple[list[A
     Returns:
         What was sent, and what has arrived: for each rank of the group ``n`` numbers.
     """
-    sent, arrived = _counts(table, group.handle, name).tolist()
+    nothing, each = table[:, :0], [1] * group.size
+    received, _, _ = Message(table, nothing, nothing, group, each, each, name, "counts").wait()
+    sent, arrived = torch.stack([table, received]).tolist()
     return sent, arrived

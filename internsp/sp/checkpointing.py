@@ -29,7 +29,6 @@ _KEPT = frozenset(
         "internsp_sp::exchange_qkv",
         "internsp_sp::send_out",
         "internsp_sp::receive_out",
-        "internsp_experts::counts",
         "internsp_experts::start",
         "internsp_experts::finish",
         "aten::topk",  # its indices alone: models normalize its values in place

@@ -44,7 +44,6 @@ OPERATORS = (
     | {
         "internsp_experts::start": tokens._start_impl,
         "internsp_experts::finish": tokens._finish_impl,
-        "internsp_experts::counts": tokens._counts_impl,
     }
 )
 """Of Python: what they do on streams is seen inside of them."""
