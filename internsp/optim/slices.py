@@ -70,13 +70,9 @@ class Region:
 
     def box_views(self, values: Tensor) -> dict[tuple[int, ...], Tensor]:
         """Views of the boxes of ``values`` (1-D, the range), by their offsets."""
-        if len(self.boxes) == 1:  # the usual case: without a slice operation at each save
-            parts = [values.view(self.boxes[0][1])]
-        else:
-            parts = [
-                values[first : first + math.prod(sizes)].view(sizes)
-                for _, sizes, first in self.boxes
-            ]
+        parts = [
+            values[first : first + math.prod(sizes)].view(sizes) for _, sizes, first in self.boxes
+        ]
         moved = [part.movedim(0, self.dim) for part in parts] if self.dim else parts
         return dict(zip(self.offsets, moved, strict=True))
 
