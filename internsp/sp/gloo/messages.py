@@ -126,6 +126,7 @@ class PeerExchange:
     Attributes:
         received: the receive buffers: by role, with :meth:`ExchangeShape.gathered_shape`; or by
             rank, 1-D, with the rank's roles one after another.
+        started: whether its start has come; until then its receives are only posted ahead.
     """
 
     group: ExchangeGroup
@@ -137,6 +138,7 @@ class PeerExchange:
     _sent: list[Tensor] = field(default_factory=list)
     _events: list[int] = field(default_factory=list)
     _waited: bool = False
+    started: bool = False
 
     def __post_init__(self) -> None:
         group, shape = self.group, self.shape
@@ -235,19 +237,14 @@ class PeerExchanges:
 
     def __init__(self) -> None:
         self._in_flight: dict[PeerExchange, None] = {}
-        self._preposted: list[PeerExchange] = []  # those in flight whose start has not come
         self._previous: ExchangeKey | None = None
         self._successors: dict[ExchangeKey, tuple[ExchangeKey, ExchangeShape]] = {}
 
     def start(self, group: ExchangeGroup, key: ExchangeKey, shape: ExchangeShape) -> PeerExchange:
         """Return the exchange ``key`` with its receives posted."""
         group.reporter.launched("A2A", f"{key.what} of {key.unit}", key.phase)
-        exchange = self._find_preposted(key, shape)
-        if exchange is None:
-            exchange = self._post(group, key, shape)
-        else:
-            self._preposted.remove(exchange)
-            exchange.key = key
+        exchange = self._find_preposted(key, shape) or self._post(group, key, shape)
+        exchange.key, exchange.started = key, True
         if self._previous is not None:
             self._successors[self._previous] = key, shape
         self._previous = key
@@ -265,23 +262,19 @@ class PeerExchanges:
             return
         shape = replace(exchange.shape, plan=last.plan, depth=last.depth)  # of this batch
         if self._find_preposted(key, shape) is None:
-            self._preposted.append(self._post(exchange.group, key, shape))
+            self._post(exchange.group, key, shape)
 
     def remove(self, exchange: PeerExchange) -> None:
         """Drop an exchange whose wait has begun."""
         self._in_flight.pop(exchange, None)
 
     def _find_preposted(self, key: ExchangeKey, shape: ExchangeShape) -> PeerExchange | None:
-        return next(
-            (exchange for exchange in self._preposted if exchange.matches(key, shape)), None
-        )
+        posted = (each for each in self._in_flight if not each.started)
+        return next((exchange for exchange in posted if exchange.matches(key, shape)), None)
 
     def _post(self, group: ExchangeGroup, key: ExchangeKey, shape: ExchangeShape) -> PeerExchange:
         while len(self._in_flight) >= _MOST_IN_FLIGHT:
-            oldest = next(iter(self._in_flight))
-            self.remove(oldest)
-            if oldest in self._preposted:
-                self._preposted.remove(oldest)
+            self.remove(next(iter(self._in_flight)))
         exchange = PeerExchange(group, key, shape)
         self._in_flight[exchange] = None
         return exchange
