@@ -17,7 +17,7 @@ from internsp.structure.rules import own_rules, rules_of_chunk
 
 
 class SplittableModel(Protocol):
-    """Attributes that a model needs to be partitioned; all families of the model zoo have them."""
+    """Attributes that a module needs to be partitioned; all families of the model zoo have them."""
 
     loss_options: dict[str, Any]
 

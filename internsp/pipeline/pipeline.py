@@ -51,10 +51,10 @@ from internsp.structure.assign import (
     require_experts,
     require_patterns_matched,
 )
-from internsp.structure.blocks import read_structure, require_triggers_matched, trigger_matches
+from internsp.structure.blocks import read_structure, trigger_matches
 from internsp.structure.dtypes import DTYPES
 from internsp.structure.effect import require_effect
-from internsp.structure.rules import NO_RULES, own_rules, rules_of_chunk
+from internsp.structure.rules import rules_of_chunk
 
 Criterion = Callable[[Any, MicroBatch], Tensor]
 _SPLITTABLE_LAYERS = (
@@ -141,7 +141,7 @@ class Pipeline:
     @classmethod
     def create(
         cls,
-        model: SplittableModel,
+        model: Any,
         mesh: ParallelMesh,
         config: WeightParallelConfig | None = None,
         *,
@@ -159,7 +159,8 @@ class Pipeline:
         """Partition ``model`` over ``mesh.pipeline`` ranks and attach communication. Collective.
 
         Args:
-            model: on any device, meta included; its modules move into the chunks.
+            model: a module with the attributes of a :class:`SplittableModel`, on any device, meta
+                included; its modules move into the chunks.
             chunks: number of chunks on each rank.
             shape: shape of the hidden states ``[B, s, hidden]`` on this rank, the same for every
                 micro-batch; ``None``: as many rows and tokens as the first micro-batch has, and
@@ -187,12 +188,12 @@ class Pipeline:
         sequence = sequence or SequenceConfig()
         again = activation_checkpoint or ActivationCheckpointConfig()
         require_none(mistakes(config, sequence, again, ring=mesh.ring, pipeline=True))
-        if mesh.expert > 1 and isinstance(model, nn.Module):
+        if mesh.expert > 1:
             from internsp.parallel.experts import take_experts
 
             take_experts(model, config, mesh.expert, mesh.expert_rank)
         require_patterns_match(model, config, mesh.shape)
-        if router_scale is not None and isinstance(model, nn.Module):
+        if router_scale is not None:
             for module in model.modules():
                 if hasattr(module, "router_ranks"):
                     module.loss_scale = router_scale  # type: ignore[assignment]
@@ -462,7 +463,7 @@ def _output_as_loss(output: Any, batch: MicroBatch) -> Tensor:
 
 
 def require_patterns_match(
-    model: SplittableModel, config: WeightParallelConfig, shape: MeshShape
+    model: Any, config: WeightParallelConfig, shape: MeshShape
 ) -> None:
     """Require that every pattern of the configuration matches something in the model (WP-7).
 
@@ -485,25 +486,20 @@ def require_patterns_match(
             f"weight_parallel.blocks = {list(config.blocks)} leaves out some of layers.0 to "
             f'{layers[-1]}, which are the blocks of a pipeline: leave it empty, or set "layers.*"'
         )
-    require_triggers_matched(list(model.layers), config.gather_before_modules)
     parts = {"embed": model.embed, "layers": model.layers, "norm": model.norm, "head": model.head}
     names = [name for part, module in parts.items() for name, _ in module.named_parameters(part)]
     require_patterns_matched(names, config)
-    rules = NO_RULES
-    if isinstance(model, nn.Module):
-        triggers = config.gather_before_modules
-        first: dict[int, str] = {}  # of a block that stages share, the first name
-        for name, layer in zip(layers, model.layers, strict=True):
-            first.setdefault(id(layer), name)
-        blocks = tuple(first.values())
-        structure = read_structure(model, config.gather_before, blocks, triggers, config.rules)
-        shardings = plan_sharding(model, structure, config, shape.expert)
-        require_effect(shardings, structure, config, shape)
-        rules = structure.rules
-    elif config.rules or own_rules(model):
-        raise StructureError(f"a plan has rules for a module, not a {type(model).__name__}")
+    first: dict[int, str] = {}  # of a block that stages share, the first name
+    for name, layer in zip(layers, model.layers, strict=True):
+        first.setdefault(id(layer), name)
+    structure = read_structure(
+        model, config.gather_before, tuple(first.values()), config.gather_before_modules,
+        config.rules,
+    )  # fmt: skip
+    shardings = plan_sharding(model, structure, config, shape.expert)
+    require_effect(shardings, structure, config, shape)
     if shape.separate:
-        require_experts(names, config, rules)
+        require_experts(names, config, structure.rules)
 
 
 def chunk_config(

@@ -40,7 +40,7 @@ CopyNames = Mapping[int, str]
 _LOWEST = torch.iinfo(torch.int64).min
 
 
-def find_tied(model: Any, chunks: Sequence[nn.Module]) -> dict[str, CopyNames]:
+def find_tied(model: nn.Module, chunks: Sequence[nn.Module]) -> dict[str, CopyNames]:
     """Parameters that are the same object in several chunks, by their names in the model.
 
     Args:
@@ -50,10 +50,8 @@ def find_tied(model: Any, chunks: Sequence[nn.Module]) -> dict[str, CopyNames]:
     for stage, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
             found.setdefault(id(parameter), {})[stage] = name
-    named = model.named_parameters() if isinstance(model, nn.Module) else ()
-    names = {id(p): name for name, p in named}
-    ties = {key: tie for key, tie in found.items() if len(tie) > 1}
-    return {names.get(key, next(iter(tie.values()))): tie for key, tie in ties.items()}
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names[key]: tie for key, tie in found.items() if len(tie) > 1}
 
 
 def copy_shared_modules(chunks: Sequence[Chunk]) -> None:
