@@ -15,8 +15,9 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class FailureGuard:
             this guard.
         on_fatal_cause: called on the thread with the fatal cause, before the groups are aborted;
             returns the cause that all ranks report.
+        torchs: groups in which torch's own layers communicate.
+        beside: the other ranks of these, with the name of each one's guard.
 
     Attributes:
         fatal_cause: text that says why this rank can never go on; empty while it may.
@@ -56,13 +59,16 @@ class FailureGuard:
         store: dist.Store,
         name: str,
         on_fatal_cause: Callable[[str], str],
+        torchs: Iterable[dist.ProcessGroup] = (),
+        beside: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.fatal_cause = ""
         self.epoch = 0
         self._comm_context, self._store, self._name = comm_context, store, name
-        self._rank = mesh.rank
-        self._ranks, self._pairs = mesh.stage_ranks, mesh.pairs
-        self._groups = {group.group_name: group for group in mesh.stage_groups}
+        self._rank, self._tensor_rank = mesh.rank, mesh.tensor_rank
+        self._names = dict.fromkeys([name, *beside.values()])
+        self._ranks, self._beside, self._pairs = [*mesh.stage_ranks, *beside], beside, mesh.pairs
+        self._groups = {group.group_name: group for group in (*mesh.stage_groups, *torchs)}
         self._on_fatal_cause = on_fatal_cause
         self._refusals = self._beat = self._turn = 0
         self._made: set[str] = set()  # keys of reports that are in the store
@@ -157,10 +163,11 @@ class FailureGuard:
                 self._publish(mine)
             elif self._wait_published:
                 self._withdraw()
-            signal = self._signal_key(mine.epoch)
-            found = self._store.get(signal).decode() if self._store.check([signal]) else ""
-            if unchanged or found:
-                self._check_others(mine, [int(found)] if found else [])
+            signals = [self._signal_key(mine.epoch, name) for name in self._names]
+            told = [self._store.get(key).decode() for key in signals if self._store.check([key])]
+            failed = [int(rank) for rank in told if rank]
+            if unchanged or failed:
+                self._check_others(mine, failed)
 
     def _current_report(self) -> tuple[RankReport | None, bool]:
         """A report of what this rank does now, and whether it did the same at the last check.
@@ -203,6 +210,8 @@ class FailureGuard:
             if self._own_report is not None and self._own_report.state is not RankState.REFUSED:
                 return  # this rank has failed by itself meanwhile
         self.fatal_cause = why = self._on_fatal_cause(why)
+        if self._beside:  # a wait in torch's own layers raises torch's words
+            _LOG.warning("rank %d cannot go on: %s", self._rank, why)
         self.report_lost(why)
         self.abort_collectives()
 
@@ -223,7 +232,8 @@ class FailureGuard:
         others = [rank for rank in self._ranks if rank != self._rank]
         first, self._turn = self._turn, (self._turn + MOST_READ) % max(len(others), 1)
         turn = [*others[first:], *others[:first]][:MOST_READ]
-        keys = [self._key(rank) for rank in dict.fromkeys([*failed, *turn]) if rank != self._rank]
+        named = [rank for rank in failed if rank in others]  # another tensor rank's may not be
+        keys = [self._key(rank) for rank in dict.fromkeys([*named, *turn])]
         new = [key for key in keys if key not in self._made]
         if new and not self._store.check(new):  # some rank has not made its guard yet
             return []
@@ -250,7 +260,8 @@ class FailureGuard:
             self._own_report = report
             self._write_report(report)
             mine, none = str(self._rank), ""
-            key = self._signal_key(self.epoch)  # names the first rank whose report stands
+            # Names the first rank whose report stands.
+            key = self._signal_key(self.epoch, self._name)
             self._store.compare_set(key, *((mine, none) if report is None else (none, mine)))
 
     def _write_report(self, report: RankReport | None) -> None:
@@ -258,10 +269,10 @@ class FailureGuard:
             self._store.set(self._key(self._rank), "" if report is None else report.dumps())
 
     def _key(self, rank: int) -> str:
-        return f"{self._name}/at/{rank}"
+        return f"{self._beside.get(rank, self._name)}/at/{rank}"
 
-    def _signal_key(self, epoch: int) -> str:
-        return f"{self._name}/failing/{epoch}"
+    def _signal_key(self, epoch: int, name: str) -> str:
+        return f"{name}/failing/{epoch}"
 
     def _report(self, state: RankState, what: str, **more: Any) -> RankReport:
         self._beat += 1
@@ -269,7 +280,7 @@ class FailureGuard:
         return RankReport(
             self._rank, state, self.epoch, tuple(comm.counts), self.sequence_numbers(), what,
             self._refusals, recent_tags=tuple(map(tuple, comm.recent_tags)), beat=self._beat,
-            **more,
+            tensor_rank=self._tensor_rank, **more,
         )  # fmt: skip
 
     def sequence_numbers(self) -> dict[str, int]:

@@ -69,6 +69,7 @@ class RankReport:
         call, number: of an ``IN_STORE`` rank: the kind of call, and how many of it came before.
         recent_tags: ``CommContext.recent_tags`` of the rank, the newest last.
         beat: grows with each report: a later report shows that the rank still waits.
+        tensor_rank: of the rank; of another one only the groups that both are in count alike.
     """
 
     rank: int
@@ -84,6 +85,7 @@ class RankReport:
     number: int = 0
     recent_tags: tuple[tuple[int, ...], ...] = ()
     beat: int = 0
+    tensor_rank: int = 0
 
     def dumps(self) -> str:
         """The report as JSON."""
@@ -122,6 +124,8 @@ def _fatal_cause(mine: RankReport, other: RankReport) -> str:
         if _launched_more(mine, other) or (in_vain and other.state is not RankState.FAILED):
             return _cause(other)
         return ""
+    if other.tensor_rank != mine.tensor_rank:
+        return ""
     if other.state is RankState.REFUSED:
         alone = other.refusals > mine.refusals  # otherwise this rank refused the same, and went on
         return _cause(other) if alone and _launched_more(mine, other) else ""
@@ -149,7 +153,8 @@ def _describe(report: RankReport) -> str:
 
 def _launched_more(mine: RankReport, other: RankReport) -> bool:
     """Whether ``mine`` counts a launch that ``other`` lacks: they cannot recover together then."""
-    if any(a > b for a, b in zip(mine.counts, other.counts, strict=True)):
+    alike = mine.tensor_rank == other.tensor_rank
+    if alike and any(a > b for a, b in zip(mine.counts, other.counts, strict=True)):
         return True
     ours, theirs = mine.sequence_numbers, other.sequence_numbers
     return any(count > theirs[name] for name, count in ours.items() if name in theirs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch.distributed as dist
 
@@ -107,6 +107,9 @@ class StageRecovery(Recovery):
 
     The constructor is collective over the mesh's model group.
 
+    Args:
+        torchs: groups in which layers of ``parallelize_module`` communicate.
+
     Attributes:
         name: unique to this object, the same on all ranks of the stage.
         shared_name: as ``name``, but the same on all ranks of the mesh's model group.
@@ -114,13 +117,20 @@ class StageRecovery(Recovery):
             cannot complete.
     """
 
-    def __init__(self, mesh: ParallelMesh, comm_context: CommContext) -> None:
+    def __init__(
+        self, mesh: ParallelMesh, comm_context: CommContext,
+        torchs: Collection[dist.ProcessGroup] = (),
+    ) -> None:  # fmt: skip
         self._mesh, self._comm_context = mesh, comm_context
         self.shared_name = name = Objects(mesh.model_group).name()
         self.name = f"{name}/{mesh.tensor_rank}" if mesh.tensor > 1 else name
         self.guard = FailureGuard(
-            mesh, comm_context, default_store(), f"internsp/{self.name}", self._on_fatal_cause
-        )
+            mesh, comm_context, default_store(), f"internsp/{self.name}", self._on_fatal_cause,
+            torchs, {
+                rank: f"internsp/{name}/{number}"
+                for number, rank in enumerate(mesh.tensor_ranks) if rank != mesh.rank
+            },
+        )  # fmt: skip
         super().__init__(self.among(self.name, mesh.stage_ranks), f"rank {mesh.rank}")
         comm_context.first_cause = self.first_cause
         comm_context.on_failure = self._on_collective_failure

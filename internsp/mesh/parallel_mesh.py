@@ -148,6 +148,7 @@ class ParallelMesh:
         rank, world_size: of the default process group.
         tensor, tensor_rank, tensor_group: of the ranks over which ``parallelize_module`` shards
             the layers.
+        tensor_ranks: global ranks of :attr:`tensor_group`, by their tensor rank.
         stage_ranks, model_ranks: global ranks of :attr:`stage_group`, and of ``model_group``,
             which joins the stages of all tensor ranks.
         ring: number of a sequence's ranks between which keys and values are sent.
@@ -203,6 +204,7 @@ class ParallelMesh:
         self.data_group = groups["data"]
         self.pipeline_group = groups["pipeline"]
         self.tensor_group, self.model_group = groups["tensor"], groups["model"]
+        self.tensor_ranks: list[int] = shape.grid[self.pipeline_rank, inside].tolist()
         self.stage_ranks = _group_with(rank, shape.ranks("stage"))
         self.model_ranks = _group_with(rank, shape.ranks("model"))
         stage = shape.grid[self.pipeline_rank]

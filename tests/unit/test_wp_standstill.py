@@ -81,7 +81,8 @@ def test_a_wait_that_may_end_is_not_given_up(mine: RankReport, other: RankReport
 @pytest.mark.parametrize("met", [True, False])
 def test_a_report_that_is_published_late_ends_no_wait(met: bool) -> None:
     """On a busy machine a rank's thread may publish what its rank waited for some calls ago."""
-    store, mesh = dist.HashStore(), SimpleNamespace(stage_ranks=[0, 1], stage_groups=[], pairs={})
+    store = dist.HashStore()
+    mesh = SimpleNamespace(stage_ranks=[0, 1], stage_groups=[], pairs={}, tensor_rank=0)
     late, waiting = (
         FailureGuard(SimpleNamespace(**vars(mesh), rank=rank), CommContext(), store, "a", str)  # type: ignore[arg-type]
         for rank in (0, 1)
@@ -126,7 +127,7 @@ def ranks_that_wait(count: int, group: str = "all") -> tuple[CountingStore, list
     store, guards = CountingStore(), []
     for rank in range(count):
         fake: Any = SimpleNamespace(
-            rank=rank, stage_ranks=range(count), stage_groups=[], pairs={}
+            rank=rank, stage_ranks=range(count), stage_groups=[], pairs={}, tensor_rank=0
         )
         comm: Any = CommContext()
         guards.append(FailureGuard(fake, comm, store, "a", str))  # type: ignore[arg-type]
