@@ -122,8 +122,8 @@ class PlanRule(Section):
 
     match: Annotated[Patterns, BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
     """Patterns of the names of modules, blocks or parameters; each must match something."""
-    unit: Literal["each", "one"] = "each"
-    """Modules in blocks that are gathered and freed by themselves: each of them, or all as one."""
+    unit: Literal["each"] = "each"
+    """Modules in blocks, each of which is gathered and freed by itself."""
     ignore: bool = False
     """Leave the parameters alone: not sharded, not replicated, with gradients of this rank only."""
     min_shard_elements: Amount = 2048

@@ -58,7 +58,7 @@ def find_casts(
     }
     if not matched:
         return found
-    blocks = [name for block in structure.blocks for name, _ in block.modules]
+    blocks = [block.name for block in structure.blocks]
     head = [structure.head[0]] if structure.head is not None else []
     for name, module in model.named_modules():
         if name not in matched and name not in blocks and name not in head:

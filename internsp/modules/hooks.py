@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -62,18 +62,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class BlockHooks:
-    """Modules to register hooks on: those of one unit, or a block that holds units of its own.
+    """A module to register hooks on: one unit's, or that of a block that holds units of its own.
 
     Attributes:
         block: the unit, or the block that holds units.
-        modules: the modules that form the unit; usually one.
         scope: in which the block's weights may be read.
         trigger: the module inside that is the prefetch trigger; ``None`` if the unit's entry is.
         checkpoint: how the block recomputes its activations; ``None`` if it does not.
     """
 
     block: Block
-    modules: Sequence[nn.Module]
+    module: nn.Module
     scope: Scope
     checkpoint: ActivationCheckpointConfig | None
     trigger: nn.Module | None = None
@@ -83,20 +82,6 @@ class BlockHooks:
         """Sort key among the model's blocks; a block with units comes after its first unit."""
         block = self.block
         return (block.first, True) if isinstance(block, Enclosing) else (block.block, False)
-
-
-@dataclass
-class ModuleGroup:
-    """State, in a forward, of several modules that form one unit.
-
-    Attributes:
-        count: number of the modules.
-        left: ids of the modules whose forward has ended; ``None`` before the first module's
-            forward begins and after the last one's has ended.
-    """
-
-    count: int
-    left: set[int] | None = None
 
 
 def register_hooks(
@@ -143,7 +128,7 @@ def register_hooks(
         hooks.register_block(each)
 
     # Inside the calls: forwards of modules with weights of their own, ...
-    scopes = {id(root), *(id(module) for each in blocks for module in each.modules)}
+    scopes = {id(root), *(id(each.module) for each in blocks)}
     for module in root.modules():
         if module in compilers:
             Wrapping.of(module).compiler = compilers[module]
@@ -158,16 +143,15 @@ def register_hooks(
                 wrap_forward(module)
     # ... of blocks, where weights may be read outside of the module that owns them, ...
     for each in blocks:
-        for module in each.modules:
-            wrapping = Wrapping.of(module)
-            wrapping.block = each.block.name
-            own = (m for m in module.modules() if weights_of(m) and id(m) not in scopes)
-            wrapping.look_inside(own)
-            small = isinstance(each.block, Unit) and each.block.unshard_at_entry
-            if small or module in compilers:
-                unshard_at_block_entry(module)
-            else:
-                wrap_scope(module, each.scope)
+        module, wrapping = each.module, Wrapping.of(each.module)
+        wrapping.block = each.block.name
+        own = (m for m in module.modules() if weights_of(m) and id(m) not in scopes)
+        wrapping.look_inside(own)
+        small = isinstance(each.block, Unit) and each.block.unshard_at_entry
+        if small or module in compilers:
+            unshard_at_block_entry(module)
+        else:
+            wrap_scope(module, each.scope)
     # ... then checkpoints around that, so that the recompute finds the weights, ...
     recomputing = sorted(
         (each for each in blocks if each.checkpoint is not None), key=lambda each: each.place
@@ -178,8 +162,7 @@ def register_hooks(
         assert each.checkpoint is not None
         record = partial(communicator.state.trace.record, "BACKWARD", each.block.name)
         group = None if offload is None else partial(offload.group, number)
-        for module in each.modules:
-            checkpoint_block(module, each.checkpoint.reentrant, context_fn, record, group)
+        checkpoint_block(each.module, each.checkpoint.reentrant, context_fn, record, group)
     # ... and of the model, for weights outside of the blocks.
     wrap_scope(root, root_scope)
 
@@ -198,7 +181,6 @@ class Hooks:
     def __init__(self, events: Events) -> None:
         self._events = events
         self._inputs: dict[Block, InputTensors] = {}
-        self.module_groups: dict[Unit, ModuleGroup] = {}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise not_to_be_copied()
@@ -209,18 +191,12 @@ class Hooks:
         Our checkpoint wraps the module's ``forward``, inside of these hooks, so that they do not
         fire in its recompute: the pre-backward hook on the block's output has come before it.
         """
-        block, modules = hooked.block, hooked.modules
-        enter: Callable[..., None] = self._pre_forward
-        leave: Callable[..., None] = self._post_forward
-        if isinstance(block, Unit) and len(modules) > 1:
-            enter, leave = self._group_pre_forward, self._group_post_forward
-            self.module_groups[block] = ModuleGroup(len(modules))
-        for module in modules:
-            before, after = partial(enter, block), partial(leave, block)
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            module.register_forward_hook(after)
+        block, module = hooked.block, hooked.module
+        before = partial(self._pre_forward, block)
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(partial(self._post_forward, block))
         if isinstance(block, Unit):
-            trigger = hooked.trigger if hooked.trigger is not None else modules[0]
+            trigger = hooked.trigger if hooked.trigger is not None else module
             trigger.register_forward_pre_hook(partial(self._at_prefetch_trigger, block))
 
     def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -230,16 +206,12 @@ class Hooks:
         refuse_traced("the model")
         if graph_task() != NO_TASK:
             return
-        for group in self.module_groups.values():
-            group.left = None  # a forward that failed may have left it set
         self._events.root_pre_forward(args, kwargs)
 
     def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if graph_task() != NO_TASK:
             return
         error = sys.exc_info()[1] if output is None else None
-        if error is None:  # else the next root_pre_forward will recover
-            self._end_unfinished_groups()
         self._events.root_post_forward(error)
         for tensor in tensors(output):
             if tensor.requires_grad:
@@ -264,28 +236,18 @@ class Hooks:
         compiled = module._compiled_call_impl is not None
         if compiled or transforming() or torch.compiler.is_compiling():
             refuse_transformed(f"block {block.name}", compiled)
-        if self.module_groups and isinstance(block, Unit) and graph_task() == NO_TASK:
-            self._end_unfinished_groups()
         self._events.pre_forward(block)
         self._inputs[block] = input_tensors((args, kwargs))
 
     def _post_forward(self, block: Block, module: nn.Module, args: Any, output: Any) -> None:
-        self._register_pre_backward(block, output, *self._events.post_forward(block))
-
-    def _register_pre_backward(
-        self, unit: Block, output: Any, forward: int | None, run: int | None
-    ) -> None:
-        """Register a block's pre-backward hook, on the tensors of its ``output``.
-
-        Args:
-            forward, run: its :meth:`internsp.wp.events.Events.moment`.
-        """
-        before = self._inputs.pop(unit, {})
+        """A block's post-forward: register its pre-backward hook, on the tensors of its output."""
+        forward, run = self._events.post_forward(block)
+        before = self._inputs.pop(block, {})
         if not torch.is_grad_enabled():
             return
         if not isinstance(output, Tensor) and not tensors(output):
             raise StructureError(
-                f"block {unit.name} returns a {type(output).__name__}, in which no tensor can be "
+                f"block {block.name} returns a {type(output).__name__}, in which no tensor can be "
                 "found, so that its backward could not be prefetched: return tensors, or tuples, "
                 "lists, mappings or dataclasses of them"
             )
@@ -293,9 +255,8 @@ class Hooks:
             # Backward ends at a leaf, as a program makes one of a frozen embedding's output for its
             # checkpoints: nothing of this block runs, and what comes after it may not be complete.
             if tensor.requires_grad and not tensor.is_leaf:
-                register_gradient_hook(
-                    tensor, partial(self._pre_backward, unit, forward, run), before
-                )
+                call = partial(self._pre_backward, block, forward, run)
+                register_gradient_hook(tensor, call, before)
 
     def _pre_backward(
         self,
@@ -307,36 +268,6 @@ class Hooks:
         if torch.is_grad_enabled():
             no_second_derivatives()
         self._events.pre_backward(unit, forward, run)
-
-    # several modules that form one unit
-
-    def _group_pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The unit's pre-forward is that of its first module; in a recompute, of each."""
-        group = self.module_groups[unit]
-        if group.left is not None and graph_task() == NO_TASK:
-            self._inputs[unit] = input_tensors((args, kwargs))
-            return
-        self._pre_forward(unit, module, args, kwargs)
-        if graph_task() == NO_TASK:
-            group.left = set()
-
-    def _group_post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        """The unit's post-forward is that of the last of its modules to run."""
-        group = self.module_groups[unit]
-        if graph_task() == NO_TASK and group.left is not None:
-            group.left.add(id(module))
-            if len(group.left) < group.count:
-                self._register_pre_backward(unit, output, *self._events.moment(unit))
-                return
-            group.left = None
-        self._post_forward(unit, module, args, output)
-
-    def _end_unfinished_groups(self) -> None:
-        """End units some of whose modules have not run: another unit begins, or the model ends."""
-        for unit, group in self.module_groups.items():
-            if group.left is not None:
-                group.left = None
-                self._events.post_forward(unit)
 
     def _at_prefetch_trigger(self, unit: Unit, module: nn.Module, args: Any) -> None:
         self._events.trigger(unit)

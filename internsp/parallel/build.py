@@ -209,17 +209,16 @@ def _make_units(
     """
     by_name, units = {weight.name: weight for weight in weights}, {}
     for planned in layout.units:
-        within: list[str] = []
+        within = ""
         if planned.block >= 0:
-            block = structure.blocks[planned.block]
-            within = [name for name, _ in block.modules]
-            if block.around >= 0 and layout.enclosing[block.around].first == planned.block:
-                within = [layout.enclosing[block.around].name]  # its own parameters' too
+            within, around = planned.name, planned.around
+            if around >= 0 and layout.enclosing[around].first == planned.block:
+                within = layout.enclosing[around].name  # its own parameters' too
         units[planned.name] = unit = Unit(
             planned.name, [by_name[weight.name] for weight in planned.weights], planned.slot,
             planned.block, planned.recomputed, planned.trigger_at,
             planned.unshard_at_entry and library, planned.around,
-            within=tuple(f"{name}." for name in within),
+            within=within and f"{within}.",
         )  # fmt: skip
         unit.assign_bytes(
             [
@@ -494,7 +493,7 @@ def _register(
 ) -> None:
     """Register all hooks."""
     hooked = [
-        BlockHooks(block, [around.module], scope, checkpoint if scope.recomputed else None)
+        BlockHooks(block, around.module, scope, checkpoint if scope.recomputed else None)
         for block, around, scope in zip(
             enclosing, structure.enclosing, scopes.enclosing, strict=True
         )
@@ -502,7 +501,7 @@ def _register(
     hooked += [
         BlockHooks(
             communicator.blocks[i],
-            [module for _, module in block.modules],
+            block.module,
             scopes.blocks[i],
             checkpoint if scopes.recomputes[i] else None,
             block.trigger_module,
@@ -510,7 +509,7 @@ def _register(
         for i, block in enumerate(structure.blocks)
     ]
     compiled = structure.blocks if config.compile else ()
-    compilers = {m: torch.compile for block in compiled for _, m in block.modules}
+    compilers = {block.module: torch.compile for block in compiled}
     register_hooks(
         model,
         scopes.root,

@@ -49,8 +49,7 @@ class Structure:
     """The parts of a model that weight communication needs.
 
     Attributes:
-        blocks: its units in the order in which they run: its blocks, unless rules divide or merge
-            them.
+        blocks: its units in the order in which they run: its blocks, unless rules divide them.
         enclosing: blocks that are divided into several units.
         layers: number of the model's blocks.
         compilers: what compiles the forward of a module, of those that a program has compiled.
@@ -69,9 +68,8 @@ class Structure:
 
     @cached_property
     def unit_of(self) -> Mapping[str, int]:
-        """Index of the unit that a module forms, or forms with others, by the module's name."""
-        numbered = [(name, i) for i, block in enumerate(self.blocks) for name, _ in block.modules]
-        return dict(reversed(numbered))
+        """Index of each unit by its name."""
+        return {block.name: number for number, block in enumerate(self.blocks)}
 
     @cached_property
     def enclosing_of(self) -> Mapping[str, int]:
@@ -80,25 +78,13 @@ class Structure:
 
     @property
     def divided_block(self) -> str:
-        """Name of the first block that is divided or merged with others; empty: there is none."""
-        found = [around.name for around in self.enclosing]
-        found += [block.modules[0][0] for block in self.blocks if len(block.modules) > 1]
-        return found[0] if found else ""
+        """Name of the first block that is divided; empty: there is none."""
+        return self.enclosing[0].name if self.enclosing else ""
 
     def recomputes(self, block: int, chosen: Collection[int]) -> bool:
-        """Whether the unit of index ``block`` is checkpointed, where the blocks ``chosen`` are.
-
-        Raises:
-            StructureError: only some of the blocks that the unit consists of are.
-        """
+        """Whether the unit of index ``block`` is checkpointed, where the blocks ``chosen`` are."""
         unit = self.blocks[block]
-        again = [layer in chosen for layer in unit.layers]
-        if any(again) != all(again):
-            raise StructureError(
-                f"activation_checkpoint recomputes some of the blocks of unit {unit.name}, and "
-                "others not: recompute all of them, or none"
-            )
-        return all(again) and unit.around < 0
+        return unit.layer in chosen and unit.around < 0
 
 
 def read_structure(
@@ -128,7 +114,7 @@ def read_structure(
     parts = tuple(
         _with_trigger(
             part, trigger, gather_before_modules,
-            matched_rules.options_for([name for name, _ in part.modules], BLOCK_KEYS),
+            matched_rules.options_for([part.name], BLOCK_KEYS),
         )
         for part in divided
     )  # fmt: skip
@@ -153,7 +139,7 @@ def _enclosing(blocks: Sequence[Named], parts: Sequence[Block]) -> tuple[Enclosi
     inside: dict[int, list[int]] = {}
     for index, part in enumerate(parts):
         if part.around >= 0:
-            inside.setdefault(part.layers[0], []).append(index)
+            inside.setdefault(part.layer, []).append(index)
     return tuple(
         EnclosingBlock(*blocks[layer], layer, own[0], own[-1]) for layer, own in inside.items()
     )
@@ -262,11 +248,9 @@ def _with_trigger(
         return entry
     usual = TRIGGERS.get(trigger, ())
     for pattern in patterns or usual:
-        for prefix, owner in part.modules:
-            for inner, child in owner.named_modules():
-                if inner and (matches(inner, pattern) or matches(inner.split(".")[-1], pattern)):
-                    full = inner if len(part.modules) == 1 else f"{prefix}.{inner}"
-                    return replace(entry, trigger_name=full, trigger_module=child)
+        for inner, child in module.named_modules():
+            if inner and (matches(inner, pattern) or matches(inner.split(".")[-1], pattern)):
+                return replace(entry, trigger_name=inner, trigger_module=child)
     by_rule = rule_options.keys() & {"gather_before", "gather_before_modules"}
     if part.around >= 0 and not by_rule:
         return entry  # not every part of a block has a trigger module: its entry is the trigger

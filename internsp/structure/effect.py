@@ -180,10 +180,8 @@ def _numel(sharding: ParameterSharding) -> int:
 def _without_effect_in_rule(matched: MatchedRule, facts: _Facts) -> Iterator[tuple[str, str]]:
     """Keys of a configured rule that have no effect, and why."""
     own = [s for s in facts.shardings if any(matched.applies_to(o.full_name) for o in s.owners)]
-    blocks = [
-        i for i, block in enumerate(facts.structure.blocks)
-        if any(matched.applies_to(name) for name, _ in block.modules)
-    ]  # fmt: skip
+    units = facts.structure.blocks
+    blocks = [i for i, block in enumerate(units) if matched.applies_to(block.name)]
     yield from _acts_on_nothing(matched, facts, own, blocks)
     yield from _changes_nothing(matched, facts, own, blocks)
 
@@ -193,7 +191,7 @@ def _acts_on_nothing(
 ) -> Iterator[tuple[str, str]]:
     """Keys of a rule that matches nothing of their kind."""
     sharded = [s for s in own if s.unit is not None]
-    named = ", ".join(name for block in facts.structure.blocks for name, _ in block.modules)
+    named = ", ".join(block.name for block in facts.structure.blocks)
     for key in matched.rule.options():
         if key in MODULE_KEYS:
             if not matched.modules:

@@ -1,8 +1,7 @@
-"""Divides blocks into several units, or merges modules into one, as rules of the plan say. Pure.
+"""Divides blocks into several units, as rules of the plan say. Pure.
 
-``unit = "each"`` makes every matched module inside a block a unit of its own; ``unit = "one"``
-makes one unit of the matched modules of a block, or of matched consecutive blocks. The weights of
-a divided block that are in none of its units are its rest (:mod:`internsp.schedule.enclosing`).
+``unit = "each"`` makes every matched module inside a block a unit of its own. The weights of a
+divided block that are in none of its units are its rest (:mod:`internsp.schedule.enclosing`).
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ Named = tuple[str, nn.Module]
 class Block:
     """A unit of the gather queue and its prefetch trigger.
 
-    It is a transformer block; or, where rules of the plan say so, a part of one or several blocks.
+    It is a transformer block; or, where rules of the plan say so, a part of one.
 
     Attributes:
-        name: its module's; for several modules the parent's with theirs: ``layers.0.(wq+wk)``.
-        modules: all of its modules, by name, in the order of registration.
-        layers: indices of the model's blocks that it consists of, or of the one it is a part of.
+        name: its module's.
+        layer: index of the model's block that it is, or is a part of.
         around: index of the enclosing block that it is a part of; -1: none.
         trigger: which prefetch trigger was looked for.
         trigger_name, trigger_module: the prefetch trigger; ``None``: the unit's entry.
@@ -37,18 +35,13 @@ class Block:
     """
 
     name: str
-    modules: tuple[Named, ...]
-    layers: tuple[int, ...]
+    module: nn.Module
+    layer: int
     around: int = -1
     trigger: str = "qkv"
     trigger_name: str | None = None
     trigger_module: nn.Module | None = None
     rule_options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def module(self) -> nn.Module:
-        """The first of its modules."""
-        return self.modules[0][1]
 
 
 def divide_into_units(blocks: Sequence[Named], rules: Rules) -> list[Block]:
@@ -61,17 +54,11 @@ def divide_into_units(blocks: Sequence[Named], rules: Rules) -> list[Block]:
         StructureError: a rule makes a unit of a module outside the blocks, inside another unit, or
             that is a unit already.
     """
-    said = _unit_rules(rules)
     own: dict[int, list[tuple[str, MatchedRule]]] = {}
-    merged: dict[MatchedRule, list[int]] = {}
     numbers = {name: number for number, (name, _) in enumerate(blocks)}
-    for name, matched_rule in said.items():
-        kind = matched_rule.rule.unit
+    for name, matched_rule in _unit_rules(rules).items():
         if name in numbers:
-            if kind == "each":
-                raise StructureError(f"{matched_rule}: {name} is a unit already: leave it out")
-            merged.setdefault(matched_rule, []).append(numbers[name])
-            continue
+            raise StructureError(f"{matched_rule}: {name} is a unit already: leave it out")
         around = next((n for b, n in numbers.items() if name.startswith(f"{b}.")), None)
         if around is None:
             raise StructureError(
@@ -84,10 +71,8 @@ def divide_into_units(blocks: Sequence[Named], rules: Rules) -> list[Block]:
     for number, block in enumerate(blocks):
         if number in own:
             parts += _units_inside(number, divided.index(number), block, own[number])
-            continue
-        together = next((c for c in merged.values() if number in c), [number])
-        if number == together[0]:
-            parts.append(_merged_unit(together, blocks, own))
+        else:
+            parts.append(Block(*block, number))
     return parts
 
 
@@ -117,46 +102,8 @@ def _units_inside(
                 f"weight_parallel.rules: {inner[0]} lies inside {name}, and rules make a unit of "
                 "both: units do not nest, and the rest of the block is a unit already"
             )
-    units: dict[object, list[str]] = {}
-    for name, matched_rule in sorted(own, key=lambda pair: registered.index(pair[0])):
-        units.setdefault(matched_rule if matched_rule.rule.unit == "one" else name, []).append(name)
+    ordered = sorted(modules, key=registered.index)
     if len({id(matched_rule) for _, matched_rule in own}) == 1:
         patterns = own[0][1].rule.match
-        position = {n: next(i for i, p in enumerate(patterns) if matches(n, p)) for n in modules}
-        ordered = sorted(units.values(), key=lambda names: position[names[0]])
-    else:
-        ordered = list(units.values())
-    return [
-        Block(_unit_name(names), tuple((n, modules[n]) for n in names), (number,), around)
-        for names in ordered
-    ]
-
-
-def _merged_unit(
-    numbers: Sequence[int], blocks: Sequence[Named], own: dict[int, list[tuple[str, MatchedRule]]]
-) -> Block:
-    numbers = sorted(numbers)
-    names = [blocks[number][0] for number in numbers]
-    if numbers[-1] - numbers[0] + 1 != len(numbers):
-        raise StructureError(
-            f"weight_parallel.rules: one unit of {', '.join(names)}, which do not follow each other"
-        )
-    divided = [blocks[number][0] for number in numbers if number in own]
-    if divided:
-        raise StructureError(
-            f"weight_parallel.rules: {divided[0]} is one unit with other blocks, and has units of "
-            "its own"
-        )
-    return Block(_unit_name(names), tuple(blocks[number] for number in numbers), tuple(numbers))
-
-
-def _unit_name(names: Sequence[str]) -> str:
-    """The only module's name; for several modules ``layers.0.(norm+attention)``."""
-    if len(names) == 1:
-        return names[0]
-    parts = [name.split(".") for name in names]
-    common = 0
-    while len({tuple(p[: common + 1]) for p in parts}) == 1:
-        common += 1
-    inner = "+".join(".".join(p[common:]) for p in parts)
-    return ".".join([*parts[0][:common], f"({inner})"])
+        ordered.sort(key=lambda name: next(i for i, p in enumerate(patterns) if matches(name, p)))
+    return [Block(name, modules[name], number, around) for name in ordered]

@@ -98,7 +98,7 @@ def _block(unit: NamedUnit, layer: int, free: bool) -> Block:
     for key, others in unit.ahead.items():
         if named := tuple(other.name for other in others if other.kind == "block"):
             options[key] = named
-    return Block(unit.name, tuple(unit.modules), (layer,), unit.around, rule_options=options)
+    return Block(unit.name, unit.modules[0][1], layer, unit.around, rule_options=options)
 
 
 def _prefetches(blocks: Sequence[Block], notes: list[str]) -> dict[tuple[str, int], int]:

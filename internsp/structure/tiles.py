@@ -38,7 +38,7 @@ def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) 
             "parallelize() does not know: give a number of tiles"
         )
     blocks = [(around.name, around.module) for around in structure.enclosing]
-    blocks += [named for block in structure.blocks if block.around < 0 for named in block.modules]
+    blocks += [(block.name, block.module) for block in structure.blocks if block.around < 0]
     patterns = config.tiled_modules or FEED_FORWARDS
     found: list[Tiling] = []
     used: set[str] = set()
@@ -66,7 +66,7 @@ def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) 
                 f"activation_checkpoint.tiled_modules: {pattern!r} matches no module of any block"
                 f"{did_you_mean(pattern, [*names, *(n.split('.')[-1] for n in names)])}"
             )
-    units = {id(module): name for block in structure.blocks for name, module in block.modules}
+    units = {id(block.module): block.name for block in structure.blocks}
     for tiling in found:
         inside = [units[id(m)] for m in tiling.module.modules() if id(m) in units]
         if inside:

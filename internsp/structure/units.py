@@ -178,7 +178,6 @@ def chunk_layout(
         slot += block < 0
         small = block >= 0 and bool(weights) and all(w.coalesced for w in weights)
         unshard_at_entry = block >= 0 and (config.compile or (small and not split))
-        unshard_at_entry = unshard_at_entry and len(structure.blocks[block].modules) == 1
         again = block >= 0 and structure.recomputes(block, recomputed)
         around = structure.blocks[block].around if block >= 0 else -1
         units[name] = UnitLayout(

@@ -28,13 +28,13 @@ class Unit(schedule.Unit[ShardedParameter]):
     """One unit at run time.
 
     Attributes:
-        within: prefixes of the names of all parameters of its block, replicated ones included;
+        within: prefix of the names of all parameters of its block, replicated ones included;
             empty for a unit outside of the blocks.
         offsets: byte offset of each weight in the slot.
     """
 
     weights: list[ShardedParameter]
-    within: tuple[str, ...] = ()
+    within: str = ""
     offsets: dict[ShardedParameter, int] = field(default_factory=dict)
 
     @property

@@ -16,7 +16,7 @@ from torch import nn
 from internsp.config import ActivationCheckpointConfig, PlanRule, WeightParallelConfig
 from internsp.mesh.shape import MeshShape
 from internsp.parallel.parallelize import examine
-from tests.ranks.test_remedies import FULL, right
+from tests.ranks.test_remedies import right
 from tests.ranks.test_rolling import Sometimes
 from tests.ranks.test_rules_memory import Borrowing
 from tests.support.meshes import mesh_of
@@ -96,7 +96,6 @@ def four(**options: Any) -> Tiny:
 
 
 KEEP = {"keep_unsharded": True}
-MERGED = [{"match": "layers.*", "unit": "one"}]
 SMALL_BLOCKS = [{"match": "layers", "min_shard_elements": 9999}]
 WITH_EXPERTS = {"weight": 2, "expert_weight": 1}
 EACH_Q = [{"match": "layers.*.q", "unit": "each"}]
@@ -257,10 +256,6 @@ STRUCTURE: Table = {
     "no transformer blocks found by the usual names": {
         "set weight_parallel.blocks": plans(Stacked, blocks=["stack.*"]),
     },
-    "activation_checkpoint recomputes some of the blocks of": {
-        "recompute all of them": plans(checkpoint=FULL, rules=MERGED),
-        "or none": plans(rules=MERGED),
-    },
     "a weight belongs to one unit; make the patterns": {
         "match one level only, and have a rule of weight_parallel.rules set unit":
             plans(blocks=["layers.*"], rules=EACH_Q),
@@ -317,7 +312,7 @@ STRUCTURE: Table = {
     },
     "is set twice, by": {
         "let their patterns match different things": plans(rules=[
-            {"match": f"layers.{i}", "prefetch_depth": i, "unit": "one"} for i in range(2)
+            {"match": f"layers.{i}", "prefetch_depth": i} for i in range(2)
         ]),
     },
     "and is needed first: name": {

@@ -24,7 +24,7 @@ from tests.support.ranks import run_ranks
 
 EVERYTHING = ["weights", "optimizer", "gradients"]
 # What no unit of a block has is gathered beside them, and is in a bucket with other such weights.
-DIVIDED = {"gather_before": "qkv", "rules": [{"match": "layers.*.feed_forward", "unit": "one"}]}
+DIVIDED = {"gather_before": "qkv", "rules": [{"match": "layers.*.feed_forward", "unit": "each"}]}
 PART = [{"match": "layers.{0-1}.*.w?", "offload": ["optimizer"]}]
 CHANGES: tuple[dict[str, dict[str, Any]], ...] = (
     {},

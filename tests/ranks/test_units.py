@@ -1,4 +1,4 @@
-"""Units below blocks, nested and of several modules: gradients and steps are one process's."""
+"""Units below blocks: gradients and steps are one process's."""
 
 from __future__ import annotations
 
@@ -62,21 +62,6 @@ class Layer(nn.Module):
         x = x + torch.sigmoid(self.gate(x))
         x = x + self.feed(x)
         return x + self.last(x)[..., 1:] * torch.sigmoid(self.gate(x))
-
-
-class Ordered(nn.Module):
-    """Parts that run in the order of their registration."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.gate, self.feed = Attention(), nn.Linear(6, 6), Feed()
-        self.last, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
-        self.scale = nn.Parameter(torch.ones(6, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm(x) @ self.scale)
-        x = x + torch.sigmoid(self.gate(x))
-        return self.last(x + self.feed(x))
 
 
 class Checkpointed(Tiny):
@@ -167,34 +152,6 @@ def test_the_plan_of_units_is_what_runs() -> None:
                 found = twin.lines("AG", "RS")
                 assert found == wanted.lines(("AG", "RS")), f"{options} step {step}"
             twin.zero_grad()
-
-
-@pytest.mark.unmeasured
-@ranks(2)
-def test_several_modules_are_one_unit() -> None:
-    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
-    parts = [
-        {"match": ["layers.*.attention", "layers.*.gate"], "unit": "one"},
-        {"match": "layers.*.last", "unit": "each"},
-        {"match": "layers.*.feed.w?", "unit": "one"},
-    ]
-    for options, checkpoint in (
-        ({}, None),
-        ({"prefetch_depth": 0}, HALF),
-        ({"coalesce_bytes": 65536, "keep_unsharded": 2}, REENTRANT),
-        ({"granularity": "module"}, FULL),
-    ):
-        twin = Twin(partial(Tiny, Ordered, layers=3), mesh, checkpoint, rules=parts, **options)  # type: ignore[arg-type]
-        plan = twin.communicator.plan
-        assert plan is not None
-        names = ["(attention+gate)", "feed.(w1+w2)", "last"]
-        assert [u.name for u in plan.blocks] == [f"layers.{i}.{n}" for i in range(3) for n in names]
-        trained(twin)
-    pairs = [{"match": f"layers.{{{2 * i}-{2 * i + 1}}}", "unit": "one"} for i in range(2)]
-    for options, checkpoint in (({}, None), ({"prefetch_depth": 0}, FULL), ({}, REENTRANT)):
-        twin = Twin(Tiny, mesh, checkpoint, rules=pairs, **options)
-        assert [u.name for u in twin.communicator.blocks] == ["layers.(0+1)", "layers.(2+3)"]
-        trained(twin)
 
 
 @pytest.mark.thorough(4)

@@ -591,7 +591,7 @@ def test_rows_of_two_columns_are_answered_with_the_line_that_makes_chats_of_them
     [
         (WeightParallelConfig, {"prefetch_depth": -1, "gather_before": "qvk", "overlap": 1}),
         (WeightParallelConfig, {"keep_unsharded": "2 GB", "blocks": "layers.*"}),
-        (WeightParallelConfig, {"rules": [{"match": "a", "quantise": "int8"}, 3, {"unit": "one"},
+        (WeightParallelConfig, {"rules": [{"match": "a", "quantise": "int8"}, 3, {"unit": "each"},
                                          {"match": "a", "quantize": "int9", "shard_dim": "x"}]}),
         (WeightParallelConfig, {"rules": {"match": "a", "quantize": "int8"}}),
         (ActivationCheckpointConfig, {"mode": "ful", "fraction": 2, "tiles": "much"}),

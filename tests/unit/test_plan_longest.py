@@ -301,7 +301,7 @@ def staged(schedule: str, chunks: int, again: dict[str, Any], **changes: dict[st
 
 
 def test_a_block_of_several_units_is_one_that_recomputes() -> None:
-    units = {"rules": [{"match": "layers.*.feed_forward", "unit": "one"}], "gather_before": "qkv"}
+    units = {"rules": [{"match": "layers.*.feed_forward", "unit": "each"}], "gather_before": "qkv"}
     given = staged("1F1B", 1, {"mode": "full", "fraction": 0.5}, weight_parallel=units)
     stages = MemoryBudget(given, 2).stages
     assert stages is not None

@@ -64,9 +64,6 @@ def test_units_of_a_block_come_in_the_order_of_the_patterns_or_of_registration()
     assert names(EACH) == [f"layers.{i}.{n}" for i in (0, 1) for n in ("attention", "feed")]
     two = [{"match": f"layers.*.{n}", "unit": "each"} for n in ("attention", "feed")]
     assert names(*two) == [f"layers.{i}.{n}" for i in (0, 1) for n in ("feed", "attention")]
-    one = {"match": ["layers.0.gate", "layers.0.attention"], "unit": "one"}
-    assert names(one) == ["layers.0.(attention+gate)", "layers.1"]
-    assert names({"match": "layers.*", "unit": "one"}) == ["layers.(0+1)"]
 
 
 def test_what_no_unit_has_is_the_rest_of_its_block_with_slots_of_its_own() -> None:
@@ -94,20 +91,12 @@ def test_what_no_unit_has_is_the_rest_of_its_block_with_slots_of_its_own() -> No
         ([{"match": "head", "unit": "each"}], "head lies in no block (they are layers.0"),
         ([{"match": "layers.0.gate.weight", "unit": "each"}], "gate.weight is a parameter"),
         (
-            [EACH, {"match": "layers.0.feed", "unit": "one"}],
+            [EACH, {"match": "layers.0.feed", "unit": "each"}],
             "unit of layers.0.feed is set twice",
         ),
         (
             [{"match": ["layers.0.feed", "layers.0.feed.w1"], "unit": "each"}],
             "layers.0.feed.w1 lies inside layers.0.feed",
-        ),
-        (
-            [{"match": ["layers.0", "layers.2"], "unit": "one"}],
-            "one unit of layers.0, layers.2, which do not follow each other",
-        ),
-        (
-            [{"match": "layers.{0-1}", "unit": "one"}, {"match": "layers.1.feed", "unit": "each"}],
-            "layers.1 is one unit with other blocks, and has units of its own",
         ),
         (
             [EACH, {"match": "layers.0.feed", "gather_before": "out_proj"}],
@@ -121,13 +110,11 @@ def test_units_that_cannot_be_are_refused(rules: list[dict[str, Any]], words: st
     assert words in str(caught.value)
 
 
-def test_compiled_blocks_split_backwards_and_half_recomputed_units_are_refused() -> None:
+def test_compiled_blocks_and_split_backwards_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"layers\.0 has a unit .*compile"):
         plan(EACH, compile=True)
     with pytest.raises(ConfigError, match="a backward computed in two parts"):
         plan(EACH, split=True)
-    with pytest.raises(StructureError, match="recomputes some of the blocks of unit"):
-        plan({"match": "layers.{0-1}", "unit": "one"}, recomputed=[0])
 
 
 @pytest.mark.parametrize("rule", [EACH, MORE], ids=["two units", "three units"])
