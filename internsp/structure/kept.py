@@ -1,13 +1,12 @@
-"""Chooses the blocks that stay unsharded until the optimizer step; their memory, gathers saved."""
+"""Chooses the blocks that stay unsharded until the optimizer step; their memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
 
 from internsp.base.sizes import human, size_in_bytes
 from internsp.config import WeightParallelConfig
-from internsp.schedule.chunk import ChunkLayout, Schedule
+from internsp.schedule.chunk import ChunkLayout
 from internsp.schedule.terms import slot_sizes
 
 
@@ -78,66 +77,14 @@ def extra_slot_bytes(sizes: Sequence[int], depth: int, kept: Collection[int]) ->
     return sum(slot_sizes(sizes, depth, kept)) - sum(slot_sizes(sizes, depth, ()))
 
 
-def without_kept_blocks(chunk: ChunkLayout) -> ChunkLayout:
-    """The same chunk with no block that stays unsharded, for a comparison."""
-    policy = replace(chunk.policy, kept=frozenset())
-    fewer = chunk.policy.slots - policy.slots
-    moved = {
-        unit.name: replace(
-            unit, slot=policy.slot(unit.block) if unit.block >= 0 else unit.slot - fewer
-        )
-        for unit in chunk.units
-    }
-    return replace(
-        chunk,
-        policy=policy,
-        blocks=tuple(moved[unit.name] for unit in chunk.blocks),
-        embedding=chunk.embedding and moved[chunk.embedding.name],
-        head=chunk.head and moved[chunk.head.name],
-        others=tuple(moved[unit.name] for unit in chunk.others),
-        enclosing=tuple(
-            replace(each, rest=replace(each.rest, slot=each.rest.slot - fewer))
-            for each in chunk.enclosing
-        ),
+def kept_line(chunks: Sequence[ChunkLayout]) -> str:
+    """Which blocks of a rank's chunks stay unsharded, and what slots they need, as a sentence."""
+    names = [chunk.blocks[i].name for chunk in chunks for i in sorted(chunk.policy.kept)]
+    more = 0
+    for chunk in chunks:
+        sizes, policy = [unit.slot_bytes for unit in chunk.blocks], chunk.policy
+        more += extra_slot_bytes(sizes, policy.depth, policy.kept)
+    return (
+        f"{len(names)} blocks stay unsharded ({', '.join(names)}): {human(more)} more unsharded "
+        "weights, and no gather of them in backward"
     )
-
-
-@dataclass(frozen=True)
-class KeptBlocks:
-    """Blocks that stay unsharded on one rank, compared with the same rank without any.
-
-    Attributes:
-        blocks: names, chunk by chunk.
-        nbytes: of slots that the rank would not need without them.
-        gathers, gathered_bytes: saved in one step (bytes: payload that the rank receives).
-    """
-
-    blocks: tuple[str, ...]
-    nbytes: int
-    gathers: int
-    gathered_bytes: int
-
-    @classmethod
-    def of(
-        cls,
-        chunks: Sequence[ChunkLayout],
-        schedule: Schedule,
-        simulate: Callable[[list[ChunkLayout]], Schedule],
-    ) -> KeptBlocks:
-        """Compare ``schedule`` with the one that ``simulate`` returns without kept blocks."""
-        others = [without_kept_blocks(chunk) for chunk in chunks]
-        without = simulate(others)
-        return cls(
-            tuple(c.blocks[i].name for c in chunks for i in sorted(c.policy.kept)),
-            sum(map(sum, (c.slots() for c in chunks))) - sum(map(sum, (c.slots() for c in others))),
-            without.count("AG") - schedule.count("AG"),
-            without.nbytes("AG") - schedule.nbytes("AG"),
-        )
-
-    def line(self) -> str:
-        """The comparison as a sentence."""
-        return (
-            f"{len(self.blocks)} blocks stay unsharded ({', '.join(self.blocks)}): "
-            f"{human(self.nbytes)} more unsharded weights, {self.gathers} gathers "
-            f"({human(self.gathered_bytes)}) fewer a step"
-        )

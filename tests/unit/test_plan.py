@@ -360,7 +360,7 @@ def test_kept_blocks_save_the_gathers_and_cost_the_memory_that_the_plan_prints()
     print_plan(two, 4, Console(file=out, width=160))
     assert (
         f"2 blocks stay unsharded (layers.0, layers.2): {human(2 * BLOCK)} more unsharded weights, "
-        f"{2 * 7} gathers ({human(BLOCK)}) fewer a step"
+        "and no gather of them in backward"
     ) in out.getvalue()
     by_memory = {"min_shard_elements": 64, "keep_unsharded": f"{2 * BLOCK - 1} B"}
     assert make_plan(config(weight_parallel=by_memory), 2).chunk.policy.kept == {1}

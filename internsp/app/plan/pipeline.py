@@ -41,7 +41,6 @@ from internsp.pipeline.simulate import (
     TimedAction,
     check_order,
     compute_actions,
-    simulate_actions,
     simulate_with_launches,
 )
 from internsp.pipeline.tied import CopyNames, TiedCopy, find_tied
@@ -51,7 +50,6 @@ from internsp.sp.dispatch import fixed_sizes
 from internsp.structure.assign import ParameterSharding, plan_sharding
 from internsp.structure.blocks import Structure, read_structure
 from internsp.structure.dtypes import DTYPES
-from internsp.structure.kept import KeptBlocks
 from internsp.structure.rules import Rules, match_rules
 from internsp.structure.units import chunk_layout
 
@@ -96,12 +94,6 @@ class RankPlan:
         """When first asked: memory is planned without, and takes a fifth of the time."""
         plans = [chunk.plan for chunk in self.chunks]
         return simulate_with_launches(self.actions, plans, self.overlap)
-
-    def kept(self) -> KeptBlocks:
-        """What blocks that stay unsharded cost and save; simulates a step without them."""
-        plans = [chunk.plan for chunk in self.chunks]
-        again = partial(simulate_actions, self.actions, overlap=self.overlap)
-        return KeptBlocks.of(plans, self.schedule, again)
 
 
 @dataclass(frozen=True)

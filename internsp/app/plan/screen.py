@@ -38,6 +38,7 @@ from internsp.base.accelerator import HOST, device_count
 from internsp.base.sizes import human
 from internsp.errors import ConfigError
 from internsp.schedule.chunk import ChunkLayout, Schedule
+from internsp.structure.kept import kept_line
 
 KINDS = {
     "AG": "weight gather",
@@ -136,8 +137,8 @@ def _screen(config: Config, budget: MemoryBudget, device: Device | None) -> Iter
 def _chunk(plan: Plan) -> Iterator[Part]:
     yield _traffic_table(plan)
     yield from block_lines(plan.chunk, plan.schedule)
-    if plan.kept.blocks:
-        yield plan.kept.line()
+    if plan.chunk.policy.kept:
+        yield kept_line([plan.chunk])
     yield _units_line(plan.chunk)
 
 
@@ -228,7 +229,8 @@ def _stages(plan: PipelinePlan, config: Config) -> Iterator[Part]:
         for name, nbytes in sent.rows(plan.shape):
             yield f"Pipeline rank {number}: {name}: {human(nbytes)} a step"
         if any(chunk.plan.policy.kept for chunk in rank.chunks):
-            yield f"Pipeline rank {number}: {rank.kept().line()}"
+            kept = kept_line([chunk.plan for chunk in rank.chunks])
+            yield f"Pipeline rank {number}: {kept}"
     yield "Simulated with the messages between ranks: no rank waits forever."
 
 

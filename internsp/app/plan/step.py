@@ -31,7 +31,6 @@ from internsp.schedule.chunk import ChunkLayout, Schedule, WeightLayout
 from internsp.schedule.simulate import simulate
 from internsp.structure.assign import ParameterSharding, require_patterns_matched
 from internsp.structure.dtypes import DTYPES
-from internsp.structure.kept import KeptBlocks
 from internsp.structure.rules import Rules
 from internsp.wp.encode import encoder_bytes
 
@@ -61,7 +60,8 @@ class Plan:
     @cached_property
     def schedule(self) -> Schedule:
         """Its collectives, when first asked: memory is planned without, in half the time."""
-        return self._simulated(self.chunk)
+        config = self.config
+        return simulate(self.chunk, config.train.micro_batches, config.weight_parallel.overlap)
 
     @cached_property
     def memory(self) -> tuple[tuple[str, int], ...]:
@@ -73,15 +73,6 @@ class Plan:
     def matrices(self) -> MatrixTraffic:
         """What steps of whole matrices keep and send."""
         return MatrixTraffic.of(self.config, self.shape, self.shardings)
-
-    @cached_property
-    def kept(self) -> KeptBlocks:
-        """What blocks that stay unsharded cost and save; simulates a step without them."""
-        return KeptBlocks.of([self.chunk], self.schedule, lambda other: self._simulated(other[0]))
-
-    def _simulated(self, chunk: ChunkLayout) -> Schedule:
-        config = self.config
-        return simulate(chunk, config.train.micro_batches, config.weight_parallel.overlap)
 
 
 def make_plan(config: Config, world_size: int) -> Plan:
