@@ -57,7 +57,6 @@ Dropped = Annotated[float, Field(ge=0, lt=1)]
 MAX_TIMEOUT_SECONDS = 30 * 24 * 3600
 """Longer timeouts overflow in torch's stores and process groups, which then wait forever."""
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-Ahead = Annotated[Depth | Patterns, BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 Function = Annotated[
     Any,
     BeforeValidator(checked_function),
@@ -159,9 +158,9 @@ class PlanRule(Section):
     """Whether the blocks stay unsharded in a step; what is configured counts among the others."""
     prefetch_depth: Depth = 1
     """Blocks gathered ahead from these; there is one slot more than the largest of all blocks."""
-    forward_prefetch: Annotated[Ahead, ProgramOnly] = 1
-    """Blocks that these gather ahead in forward: how many, or patterns of names, in order."""
-    backward_prefetch: Annotated[Ahead, ProgramOnly] = 1
+    forward_prefetch: Annotated[Depth, ProgramOnly] = 1
+    """How many blocks these gather ahead in forward; after the last one comes the head."""
+    backward_prefetch: Annotated[Depth, ProgramOnly] = 1
     """The same in backward, whose order is the reverse."""
     gather_before: Trigger = "out_proj"
     """Before what in the blocks the next one's gather starts; qkv: their entry."""

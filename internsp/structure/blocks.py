@@ -129,7 +129,7 @@ def read_structure(
     heads = [(n, m) for n, m in outside if isinstance(m, nn.Linear) and n.split(".")[-1] in HEADS]
     head = heads[-1] if heads else None
     options = [part.rule_options for part in parts]
-    counts = prefetch_counts([part.name for part in parts], options, head and head[0])
+    counts = prefetch_counts([part.name for part in parts], options, head is not None)
     embedding = embeddings[0] if embeddings else None
     around = _enclosing(found, parts)
     return Structure(parts, embedding, head, matched_rules, counts, around, len(found))

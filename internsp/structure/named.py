@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from internsp.errors import StructureError
+from internsp.schedule.terms import FORWARD
 from internsp.structure.blocks import EnclosingBlock, Structure
 from internsp.structure.inner import Block, Named
-from internsp.structure.prefetch import KEYS, prefetch_counts
+from internsp.structure.prefetch import KEYS
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ def structure_of(
         module = unit.modules[0][1]
         enclosing.append(EnclosingBlock(unit.name, module, number_of[unit], own[0], own[-1]))
     return Structure(
-        tuple(blocks), None, None, prefetch_counts=_prefetches(blocks, notes),
+        tuple(blocks), None, None, prefetch_counts=_prefetches(units, notes),
         enclosing=tuple(enclosing), layers=len(layers),
         compilers=compilers,
     )  # fmt: skip
@@ -95,24 +95,26 @@ def _block(unit: NamedUnit, layer: int, free: bool) -> Block:
     options: dict[str, Any] = {}
     if unit.keeps or not free:
         options["keep_unsharded"] = unit.keeps
-    for key, others in unit.ahead.items():
-        if named := tuple(other.name for other in others if other.kind == "block"):
-            options[key] = named
     return Block(unit.name, unit.modules[0][1], layer, unit.around, rule_options=options)
 
 
-def _prefetches(blocks: Sequence[Block], notes: list[str]) -> dict[tuple[str, int], int]:
-    """How many units each block gathers ahead, by phase and index, where the program says so."""
-    names = [block.name for block in blocks]
+def _prefetches(units: Sequence[NamedUnit], notes: list[str]) -> dict[tuple[str, int], int]:
+    """How many units each block gathers ahead, by phase and index, where the program says so.
+
+    Weights are gathered in the order in which they are used, so that it can only name the blocks
+    that come next, without a gap.
+    """
+    blocks = [unit for unit in units if unit.kind == "block"]
     found: dict[tuple[str, int], int] = {}
-    for number, block in enumerate(blocks):
-        for key in KEYS.keys() & block.rule_options.keys():
-            rules: list[dict[str, Any]] = [{} for _ in blocks]
-            rules[number] = {key: block.rule_options[key]}
-            try:
-                found |= prefetch_counts(names, rules, None)
-            except StructureError as error:
-                notes.append(f"{key} of {block.name}: one block ahead, as planned ({error})")
+    for number, unit in enumerate(blocks):
+        for key, others in unit.ahead.items():
+            named = {other for other in others if other.kind == "block"}
+            coming = blocks[number + 1 :] if KEYS[key] == FORWARD else blocks[:number][::-1]
+            if named == {*coming[: len(named)]}:
+                found |= {(KEYS[key], number): len(named)} if named else {}
+            else:
+                why = "it names others than the next blocks"
+                notes.append(f"{key} of {unit.name}: one block ahead, as planned ({why})")
     return found
 
 

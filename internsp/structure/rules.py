@@ -190,14 +190,7 @@ def rules_of_chunk(model: nn.Module, rules: Iterable[PlanRule]) -> tuple[PlanRul
     for rule in rules:
         here = tuple(p for p in rule.match if any(matches(name, p) for name in names))
         if here:
-            update: dict[str, Any] = {"match": here}
-            for key in (
-                "forward_prefetch",
-                "backward_prefetch",
-            ):  # of other stages' blocks
-                if isinstance(named := rule.options().get(key), tuple):
-                    update[key] = tuple(p for p in named if any(matches(n, p) for n in names))
-            found.append(rule.model_copy(update=update))
+            found.append(rule.model_copy(update={"match": here}))
     return tuple(found)
 
 

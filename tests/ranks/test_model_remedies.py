@@ -315,9 +315,6 @@ STRUCTURE: Table = {
             {"match": f"layers.{i}", "prefetch_depth": i} for i in range(2)
         ]),
     },
-    "and is needed first: name": {
-        "name it too": ruled(rules=[{"match": "layers.0", "forward_prefetch": ["layers.{1-2}"]}]),
-    },
     "and prefetch_depth is for both directions": {
         "leave one of them out": ruled(rules=[{"match": "layers.1", "prefetch_depth": 2}]),
         "prefetch_depth of": ruled(rules=[{"match": "layers.1", "forward_prefetch": 2}]),

@@ -64,13 +64,13 @@ def test_gradients_are_one_process_whatever_the_rules_and_the_plan_is_what_runs(
 
 
 @ranks(2)
-def test_blocks_gather_ahead_what_rules_name_and_the_plan_is_what_runs() -> None:
+def test_blocks_gather_ahead_what_rules_say_and_the_plan_is_what_runs() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     rules = [
-        {"match": "layers.0", "forward_prefetch": ["layers.{1-2}"]},
+        {"match": "layers.0", "forward_prefetch": 2},
         {"match": "layers.{1-2}", "forward_prefetch": 0, "backward_prefetch": 1},
-        {"match": "layers.4", "backward_prefetch": ["layers.3", "layers.2"]},
-        {"match": "layers.3", "forward_prefetch": ["layers.4", "head"]},
+        {"match": "layers.4", "backward_prefetch": 2},
+        {"match": "layers.3", "forward_prefetch": 2},
     ]
     half = ActivationCheckpointConfig(mode="full", fraction=0.5)
     for checkpoint, options in ((None, {}), (half, {"overlap": False, "keep_unsharded": 1})):
