@@ -6,18 +6,15 @@ import sys
 from typing import Any
 
 
-def replace_everywhere(old: Any, new: Any, but: str) -> list[str]:
-    """Replace ``old`` by ``new``, under whatever name modules hold it.
-
-    Args:
-        but: beginning of the names of modules to leave alone.
+def replace_everywhere(old: Any, new: Any) -> list[str]:
+    """Replace ``old`` by ``new``, under whatever name modules, other than ours, hold it.
 
     Returns:
         Names of the modules.
     """
     found = []
     for name, module in [*sys.modules.items()]:
-        if name.startswith(but) or not isinstance(getattr(module, "__dict__", None), dict):
+        if name.startswith("internsp.") or not isinstance(getattr(module, "__dict__", None), dict):
             continue
         for key, value in [*vars(module).items()]:
             if value is old:

@@ -77,7 +77,7 @@ def install(**chosen: Any) -> None:
         return made
 
     installed.of_internsp = True  # type: ignore[attr-defined]
-    places = [replace_everywhere(old, new, "internsp.") for old, new in _replaced(installed)]
+    places = [replace_everywhere(old, new) for old, new in _replaced(installed)]
     if os.environ.get("RANK", "0") == "0":
         where = ", ".join(places[0])
         sys.stderr.write(f"internsp.fsdp: fully_shard of {where} is internsp's\n")
@@ -88,7 +88,7 @@ def uninstall() -> None:
     now: Any = torchs.fully_shard
     if getattr(now, "of_internsp", False):
         for old, new in _replaced(now):
-            replace_everywhere(new, old, "internsp.")
+            replace_everywhere(new, old)
 
 
 def _replaced(installed: Any) -> list[tuple[Any, Any]]:

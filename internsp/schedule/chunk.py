@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 
 from internsp.base.host import WEIGHTS
 from internsp.schedule.enclosing import Enclosing
-from internsp.schedule.terms import Parcel, Policy, Unit, groups_of, slot_sizes
+from internsp.schedule.terms import Group, Parcel, Policy, Unit, slot_sizes
 
 if TYPE_CHECKING:  # loaded where a model uses it
     from internsp.schedule.encoding import Encoding
@@ -122,9 +123,12 @@ class UnitLayout(Unit[WeightLayout]):
     weights: tuple[WeightLayout, ...]
 
     def __post_init__(self) -> None:
-        self.groups = groups_of(
-            self.weights, lambda w: w.coalesced, WeightLayout.coalescing_key, self.byte_range
-        )
+        # Small neighbors that are alike share a group (design.md 8).
+        runs = groupby(self.weights, lambda w: w.coalescing_key() if w.coalesced else w)
+        found = [[*own] for _, own in runs]
+        self.groups = [
+            Group(own, self.byte_range(own[0])[0], self.byte_range(own[-1])[1]) for own in found
+        ]
 
     @property
     def slot_bytes(self) -> int:

@@ -150,29 +150,6 @@ class Action(NamedTuple, Generic[W]):
     parcel: Parcel[W] | None = None
 
 
-def groups_of(
-    weights: Sequence[W],
-    coalesced: Callable[[W], bool],
-    alike: Callable[[W], object],
-    byte_range: Callable[[W], tuple[int, int]],
-) -> tuple[Group[W], ...]:
-    """Form parameter groups of ``weights``: small neighbors that are alike share one (design.md 8).
-
-    Args:
-        coalesced: whether a weight is small enough to share a group.
-        alike: a key of a weight; weights of one group have the same.
-        byte_range: first byte of a weight in its slot, and the byte behind its last one.
-    """
-    found: list[list[W]] = []
-    for weight in weights:
-        last = found[-1][-1] if found and coalesced(weight) else None
-        if last is not None and coalesced(last) and alike(last) == alike(weight):
-            found[-1].append(weight)
-        else:
-            found.append([weight])
-    return tuple(Group(g, byte_range(g[0])[0], byte_range(g[-1])[1]) for g in found)
-
-
 def runs_of(weights: Sequence[W], alike: Callable[[W], object]) -> list[list[W]]:
     """Neighbors among the ``weights`` of one group that are ``alike``: each run is one message.
 
