@@ -67,9 +67,6 @@ class Member(Protocol):
     def load(self, values: Tensor) -> None:
         """Copy ``values``, unsharded or a ``DTensor`` of the same placements, into the shard."""
 
-    def wait_until_ready(self) -> None:
-        """Wait until an optimizer's new values have arrived (WP-3)."""
-
     def invalidate(self) -> None:
         """The values were written in a way that no version counter shows."""
 
@@ -106,7 +103,6 @@ class ShardParameter(ParameterTensor):
 
     def to_local(self, **options: Any) -> Tensor:
         """This rank's rows, which share the memory of the parameter as long as they are held."""
-        self._member.wait_until_ready()
         local = super().to_local(**options)
         if local is self._local_tensor:
             local = local.detach()  # an object of its own: whether it is held can be known
@@ -152,7 +148,6 @@ class ShardParameter(ParameterTensor):
             CollectiveError: some rank of its group does not call it.
             StructureError: in a forward, where the sum is not known.
         """
-        self._member.wait_until_ready()
         reads = self._member.reads
         has_gradient = torch.is_grad_enabled() and self.requires_grad
         if grad_placements is None and reads is not None and has_gradient:
@@ -170,7 +165,6 @@ class ShardParameter(ParameterTensor):
         Raises:
             CollectiveError: some rank of its group does not call it.
         """
-        self._member.wait_until_ready()
         if self._member.meet is not None:
             self._member.meet(f"full_tensor() or redistribute() of {self._member.name}")
         kind = self.device_mesh.device_type

@@ -90,6 +90,21 @@ class GuardedParameter(ShardParameter):
         if self._owner.unfinished:
             self._owner._drop_gradient(self._member, used=True)
 
+    def full_tensor(self, **options: Any) -> Tensor:
+        """The unsharded parameter with its new values. Collective over the weight group; blocks."""
+        self._member.wait_until_ready()
+        return super().full_tensor(**options)
+
+    def to_local(self, **options: Any) -> Tensor:
+        """This rank's rows with their new values; waits for the parameter all-gather."""
+        self._member.wait_until_ready()
+        return super().to_local(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        """As ``DTensor.redistribute``, after waiting for the parameter all-gather."""
+        self._member.wait_until_ready()
+        return super().redistribute(*args, **options)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """An ordinary ``DTensor`` parameter, which belongs to no optimizer; waits for the parameter
         all-gather first."""
