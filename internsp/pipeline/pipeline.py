@@ -51,7 +51,7 @@ from internsp.structure.assign import (
     require_experts,
     require_patterns_matched,
 )
-from internsp.structure.blocks import read_structure, trigger_matches
+from internsp.structure.blocks import read_structure, require_triggers_matched, trigger_matches
 from internsp.structure.dtypes import DTYPES
 from internsp.structure.effect import require_effect
 from internsp.structure.rules import rules_of_chunk
@@ -486,6 +486,8 @@ def require_patterns_match(
             f"weight_parallel.blocks = {list(config.blocks)} leaves out some of layers.0 to "
             f'{layers[-1]}, which are the blocks of a pipeline: leave it empty, or set "layers.*"'
         )
+    # Before the structure is read, which would tell of a block without a trigger.
+    require_triggers_matched(list(model.layers), config.gather_before_modules)
     parts = {"embed": model.embed, "layers": model.layers, "norm": model.norm, "head": model.head}
     names = [name for part, module in parts.items() for name, _ in module.named_parameters(part)]
     require_patterns_matched(names, config)
