@@ -113,7 +113,8 @@ def test_blocks_go_round_both_rings_and_as_many_bytes_as_planned(rank: int) -> N
         most = torch.tensor([sent(route), returned(route)])
         dist.all_reduce(most, dist.ReduceOp.MAX)
         blocks = settings.model.layers
-        assert make_plan(settings, 4).traffic.ring == blocks * one * int(2 * most[0] + most[1])
+        (planned,) = make_plan(settings, 4).ranks
+        assert planned.traffic.ring == blocks * one * int(2 * most[0] + most[1])
 
 
 @ranks(4)

@@ -156,7 +156,7 @@ def test_what_travels_in_a_step_is_what_the_plan_says(rank: int, near: str, mode
     most = torch.tensor([received[name] for name in ("A2A", "RINGkv", "RINGgradients")])
     dist.all_reduce(most, dist.ReduceOp.MAX)
     exchanged, kv, gradients = most.tolist()
-    planned = make_plan(settings, 4).traffic
+    planned = make_plan(settings, 4).ranks[0].traffic
     assert (exchanged, kv + gradients) == (planned.heads, planned.ring)
     assert min(exchanged, kv, gradients) > 0
 

@@ -91,7 +91,7 @@ def test_bytes_on_host_and_device_are_those_of_the_plan(tmp_path: Path) -> None:
     offloaded.PIECE_BYTES = 4096
     for changes, case, got in zip(CHANGES, cases, found, strict=True):
         plan = make_plan(case, 2)
-        wanted = dict(plan.memory)
+        wanted = dict(plan.ranks[0].memory)
         for name in (*HOSTED.values(), STAGED):
             assert got.get(name) == wanted.get(name), f"{changes}: {name}"
         slots = "unsharded weights (slots"

@@ -11,7 +11,8 @@ from rich.console import Console
 from torch.distributed.pipelining import PipelineStage
 
 from internsp.app.config import Config
-from internsp.app.plan.pipeline import make_pipeline_plan, tables
+from internsp.app.plan.pipeline import tables
+from internsp.app.plan.step import make_plan
 from internsp.app.process.stop import StopRequest
 from internsp.app.session.session import Session
 from internsp.app.train.step import StepRunner
@@ -105,7 +106,7 @@ def steps(rank: int, world_size: int, cases: list[Changes]) -> list[tuple[int, l
 def printed(settings: Config) -> dict[int, Row]:
     """The table of ``internsp plan``, read from its text."""
     out = io.StringIO()
-    for made in tables(settings, make_pipeline_plan(settings, WORLD)):
+    for made in tables(make_plan(settings, WORLD)):
         Console(file=out, width=160).print(made)
     table = out.getvalue().split("messages ┃")[1].split("└")[0]
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines()]
@@ -136,7 +137,7 @@ def test_a_step_gathers_reduces_and_receives_what_the_plan_printed(cases: list[C
 def test_the_cases_take_more_than_one_slots_worth_of_gathers() -> None:
     """Otherwise re-gathering would not be tested."""
     for changes in (CASES[0], CASES[4]):
-        plan = make_pipeline_plan(settings(changes), WORLD)
+        plan = make_plan(settings(changes), WORLD)
         for rank in plan.ranks:
             names = [action.weight for action in rank.schedule.actions if action.kind == "AG"]
             assert len(names) > len(set(names))

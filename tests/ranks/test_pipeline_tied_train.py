@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from internsp.app.checkpoint import manifest
 from internsp.app.checkpoint.export import export
 from internsp.app.config import Config
-from internsp.app.plan.pipeline import make_pipeline_plan, tables
+from internsp.app.plan.pipeline import tables
+from internsp.app.plan.step import make_plan
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import read_metrics
 from internsp.app.session.session import Session
@@ -119,7 +120,7 @@ def exchanged(rank: int, world_size: int, settings: Config) -> list[int]:
 def test_the_plan_names_what_is_tied_and_what_a_step_sends_of_it() -> None:
     for mesh in (pipelined("1F1B"), pipelined("ZBVZeroBubble", 2)):
         settings = config(**changes(mesh))
-        plan = make_pipeline_plan(settings, 4)
+        plan = make_plan(settings, 4)
         (tied,) = plan.tied
         in_a_v = mesh["pipeline"]["chunks"] == 2
         last = 3 if in_a_v else 1
@@ -127,6 +128,6 @@ def test_the_plan_names_what_is_tied_and_what_a_step_sends_of_it() -> None:
         assert (tied.nbytes == 0) == in_a_v
         assert run_ranks(exchanged, 4, settings) == [[tied.nbytes] * (not in_a_v)] * 4
         console = Console(width=160, record=True)
-        for printed in tables(settings, plan):
+        for printed in tables(plan):
             console.print(printed)
         assert "Weights of several stages" in console.export_text()

@@ -12,7 +12,7 @@ import torch
 
 from internsp.app.checkpoint import manifest
 from internsp.app.config import Config
-from internsp.app.plan.pipeline import make_pipeline_plan
+from internsp.app.plan.step import make_plan
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import StepMetrics, read_metrics
 from internsp.app.train.run import train
@@ -103,7 +103,7 @@ def test_steps_and_evaluations_equal_one_process(
             report = (tmp_path / f"{world}-{i}" / "report.html").read_text()
             parallel = changes[i]["parallel"]
             if world == parallel["pipeline"] * parallel.get("weight", 1):  # no parameter all-gather
-                planned = make_pipeline_plan(config(**changes[i]), world).ranks[0].schedule
+                planned = make_plan(config(**changes[i]), world).ranks[0].schedule
                 assert rows[1].gathered_bytes == planned.nbytes("AG"), changes[i]
             name = changes[i]["pipeline"]["schedule"]
             assert f"<title>{name}, 4 micro-batches</title>" in report, "the schedule's picture"

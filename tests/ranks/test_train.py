@@ -125,7 +125,7 @@ def test_full_accumulation_gives_the_same_steps_and_sends_less(tmp_path: Path) -
     full: Changes = {**base, "weight_parallel": {"accumulation": "full"}}
     wanted, rows = rows_of_runs(tmp_path, 2, [base, full])
     assert max(gap(rows, wanted)) < 1e-5
-    plans = [make_plan(config(**changes), 2).schedule for changes in (base, full)]
+    plans = [make_plan(config(**changes), 2).ranks[0].schedule for changes in (base, full)]
     assert plans[0].nbytes("RS") == 4 * plans[1].nbytes("RS")
     saved = plans[0].nbytes("RS") - plans[1].nbytes("RS")
     assert wanted[1].reduced_bytes - rows[1].reduced_bytes == saved
@@ -299,5 +299,5 @@ def test_a_row_of_metrics_says_what_traveled(tmp_path: Path) -> None:
         "exposed_comm_seconds", "gathered_bytes", "reduced_bytes", "peak_memory_bytes",
     }  # fmt: skip
     plan = make_plan(config(**parallel), 2)
-    assert rows[1]["gathered_bytes"] == plan.schedule.nbytes("AG")
+    assert rows[1]["gathered_bytes"] == plan.ranks[0].schedule.nbytes("AG")
     assert 0 < rows[1]["exposed_comm_seconds"] < rows[1]["step_seconds"]

@@ -317,7 +317,7 @@ def test_trained_steps_give_back_the_constant_that_made_them(tmp_path: Path) -> 
         case.steps = [[1.0, 1.0]]
         shape = case.measured().shape
         part = own.share(shape.world_size) / own.share(2)
-        seconds = replayed(config, shape, own.on_share(true, part)).total
+        seconds = replayed(config, shape.world_size, own.on_share(true, part)).total
         case.steps, case.waits = [[seconds] * 4, [seconds] * 4], [0.0]
     told = list(trained.table(cases, base))
     assert "products 2" in told[0]

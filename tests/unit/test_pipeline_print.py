@@ -13,8 +13,9 @@ from rich.table import Table
 
 from internsp.app import cli
 from internsp.app.config import Config
-from internsp.app.plan.pipeline import make_pipeline_plan, tables
+from internsp.app.plan.pipeline import tables
 from internsp.app.plan.screen import listing, print_plan
+from internsp.app.plan.step import make_plan
 from internsp.errors import ConfigError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -37,13 +38,13 @@ def config(**changes: dict[str, object]) -> Config:
 def printed(settings: Config, picture: Path | None = None) -> str:
     out = io.StringIO()
     print_plan(settings, 4, Console(file=out, width=160), picture)
-    return out.getvalue() + listing(settings, make_pipeline_plan(settings, 4))
+    return out.getvalue() + listing(make_plan(settings, 4))
 
 
 @pytest.mark.thorough(3)
 def test_the_plan_shows_every_rank_and_what_other_schedules_would_gather() -> None:
     text = printed(config())
-    plan = make_pipeline_plan(config(), 4)
+    plan = make_plan(config(), 4)
     for rank in plan.ranks:
         assert f" {rank.schedule.count('AG')} " in text
     for name in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV"):
@@ -57,8 +58,8 @@ def columns(table: Table) -> list[list[str]]:
 
 @pytest.mark.thorough(1)
 def test_the_table_of_ranks_says_what_each_holds_and_launches() -> None:
-    plan = make_pipeline_plan(config(), 4)
-    ranks, stages, blocks, slots, *launched = columns(tables(config(), plan)[0])
+    plan = make_plan(config(), 4)
+    ranks, stages, blocks, slots, *launched = columns(tables(plan)[0])
     assert ranks == ["0", "1"]
     assert stages == ["0\n3", "1\n2"]  # a V
     assert blocks == ["0-2\n8-8", "3-5\n6-7"]
@@ -73,7 +74,7 @@ def test_the_table_of_ranks_says_what_each_holds_and_launches() -> None:
 def test_other_schedules_are_told_as_each_of_them_would_be_planned() -> None:
     """Gathers of the busiest rank, re-gathered and kept; time as the parts of one forward."""
     names, chunks, again, kept, time = columns(
-        tables(config(), make_pipeline_plan(config(), 4))[1]
+        tables(make_plan(config(), 4))[1]
     )
     assert dict(zip(names, chunks, strict=True)) == {
         "GPipe": "1", "1F1B": "1", "Interleaved1F1B": "2", "InterleavedZeroBubble": "2",
@@ -84,7 +85,7 @@ def test_other_schedules_are_told_as_each_of_them_would_be_planned() -> None:
             pipeline={"schedule": name, "chunks": 1 if name == "1F1B" else 2},
             weight_parallel={"keep_unsharded": "all" if found is kept else "none"},
         )
-        wanted = [rank.schedule.count("AG") for rank in make_pipeline_plan(settings, 4).ranks]
+        wanted = [rank.schedule.count("AG") for rank in make_plan(settings, 4).ranks]
         assert wanted[0] != wanted[1]
         assert found[names.index(name)] == str(max(wanted)), name
     # Four micro-batches, a forward of all chunks of a rank 1 and a backward 2: 12 without a bubble.
@@ -96,7 +97,7 @@ def test_other_schedules_are_told_as_each_of_them_would_be_planned() -> None:
 def test_compiled_chunks_are_planned_with_both_gradients_at_once() -> None:
     def parts(compiled: bool) -> set[str]:
         settings = config(weight_parallel={"compile": compiled, "gather_before": "qkv"})
-        return {at.part for rank in make_pipeline_plan(settings, 4).ranks for at in rank.actions}
+        return {at.part for rank in make_plan(settings, 4).ranks for at in rank.actions}
 
     assert parts(False) == {"", "full", "input", "weight"}
     assert parts(True) == {"", "full"}
@@ -105,7 +106,7 @@ def test_compiled_chunks_are_planned_with_both_gradients_at_once() -> None:
 @pytest.mark.thorough(3)
 def test_every_pass_is_printed_with_what_it_launches() -> None:
     text = printed(config())
-    for number, rank in enumerate(make_pipeline_plan(config(), 4).ranks):
+    for number, rank in enumerate(make_plan(config(), 4).ranks):
         part = text.split(f"pipeline rank {number} (")[-1].split("Schedule of one step")[0]
         found = re.findall(r"stage (\d) micro-batch (\d) .* (\d+) gathers, (\d+) reductions", part)
         assert [tuple(map(int, words)) for words in found] == [
@@ -118,7 +119,7 @@ def test_every_pass_is_printed_with_what_it_launches() -> None:
 def test_exchanges_of_matrices_are_told_for_each_pipeline_rank() -> None:
     settings = config(optimizer={"name": "muon"})
     text = printed(settings)
-    for number, rank in enumerate(make_pipeline_plan(settings, 4).ranks):
+    for number, rank in enumerate(make_plan(settings, 4).ranks):
         matrices = [7 * len(chunk.plan.blocks) for chunk in rank.chunks]
         exchanges = sum(2 * -(-count // 2) for count in matrices)
         assert f"rank {number}: a step has {exchanges} exchanges of matrices" in text
@@ -128,7 +129,7 @@ def test_exchanges_of_matrices_are_told_for_each_pipeline_rank() -> None:
 def test_kept_blocks_cost_the_memory_that_the_plan_says() -> None:
     def slots(keep: str) -> list[int]:
         settings = config(weight_parallel={"keep_unsharded": keep})
-        chunks = make_pipeline_plan(settings, 4).ranks[0].chunks
+        chunks = make_plan(settings, 4).ranks[0].chunks
         return [len(chunk.plan.slots()) for chunk in chunks]
 
     # The first chunk has three blocks and the embedding; the head leaves the last chunk one block.
@@ -152,7 +153,7 @@ def test_the_picture_has_a_box_for_every_computation_with_its_collectives(
     printed(settings, path)
     root = ET.fromstring(path.read_text())
     titles = [title.text or "" for g in root.iter(f"{SVG}g") for title in g.iter(f"{SVG}title")]
-    plan = make_pipeline_plan(settings, 4)
+    plan = make_plan(settings, 4)
     assert len(titles) == len(plan.timed)
     counts = [[int(word) for word in title.replace(",", "").split() if word.isdigit()][-2:]
               for title in titles]  # fmt: skip

@@ -15,9 +15,9 @@ from internsp.app.models.factory import build_model
 from internsp.app.plan import screen
 from internsp.app.plan.devices import device_named
 from internsp.app.plan.longest import MemoryBudget
-from internsp.app.plan.pipeline import make_pipeline_plan
+from internsp.app.plan.rank import RankPlan
 from internsp.app.plan.screen import block_lines, listing, print_plan
-from internsp.app.plan.step import Plan, make_plan
+from internsp.app.plan.step import make_plan
 from internsp.base.sizes import human
 from internsp.errors import ConfigError, StructureError
 from tests.support.sections import mesh_sections
@@ -37,12 +37,18 @@ def config(**changes: dict[str, object]) -> Config:
     return Config.model_validate(sections)
 
 
+def alone(settings: Config, ranks: int) -> RankPlan:
+    """The step of a rank without a pipeline."""
+    (rank,) = make_plan(settings, ranks).ranks
+    return rank
+
+
 BLOCK = (4 * 16 * 16 + 3 * 16 * 48) * 4  # bytes of a block's unsharded weights in fp32
 TABLE = 272 * 16 * 4
 
 
 def test_bytes_of_collectives_follow_the_law_of_reused_boundaries() -> None:
-    schedule = make_plan(config(), 2).schedule
+    schedule = alone(config(), 2).schedule
     layers = 4
     # Each block is gathered twice except the last two, which are still in their slots; embedding
     # and head once. A rank receives half of every weight.
@@ -52,8 +58,8 @@ def test_bytes_of_collectives_follow_the_law_of_reused_boundaries() -> None:
 
 
 def test_micro_batches_reuse_the_blocks_that_are_still_in_their_slots() -> None:
-    once = make_plan(config(), 2).schedule
-    thrice = make_plan(config(train={"micro_batches": 3, "global_batch": 6}), 2).schedule
+    once = alone(config(), 2).schedule
+    thrice = alone(config(train={"micro_batches": 3, "global_batch": 6}), 2).schedule
     # Blocks 0 and 1, the embedding and the head are still there when a micro-batch begins.
     again = (2 * 4 - 4) * BLOCK // 2
     assert thrice.nbytes("AG") == once.nbytes("AG") + 2 * again
@@ -61,22 +67,22 @@ def test_micro_batches_reuse_the_blocks_that_are_still_in_their_slots() -> None:
 
 
 def test_memory_is_counted_by_component() -> None:
-    memory = dict(make_plan(config(), 2).memory)
+    memory = alone(config(), 2).memory
     assert memory["unsharded weights (slots, exact)"] == 2 * BLOCK + 2 * TABLE
     assert memory["weight shards"] == (4 * BLOCK + 2 * TABLE) // 2
     small = 9 * 16 * 4
     assert memory["replicated parameters"] == small
     assert memory["gradient sums"] == memory["weight shards"] + small
     assert memory["optimizer state"] == 2 * (memory["weight shards"] + small)
-    half = dict(make_plan(config(train={"dtype": "bfloat16"}), 2).memory)
+    half = alone(config(train={"dtype": "bfloat16"}), 2).memory
     assert half["unsharded weights (slots, exact)"] == BLOCK + TABLE
     assert half["optimizer state"] == 3 * memory["optimizer state"] // 2  # and fp32 masters
 
 
 def test_full_accumulation_costs_every_whole_gradient_and_reduces_once() -> None:
-    def plan(accumulation: str, micro_batches: int, dtype: str = "float32") -> Plan:
+    def plan(accumulation: str, micro_batches: int, dtype: str = "float32") -> RankPlan:
         train = {"micro_batches": micro_batches, "global_batch": 6, "dtype": dtype}
-        return make_plan(config(train=train, weight_parallel={
+        return alone(config(train=train, weight_parallel={
             "min_shard_elements": 64, "accumulation": accumulation,
         }), 2)  # fmt: skip
 
@@ -87,15 +93,15 @@ def test_full_accumulation_costs_every_whole_gradient_and_reduces_once() -> None
     assert full.schedule.nbytes("AG") == plan("sharded", 3).schedule.nbytes("AG")
     assert plan("sharded", 3).schedule.nbytes("RS") == 3 * once.schedule.nbytes("RS")
     whole = 4 * BLOCK + 2 * TABLE
-    assert dict(full.memory)[name] == dict(plan("full", 3, "bfloat16").memory)[name] == whole
-    assert dict(once.memory)[name] == dict(plan("sharded", 3).memory)[name] == 0
+    assert full.memory[name] == plan("full", 3, "bfloat16").memory[name] == whole
+    assert once.memory[name] == plan("sharded", 3).memory[name] == 0
 
 
 def test_zero_cuts_the_optimizer_state_over_the_replicas() -> None:
-    whole = dict(make_plan(config(), 2).memory)["optimizer state"]
-    assert dict(make_plan(config(), 8).memory)["optimizer state"] == whole // 4
+    whole = alone(config(), 2).memory["optimizer state"]
+    assert alone(config(), 8).memory["optimizer state"] == whole // 4
     part = config(parallel={"weight": 2, "sequence": 2, "optimizer_ranks": 2})
-    assert dict(make_plan(part, 8).memory)["optimizer state"] == whole // 2
+    assert alone(part, 8).memory["optimizer state"] == whole // 2
 
 
 def test_experts_are_planned_over_their_own_groups() -> None:
@@ -104,11 +110,11 @@ def test_experts_are_planned_over_their_own_groups() -> None:
         "parallel": {"weight": 2, "sequence": 2, "expert_weight": 4},
         "weight_parallel": {"min_shard_elements": 64, "expert_parameters": ["feed_forward"]},
     }
-    plan = make_plan(config(**changes), 8)
+    plan = alone(config(**changes), 8)
     dense, experts = 4 * 16 * 16 * 4, 3 * 16 * 48 * 4  # bytes of a block
     assert plan.schedule.nbytes("AG") == 6 * (dense // 2 + experts * 3 // 4) + 2 * TABLE // 2
     assert plan.schedule.nbytes("RS") == 4 * (dense // 2 + experts * 3 // 4) + 2 * TABLE // 2
-    memory = dict(plan.memory)
+    memory = plan.memory
     shards = (4 * dense + 2 * TABLE) // 2, 4 * experts // 4
     small = 9 * 16 * 4
     assert memory["weight shards"] == sum(shards)
@@ -135,7 +141,7 @@ def test_an_axis_for_experts_and_a_model_without_any_is_refused(pipeline: int) -
 
 def test_impossible_degrees_are_all_told_before_anything_is_built() -> None:
     with pytest.raises(ConfigError) as refused:
-        make_plan(config(parallel={"weight": 3, "sequence": 5}), 8)
+        alone(config(parallel={"weight": 3, "sequence": 5}), 8)
     assert "weight" in str(refused.value)
     assert "sequence" in str(refused.value)
 
@@ -148,16 +154,14 @@ def test_a_plan_needs_no_file_of_the_data_nor_the_checkpoint(pipeline: int) -> N
         parallel={"pipeline": pipeline}, train={"micro_batches": 2},
     )  # fmt: skip
     assert len(gone.check(4 * pipeline)) == 2
-    make = make_plan if pipeline == 1 else make_pipeline_plan
-    assert make(gone, 4 * pipeline).parameters
+    assert make_plan(gone, 4 * pipeline).parameters
 
 
 def everything(settings: Config, world: int) -> str:
     """What the command prints, and what it writes with ``--schedule``."""
     out = io.StringIO()
     print_plan(settings, world, Console(file=out, width=200, soft_wrap=True))
-    make = make_plan if settings.parallel.pipeline == 1 else make_pipeline_plan
-    return out.getvalue() + listing(settings, make(settings, world))
+    return out.getvalue() + listing(make_plan(settings, world))
 
 
 def test_the_screen_says_whether_it_fits_and_the_file_has_every_action(tmp_path: Path) -> None:
@@ -166,11 +170,11 @@ def test_the_screen_says_whether_it_fits_and_the_file_has_every_action(tmp_path:
     print_plan(settings, 4, Console(file=out, width=120, soft_wrap=True), schedule=file)
     screen, text = out.getvalue(), file.read_text()
     assert len(screen.splitlines()) < 50
-    plan = make_plan(settings, 4)
+    plan = alone(settings, 4)
     count = sum(p.numel() for p in build_model(settings).parameters())
     assert screen.startswith(f"{count:,} parameters in 4 blocks, on 4 ranks: data 2, sequence 2")
     needed = sum(size for _, size in MemoryBudget(settings, 4).at(32)[0])
-    assert needed > sum(size for _, size in plan.memory), "activations are in it"
+    assert needed > sum(plan.memory.values()), "activations are in it"
     assert f"fits: a rank needs {human(needed)}, and this machine has " in screen
     assert str(file) in screen
     assert "Mesh of 4 ranks" in text
@@ -225,7 +229,7 @@ def test_who_is_near_is_printed_and_what_each_kind_of_ranks_sends(near: str, pip
     assert any(row.startswith(second) for row in rows)
     blocks = [4]
     if pipeline > 1:
-        planned = make_pipeline_plan(settings, 4 * pipeline).ranks
+        planned = make_plan(settings, 4 * pipeline).ranks
         blocks = [sum(len(chunk.blocks) for chunk in rank.chunks) for rank in planned]
     # Four rows' quarter of 32 positions, two heads of q, k, v and out, half of it to the other.
     heads = 2 * (4 * 8) * (4 * 2 * 8) * 4 // 2
@@ -281,8 +285,8 @@ def test_no_exchange_is_told_of_where_every_rank_has_all_heads() -> None:
 
 
 def test_the_way_of_a_blocks_weights_is_that_of_the_schedule() -> None:
-    plan = make_plan(config(weight_parallel={"min_shard_elements": 64, "coalesce_bytes": 0}), 2)
-    first, *lines = block_lines(plan.chunk, plan.schedule)
+    plan = alone(config(weight_parallel={"min_shard_elements": 64, "coalesce_bytes": 0}), 2)
+    first, *lines = block_lines(plan.chunks[0].plan, plan.schedule)
     assert first == "The weights of layers.1 in a step:"
     told = [" ".join(line.split()) for line in lines]
     block = human(BLOCK // 2)
@@ -299,10 +303,10 @@ def test_the_lines_of_a_blocks_weights_add_up_to_what_it_gathers(
 ) -> None:
     weights = {"min_shard_elements": 64, "coalesce_bytes": 0, "granularity": granularity}
     train = {"micro_batches": micro_batches, "global_batch": 6}
-    plan = make_plan(config(weight_parallel=weights, train=train), 2)
-    _, *lines = block_lines(plan.chunk, plan.schedule)
+    plan = alone(config(weight_parallel=weights, train=train), 2)
+    _, *lines = block_lines(plan.chunks[0].plan, plan.schedule)
     told = [re.findall(r"(\d+) collectives", line)[0] for line in lines if "weight gather" in line]
-    own = {weight.name for weight in plan.chunk.blocks[1].weights}
+    own = {weight.name for weight in plan.chunks[0].plan.blocks[1].weights}
     gathers = [a for a in plan.schedule.actions if a.kind == "AG" and a.weight in own]
     assert sum(map(int, told)) == len(gathers)
 
@@ -343,19 +347,19 @@ def test_a_step_of_so_many_tokens_is_planned_for_some_and_sums_over_several() ->
     full = {"accumulation": "full"}
     for tokens, summed in ((32768, True), (0, False)):
         settings = config(train=train | {"batch_tokens": tokens}, weight_parallel=full)
-        memory = dict(make_plan(settings, 4).memory)
+        memory = alone(settings, 4).memory
         assert (memory["unsharded gradient sums (full accumulation)"] > 0) == summed
 
 
 @pytest.mark.thorough(1)
 def test_kept_blocks_save_the_gathers_and_cost_the_memory_that_the_plan_prints() -> None:
     two = config(weight_parallel={"min_shard_elements": 64, "keep_unsharded": 2})
-    plan, usual = make_plan(two, 2), make_plan(config(), 2)
-    assert plan.chunk.policy.kept == {0, 2}
+    plan, usual = alone(two, 2), alone(config(), 2)
+    assert plan.chunks[0].plan.policy.kept == {0, 2}
     # Blocks 1 and 3 move and have two slots: all four are unsharded when backward begins.
     assert plan.schedule.nbytes("AG") == usual.schedule.nbytes("AG") - 2 * BLOCK // 2
     whole = "unsharded weights (slots, exact)"
-    assert dict(plan.memory)[whole] == dict(usual.memory)[whole] + 2 * BLOCK
+    assert plan.memory[whole] == usual.memory[whole] + 2 * BLOCK
     out = io.StringIO()
     print_plan(two, 4, Console(file=out, width=160))
     assert (
@@ -363,26 +367,26 @@ def test_kept_blocks_save_the_gathers_and_cost_the_memory_that_the_plan_prints()
         "and no gather of them in backward"
     ) in out.getvalue()
     by_memory = {"min_shard_elements": 64, "keep_unsharded": f"{2 * BLOCK - 1} B"}
-    assert make_plan(config(weight_parallel=by_memory), 2).chunk.policy.kept == {1}
+    assert alone(config(weight_parallel=by_memory), 2).chunks[0].plan.policy.kept == {1}
 
 
 def test_quantizing_changes_what_gathers_carry_and_takes_the_memory_that_is_stated() -> None:
     large = {"min_shard_elements": 64, "coalesce_bytes": 0}
-    usual = make_plan(config(weight_parallel=large), 2)
+    usual = alone(config(weight_parallel=large), 2)
     exact = {"match": ["**.attention"], "quantize": "none"}  # others: w1, w2, w3, 16 x 48
     options = {**large, "quantize": "int8", "rules": [exact]}
-    plan = make_plan(config(weight_parallel=options), 2)
+    plan = alone(config(weight_parallel=options), 2)
     shard = 3 * (128 + 4) + 4  # half of 768 elements, a scale for 128, to a multiple of 16 bytes
     times = 2 * 4 - 2
     saved = times * 3 * (384 * 4 - shard)
     assert plan.schedule.nbytes("AG") == usual.schedule.nbytes("AG") - saved
     assert plan.schedule.nbytes("RS") == usual.schedule.nbytes("RS")
     assert plan.schedule.lines() == usual.schedule.lines()
-    memory = dict(plan.memory)
+    memory = plan.memory
     # Two blocks' gathers are in flight at once at most, each sent (1) and received (2), and
     # 3 x 128 elements of scratch with two times 3 for the scales, in fp32.
     assert memory.pop("quantized shards in flight (exact)") == 6 * 3 * shard + (384 + 6) * 4
-    assert memory == dict(usual.memory)
+    assert memory == usual.memory
 
 
 def test_bytes_read_well() -> None:

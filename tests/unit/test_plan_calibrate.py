@@ -22,7 +22,6 @@ from internsp.app.plan.measured import read_run
 from internsp.app.plan.replayed import replayed
 from internsp.app.report.metrics import MetricsWriter, StepMetrics
 from internsp.errors import ConfigError
-from internsp.mesh import MeshShape
 
 H100 = device_named("h100-sxm")
 TRUTH = replace(H100, fitted=Fitted(0.5, 0.55, 0.8))
@@ -73,7 +72,7 @@ def synthetic(
 ) -> Path:
     """A run whose steps take what ``device`` is predicted to take, a hundredth more or less."""
     given = config(world, length)
-    found = replayed(given, MeshShape(world, **given.degrees()), device)
+    found = replayed(given, world, device)
     noise = random.Random(folder.name)
     steps = [found.total * (1 + noise.uniform(-0.01, 0.01)) for _ in range(40)]
     warm = [9 * found.total, 3 * found.total]
@@ -91,10 +90,9 @@ def test_three_runs_give_back_the_constants_that_made_them(tmp_path: Path, trace
     assert found.device.fitted.links == pytest.approx(0.55, rel=0.03)
     assert found.device.fitted.slowdown == pytest.approx(0.8, rel=0.15)
     other = config(64, 4096)
-    shape = MeshShape(64, **other.degrees())
-    true = replayed(other, shape, TRUTH).total
-    assert replayed(other, shape, found.device).total == pytest.approx(true, rel=0.02)
-    assert replayed(other, shape, H100).total != pytest.approx(true, rel=0.1)
+    true = replayed(other, 64, TRUTH).total
+    assert replayed(other, 64, found.device).total == pytest.approx(true, rel=0.02)
+    assert replayed(other, 64, H100).total != pytest.approx(true, rel=0.1)
 
 
 def test_as_many_constants_are_fitted_as_there_are_runs(tmp_path: Path) -> None:
@@ -152,7 +150,7 @@ def test_a_processor_stays_one_and_its_assumed_peak_is_no_limit(tmp_path: Path) 
     fast = replace(cpu, fitted=replace(cpu.fitted, products=5.0))
     given = config(1, 256, train={"dtype": "float32"}, parallel={"weight": 1})
     given = on_device(given, cpu)
-    seconds = replayed(given, MeshShape(1, **given.degrees()), fast).total
+    seconds = replayed(given, 1, fast).total
     run = read_run(write_run(tmp_path / "a", given, [seconds] * 12))
     found = calibrate([run], cpu)
     assert found.device.fitted.products == pytest.approx(5.0, rel=0.01)

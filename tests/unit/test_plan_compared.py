@@ -41,7 +41,7 @@ def test_each_second_of_a_trace_is_in_one_component_and_so_is_each_predicted_one
         "replicas": 4.0, "optimizer": 3.0,
     }  # fmt: skip
     assert sum(took.values()) == 18.0
-    total = replayed(GIVEN, SHAPE, CPU).total
+    total = replayed(GIVEN, 2, CPU).total
     assert sum(row[0] for row in rows.values()) == pytest.approx(total)
     halves = compared(GIVEN, SHAPE, CPU, {0: TRACE, 1: [event("STEP", 0, 9)]})
     assert {row[0]: row[2] for row in halves}["optimizer"] == 6.0  # a mean of ranks
@@ -62,19 +62,19 @@ def test_a_model_that_begins_with_a_folders_weights_is_predicted_as_one_of_its_s
     )
     plain = begun.model_copy(update={"model": begun.model.model_copy(update={"path": None})})
     assert begun.model.layers == 5
-    assert replayed(begun, SHAPE, CPU).total == replayed(plain, SHAPE, CPU).total
+    assert replayed(begun, 2, CPU).total == replayed(plain, 2, CPU).total
 
 
 def test_computation_that_messages_slow_down_is_computation() -> None:
     """As in a trace, where only waits are messages: a slower link's waits, and nothing else."""
     slow = replace(CPU, fitted=replace(CPU.fitted, slowdown=3.0))
     for device in (CPU, slow):
-        found = replayed(GIVEN, SHAPE, device)
+        found = replayed(GIVEN, 2, device)
         rows = {name: ours for name, ours, _ in compared(GIVEN, SHAPE, device, {0: TRACE})}
         assert rows["reductions in the open"] == pytest.approx(
             found.parts["exposed reductions"] - found.slowed["exposed reductions"]
         )
-    assert replayed(GIVEN, SHAPE, slow).slowed["exposed gathers"] > 0
+    assert replayed(GIVEN, 2, slow).slowed["exposed gathers"] > 0
 
 
 def test_the_device_of_a_run_is_the_calibrated_one_beside_it_or_the_one_torch_names(

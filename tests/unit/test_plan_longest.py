@@ -20,7 +20,7 @@ from rich.console import Console
 import internsp
 from internsp.app.config import Config
 from internsp.app.plan import kernels
-from internsp.app.plan.activations import ActivationModel
+from internsp.app.plan.activations import ActivationModel, exchange_rows
 from internsp.app.plan.in_flight import BUFFERS
 from internsp.app.plan.live import Outputs
 from internsp.app.plan.longest import MemoryBudget, print_longest
@@ -54,6 +54,12 @@ def config(again: dict[str, Any] | None = None, **changes: dict[str, Any]) -> Co
     return Config.model_validate(sections)
 
 
+def whole(settings: Config, ranks: int = 1) -> ActivationModel:
+    """That of a step without a pipeline."""
+    (model,) = MemoryBudget(settings, ranks).activations.models.values()
+    return model
+
+
 @pytest.mark.parametrize(
     "again",
     [
@@ -70,7 +76,7 @@ def test_a_long_step_of_all_blocks_takes_what_a_line_through_short_ones_of_few_s
     again: dict[str, Any],
 ) -> None:
     settings, length = config(again), 4096
-    planned = ActivationModel(settings, MeshShape(1)).at(length)
+    planned = whole(settings).at(length)
     mode, layers = settings.activation_checkpoint, settings.model.layers
     recomputing = len(mode.selected(layers))
     tiles = mode.tiles if isinstance(mode.tiles, int) else 1
@@ -109,7 +115,7 @@ def test_models_of_transformers_are_planned_by_their_own_code(
     settings = config(again, model=model, train={"loss_chunk": 256})
     settings = Config.model_validate({**settings.model_dump(exclude_unset=True), "model": model})
     mode, length = settings.activation_checkpoint, 4096
-    planned = ActivationModel(settings, MeshShape(1)).at(length)
+    planned = whole(settings).at(length)
     recomputing = len(mode.selected(5))
     tiles = mode.tiles if isinstance(mode.tiles, int) else 1
     step = observe(settings, 1, length, tiles, 5, recomputing, mode.offload or None)
@@ -162,8 +168,8 @@ def test_each_chunk_is_measured_with_its_own_kinds_of_block(
     )  # fmt: skip
     budget = MemoryBudget(given, stages)
     assert budget.plan.kinds == (0,) * dense + (dense,) * (12 - dense)
-    measured = {range(12): budget.activations} if budget.stages is None else {
-        chunk.blocks: budget.stages.models[chunk.stage]
+    measured = {
+        chunk.blocks: budget.activations.models[chunk.stage]
         for rank in budget.plan.ranks for chunk in rank.chunks
     }  # fmt: skip
     for chunk, own in measured.items():
@@ -185,14 +191,14 @@ def test_exchanges_and_a_ring_are_counted_as_they_run(ring: int) -> None:
     around = mesh_sections(sequence=2, ring=ring)
     settings = config({"mode": "selective"}, **around)
     shape, local = MeshShape(2, **settings.degrees()), 3000
-    planned = ActivationModel(settings, shape).at(2 * local)
+    planned = whole(settings, 2).at(2 * local)
     step = observe(settings, 1, local, 1, 5, 5, None, ModelPart(shape))
     assert planned.kept + planned.working + sum(planned.exchanges.values()) == pytest.approx(
         step.peak, rel=0.01
     )
-    names = {name for name, _ in planned.rows(1)}
-    full = ActivationModel(config({"mode": "full"}, **around), shape)
-    names |= {name for name, _ in full.at(2 * local).rows(1)}
+    names = {name for name, _ in exchange_rows(planned.exchanges)}
+    full = whole(config({"mode": "full"}, **around), 2)
+    names |= {name for name, _ in exchange_rows(full.at(2 * local).exchanges)}
     assert ("exchanges of heads" in names) == (ring == 1)
     assert ("keys and values around a ring" in names) == (ring == 2)
 
@@ -303,9 +309,8 @@ def staged(schedule: str, chunks: int, again: dict[str, Any], **changes: dict[st
 def test_a_block_of_several_units_is_one_that_recomputes() -> None:
     units = {"rules": [{"match": "layers.*.feed_forward", "unit": "each"}], "gather_before": "qkv"}
     given = staged("1F1B", 1, {"mode": "full", "fraction": 0.5}, weight_parallel=units)
-    stages = MemoryBudget(given, 2).stages
-    assert stages is not None
-    assert {stage: own.recomputing for stage, own in stages.models.items()} == {0: 3, 1: 0}
+    models = MemoryBudget(given, 2).activations.models
+    assert {stage: own.recomputing for stage, own in models.items()} == {0: 3, 1: 0}
 
 
 @pytest.mark.thorough(2)
@@ -389,7 +394,7 @@ step(length)
 def test_a_process_takes_what_is_planned_and_dies_with_a_fifth_less() -> None:
     settings = config({"mode": "full"}, model={"hidden_size": 256, "intermediate_size": 768})
     length = 2048
-    found = ActivationModel(settings, MeshShape(1)).at(length)
+    found = whole(settings).at(length)
     planned = found.kept + found.working
     names = ("vocab_size", "hidden_size", "layers", "heads", "intermediate_size")
     model = {name: getattr(settings.model, name) for name in names}
@@ -439,7 +444,7 @@ def test_where_blocks_take_over_from_the_loss_is_found_without_a_step_of_that_le
 ) -> None:
     length = 1 << 16  # twice as long as the longest step that is planned by
     settings = on(device, layers=2)
-    model = ActivationModel(settings, MeshShape(1))
+    model = whole(settings)
     planned = model.at(length)
     step = observe(settings, 1, length, length // model._tile, 2, 2, "all")
     short = observe(settings, 1, 4096, 4096 // model._tile, 2, 2, "all")

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from internsp.app.config import Config
 from internsp.app.plan.classes import ranges
-from internsp.app.plan.pipeline import make_pipeline_plan
 from internsp.app.plan.screen import listing, print_plan
 from internsp.app.plan.step import make_plan
 
@@ -29,8 +28,7 @@ def test_ranges_read_well(numbers: list[int], text: str) -> None:
 def printed(config: Config, world: int) -> list[str]:
     out = io.StringIO()
     print_plan(config, world, Console(file=out, width=100, soft_wrap=True))
-    make = make_plan if config.parallel.pipeline == 1 else make_pipeline_plan
-    text = out.getvalue() + listing(config, make(config, world))
+    text = out.getvalue() + listing(make_plan(config, world))
     return [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
 
 
@@ -46,14 +44,15 @@ def large(**parallel: int) -> Config:
 def test_the_plan_of_512_ranks_has_their_groups_and_every_action() -> None:
     settings = large(weight=8, sequence=4)
     lines, plan = printed(settings, 512), make_plan(settings, 512)
-    assert len(plan.schedule.actions) > 2000
+    actions = plan.ranks[0].schedule.actions
+    assert len(actions) > 2000
     exchanged = sum(parcel.nbytes for parcel in plan.chunk.parcels)
     assert exchanged == sum(w.shard_bytes for unit in plan.chunk.units for w in unit.weights)
     assert "weight 8 64 0-7; 8-15; 16-23; ...; 504-511" in lines
     assert "replica 64 8 0-504 by 8; 1-505 by 8; 2-506 by 8; ...; 7-511 by 8" in lines
-    first = lines.index(f"Schedule of one step ({len(plan.schedule.actions)} actions a rank)") + 1
+    first = lines.index(f"Schedule of one step ({len(actions)} actions a rank)") + 1
     assert [line.split()[:2] for line in lines[first:]] == [
-        [one.kind, one.phase] for one in plan.schedule.actions
+        [one.kind, one.phase] for one in actions
     ]
 
 

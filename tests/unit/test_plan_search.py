@@ -25,7 +25,6 @@ from internsp.app.plan.links import Group
 from internsp.app.plan.longest import MemoryBudget
 from internsp.app.plan.machines import on_machines
 from internsp.app.plan.observations import Observations
-from internsp.app.plan.pipeline import PipelinePlan
 from internsp.app.plan.replayed import messages, replayed
 from internsp.app.plan.search import Node, Space, Variant, chosen, neighbors, search
 from internsp.app.plan.searched import print_search
@@ -173,7 +172,7 @@ def test_seconds_of_experts_are_near_those_of_the_replay(degrees: dict[str, int]
     given = config(model={**model, "intermediate_size": 1024, "kv_heads": 4}, parallel=degrees)
     plan = make_plan(given, 8)
     load = workload_of(given, plan.shape)
-    played = replayed(given, plan.shape, H100).total
+    played = replayed(given, 8, H100).total
     assert step_seconds(load, H100).total == pytest.approx(played, rel=0.02)
     sent = messages(load, H100, plan.chunk)["AG"]
     for weight in (one for unit in plan.chunk.units for one in unit.weights):
@@ -238,7 +237,7 @@ def test_the_closed_form_of_the_ten_is_within_a_hundredth_of_the_replay() -> Non
     for one in search(given, 64, H100).best:
         other = changed(given, one.layout.settings())
         assert other is not None
-        played = replayed(other, MeshShape(64, **other.degrees()), H100).total
+        played = replayed(other, 64, H100).total
         assert one.seconds.total == pytest.approx(played, rel=0.01), one.layout.label()
 
 
@@ -284,7 +283,7 @@ def test_bytes_that_a_search_prunes_by_are_never_more_than_those_of_the_plan(
         asked = other.weight_parallel.reduce
         assert space.least._near(over, few) == (0 if asked == "auto" else asked), one
         budget = MemoryBudget(other, 16, observations=space.observations)
-        for rank, chunks in enumerate(budget.plan.ranks if one.pipeline > 1 else ()):
+        for rank, chunks in enumerate(budget.plan.ranks):
             own = [chunk.blocks for chunk in chunks.chunks]
             assert own == space.least._split(Stages.of_load(load))[rank], one
         assert 0 < space.least.of(load) <= budget.most(4096), one
@@ -314,7 +313,6 @@ def test_the_bound_is_near_a_plan_that_measures_no_more_than_it_has_to(
     assert few < len(counted._known), "the first rank that is too full is enough"
     assert 2**20 < over <= whole
     assert space.least.of(space.load(layout)) > 0.94 * whole
-    assert isinstance(budget.plan, PipelinePlan)
     assert not any("_simulated" in vars(rank) for rank in budget.plan.ranks), "no bytes need it"
 
 
@@ -338,7 +336,7 @@ def test_seconds_of_a_schedules_closed_form_are_near_those_of_the_replay(
             activation_checkpoint={"mode": mode},
         )  # fmt: skip
         shape = MeshShape(16, **given.degrees())
-        played = replayed(given, shape, H100).total
+        played = replayed(given, 16, H100).total
         closed = step_seconds(workload_of(given, shape), H100).total
         assert closed == pytest.approx(played, rel=0.015), (number, mode)
     # On ranks without others beside them, slower links lengthen the messages between stages alone.

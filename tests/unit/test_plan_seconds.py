@@ -15,6 +15,7 @@ from rich.console import Console
 
 from internsp.app.config import Config
 from internsp.app.plan import answer
+from internsp.app.plan import replayed as replaying
 from internsp.app.plan.answer import changed
 from internsp.app.plan.block_seconds import block_seconds
 from internsp.app.plan.compute import STREAMED, product
@@ -22,9 +23,8 @@ from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device, device_named, devices, on_device
 from internsp.app.plan.links import Group, beside
 from internsp.app.plan.machines import on_machines
-from internsp.app.plan.pipeline import make_pipeline_plan
 from internsp.app.plan.replay import GRADIENT, UnitSeconds, computing_actions, replay
-from internsp.app.plan.replayed import messages, replayed
+from internsp.app.plan.replayed import StepReplay, messages, replayed
 from internsp.app.plan.screen import print_plan
 from internsp.app.plan.seconds import Part, StepSeconds, ends, stage_blocks, step_seconds
 from internsp.app.plan.step import Plan, make_plan
@@ -78,7 +78,7 @@ def seconds_of(given: Config, ranks: int = 16) -> tuple[StepSeconds, StepSeconds
     given = on_machines(given, ranks, device)
     plan = make_plan(given, ranks)
     closed = step_seconds(workload_of(given, plan.shape), device)
-    return closed, replayed(given, plan.shape, device, plan.chunk), plan
+    return closed, StepReplay(plan).on(device), plan
 
 
 CASES: list[dict[str, dict[str, Any]]] = [
@@ -99,7 +99,7 @@ def test_the_replay_has_the_actions_that_the_plan_prints(
     given = config(**sections)
     plan = make_plan(given, 16)
     actions = computing_actions(plan.chunk, given.train.micro_batches, True)
-    assert [a for a in actions if a.kind != GRADIENT] == plan.schedule.actions
+    assert [a for a in actions if a.kind != GRADIENT] == plan.ranks[0].schedule.actions
     units = [*plan.chunk.blocks, *([plan.chunk.head] if plan.chunk.head else [])]
     own = [w.name for unit in units for w in unit.weights if w.trainable]
     gradients = [a.weight for a in actions if a.kind == GRADIENT]
@@ -115,11 +115,13 @@ def test_the_closed_form_is_near_the_replay(sections: dict[str, dict[str, Any]])
 
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("micro_batches", [1, 5])
-def test_a_few_blocks_and_micro_batches_stand_for_all(micro_batches: int) -> None:
+def test_a_few_micro_batches_stand_for_all(
+    micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train = {"global_batch": 16 * micro_batches, "micro_batches": micro_batches}
-    given = config(train=train, model={"layers": 12})
-    _, whole, plan = seconds_of(given)
-    few = replayed(given, plan.shape, device_named("h100-sxm"))
+    _, whole, plan = seconds_of(config(train=train, model={"layers": 12}))
+    monkeypatch.setattr(replaying, "_FEW", 0)
+    few = StepReplay(plan).on(device_named("h100-sxm"))
     assert few.total == pytest.approx(whole.total, rel=1e-3)
 
 
@@ -134,13 +136,13 @@ def test_the_closed_form_of_a_pipeline_is_near_the_replay(schedule: str, chunks:
     shape, device = MeshShape(16, **given.degrees()), device_named("h100-sxm")
     load = workload_of(given, shape)
     closed = step_seconds(load, device)
-    plan = make_pipeline_plan(given, 16)
+    plan = make_plan(given, 16)
     parts = {one.stage: len(one.blocks) for rank in plan.ranks for one in rank.chunks}
     assert stage_blocks(load) == tuple(parts[stage] for stage in sorted(parts))
     # The first of four stages has three of eight blocks. The closed form has the order of 1F1B, in
     # which it computes forwards while it waits; GPipe is not searched.
     near = 0.05 if schedule == "GPipe" else 0.015
-    assert replayed(given, shape, device).total == pytest.approx(closed.total, rel=near)
+    assert replayed(given, 16, device).total == pytest.approx(closed.total, rel=near)
     assert closed.parts[Part.BUBBLE] > 0
 
 
@@ -151,8 +153,7 @@ def test_a_split_backward_idles_less_than_1f1b() -> None:
             parallel={"pipeline": 4, "weight": 4}, train={"global_batch": 64, "micro_batches": 16},
             pipeline={"schedule": schedule, "chunks": chunks},
         )  # fmt: skip
-        shape = MeshShape(16, **given.degrees())
-        idle.append(replayed(given, shape, device_named("h100-sxm")).parts[Part.BUBBLE])
+        idle.append(replayed(given, 16, device_named("h100-sxm")).parts[Part.BUBBLE])
     assert idle[1] < 0.7 * idle[0]
 
 

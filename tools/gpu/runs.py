@@ -25,7 +25,6 @@ from internsp.app.plan.compared import device_of_run
 from internsp.app.plan.longest import MemoryBudget
 from internsp.app.plan.replayed import replayed
 from internsp.base.accelerator import device_name
-from internsp.mesh import MeshShape
 from tools.bench.rounds import Spread
 from tools.gpu.kept import NOTHING, Kept
 from tools.gpu.options import Options
@@ -107,7 +106,7 @@ def _row(case: Case, options: Options, device: torch.device, text: Path) -> dict
         "name": case.name,
         "tokens": config.train.global_batch * config.data.sequence_length,
         **asdict(Spread.of([row["step_seconds"] for row in counted])),
-        "predicted": None if known is None else replayed(config, MeshShape(1), known).total,
+        "predicted": None if known is None else replayed(config, 1, known).total,
         "peak": counted[-1]["peak_memory_bytes"] if device.type != "cpu" else None,
         "planned": sum(nbytes for _, nbytes in here),
     }

@@ -19,11 +19,9 @@ from statistics import median
 
 from internsp.app.config import Config
 from internsp.app.plan.devices import Device, device_named
-from internsp.app.plan.replayed import replayed
+from internsp.app.plan.replayed import StepReplay
 from internsp.app.plan.seconds import Part, StepSeconds
-from internsp.app.plan.step import make_plan
-from internsp.mesh import MeshShape
-from internsp.schedule.chunk import ChunkLayout
+from internsp.app.plan.step import Plan, make_plan
 from tools.bench.model import model_config
 from tools.bench_overlap import measure
 from tools.overlap.options import Options
@@ -78,7 +76,7 @@ class Case:
             self.options = replace(self.options, rate_mbit=rate)
 
     @cached_property
-    def plan(self) -> tuple[Config, MeshShape, ChunkLayout]:
+    def plan(self) -> Plan:
         """The step: blocks without embedding and head, in 16 bits."""
         sizes = self.options.resolve().sizes()
         values = {
@@ -91,14 +89,14 @@ class Case:
             },
         }
         config = Config.model_validate(values)
-        chunk = make_plan(config, sizes.ranks).chunk
-        shape = MeshShape(sizes.ranks, **config.degrees())
-        return config, shape, replace(chunk, embedding=None, head=None)
+        plan = make_plan(config, sizes.ranks)
+        (rank,) = plan.ranks
+        bare = replace(rank.chunks[0], plan=replace(plan.chunk, embedding=None, head=None))
+        return replace(plan, ranks=(replace(rank, chunks=(bare,)),))
 
     def predicted(self, device: Device) -> StepSeconds:
         """The step on ``device``, with plain SGD and without a head."""
-        config, shape, chunk = self.plan
-        found = replayed(config, shape, device, chunk)
+        found = StepReplay(self.plan).on(device)
         parts = {name: value for name, value in found.parts.items() if name != Part.HEAD}
         parts[Part.OPTIMIZER] *= _SGD
         return replace(found, parts=parts)
@@ -125,7 +123,7 @@ def device_of(case: Case, fitted: Device, handling: float) -> Device:
     Args:
         handling: seconds of a processor a byte of a collective, whatever part of it is sent.
     """
-    ranks, rate = case.plan[1].world_size, median(case.link) * MBIT
+    ranks, rate = case.plan.shape.world_size, median(case.link) * MBIT
     device = on_share(fitted, share(ranks))
     taken = handling / share(ranks) * rate * ranks / (ranks - 1)  # processor's seconds in a link's
     rate /= max(1.0, taken)

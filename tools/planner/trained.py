@@ -104,7 +104,7 @@ def table(cases: Sequence[Case], base: Device) -> Iterator[str]:
     pairs = []
     for case, run in zip(cases, runs, strict=True):
         part = share(run.shape.world_size) / share(runs[0].shape.world_size)
-        step = replayed(run.config, run.shape, on_share(found, part))
+        step = replayed(run.config, run.shape.world_size, on_share(found, part))
         each = [median(own) for own in case.steps]
         pairs.append((run.seconds, step.total))
         yield (

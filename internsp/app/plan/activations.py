@@ -18,13 +18,12 @@ import torch
 
 from internsp.app.config import Config
 from internsp.app.config.tiles import tile_tokens
-from internsp.app.models.factory import build_model, device_type
-from internsp.app.plan.kinds import block_kinds, shown_kinds
+from internsp.app.models.factory import device_type
+from internsp.app.plan.kinds import shown_kinds
 from internsp.app.plan.observations import Observations
 from internsp.app.plan.observe import ModelPart, Observed
 from internsp.base.host import pinned_bytes
 from internsp.base.sizes import size_in_bytes
-from internsp.mesh import MeshShape
 from internsp.mesh.sequence import HEADS, RING
 from internsp.modules.offload import offloaded_blocks
 from internsp.modules.tiles import ROWS
@@ -78,15 +77,6 @@ class Activations:
             return self
         return replace(self, working=highest, exchanges=dict.fromkeys(self.exchanges, 0))
 
-    def rows(self, micro_batches: int) -> list[tuple[str, int]]:
-        """(component, bytes) on the device in a step that runs its micro-batches one by one."""
-        found = [
-            ("token ids, labels and positions", micro_batches * self.batch),
-            ("activations that are kept", self.kept),
-            ("block or loss at work", self.working),
-        ]
-        return found + exchange_rows(self.exchanges)
-
 
 def exchange_rows(exchanges: Mapping[str, int]) -> list[tuple[str, int]]:
     """(component, bytes) of the exchanges of heads and of the ring."""
@@ -98,8 +88,8 @@ class ActivationModel:
     """Activation memory of one configuration, for any sequence length.
 
     Args:
-        model_part: which chunk of a pipeline; ``None``: the complete model.
-        kinds: of the blocks of the chunk (:mod:`internsp.app.plan.kinds`); ``None``: of all.
+        model_part: the model, or which chunk of a pipeline.
+        kinds: of its blocks (:mod:`internsp.app.plan.kinds`).
         recomputing: how many of them recompute, the first ones.
         observations: what was measured before, for models that differ in how weights are sharded.
     """
@@ -107,19 +97,14 @@ class ActivationModel:
     def __init__(
         self,
         config: Config,
-        shape: MeshShape,
-        model_part: ModelPart | None = None,
-        kinds: Sequence[int] | None = None,
-        recomputing: int | None = None,
-        observations: Observations | None = None,
+        model_part: ModelPart,
+        kinds: Sequence[int],
+        recomputing: int,
+        observations: Observations,
     ) -> None:
-        self.config, self.shape = config, shape
-        self.observations = observations or Observations()
-        self.model_part = model_part or ModelPart(shape)
-        self.rows = config.train.global_batch // (config.train.micro_batches * shape.data)
-        self.kinds = block_kinds(config, build_model(config)) if kinds is None else kinds
-        again = len(config.activation_checkpoint.selected(len(self.kinds)))
-        self.recomputing = again if recomputing is None else recomputing
+        self.config, self.shape, self.observations = config, model_part.shape, observations
+        self.model_part, self.kinds, self.recomputing = model_part, kinds, recomputing
+        self.rows = config.train.global_batch // (config.train.micro_batches * self.shape.data)
         self._step = cache(self._all_blocks)
 
     def at(self, length: int) -> Activations:

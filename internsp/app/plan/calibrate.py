@@ -24,8 +24,8 @@ from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import FITTED_FILE, GIGA, TERA, Device, Fitted
 from internsp.app.plan.machines import on_machines
 from internsp.app.plan.measured import WARM, MeasuredRun, read_run
-from internsp.app.plan.replayed import FEW, replayed
-from internsp.app.plan.seconds import StepSeconds, step_seconds
+from internsp.app.plan.replayed import StepReplay, replayed
+from internsp.app.plan.seconds import StepSeconds
 from internsp.app.plan.step import make_plan
 from internsp.app.process import terminal
 from internsp.base.version import __version__
@@ -129,7 +129,7 @@ def print_calibration(
         console.print(f"these runs do not depend on: {', '.join(found.untold)}")
     console.print(f"{found.device.name} is in {path}: internsp plan --device-file", markup=False)
     shape = MeshShape(ranks, **config.degrees())
-    seconds = replayed(config, shape, found.device)
+    seconds = replayed(config, ranks, found.device)
     for line in seconds_lines(config, shape, found.device, seconds):
         console.print(line, markup=False)
 
@@ -167,15 +167,9 @@ def text_of(found: Calibration, runs: Sequence[MeasuredRun], base: Device) -> st
 
 
 def _predictor(run: MeasuredRun, kind: Device) -> Predict:
-    """What predicts the run's seconds, as ``internsp plan`` prints them where that is quick."""
-    config, shape = on_machines(run.config, run.shape.world_size, kind), run.shape
-    load = workload_of(config, shape)
-    if shape.pipeline > 1:
-        return lambda device: replayed(config, shape, device)
-    if config.model.layers * config.train.micro_batches > FEW or shape.weight == 1:
-        return lambda device: step_seconds(load, device)
-    chunk = make_plan(config, shape.world_size).chunk
-    return lambda device: replayed(config, shape, device, chunk)
+    """What predicts the run's seconds, as ``internsp plan`` prints them."""
+    ranks = run.shape.world_size
+    return StepReplay(make_plan(on_machines(run.config, ranks, kind), ranks)).on
 
 
 def _errors(cases: Sequence[tuple[MeasuredRun, Predict]], device: Device) -> list[float]:

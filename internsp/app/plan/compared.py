@@ -41,7 +41,7 @@ def compared(
     known = workload_of(config, shape).dtype in device.peak
     if not traces or config.train.batch_tokens or not known:
         return []
-    ours = _predicted(replayed(config, shape, device))
+    ours = _predicted(replayed(config, shape.world_size, device))
     every = [_measured(events) for events in traces]
     rows = [(name, ours[name], fmean(one[name] for one in every)) for name in ours]
     return [row for row in rows if max(row[1:]) > 0]

@@ -10,7 +10,6 @@ from torch import nn
 
 from internsp.app.config import Config
 from internsp.app.models.factory import build_model
-from internsp.app.plan.pipeline import make_pipeline_plan
 from internsp.app.plan.step import make_plan
 from internsp.base.sizes import human
 from internsp.experts.owners import dispatched
@@ -30,11 +29,7 @@ def experts_traffic(config: Config, world_size: int) -> dict[str, ExpertTraffic]
     layers = {n: (m, k) for n, m in dispatched(build_model(config)).items() if (k := _top_k(m))}
     if ranks == 1 or not layers:
         return {}
-    gathers = divided(config, 1, ranks)
-    if shape.pipeline > 1:
-        schedules = [rank.schedule for rank in make_pipeline_plan(gathers, world_size).ranks]
-    else:
-        schedules = [make_plan(gathers, world_size).schedule]
+    planned = make_plan(divided(config, 1, ranks), world_size)
     train = config.train
     rows = train.global_batch // (train.micro_batches * shape.data)
     token = DTYPES[config.weight_parallel.compute_dtype or train.dtype].itemsize
@@ -44,7 +39,7 @@ def experts_traffic(config: Config, world_size: int) -> dict[str, ExpertTraffic]
         if number % ranks:
             continue
         nbytes = sum(
-            action.nbytes for schedule in schedules for action in schedule.actions
+            action.nbytes for rank in planned.ranks for action in rank.schedule.actions
             if action.kind in ("AG", "RS") and action.weight.startswith(f"{name}.")
         )  # fmt: skip
         found[name] = ExpertTraffic(

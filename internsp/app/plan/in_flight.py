@@ -1,4 +1,4 @@
-"""Activation memory on the ranks of a pipeline, of all micro-batches in flight.
+"""Activation memory on pipeline ranks, of all micro-batches in flight; one without a pipeline.
 
 A rank's passes are simulated in their order: a forward adds the bytes that its micro-batch keeps,
 its backward removes them. In addition, torch's stages and schedules hold a receive buffer for each
@@ -10,27 +10,42 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache, partial
+from typing import NamedTuple
 
-from internsp.app.config import Config
 from internsp.app.plan.activations import ActivationModel, Activations, exchange_rows
 from internsp.app.plan.observations import Observations
 from internsp.app.plan.observe import ModelPart
-from internsp.app.plan.pipeline import PipelinePlan, RankPlan, message_bytes
+from internsp.app.plan.rank import RankPlan
+from internsp.app.plan.step import Plan, message_bytes
 from internsp.base.sizes import size_in_bytes
 from internsp.pipeline.hooks import FULL, INPUT, ComputeAction
 
 BUFFERS = "buffers for messages between stages"
 
 
-class PipelineActivations:
-    """Activation memory of all ranks of a pipeline, for any sequence length."""
+class Moving(NamedTuple):
+    """Bytes of a pipeline rank's activations in a step.
 
-    def __init__(
-        self, config: Config, plan: PipelinePlan, observations: Observations | None = None
-    ) -> None:
-        self.config, self.plan = config, plan
+    Attributes:
+        stay: (component, bytes) from the first pass to the end of the step.
+        rows: (component, bytes) beside these at the peak; the first is what is kept.
+        freed: of what is kept, what is freed before the last backward of a block.
+        host: in host memory at the peak.
+    """
+
+    stay: list[tuple[str, int]]
+    rows: list[tuple[str, int]]
+    freed: int
+    host: int
+
+
+class StepActivations:
+    """Activation memory of all pipeline ranks, for any sequence length."""
+
+    def __init__(self, plan: Plan, observations: Observations | None = None) -> None:
+        self.plan = plan
         known = observations or Observations()
-        made = cache(partial(ActivationModel, config, plan.shape, observations=known))
+        made = cache(partial(ActivationModel, plan.config, observations=known))
         self.models: dict[int, ActivationModel] = {}
         last = max(chunk.stage for rank in plan.ranks for chunk in rank.chunks)
         for rank in plan.ranks:
@@ -40,26 +55,23 @@ class PipelineActivations:
                 model_part = ModelPart(plan.shape, stage == 0, stage == last, INPUT in parts)
                 self.models[stage] = made(model_part, kinds, chunk.recomputed)
 
-    def at(self, rank: int, length: int) -> tuple[int, list[tuple[str, int]], int]:
-        """Activation memory of a pipeline rank, for sequences of ``length`` tokens in all.
-
-        Returns:
-            bytes of receive buffers, which are kept from step to step; (component, bytes) on the
-            device at the peak, without these; bytes in host memory at the peak.
-        """
-        plan = self.plan.ranks[rank]
-        message = message_bytes(self.config, self.plan.shape, length)
+    def at(self, rank: int, length: int) -> Moving:
+        """Activation memory of a pipeline rank, for sequences of ``length`` tokens in all."""
+        plan, config = self.plan.ranks[rank], self.plan.config
+        several = len(self.plan.ranks) > 1
+        message = message_bytes(config, self.plan.shape, length) if several else 0
         activations = {chunk.stage: self.models[chunk.stage].at(length) for chunk in plan.chunks}
         model_parts = {stage: self.models[stage].model_part for stage in activations}
-        number = self.plan.micro_batches
+        number = config.train.micro_batches
         ends = sum((not part.first) + (not part.last) for part in model_parts.values())
-        batch = number * next(iter(activations.values())).batch
-        offload = self.config.activation_checkpoint.offload
+        one = activations[plan.chunks[0].stage]
+        stay = [(BUFFERS, number * ends * message)] if several else []
+        stay.append(("token ids, labels and positions", number * one.batch))
+        offload = config.activation_checkpoint.offload
         limit = size_in_bytes(offload) if isinstance(offload, str) else None
         holds_sends = self.plan.kind.name != "1F1B"
         simulation = _PassSimulation(plan, activations, model_parts, message, limit, holds_sends)
-        rows = [("token ids, labels and positions", batch), *simulation.rows]
-        return number * ends * message, rows, simulation.host
+        return Moving(stay, simulation.rows, one.freed, simulation.host)
 
 
 class _PassSimulation:
@@ -135,8 +147,9 @@ class _PassSimulation:
         if total <= self._most:
             return
         self._most = total
+        in_flight = f", {len(self.kept)} in flight" if self.message else ""
         self.rows = [
-            (f"activations that are kept, {len(self.kept)} in flight", kept),
+            (f"activations that are kept{in_flight}", kept),
             *([("hidden states and gradients that were sent", leaving)] if leaving else []),
             ("block or loss at work", working),
             *exchange_rows(exchanges),

@@ -159,11 +159,12 @@ class LeastBytes:
         self.kinds = plan.kinds
         blocks = [[0, 0, 0] for _ in plan.kinds]
         outer: Counter[str] = Counter()
-        cut = [one for one in plan.shardings if one.unit is not None]
+        shardings = plan.ranks[0].chunks[0].shardings
+        cut = [one for one in shardings if one.unit is not None]
         owners = nn.ModuleList(owner.module for one in cut for owner in one.owners)
         known = {id(one.parameter) for one in cut}
         self.splits = can_split_backward(owners, known, config.weight_parallel.compile)
-        for one in plan.shardings:
+        for one in shardings:
             elements = math.prod(one.shape)
             if one.unit is None:
                 continue

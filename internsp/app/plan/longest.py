@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rich.console import Console
 
 from internsp.app.config import Config
-from internsp.app.plan.activations import ActivationModel, Activations
 from internsp.app.plan.classes import table
-from internsp.app.plan.in_flight import BUFFERS, PipelineActivations
+from internsp.app.plan.in_flight import Moving, StepActivations
 from internsp.app.plan.observations import Observations
 from internsp.app.plan.offloaded import AT_STEP, HOSTED, STEPPING, backward_sums
-from internsp.app.plan.pipeline import PipelinePlan, make_pipeline_plan
-from internsp.app.plan.step import SUMS, Plan, make_plan, rank_memory
+from internsp.app.plan.rank import SUMS
+from internsp.app.plan.step import Plan, make_plan
 from internsp.app.process import terminal
 from internsp.base.host import ACTIVATIONS
 from internsp.base.sizes import human, size_in_bytes
@@ -72,51 +71,33 @@ class MemoryBudget:
         plan: the planned step.
     """
 
-    plan: Plan | PipelinePlan
-
     def __init__(
         self, config: Config, world_size: int, observations: Observations | None = None
     ) -> None:
-        self.stages: PipelineActivations | None = None
-        if config.parallel.pipeline > 1:
-            pipeline = self.plan = make_pipeline_plan(config, world_size)
-            self.stages = PipelineActivations(config, pipeline, observations)
-            memory = [list(rank_memory(config, pipeline, rank).items()) for rank in pipeline.ranks]
-            shape = pipeline.shape
-        else:
-            plan = self.plan = make_plan(config, world_size)
-            self.first, self.all = _sums_of_backward(plan)
-            self.activations = ActivationModel(
-                config, plan.shape, kinds=plan.kinds, observations=observations
-            )
-            memory, shape = [list(plan.memory)], plan.shape
-        self.multiple, self.micro_batches = shape.sequence, config.train.micro_batches
+        plan = self.plan = make_plan(config, world_size)
+        self.activations = StepActivations(plan, observations)
+        self.first, self.all = _sums_of_backward(plan)
+        self.multiple = plan.shape.sequence
         # From a second micro-batch on, and in a pipeline, all sums are there with all activations.
-        one = config.train.micro_batches == 1 and not config.train.batch_tokens
-        self.ranks = [_RankMemory(rows, one and self.stages is None) for rows in memory]
+        once = config.train.micro_batches == 1 and not config.train.batch_tokens
+        grow = once and len(plan.ranks) == 1
+        self.ranks = [_RankMemory(list(rank.memory.items()), grow) for rank in plan.ranks]
 
     def at(self, length: int, rank: int = 0) -> tuple[Rows, Rows]:
         """(component, bytes) on the device and on the host with sequences of ``length`` tokens."""
-        own = self.ranks[rank]
-        buffers: Rows = []
-        if self.stages is not None:
-            received, rows, nbytes = self.stages.at(rank, length)
-            buffers, phases = [(BUFFERS, received)], [rows]
-        else:
-            one = self.activations.at(length)
-            phases, nbytes = self._backward(one, own), one.host
-            buffers = one.rows(self.micro_batches)[:1]  # the batch, in the step, too
-        host = [(HOSTED[ACTIVATIONS], nbytes)] if nbytes else []
-        phases.append([*own.sums, *own.stepping])  # without activations
-        return [*own.fixed, *buffers, *max(phases, key=_sum)], [*own.hosted, *host]
+        own, moving = self.ranks[rank], self.activations.at(rank, length)
+        host = [(HOSTED[ACTIVATIONS], moving.host)] if moving.host else []
+        # In the step there are no activations.
+        phases = [*self._backward(moving, own), [*own.sums, *own.stepping]]
+        return [*own.fixed, *moving.stay, *max(phases, key=_sum)], [*own.hosted, *host]
 
-    def _backward(self, one: Activations, own: _RankMemory) -> list[Rows]:
+    def _backward(self, moving: Moving, own: _RankMemory) -> list[Rows]:
         """Where a backward may have its peak: at its first block, or at its last one."""
-        _, *rows = one.rows(self.micro_batches)
         if not own.sums:
-            return [rows]
-        _, *last = replace(one, kept=one.kept - one.freed).rows(self.micro_batches)
-        return [[(SUMS, min(self.first, self.all)), *rows], [(SUMS, self.all), *last]]
+            return [moving.rows]
+        first = [(SUMS, min(self.first, self.all)), *moving.rows]
+        (name, kept), *work = moving.rows
+        return [first, [(SUMS, self.all), (name, kept - moving.freed), *work]]
 
     def most(self, length: int, limit: float = math.inf) -> int:
         """Bytes that the fullest rank's device needs with sequences of ``length`` tokens; or those

@@ -1,7 +1,7 @@
-"""Seconds of a configuration's step, replayed action by action: what ``internsp plan`` prints.
+"""Seconds of a planned step, replayed action by action: what ``internsp plan`` prints.
 
-Repeated blocks and micro-batches are replayed a few times and multiplied: from the second on, each
-takes as long as the one before.
+Of many micro-batches a few are replayed and multiplied: from the second on, each takes as long as
+the one before.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from internsp.app.config import Config
 from internsp.app.plan.block_seconds import block_seconds
@@ -33,61 +33,69 @@ from internsp.app.plan.seconds import (
     StepSeconds,
     ends,
     paces,
-    stage_blocks,
     step_seconds,
 )
-from internsp.app.plan.step import make_plan
+from internsp.app.plan.step import Plan, make_plan
 from internsp.app.plan.workload import Workload
-from internsp.mesh import MeshShape
-from internsp.pipeline.schedules import ScheduleAction, schedule_kind, schedule_order
+from internsp.pipeline.schedules import ScheduleAction
 from internsp.pipeline.simulate import check_order
-from internsp.schedule.chunk import ChunkLayout
+from internsp.schedule.chunk import ChunkLayout, ScheduleLine
 
-FEW = 200  # passes of blocks that are replayed one by one
+_FEW = 200  # passes of blocks that are replayed one by one
 _KINDS: Mapping[str, str] = {Part.GATHERS: GATHER, Part.REDUCTIONS: REDUCE, Part.REPLICAS: EXCHANGE}
-_BLOCKS, _PASSES = (4, 6), (2, 3)  # numbers of blocks and micro-batches that are multiplied
+_PASSES = (2, 3)  # numbers of micro-batches that are multiplied
 
 
-def replayed(
-    config: Config, shape: MeshShape, device: Device, chunk: ChunkLayout | None = None
-) -> StepSeconds:
-    """Seconds of a step of ``config``.
+class StepReplay:
+    """A planned step on any device of the kind whose machines it was planned for."""
 
-    Args:
-        chunk: the planned chunk, if there is one already; a pipeline needs none.
-    """
-    config = on_machines(config, shape.world_size, device)
-    load = workload_of(config, shape)
-    closed = step_seconds(load, device)
-    if shape.pipeline > 1:
-        return _pipeline(config, load, device, closed)
-    if shape.weight == 1:
-        return closed
-    layers, number = config.model.layers, config.train.micro_batches
-    given = config.model.family == "hf"  # its folder says how many blocks there are
-    if given and chunk is None:
-        chunk = make_plan(config, shape.world_size).chunk
-    if chunk is not None and (given or layers * number <= FEW):
-        clocks = _replay(load, device, chunk, number, config.weight_parallel.overlap)
-    else:
-        clocks = _multiplied(config, load, device)
-    slowed = {part: clocks.slowed[kind] for part, kind in _KINDS.items()}
-    waited = {part: clocks.waited[kind] + slowed[part] for part, kind in _KINDS.items()}
-    messages = closed.messages - closed.parts.get(Part.REPLICAS, 0.0)
-    parts = {part: value for part, value in {**closed.parts, **waited}.items() if value > 0}
-    return StepSeconds(parts, messages, closed.compute, slowed)
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.load = workload_of(plan.config, plan.shape)
+        self._actions = cache(self._actions_of)
+
+    def _actions_of(self, micro_batches: int) -> list[ScheduleLine]:
+        overlap = self.plan.config.weight_parallel.overlap
+        return computing_actions(self.plan.chunk, micro_batches, overlap)
+
+    def on(self, device: Device) -> StepSeconds:
+        """Seconds of the step."""
+        load = self.load
+        closed = step_seconds(load, device)
+        if load.degrees.pipeline > 1:
+            return _pipeline(self.plan, load, device, closed)
+        if self.plan.shape.weight == 1:
+            return closed
+        number, at = load.micro_batches, _PASSES
+        if number <= at[1] or load.model.layers * number <= _FEW:
+            at = (number, number)
+        found = {n: _replay(load, device, self.plan.chunk, self._actions(n)) for n in {*at}}
+
+        def multiplied(name: str, kind: str) -> float:
+            values = [getattr(found[n], name)[kind] for n in at]
+            return max(0.0, values[1] + (values[1] - values[0]) * (number - at[1]))
+
+        slowed = {part: multiplied("slowed", kind) for part, kind in _KINDS.items()}
+        waited = {p: multiplied("waited", kind) + slowed[p] for p, kind in _KINDS.items()}
+        messages = closed.messages - closed.parts.get(Part.REPLICAS, 0.0)
+        parts = {part: value for part, value in {**closed.parts, **waited}.items() if value > 0}
+        return StepSeconds(parts, messages, closed.compute, slowed)
 
 
-def _pipeline(config: Config, load: Workload, device: Device, closed: StepSeconds) -> StepSeconds:
+def replayed(config: Config, ranks: int, device: Device) -> StepSeconds:
+    """Seconds of a step of ``config`` on so many devices."""
+    return StepReplay(make_plan(on_machines(config, ranks, device), ranks)).on(device)
+
+
+def _pipeline(plan: Plan, load: Workload, device: Device, closed: StepSeconds) -> StepSeconds:
     """The order of torch's schedule, each pass with the seconds of its stage."""
-    kind, stages = schedule_kind(config.pipeline.schedule), load.degrees.pipeline
-    chunks, number = config.pipeline.chunks, load.micro_batches
-    order = schedule_order(kind, stages, chunks, number)
+    stages, number = load.degrees.pipeline, load.micro_batches
+    blocks = {chunk.stage: len(chunk.blocks) for rank in plan.ranks for chunk in rank.chunks}
+    chunks = len(blocks) // stages
     block, outer = block_seconds(load, device), ends(load, device)
     multiplied = head(load, device)[1].products
     passes = number * stages
     waits = [closed.parts.get(name, 0.0) / number for name in (Part.GATHERS, Part.REDUCTIONS)]
-    blocks = stage_blocks(load)
     mean = load.model.layers / (stages * chunks)
     ahead, behind = paces(load, block)
     sums = Stepped.of(load, device).accumulated / chunks
@@ -105,10 +113,10 @@ def _pipeline(config: Config, load: Workload, device: Device, closed: StepSecond
         weights = (share * block.backward.products + last * multiplied) / 2 + sums
         return {"B": own, "I": own - weights, "W": weights}[action.kind]
 
-    rank_of = partial(kind.rank_of, ranks=stages, chunks=chunks)
+    rank_of = partial(plan.kind.rank_of, ranks=stages, chunks=chunks)
     neighbors = Group(2, load.degrees.devices // stages, device)
     message = neighbors.pass_on(load.tokens * load.model.hidden * 2)
-    timed = check_order(order, rank_of, stages * chunks, cost, message)
+    timed = check_order(plan.order, rank_of, stages * chunks, cost, message)
     parts = {name: value for name, value in closed.parts.items() if name != Part.BUBBLE}
     after = (Part.REPLICAS, Part.OPTIMIZER, Part.COPIES)
     of_passes = sum(value for name, value in parts.items() if name not in after)
@@ -120,7 +128,7 @@ def _pipeline(config: Config, load: Workload, device: Device, closed: StepSecond
 
 
 def _replay(
-    load: Workload, device: Device, chunk: ChunkLayout, number: int, overlap: bool
+    load: Workload, device: Device, chunk: ChunkLayout, actions: Sequence[ScheduleLine]
 ) -> Clocks:
     block = block_seconds(load, device)
     before, after = ends(load, device)
@@ -138,7 +146,6 @@ def _replay(
     units = dict.fromkeys((unit.name for unit in chunk.blocks), one)
     if chunk.head is not None:
         units[chunk.head.name] = UnitSeconds((before, 0.0), (0.0, 0.0), (after, 0.0))
-    actions = computing_actions(chunk, number, overlap)
     return replay(chunk, actions, units, messages(load, device, chunk), device.fitted.slowdown)
 
 
@@ -174,40 +181,3 @@ def messages(load: Workload, device: Device, chunk: ChunkLayout) -> dict[str, di
         mean = among.all_reduce(parcel.nbytes, parts) / names[parcel.name]
         found[EXCHANGE][parcel.name] = found[EXCHANGE].get(parcel.name, 0.0) + mean
     return found
-
-
-def _multiplied(config: Config, load: Workload, device: Device) -> Clocks:
-    """Clocks of all blocks and micro-batches, from those of few: linear in both numbers."""
-    layers, number = config.model.layers, config.train.micro_batches
-    overlap = config.weight_parallel.overlap
-    at = {}
-    passes = _PASSES if number > _PASSES[1] else (number, number)
-    # The folder of a model of the zoo has given its sizes, and would contradict another depth.
-    path = config.model.path if config.model.family == "hf" else None
-    for blocks in _BLOCKS:
-        small = config.model_copy(
-            update={
-                "model": config.model.model_copy(update={"layers": blocks, "path": path}),
-                "train": config.train.model_copy(
-                    update={"micro_batches": 1, "global_batch": config.train.global_batch // number}
-                ),
-            }
-        )
-        chunk = make_plan(small, load.degrees.devices).chunk
-        for count in set(passes):
-            at[blocks, count] = _replay(load, device, chunk, count, overlap)
-    found = Clocks(device.fitted.slowdown)
-    for name in ("waited", "slowed"):
-        for kind in (GATHER, REDUCE, EXCHANGE):
-            lines = [
-                _line(passes, [getattr(at[blocks, count], name)[kind] for count in passes], number)
-                for blocks in _BLOCKS
-            ]
-            getattr(found, name)[kind] = max(0.0, _line(_BLOCKS, lines, layers))
-    return found
-
-
-def _line(at: Sequence[int], values: Sequence[float], wanted: int) -> float:
-    if at[0] == at[1]:
-        return values[0]
-    return values[1] + (values[1] - values[0]) / (at[1] - at[0]) * (wanted - at[1])

@@ -27,11 +27,10 @@ from internsp.app.plan.devices import Device
 from internsp.app.plan.experts import chosen_experts, expert_lines
 from internsp.app.plan.longest import MemoryBudget, Rows
 from internsp.app.plan.machines import on_machines, sums_lines
-from internsp.app.plan.matrices import MatrixTraffic
 from internsp.app.plan.offloaded import with_sums
-from internsp.app.plan.pipeline import PipelinePlan, schedule_lines, tables
-from internsp.app.plan.replayed import replayed
-from internsp.app.plan.sequences import SequenceTraffic, head_exchange_lines
+from internsp.app.plan.pipeline import drawn, schedule_lines, tables
+from internsp.app.plan.replayed import StepReplay
+from internsp.app.plan.sequences import head_exchange_lines
 from internsp.app.plan.step import Plan, check_length
 from internsp.app.process import terminal
 from internsp.base.accelerator import HOST, device_count
@@ -92,10 +91,10 @@ def print_plan(
     config = on_machines(chosen_experts(config, world_size), world_size, device)
     budget = MemoryBudget(config, world_size)
     plan = budget.plan
-    if isinstance(plan, PipelinePlan) and picture is not None:
-        write_text("--picture", picture, plan.picture())
+    if picture is not None:
+        write_text("--picture", picture, drawn(plan))
     if schedule is not None:
-        write_text("--schedule", schedule, listing(config, plan))
+        write_text("--schedule", schedule, listing(plan))
     for part in _screen(config, budget, device):
         console.print(part, markup=False)
     for what, path in (("the picture", picture), ("the whole schedule", schedule)):
@@ -112,8 +111,7 @@ def _screen(config: Config, budget: MemoryBudget, device: Device | None) -> Iter
     yield from _verdict(config, found, device)
     predicted = None
     if device is not None:
-        chunk = plan.chunk if isinstance(plan, Plan) else None
-        predicted = replayed(config, plan.shape, device, chunk)
+        predicted = StepReplay(plan).on(device)
         yield from seconds_lines(config, plan.shape, device, predicted)
     if config.train.batch_tokens:
         yield (
@@ -123,10 +121,10 @@ def _screen(config: Config, budget: MemoryBudget, device: Device | None) -> Iter
     if plan.rules.matched:
         yield Text("Rules of the plan", style="bold")
     yield from rules_lines(plan.rules)
-    yield from _chunk(plan) if isinstance(plan, Plan) else _stages(plan, config)
+    yield from _chunk(plan) if len(plan.ranks) == 1 else _stages(plan)
     ranks = plan.shape.world_size
     if device is not None:
-        chunks = [plan.chunk] if isinstance(plan, Plan) else [c.plan for c in plan.ranks[0].chunks]
+        chunks = [chunk.plan for chunk in plan.ranks[0].chunks]
         yield from sums_lines(config, chunks, ranks, device)
     yield from expert_lines(config, ranks, None if device is None else device.near_ranks)
     yield _memory_table(config, found)
@@ -135,14 +133,15 @@ def _screen(config: Config, budget: MemoryBudget, device: Device | None) -> Iter
 
 
 def _chunk(plan: Plan) -> Iterator[Part]:
+    (rank,) = plan.ranks
     yield _traffic_table(plan)
-    yield from block_lines(plan.chunk, plan.schedule)
+    yield from block_lines(plan.chunk, rank.schedule)
     if plan.chunk.policy.kept:
         yield kept_line([plan.chunk])
     yield _units_line(plan.chunk)
 
 
-def _title(config: Config, plan: Plan | PipelinePlan) -> str:
+def _title(config: Config, plan: Plan) -> str:
     """Parameters, ranks and their degrees, in a line."""
     shape = plan.shape
     degrees = {
@@ -161,9 +160,9 @@ def _title(config: Config, plan: Plan | PipelinePlan) -> str:
 
 def _traffic_table(plan: Plan) -> Table:
     rows: list[tuple[object, ...]] = []
+    schedule = plan.ranks[0].schedule
     experts = {w.name for u in plan.chunk.units for w in u.weights if w.expert}
     for kind in ("AG", "RS"):
-        schedule = plan.schedule
         rows.append((KINDS[kind], schedule.count(kind), human(schedule.nbytes(kind))))
         near = [a.nbytes for a in schedule.actions if a.kind == kind and a.near]
         if near:
@@ -172,10 +171,10 @@ def _traffic_table(plan: Plan) -> Table:
             own = [a.nbytes for a in schedule.actions if a.kind == kind and a.weight in experts]
             size = plan.shape.experts.size
             rows.append((f"  of it experts, over {size} ranks", len(own), human(sum(own))))
-    rows += [(name, "", human(nbytes)) for name, nbytes in plan.traffic.rows(plan.shape)]
-    if plan.matrices.exchanges:
-        name = "matrices to and from owners (mean)"
-        rows.append((name, plan.matrices.exchanges, human(plan.matrices.received)))
+    rows += [(name, "", human(nbytes)) for name, nbytes in plan.ranks[0].traffic.rows(plan.shape)]
+    exchanges, received = plan.ranks[0].matrices()
+    if exchanges:
+        rows.append(("matrices to and from owners (mean)", exchanges, human(received)))
     title = "Collectives of one step, payload a rank receives"
     return table(title, ("<what", "count", "bytes"), rows)
 
@@ -213,20 +212,16 @@ def _units_line(chunk: ChunkLayout) -> str:
     )
 
 
-def _stages(plan: PipelinePlan, config: Config) -> Iterator[Part]:
-    yield from tables(config, plan)
+def _stages(plan: Plan) -> Iterator[Part]:
+    yield from tables(plan)
     for number, rank in enumerate(plan.ranks):
-        each = [MatrixTraffic.of(config, plan.shape, chunk.shardings) for chunk in rank.chunks]
-        if exchanges := sum(one.exchanges for one in each):
-            received = human(sum(one.received for one in each))
+        exchanges, received = rank.matrices()
+        if exchanges:
             yield (
                 f"Pipeline rank {number}: a step has {exchanges} exchanges of matrices to and from "
-                f"owners, {received} received (mean)"
+                f"owners, {human(received)} received (mean)"
             )
-        blocks = sum(len(chunk.blocks) for chunk in rank.chunks)
-        again = sum(chunk.recomputed for chunk in rank.chunks)
-        sent = SequenceTraffic.of(config, plan.shape, blocks, again)
-        for name, nbytes in sent.rows(plan.shape):
+        for name, nbytes in rank.traffic.rows(plan.shape):
             yield f"Pipeline rank {number}: {name}: {human(nbytes)} a step"
         if any(chunk.plan.policy.kept for chunk in rank.chunks):
             kept = kept_line([chunk.plan for chunk in rank.chunks])
@@ -297,16 +292,16 @@ def _memory_here(config: Config) -> int | None:
     return pages // config.launch.processes
 
 
-def listing(config: Config, plan: Plan | PipelinePlan) -> str:
+def listing(plan: Plan) -> str:
     """The mesh by rank, how attention exchanges heads, and every action."""
     out = io.StringIO()
     print_mesh(plan.shape, Console(file=out, width=160, soft_wrap=True))
-    split = isinstance(plan, PipelinePlan) and plan.kind.splits_backward
-    lines = head_exchange_lines(config, plan.shape, device_type(config), split)
-    if isinstance(plan, PipelinePlan):
+    device, split = device_type(plan.config), plan.kind.splits_backward
+    lines = head_exchange_lines(plan.config, plan.shape, device, split)
+    if len(plan.ranks) > 1:
         lines += schedule_lines(plan)
     else:
-        actions = plan.schedule.actions
+        actions = plan.ranks[0].schedule.actions
         lines.append(f"Schedule of one step ({len(actions)} actions a rank)")
         lines += (f"  {action_line(a.kind, a.phase, a.weight, a.nbytes)}" for a in actions)
     return out.getvalue() + "\n".join([*lines, ""])

@@ -35,6 +35,7 @@ from internsp.app.plan.seconds import (
     least_of,
     step_seconds,
 )
+from internsp.app.plan.step import Plan
 from internsp.app.plan.weight_seconds import WeightMessages
 from internsp.app.plan.workload import Workload
 from internsp.errors import ConfigError
@@ -50,13 +51,15 @@ class Found:
     """A layout that a run takes and that fits, with its predicted step.
 
     Attributes:
-        nbytes: what its fullest rank needs, by the plan of its objects.
+        plan: of its objects.
+        nbytes: what its fullest rank needs, by its plan.
     """
 
     layout: Layout
     load: Workload
     seconds: StepSeconds
     config: Config
+    plan: Plan
     nbytes: int
 
 
@@ -201,7 +204,9 @@ class Space:
         nbytes = budget.most(config.data.sequence_length, self.memory)
         if nbytes > self.memory:
             return None
-        return Found(one.layout, self.load(one.layout), one.seconds, config, nbytes)
+        return Found(
+            one.layout, self.load(one.layout), one.seconds, config, budget.plan, nbytes
+        )
 
     def _computed(self, layout: Layout) -> tuple[Workload, Computed]:
         """The workload of a layout, and what it computes: a block's seconds, and those of the ends,

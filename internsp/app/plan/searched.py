@@ -11,12 +11,11 @@ from internsp.app.config import Config
 from internsp.app.plan.answer import bound_of, exposed, human_seconds, write_text
 from internsp.app.plan.classes import table
 from internsp.app.plan.devices import Device
-from internsp.app.plan.replayed import replayed
+from internsp.app.plan.replayed import StepReplay
 from internsp.app.plan.search import TIE, Found, Space, chosen, neighbors, search
 from internsp.app.plan.seconds import StepSeconds
 from internsp.app.process import terminal
 from internsp.base.sizes import human
-from internsp.mesh import MeshShape
 
 Row = tuple[Found, StepSeconds]
 """A printed layout, and its replayed seconds."""
@@ -68,10 +67,7 @@ def print_search(
 
 def _rows(device: Device, found: Sequence[Found]) -> list[Row]:
     """The chosen one first, then by replayed seconds."""
-    rows = []
-    for one in found:
-        shape = MeshShape(one.load.degrees.devices, **one.config.degrees())
-        rows.append((one, replayed(one.config, shape, device)))
+    rows = [(one, StepReplay(one.plan).on(device)) for one in found]
     rows.sort(key=lambda row: row[1].total)
     first = chosen([one for one, _ in rows])
     rows.sort(key=lambda row: row[0] is not first)

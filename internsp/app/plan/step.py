@@ -1,160 +1,208 @@
 """A planned step: its schedule, the bytes of its collectives, and memory; runs nothing.
 
-The model is built on the meta device, so that a plan of any size takes a second and no memory.
+A step without a pipeline is a pipeline of one stage. The model is built on the meta device, so that
+a plan of any size takes a second and no memory. The order of a pipeline is read from torch's
+schedule objects and simulated (:func:`internsp.pipeline.simulate.check_order`), so that a printed
+plan is one that can run.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
 
 from internsp.app.config import Config
 from internsp.app.models.factory import build_model, device_type
 from internsp.app.plan.configured import planned_shape
 from internsp.app.plan.kinds import block_kinds
-from internsp.app.plan.matrices import MatrixTraffic
-from internsp.app.plan.offloaded import (
-    AT_STEP,
-    OffloadedMemory,
-    exchange_buffer_bytes,
-    stepping_bytes,
-)
-from internsp.app.plan.pipeline import PipelinePlan, RankPlan, sharded
-from internsp.app.plan.sequences import SequenceTraffic
-from internsp.base.host import GRADIENTS, OPTIMIZER, WEIGHTS
+from internsp.app.plan.rank import ChunkOutline, RankPlan
+from internsp.config.sections import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
 from internsp.parallel.experts import take_experts
-from internsp.schedule.chunk import ChunkLayout, Schedule, WeightLayout
-from internsp.schedule.simulate import simulate
-from internsp.structure.assign import ParameterSharding, require_patterns_matched
+from internsp.pipeline.chunks import Chunk, split_model
+from internsp.pipeline.pipeline import can_split_backward, chunk_config, require_patterns_match
+from internsp.pipeline.schedules import (
+    Order,
+    ScheduleKind,
+    computations,
+    schedule_kind,
+    schedule_order,
+)
+from internsp.pipeline.simulate import TimedAction, check_order, compute_actions
+from internsp.pipeline.tied import CopyNames, TiedCopy, find_tied
+from internsp.schedule.chunk import ChunkLayout
+from internsp.schedule.layout import ShardLayout, laid_out
+from internsp.sp.dispatch import fixed_sizes
+from internsp.structure.assign import plan_sharding, require_patterns_matched
+from internsp.structure.blocks import read_structure
 from internsp.structure.dtypes import DTYPES
-from internsp.structure.rules import Rules
-from internsp.wp.encode import encoder_bytes
+from internsp.structure.rules import Rules, match_rules
+from internsp.structure.units import chunk_layout
 
-SUMS = "gradient sums"
 _LONGEST_STEP = 20_000  # micro-batches x blocks that are simulated within a minute
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A step as it will run, and the memory and traffic of each rank.
+class TiedOutline:
+    """A weight that several stages share.
 
     Attributes:
+        copies: ``NAME of stage N``, ascending.
+        nbytes: bytes that a rank with a copy receives once a step: the other ranks' gradient sums.
+    """
+
+    name: str
+    copies: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step as it will run, of all pipeline ranks.
+
+    Attributes:
+        order: computations and messages of every pipeline rank.
+        timed: its computations, where a forward takes 1.
+        ranks: of the pipeline; one without a pipeline.
         parameters: elements of the whole model.
-        shardings: of its parameters.
         kinds: of each block, the first one of its kind.
+        tied: weights that several stages share.
     """
 
     config: Config
     shape: MeshShape
+    kind: ScheduleKind
+    order: Order
+    timed: tuple[TimedAction, ...]
+    ranks: tuple[RankPlan, ...]
     parameters: int
-    chunk: ChunkLayout
-    shardings: tuple[ParameterSharding, ...]
-    traffic: SequenceTraffic
-    rules: Rules
     kinds: tuple[int, ...]
+    tied: tuple[TiedOutline, ...]
+    rules: Rules
 
-    @cached_property
-    def schedule(self) -> Schedule:
-        """Its collectives, when first asked: memory is planned without, in half the time."""
-        config = self.config
-        return simulate(self.chunk, config.train.micro_batches, config.weight_parallel.overlap)
-
-    @cached_property
-    def memory(self) -> tuple[tuple[str, int], ...]:
-        """(component, bytes) of a rank, without activations."""
-        rows = _memory(self.config, self.shape, self.chunk, self.shardings, lambda: self.schedule)
-        return tuple(rows)
-
-    @cached_property
-    def matrices(self) -> MatrixTraffic:
-        """What steps of whole matrices keep and send."""
-        return MatrixTraffic.of(self.config, self.shape, self.shardings)
+    @property
+    def chunk(self) -> ChunkLayout:
+        """The whole model's, without a pipeline."""
+        return self.ranks[0].chunks[0].plan
 
 
 def make_plan(config: Config, world_size: int) -> Plan:
     """Plan a step of ``config`` on ``world_size`` ranks. Needs no process group and no memory.
 
     Raises:
-        ConfigError: degrees that do not fit the number of ranks; lists all mistakes.
+        ConfigError: degrees, chunks or micro-batches that do not fit; lists all mistakes.
+        OrderError: the schedule's order would deadlock.
     """
     shape = planned_shape(config, world_size)
-    weights = config.weight_parallel
-    model = build_model(config)
+    if shape.pipeline == 1:  # whatever the schedule
+        return plan_of(config, shape, schedule_kind("1F1B"), 1)
+    return plan_of(config, shape, schedule_kind(config.pipeline.schedule), config.pipeline.chunks)
+
+
+def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -> Plan:
+    """:func:`make_plan` for a schedule other than the configured one."""
+    number = config.train.micro_batches
+    if mistake := kind.why_invalid(shape.pipeline, chunks, number):
+        raise ConfigError(mistake)
+    order = schedule_order(kind, shape.pipeline, chunks, number)
+    rank_of = partial(kind.rank_of, ranks=shape.pipeline, chunks=chunks)
+    timed = check_order(order, rank_of, shape.pipeline * chunks)
+    model: Any = build_model(config)
     parameters = sum(p.numel() for p in model.parameters())
-    kinds = block_kinds(config, model)
-    take_experts(model, weights, shape.expert, 0)
-    require_patterns_matched((name for name, _ in model.named_parameters()), weights)
-    checkpoint = config.activation_checkpoint
-    structure, shardings, chunk = sharded(config, shape, model, weights, checkpoint)
-    again = len(checkpoint.selected(structure.layers))
-    traffic = SequenceTraffic.of(config, shape, config.model.layers, again)
+    kinds, rules = block_kinds(config, model), match_rules(model, config.weight_parallel.rules)
+    outlines, ties = _outlines(config, shape, kind, model, shape.pipeline * chunks)
+    ranks = []
+    for rank in range(shape.pipeline):
+        stages = kind.stages_of(rank, shape.pipeline, chunks)
+        own = tuple(outlines[stage] for stage in stages)
+        splits = {chunk.stage: chunk.splits for chunk in own}
+        passed = compute_actions(computations(order, rank), stages, splits)
+        messages = sum(step.kind.startswith("RECV") for step in order[rank])
+        ranks.append(RankPlan(config, shape, own, tuple(passed), messages))
+    tied = tuple(_tied(name, tie, outlines, shape, rank_of) for name, tie in ties.items())
     return Plan(
-        config, shape, parameters, chunk, shardings, traffic, structure.rules, kinds
+        config, shape, kind, order, tuple(timed), tuple(ranks), parameters, kinds, tied, rules
     )
 
 
-def _memory(
-    config: Config,
+def _tied(
+    name: str,
+    tie: CopyNames,
+    outlines: Sequence[ChunkOutline],
     shape: MeshShape,
-    chunk: ChunkLayout,
-    shardings: Sequence[ParameterSharding],
-    schedule: Callable[[], Schedule],
-) -> list[tuple[str, int]]:
-    """(component, bytes) of one rank; slots are exact, reductions an upper bound (WP-1, WP-6)."""
-    weights = [w for u in chunk.units for w in u.weights]
-    shards = sum(w.shard_bytes for w in weights)
+    rank_of: Callable[[int], int],
+) -> TiedOutline:
+    """Ranks send slices of the ``ZeroOptimizer``, and one element: whether there is a gradient."""
+    first, own = next(iter(tie.items()))
+    sharding = next(a for a in outlines[first].shardings if own in {o.full_name for o in a.owners})
+    axis = shape.experts if sharding.expert else shape.dense
+    elements = math.prod(sharding.shape)
+    if sharding.unit is not None:
+        elements = ShardLayout.create(sharding.shape, sharding.dim, axis.size).shard_numel
+    _, length = laid_out([elements], sharding.parameter.itemsize, axis.zero)
+    others = len({rank_of(stage) for stage in tie}) - 1
+    wide = torch.promote_types(sharding.parameter.dtype, torch.float32).itemsize
+    copies = tuple(str(TiedCopy(stage, rank_of(stage), n)) for stage, n in tie.items())
+    return TiedOutline(name, copies, others * (length + 1) * wide)
+
+
+def message_bytes(config: Config, shape: MeshShape, sequence_length: int) -> int:
+    """Bytes of hidden states ``[rows, s, hidden]`` of the longest shard of a sequence."""
     train = config.train
-    parts = max(train.micro_batches, 2 if train.batch_tokens else 1)  # as many as rows need
-    off = OffloadedMemory.of(chunk, shape, config.optimizer.moments, parts, device_type(config))
-    small = [a.parameter for a in shardings if a.unit is None]
-    small_bytes = sum(p.numel() * p.element_size() for p in small)
-    size = DTYPES[config.train.dtype].itemsize
-    wide = max(size, 4)
-    elements = (shards - off.shards[GRADIENTS] + small_bytes) // size
-    summed = config.weight_parallel.reduce == "backend"
+    rows = train.global_batch // (train.micro_batches * shape.data)
+    length = max(fixed_sizes(sequence_length, shape.sequence_axes))
+    dtype = DTYPES[config.weight_parallel.compute_dtype or train.dtype]
+    return rows * length * config.model.hidden_size * dtype.itemsize
 
-    def moving(weight: WeightLayout) -> int:
-        """Bytes in flight; in a weight group of one, which sends nothing, what is to be added."""
-        more = weight.gradient_bytes if parts > 1 and weight.trainable else 0
-        return weight.reduction_bytes(summed) if weight.reduce_bytes else more
 
-    largest = sorted((sum(map(moving, u.weights)) for u in chunk.units), reverse=True)
-    pending = sum(largest[: config.weight_parallel.reductions_in_flight])
-    masters = int(size < 4)
-    stated = [w for w in weights if OPTIMIZER not in w.offload]
-    own = sum(w.shard_bytes for w in stated if not w.expert) + small_bytes
-    owned = -(-(own // size) // shape.zero_size)
-    owned += -(-(sum(w.shard_bytes for w in stated if w.expert) // size) // shape.experts.zero)
-    summed = chunk.policy.accumulate_whole and parts > 1
-    held = [w for w in weights if w.trainable and GRADIENTS not in w.offload]
-    unsharded_sums = sum(w.sum_bytes for w in held) if summed else 0
-    slices = sum(w.slice_bytes for w in weights)
-    matrices = MatrixTraffic.of(config, shape, shardings)
-    values = owned * wide * config.optimizer.moments
-    if config.optimizer.name in ("adafactor", "muon"):  # state by parameter
-        values = matrices.state
-    device_state = values + owned * wide * masters
-    quantized = any(w.encoding is not None for w in weights)
-    encoded = encoder_bytes(chunk, schedule(), shape) if quantized else 0
-    return [
-        ("weight shards", shards - off.shards[WEIGHTS]),
-        ("replicated parameters", small_bytes),
-        ("unsharded weights (slots, exact)", sum(chunk.slots())),
-        *([("quantized shards in flight (exact)", encoded)] if encoded else []),
-        *([("slices within near groups (exact)", slices)] if slices else []),
-        ("reductions in flight (at most)", pending),
-        ("sums on their way to the optimizer (at most)", exchange_buffer_bytes(chunk, shape)),
-        (SUMS, elements * wide),
-        ("unsharded gradient sums (full accumulation)", unsharded_sums),
-        ("optimizer state", device_state),
-        *matrices.rows(),
-        (AT_STEP, stepping_bytes(chunk, shape)),
-        *off.rows(),
-    ]
+def _outlines(
+    config: Config, shape: MeshShape, kind: ScheduleKind, model: Any, stages: int
+) -> tuple[list[ChunkOutline], dict[str, CopyNames]]:
+    """The chunks of a model, or the whole of it, and what they share."""
+    weights, checkpoint = config.weight_parallel, config.activation_checkpoint
+    take_experts(model, weights, shape.expert, 0)
+    if shape.pipeline == 1:
+        require_patterns_matched((name for name, _ in model.named_parameters()), weights)
+        blocks = range(config.model.layers)
+        return [_outline(config, shape, 0, blocks, model, weights, checkpoint)], {}
+    require_patterns_match(model, weights, shape)
+    parts = split_model(model, stages)  # of the zoo: other models have no pipeline
+    chunks = [Chunk(model, part, s == 0, s == stages - 1) for s, part in enumerate(parts)]
+    found = [
+        _outline(
+            config, shape, stage, parts[stage], chunk, *chunk_config(chunk, weights, checkpoint),
+            kind.splits_backward_of(stage),
+        )
+        for stage, chunk in enumerate(chunks)
+    ]  # fmt: skip
+    return found, find_tied(model, chunks)
+
+
+def _outline(
+    config: Config, shape: MeshShape, stage: int, blocks: range, module: nn.Module,
+    weights: WeightParallelConfig, checkpoint: ActivationCheckpointConfig, split: bool = False,
+) -> ChunkOutline:  # fmt: skip
+    """A chunk with settings of its own.
+
+    Args:
+        split: its backward may have two parts.
+    """
+    structure = read_structure(
+        module, weights.gather_before, weights.blocks, weights.gather_before_modules, weights.rules
+    )
+    shardings = plan_sharding(module, structure, weights, shape.expert)
+    again, device = set(checkpoint.selected(structure.layers)), device_type(config)
+    layout = chunk_layout(shardings, structure, weights, shape, again, split, device)
+    cut = {id(a.parameter) for a in shardings if a.unit is not None}
+    splits = can_split_backward(module, cut, bool(again) or weights.compile)
+    return ChunkOutline(stage, blocks, layout, tuple(shardings), splits, len(again))
 
 
 def check_length(config: Config) -> None:
@@ -166,12 +214,3 @@ def check_length(config: Config) -> None:
             f"one by one (at most {_LONGEST_STEP}); plan fewer micro-batches, since one is as the "
             "other after the first few"
         )
-
-
-def rank_memory(config: Config, plan: PipelinePlan, rank: RankPlan) -> dict[str, int]:
-    """Bytes by component, of all chunks of a pipeline rank, without activations."""
-    found: Counter[str] = Counter()
-    for chunk in rank.chunks:
-        told = config, plan.shape, chunk.plan, chunk.shardings
-        found.update(dict(_memory(*told, lambda: rank.schedule)))
-    return dict(found)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from internsp.app.plan.compared import compared, device_of_run
 from internsp.app.plan.offloaded import HOSTED, STAGED
-from internsp.app.plan.pipeline import make_pipeline_plan
+from internsp.app.plan.pipeline import drawn
+from internsp.app.plan.step import make_plan
 from internsp.app.report.advice import advise
 from internsp.app.report.chrome import write_chrome_trace
 from internsp.app.report.metrics import read_metrics
@@ -52,7 +53,7 @@ def write_page(
         memory=components(session),
         timeline=timeline,
         notes=notes,
-        schedule=make_pipeline_plan(config, shape.world_size).picture() if pipelined else "",
+        schedule=drawn(make_plan(config, shape.world_size)) if pipelined else "",
         advice=advise(timeline, config.weight_parallel, shape, micro_batches, blocks),
         predicted=predicted,
         device="" if device is None else device.name,
