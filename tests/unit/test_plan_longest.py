@@ -480,6 +480,10 @@ def test_pinned_memory_is_counted_as_torch_takes_it() -> None:
     name = HOSTED[ACTIVATIONS]
     assert host[name] == 4 * length * 64 * 2
     assert device[name] == 4 * pinned_bytes(length * 64 * 2)
+    # A size holds as many blocks as it has room for before pinned memory rounds them up.
+    three = {"activation_checkpoint": {"offload": f"{3 * length * 64 * 2} B"}}
+    limited = dict(MemoryBudget(on("cuda", **three), 1).at(length)[1])
+    assert limited[name] == 3 * pinned_bytes(length * 64 * 2)
     name = HOSTED[OPTIMIZER]
     assert host[name] < device[name] < 2 * host[name]
 

@@ -23,7 +23,6 @@ from internsp.app.plan.kinds import shown_kinds
 from internsp.app.plan.observations import Observations
 from internsp.app.plan.observe import ModelPart, Observed
 from internsp.base.host import pinned_bytes
-from internsp.base.sizes import size_in_bytes
 from internsp.mesh.sequence import HEADS, RING
 from internsp.modules.offload import offloaded_blocks
 from internsp.modules.tiles import ROWS
@@ -48,7 +47,7 @@ class Activations:
         between_parts: between input backward and weight backward, where they are separate.
         host: in host memory at the end of forward, rounded up as torch's pinned allocator does
             for a device.
-        offloaded: number of blocks whose activations are in host memory.
+        offloaded: number of blocks whose activations are in host memory, without a limit.
         block: what one recomputing block that is not offloaded keeps on the device.
         exchanges: at the peak, what the operators that exchange heads, or send keys and values
             around a ring, have allocated; by kind.
@@ -187,9 +186,6 @@ class ActivationModel:
             return replace(found, between_parts=between if self.model_part.split else 0)
         one = measure(shown, True, 1) if offload else None
         offloaded = offloaded_blocks(offload, self.recomputing)
-        limit = size_in_bytes(offload) if isinstance(offload, str) else None
-        if one is not None and one.host and limit is not None:
-            offloaded = min(offloaded, limit // sum(one.host))
         base = one if offloaded else None
         whole = measure(shown, True, backward=base is None)  # only one step has to measure peaks
         block = whole.block

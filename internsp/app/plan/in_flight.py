@@ -29,13 +29,13 @@ class Moving(NamedTuple):
     Attributes:
         stay: (component, bytes) from the first pass to the end of the step.
         rows: (component, bytes) beside these at the peak; the first is what is kept.
-        freed: of what is kept, what is freed before the last backward of a block.
+        left: of what is kept, what is left at the last backward of a block, without a pipeline.
         host: in host memory at the peak.
     """
 
     stay: list[tuple[str, int]]
     rows: list[tuple[str, int]]
-    freed: int
+    left: int
     host: int
 
 
@@ -71,7 +71,7 @@ class StepActivations:
         limit = size_in_bytes(offload) if isinstance(offload, str) else None
         holds_sends = self.plan.kind.name != "1F1B"
         simulation = _PassSimulation(plan, activations, model_parts, message, limit, holds_sends)
-        return Moving(stay, simulation.rows, one.freed, simulation.host)
+        return Moving(stay, simulation.rows, one.kept - one.freed, simulation.host)
 
 
 class _PassSimulation:
@@ -102,7 +102,8 @@ class _PassSimulation:
         self.in_receive_buffer = {
             s: 0 if self.sends[s] or model_parts[s].last else message for s in own
         }
-        self.kept: dict[tuple[int, int], tuple[int, int]] = {}  # on the device, on the host
+        self.kept: dict[tuple[int, int], tuple[int, int]] = {}  # as _kept returns
+        self.hosted = {s: one.host // max(one.offloaded, 1) for s, one in activations.items()}
         self.leaving: Counter[str] = Counter()
         self.rows: list[tuple[str, int]] = []
         self.host = self._most = 0
@@ -118,27 +119,29 @@ class _PassSimulation:
         stage, key = action.stage, (action.stage, action.micro_batch)
         one = self.activations[stage]
         if not action.part:
-            self.kept[key] = self._kept_bytes(stage, one)
-            self.host = max(self.host, sum(host for _, host in self.kept.values()))
+            self.kept[key] = self._kept(stage, one)
+            hosted = (away * self.hosted[s] for (s, _), (_, away) in self.kept.items())
+            self.host = max(self.host, sum(hosted))
             self._peak(one.forward, {})
             return
         self._peak(one.working, one.exchanges)
-        _, host = self.kept.pop(key)
+        _, away = self.kept.pop(key)
         if action.part == INPUT:
-            self.kept[key] = (max(one.between_parts - self.in_receive_buffer[stage], 0), host)
+            self.kept[key] = (max(one.between_parts - self.in_receive_buffer[stage], 0), away)
         elif self.sends[stage] and (self.holds_sends or action.micro_batch == self.held):
             self.leaving["outputs"] += self.message
         if self.returns[stage] and action.part in (INPUT, FULL):
             held = self.leaving["gradients"] if self.holds_sends else 0
             self.leaving["gradients"] = held + self.message
 
-    def _kept_bytes(self, stage: int, one: Activations) -> tuple[int, int]:
+    def _kept(self, stage: int, one: Activations) -> tuple[int, int]:
+        """What a micro-batch keeps on the device, and how many of its blocks are on the host."""
+        away = one.offloaded
+        if self.limit is not None and one.host:
+            used = sum(blocks for (s, _), (_, blocks) in self.kept.items() if s == stage)
+            away = min(away, max(self.limit // sum(one.host_pieces) - used, 0))
         kept = one.kept - self.in_receive_buffer[stage]
-        if self.limit is None or not one.host:
-            return kept, one.host
-        used = sum(host for (s, _), (_, host) in self.kept.items() if s == stage)
-        leaves = min(one.offloaded, max(self.limit - used, 0) * one.offloaded // one.host)
-        return kept + (one.offloaded - leaves) * one.block, leaves * one.host // one.offloaded
+        return kept + (one.offloaded - away) * one.block, away
 
     def _peak(self, working: int, exchanges: Mapping[str, int]) -> None:
         kept = sum(each for each, _ in self.kept.values())

@@ -96,8 +96,8 @@ class MemoryBudget:
         if not own.sums:
             return [moving.rows]
         first = [(SUMS, min(self.first, self.all)), *moving.rows]
-        (name, kept), *work = moving.rows
-        return [first, [(SUMS, self.all), (name, kept - moving.freed), *work]]
+        (name, _), *work = moving.rows
+        return [first, [(SUMS, self.all), (name, moving.left), *work]]
 
     def most(self, length: int, limit: float = math.inf) -> int:
         """Bytes that the fullest rank's device needs with sequences of ``length`` tokens; or those
