@@ -6,6 +6,7 @@ Two tensor ranks by two weight ranks, on meshes of either order of axes.
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,34 @@ def check_saved_and_loaded(
         parameter.data.zero_()
     dcp.load(state, checkpoint_id=shared[0])
     check(parameters(ours), parameters(plain), "loaded again")
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize("order", ["ours", pytest.param("outer", marks=pytest.mark.thorough(4))])
+@ranks(4, fresh=True)
+def test_other_tensor_ranks_are_told_of_a_rank_that_fails(order: str, rank: int) -> None:
+    log: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("internsp.failure").addHandler(handler)
+    mesh, tensor_mesh = meshes(order)
+    ours = Tiny(Gated)
+    parallelize_module(ours, tensor_mesh, plan(4, False))
+    parallelize(ours, mesh, WeightParallelConfig(min_shard_elements=8))
+    _, mine = batch(0, mesh)
+    ours(*mine).backward()
+
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("in a backward")
+
+    if rank == 0:
+        ours.layers[1].register_forward_hook(lambda *given: given[-1].register_hook(fail) and None)
+    loss = ours(*mine)
+    with pytest.raises(ValueError if rank == 0 else RuntimeError) as caught:
+        loss.backward()
+    assert "Timed out waiting" not in str(caught.value), "as gloo says after the timeout"
+    if 0 in tensor_mesh.mesh.tolist():  # the others wait for these
+        assert rank == 0 or "rank 0 failed first: its backward raised" in " ".join(log)
 
 
 @pytest.mark.thorough(1)
