@@ -19,6 +19,7 @@ from internsp.failure.comm_context import CommContext
 from internsp.mesh import ParallelMesh
 from internsp.modules.supported import require_supported
 from internsp.sp import DistributedAttention
+from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.hf import examine
 from internsp.sp.hf.attach import attach
 from internsp.sp.mixing import Refused, mixes_positions
@@ -130,19 +131,21 @@ def attach_sequences(
     # A backward in two parts runs the node that makes both gradients twice, and would send twice.
     parts = config.exchange_in_parts and not split
     reporter = replace(context.reporter("sequences"), pairs=mesh.pairs)
+    heads: Any = ExchangeGroup.of(mesh.heads_group, trace, reporter) if mesh.sequence > 1 else None
+    ring: Any = ExchangeGroup.of(mesh.ring_group, trace, reporter)
     for name, module in model.named_modules():
         if isinstance(module, DistributedAttention):
-            heads = mesh.heads_group if mesh.sequence > 1 else None
             module.attach(
-                heads, trace, name, ring=mesh.ring_group, axes=mesh.sequence_axes,
+                heads, trace, name, ring=ring, axes=mesh.sequence_axes,
                 form=config.ring_form, inner=config.inner_ring, in_parts=parts,
-                overlap=overlap, reporter=reporter,
+                overlap=overlap,
             )  # fmt: skip
     attach(model, mesh, trace, mean, config, reporter)
     if config.head_output != "local":
         options: Any = model.loss_options  # of set_head_output
         # Not counted: sequences of unequal length have losses of unequally many chunks.
-        options["reporter"] = Reporter(naming=context.naming)
+        reporter = Reporter(naming=context.naming)
+        options["group"] = ExchangeGroup.of(mesh.sequence_group, None, reporter)
 
 
 def set_head_output(model: nn.Module, mesh: ParallelMesh, config: SequenceConfig) -> None:

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp.base.accelerator import HOST, backends_of
-from internsp.base.in_flight import ALONE, Reporter
 from internsp.base.trace import Trace
 from internsp.errors import LayoutError
 from internsp.mesh.sequence import SequenceAxes
@@ -107,7 +106,6 @@ class DistributedAttention(nn.Module):
         inner: int = 1,
         in_parts: bool = False,
         overlap: bool = True,
-        reporter: Reporter = ALONE,
     ) -> None:
         """Exchange heads over ``group`` from now on (None: no exchange).
 
@@ -123,23 +121,23 @@ class DistributedAttention(nn.Module):
             in_parts: exchange heads in messages between pairs of ranks, one part at a time, where
                 possible (on the host, over gloo); :meth:`sublayer` computes meanwhile.
             overlap: when false, nothing is computed while these messages are in flight (WP-12).
-            reporter: counts exchanges, and names one that fails, with the first cause.
 
         Raises:
             LayoutError: the groups are not those of ``axes``.
             ConfigError: a form that the ring cannot use.
         """
-        exchange_group = None if group is None else ExchangeGroup.of(group, trace, reporter)
+        exchange_group = None if group is None else ExchangeGroup.of(group, trace)
         size = 1 if exchange_group is None else exchange_group.size
         self.group = exchange_group if size > 1 else None
-        ring_group = None if ring is None else ExchangeGroup.of(ring, trace, reporter)
+        ring_group = None if ring is None else ExchangeGroup.of(ring, trace)
         count = 1 if ring_group is None else ring_group.size
         self.axes = SequenceAxes(size, count) if axes is None else axes
-        if not isinstance(group, ExchangeGroup) and not isinstance(ring, ExchangeGroup):
-            self.axes.require_groups(_ranks(group), _ranks(ring))
+        both = exchange_group, ring_group
+        known = [None if each is None else each.process_group for each in both]
+        if exchange_group is None or known[0] is not None:  # else a plan's, of one rank
+            self.axes.require_groups(*map(_ranks, known))
         self.parts, self.overlap = None, overlap
-        messages = in_parts and size > 1 and not isinstance(group, ExchangeGroup)
-        if messages and backends_of(group).get(HOST) == "gloo":
+        if in_parts and size > 1 and backends_of(known[0]).get(HOST) == "gloo":
             from internsp.sp.gloo.fused import FusedSublayer
 
             self.parts = FusedSublayer

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from internsp.base.in_flight import ALONE, Reporter
 from internsp.base.trace import Trace
 from internsp.errors import ConfigError, LayoutError
 from internsp.sp.exchange import ExchangeGroup
@@ -35,7 +34,6 @@ def token_loss(
     layout: SequenceLayout | None = None,
     ignore_index: int = IGNORE_INDEX,
     trace: Trace | None = None,
-    reporter: Reporter = ALONE,
 ) -> tuple[Tensor, Tensor]:
     """Sum of the cross entropies of this rank's valid tokens, and their number.
 
@@ -56,7 +54,6 @@ def token_loss(
         group: the sequence group; needed by ``gather`` and ``vocabulary`` (None: one rank).
         layout: gives the lengths of the ranks; None: all have ``s``.
         trace: records an ``A2A`` for each exchange of logits.
-        reporter: names an exchange that fails; ``internsp.parallelize`` gives the model's own.
 
     Returns:
         The sum in nats, in ``promote_types(hidden.dtype, float32)``, and the count, int64, both
@@ -73,8 +70,10 @@ def token_loss(
             f"Labels must be [B, s] = {list(hidden.shape[:2])}, got {list(labels.shape)}."
         )
     exchange_group = None
-    if output != "local" and group is not None and dist.get_world_size(group) > 1:
-        exchange_group = ExchangeGroup.of(group, trace, reporter)
+    if output != "local" and group is not None:
+        exchange_group = ExchangeGroup.of(group, trace)
+        if exchange_group.size == 1:
+            exchange_group = None
     chunks = _chunk_lengths(hidden.shape, layout, exchange_group, chunk_tokens)
     rank = (
         exchange_group.rank if exchange_group is not None else 0 if layout is None else layout.rank

@@ -177,8 +177,8 @@ def test_the_first_failure_of_512_ranks_is_found_in_one_check_and_a_crossed_pair
 def test_a_refusal_that_is_withdrawn_names_no_rank_any_more() -> None:
     store, (first, second) = ranks_that_wait(2)
     first.report_refused("ValueError: a step")
-    assert store.get(first._signal_key(0)) == b"0"
+    assert store.get(first._signal_key(0, "a")) == b"0"
     first.begin_pass()
     first.close()
     second.report_failed("ValueError: later")
-    assert store.get(first._signal_key(0)) == b"1"
+    assert store.get(first._signal_key(0, "a")) == b"1"
