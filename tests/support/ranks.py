@@ -312,7 +312,7 @@ class _OneTransport(dist.ProcessGroupGloo):
 
 @functools.cache
 def _transport() -> Any:
-    return dist.ProcessGroupGloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])
+    return dist.ProcessGroupGloo.create_device(interface=os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
 
 
 def _serve(rank: int, world_size: int, port: int, tasks: Connection) -> None:
