@@ -51,9 +51,6 @@ class Reporter:
     pairs: Counter[str] = field(default_factory=Counter)
 
 
-ALONE = Reporter()
-
-
 def phase_of(adjoint: bool = False) -> str:
     """The phase, from where the operator runs and not from a flag that a caller must set (WP-9)."""
     if adjoint:
@@ -85,7 +82,7 @@ class MessagesInFlight:
         reporter: names a message that fails.
     """
 
-    def __init__(self, trace: Trace | None, reporter: Reporter = ALONE) -> None:
+    def __init__(self, trace: Trace | None, reporter: Reporter) -> None:
         self._trace, self._reporter = trace or Trace(), reporter
         self._of_token: dict[int, InFlight] = {}
 

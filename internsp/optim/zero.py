@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -276,12 +277,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """By parameter, this rank's slices of its state, 1-D; :meth:`state_dict` has all of it."""
-        return self._state().by_parameter()
+        """By parameter, this rank's slices of its state, 1-D; :meth:`state_dict` has all of it.
+
+        To be read: a value's elements may be changed in place, other writes are refused.
+        """
+        return MappingProxyType(self._state().by_parameter())
 
     @state.setter
     def state(self, value: Any) -> None:
-        pass  # torch's constructor sets a dictionary, which is not needed
+        if hasattr(self, "_reducer"):  # else torch's constructor, whose dictionary is not needed
+            raise TypeError(
+                f"optimizer.state was assigned on rank {self._communicator.mesh.rank}: a "
+                "ZeroOptimizer's state lies in its buckets; to begin it anew, call "
+                "load_state_dict() with a state_dict() whose state is empty"
+            )
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from internsp.base.accelerator import HOST
 from internsp.base.handles import HandleTable
-from internsp.base.in_flight import ALONE, MessagesInFlight, Reporter, phase_of
+from internsp.base.in_flight import MessagesInFlight, Reporter, phase_of
 from internsp.base.trace import Trace
 from internsp.errors import CollectiveError, LayoutError
 
@@ -59,7 +59,7 @@ class ExchangeGroup:
     given: Trace | None
     rank: int
     size: int
-    reporter: Reporter = ALONE
+    reporter: Reporter = field(default_factory=Reporter)
     peer_exchanges: PeerExchanges | None = None  # messages between pairs of ranks
     trace: Trace = field(init=False)
     in_flight: MessagesInFlight = field(init=False)
@@ -75,16 +75,21 @@ class ExchangeGroup:
         cls,
         group: dist.ProcessGroup | ExchangeGroup,
         trace: Trace | None = None,
-        reporter: Reporter = ALONE,
+        reporter: Reporter | None = None,
     ) -> ExchangeGroup:
-        """Return the exchange group of these: one object for equal ones."""
+        """Return the exchange group of these: one object for equal ones.
+
+        Args:
+            reporter: a model's; without one, any.
+        """
         if isinstance(group, ExchangeGroup):
             return group
         for known in _GROUPS.alive():
-            same = known.given is trace and known.reporter is reporter
-            if known.process_group is group and same:
+            same = known.process_group is group and known.given is trace
+            if same and (reporter is None or known.reporter is reporter):
                 return known
-        return cls(group, trace, dist.get_rank(group), dist.get_world_size(group), reporter)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        return cls(group, trace, rank, size, reporter or Reporter())
 
     # These methods call torch.distributed; a benchmark overrides the first three.
 
@@ -100,13 +105,6 @@ class ExchangeGroup:
         return dist.all_to_all_single(
             received, send, receive_counts, send_counts, group=self.process_group, async_op=True
         )
-
-    def all_reduce(
-        self, tensor: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> None:
-        """All-reduce ``tensor`` in place; ``what`` names it in an error. Blocks."""
-        with self.reporter.naming(what):
-            dist.all_reduce(tensor, op, group=self.process_group)
 
     def irecv(self, buffer: Tensor, peer: int, tag: int) -> Any:
         """Post a receive into ``buffer`` (gloo) and return its work handle."""
@@ -147,6 +145,13 @@ class ExchangeGroup:
         )  # fmt: skip
         # A backend may return one work handle for all operations.
         return works if len(works) == len(operations) else [works[0]] * len(operations)
+
+    def all_reduce(
+        self, tensor: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
+        """All-reduce ``tensor`` in place; ``what`` names it in an error. Blocks."""
+        with self.reporter.naming(what):
+            dist.all_reduce(tensor, op, group=self.process_group)
 
     def _pair(self, *flat: Tensor) -> None:
         """Report messages between pairs of ranks, which gloo counts as collectives of the group."""

@@ -103,6 +103,24 @@ def one_optimizer(_: Path) -> Pair:
     return trains(twin, lr=0.1), [trains(other, lr=0.1, param_groups=groups)]
 
 
+@row("call load_state_dict() with a state_dict() whose state is empty")
+def state_anew(_: Path) -> Pair:
+    twin = tiny()
+    optimizer: Any = ZeroOptimizer(twin.communicator, AdamW, lr=0.1)
+    train(twin, optimizer)
+    with pytest.raises(TypeError):
+        optimizer.state[next(iter(optimizer.state))] = {}
+    with pytest.raises(AttributeError):
+        optimizer.state.clear()
+
+    def anew() -> None:
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+        assert all(values["exp_avg"] is None for values in optimizer.state.values())
+        train(twin, optimizer)
+
+    return lambda: setattr(optimizer, "state", {}), [anew]
+
+
 @row("give a positive number, or None")
 def positive_norm(_: Path) -> Pair:
     twin, other = tiny(), tiny()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from internsp.base.in_flight import ALONE, Reporter
+from internsp.base.in_flight import Reporter
 from internsp.base.trace import Trace
 from internsp.errors import ConfigError, LayoutError, MissingDependencyError
 from internsp.sp import AttentionMask, DistributedAttention, Documents, SequenceLayout, kernels
@@ -246,7 +246,7 @@ def test_a_ring_frees_a_block_after_its_last_use_also_where_it_was_only_passed_o
     for rank in range(4):
         group: Any = types.SimpleNamespace(
             trace=Trace(),
-            reporter=ALONE,
+            reporter=Reporter(),
             batch_isend_irecv=lambda sent: [types.SimpleNamespace(wait=lambda: None) for _ in sent],
         )
         spec = MaskSpec(True, None, ((4,),))
