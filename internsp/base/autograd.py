@@ -233,7 +233,7 @@ def clone_aliases(output: Any, weights: Iterable[Tensor]) -> Any:
     are found through tuples, lists, mappings and dataclasses; mutable ones are changed in place.
     """
     held = list(weights)
-    starts = [weight.data_ptr() for weight in held]
+    starts = [_address(weight) for weight in held]
     if not starts:
         return output
     first, last = min(starts), _end(held[starts.index(max(starts))])
@@ -269,12 +269,14 @@ def cloned(value: Any, wanted: Callable[[Tensor], bool]) -> Any:
 
 def _end(tensor: Tensor) -> int:
     """Address behind the last byte of an unsharded weight, whose memory has no gaps."""
-    return tensor.data_ptr() + tensor.numel() * tensor.element_size()
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return _address(local) + local.numel() * local.element_size()
 
 
 def _address(tensor: Tensor) -> int:
-    """Address of the first element; 0 for a tensor without memory (a ``DTensor``, sparse)."""
+    """Address of the first element, of a ``DTensor`` of its local tensor; 0 without memory."""
     try:
-        return tensor.data_ptr()
+        address: int = getattr(tensor, "_local_tensor", tensor).data_ptr()
+        return address
     except RuntimeError:
         return 0

@@ -9,6 +9,10 @@ again, as its inputs and outputs are ``DTensor`` on that mesh, too::
     sharded      [Replicate, tensor placement, Shard(0)]   on ("replica", "tensor", "weight")
     unsharded    [tensor placement]                         on the user's tensor mesh
     its gradient the same placement, whatever autograd gives; then reduced as any gradient
+
+The user's mesh may have dimensions of data ranks, too, where all of a program's tensors are
+``DTensor`` on one mesh: the weight is ``Replicate`` there, and its gradient, a sum that is still to
+be made, is reduced as it is.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +30,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from internsp.dtensor.mixed import ParameterTensor
 from internsp.dtensor.placed import strides
 from internsp.errors import StructureError
-from internsp.mesh import ParallelMesh
+from internsp.mesh import ParallelMesh, WeightAxis
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,21 +38,33 @@ class TensorPart:
     """How a parameter is placed on the tensor ranks.
 
     Attributes:
-        mesh: the user's, of one dimension.
-        placement: ``Shard`` or ``Replicate``.
+        mesh: the user's.
+        placements: on each dimension of ``mesh``; ``Shard`` or ``Replicate``.
+        dim: the dimension of tensor ranks; ``None``: all are of data ranks.
         shape: of the parameter over all tensor ranks.
     """
 
     mesh: DeviceMesh
-    placement: Placement
+    placements: tuple[Placement, ...]
+    dim: int | None
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, parameter: nn.Parameter) -> TensorPart | None:
-        """``None`` for a parameter that is no ``DTensor``."""
+    def of(cls, parameter: nn.Parameter, axis: WeightAxis) -> TensorPart | None:
+        """Of a parameter that is sharded along ``axis``; ``None`` if it is no ``DTensor``."""
         if not isinstance(parameter, DTensor):
             return None
-        return cls(parameter.device_mesh, parameter.placements[0], tuple(parameter.shape))
+        mesh, data = parameter.device_mesh, {*axis.data_ranks()}
+        ranks = [dist.get_process_group_ranks(mesh.get_group(d)) for d in range(mesh.ndim)]
+        tensor = [dim for dim, own in enumerate(ranks) if not data.issuperset(own)]
+        assert len(tensor) < 2, "checked where the mesh was made"
+        dim = tensor[0] if tensor else None
+        return cls(mesh, tuple(parameter.placements), dim, tuple(parameter.shape))
+
+    @property
+    def placement(self) -> Placement:
+        """On the tensor ranks."""
+        return Replicate() if self.dim is None else self.placements[self.dim]
 
     @property
     def sharded(self) -> bool:
@@ -56,12 +73,11 @@ class TensorPart:
 
     def local_part(self, full: Tensor) -> Tensor:
         """This tensor rank's part of ``full``, the values over all tensor ranks (a view)."""
-        if not isinstance(self.placement, Shard):
+        if self.dim is None or not isinstance(self.placement, Shard):
             return full
-        pieces = full.chunk(self.mesh.size(), self.placement.dim)
-        rank = self.mesh.get_local_rank()
-        dim = self.placement.dim
-        return pieces[rank] if rank < len(pieces) else full.narrow(dim, 0, 0)
+        pieces = full.chunk(self.mesh.size(self.dim), self.placement.dim)
+        rank = self.mesh.get_local_rank(self.dim)
+        return pieces[rank] if rank < len(pieces) else full.narrow(self.placement.dim, 0, 0)
 
     def as_dtensor(self, local: Tensor) -> DTensor:
         """``local``, unsharded over the weight group, as the ``DTensor`` that the layer reads. No
@@ -69,7 +85,7 @@ class TensorPart:
         return DTensor.from_local(
             local,
             self.mesh,
-            [self.placement],
+            self.placements,
             run_check=False,
             shape=torch.Size(self.shape),
             stride=strides(self.shape),
@@ -79,8 +95,11 @@ class TensorPart:
         """This tensor rank's part of a gradient; blocks if tensor ranks must sum it first."""
         if not isinstance(gradient, DTensor):
             return gradient
-        if gradient.placements != (self.placement,):
-            gradient = gradient.redistribute(placements=[self.placement])
+        wanted = [*gradient.placements]  # a sum over data ranks is left to the reduction
+        if self.dim is not None:
+            wanted[self.dim] = self.placement
+        if (*wanted,) != gradient.placements:
+            gradient = gradient.redistribute(placements=wanted)
         local: Any = gradient._local_tensor
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
@@ -92,10 +111,10 @@ def largest_part(parameter: nn.Parameter) -> tuple[int, ...]:
     also where their parts differ in size.
     """
     shape = list(parameter.shape)
-    part = TensorPart.of(parameter)
-    if part is not None and isinstance(part.placement, Shard):
-        dim = part.placement.dim
-        shape[dim] = -(-shape[dim] // part.mesh.size())
+    if isinstance(parameter, DTensor):
+        for dim, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                shape[placement.dim] = -(-shape[placement.dim] // parameter.device_mesh.size(dim))
     return tuple(shape)
 
 

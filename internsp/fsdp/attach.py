@@ -15,16 +15,23 @@ from types import MethodType
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.utils import _to_kwargs
 
 from internsp.base.autograd import refuse_transformed
 from internsp.config import WeightParallelConfig
 from internsp.errors import MeshError, StructureError
 from internsp.fsdp.compiled import compilers_taken
-from internsp.fsdp.torchs import gives_zeros, input_buffers, param_groups
+from internsp.fsdp.torchs import (
+    gives_zeros,
+    input_buffers,
+    mesh_over,
+    param_groups,
+    unsharded_spec,
+)
 from internsp.fsdp.units import (
     ProgramUnit,
     by_mesh,
@@ -176,7 +183,7 @@ def attach(root: Any, compiler: Layer | None = None) -> None:
         for param in params_of(units):
             param._setattr_on_modules(param.sharded_param)
         raise
-    moved: dict[torch.Tensor, ShardedParameter] = {}
+    moved: dict[Tensor, ShardedParameter] = {}
     for param, sharding in shardings.items():  # the program's parameter is the library's
         member, memory = member_of(communicator, param), param._sharded_param_data
         before = adopt(member, param.sharded_param, sharding.owners, memory)
@@ -210,13 +217,13 @@ def _config(root: nn.Module, units: Sequence[ProgramUnit]) -> WeightParallelConf
     return WeightParallelConfig(**given | vars(root).get(OPTIONS, {}))
 
 
-def _hook_of(group: Any) -> Callable[[torch.Tensor], None] | None:
+def _hook_of(group: Any) -> Callable[[Tensor], None] | None:
     """The hook that the program has given to the reductions of torch's ``group``."""
     hook, stream = group._all_reduce_hook, group._all_reduce_hook_stream
     if hook is None or stream is None:
-        return cast("Callable[[torch.Tensor], None] | None", hook)
+        return cast("Callable[[Tensor], None] | None", hook)
 
-    def on_stream(mean: torch.Tensor) -> None:
+    def on_stream(mean: Tensor) -> None:
         here = torch.accelerator.current_stream()
         stream.wait_stream(here)
         with stream:
@@ -247,7 +254,7 @@ def _mesh(units: Sequence[ProgramUnit]) -> ParallelMesh:
             f"parameters are sharded over the ranks of {len(found)} meshes ({'; '.join(listed)}): "
             "give every fully_shard of one model the same mesh, or one beside it for all experts"
         )
-    meshes = [[params[0].mesh_info.mesh, *(p._spmd_mesh for p in params)] for params in found]
+    meshes = [[params[0].mesh_info.mesh, *map(mesh_over, params)] for params in found]
     (data, *others), *experts = meshes
     return mesh_of_program(data, others, *experts)
 
@@ -313,7 +320,9 @@ def show(module: Any) -> None:
         for param in group.fsdp_params if group.is_sharded else ():
             given = param.sharded_param
             with torch.no_grad():
-                whole = given.full_tensor().to(param.param_dtype or given.dtype)
+                whole: Tensor = given.full_tensor().to(param.param_dtype or given.dtype)
+                if spec := unsharded_spec(param):  # a part of it, on a program's other ranks
+                    whole = distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None)
             shown = nn.Parameter(whole, given.requires_grad)
             setattr(shown, SHOWN, True)
             param._setattr_on_modules(shown)

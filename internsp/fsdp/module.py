@@ -183,10 +183,10 @@ def fully_shard(
     Raises:
         StructureError: what the library does not do, with the line to write instead.
     """
-    if dp_mesh_dims is not None:
+    if dp_mesh_dims is not None and dp_mesh_dims.shard is None:
         raise StructureError(
-            "internsp.fsdp takes a mesh of data ranks: write fully_shard(module, mesh=mesh['dp']) "
-            "and leave dp_mesh_dims out (torchtitan: spmd_backend = 'partial_dtensor')"
+            "internsp.fsdp shards weights: name a dimension of the mesh, of one rank if need be, "
+            "in DataParallelMeshDims(shard=...)"
         )
     some = mesh is not None and mesh.mesh.numel() < dist.get_world_size()
     if some and type(reshard_after_forward) is int:  # torch's own groups for it would hang
@@ -199,6 +199,7 @@ def fully_shard(
             module, mesh=mesh, reshard_after_forward=reshard_after_forward,
             shard_placement_fn=shard_placement_fn, mp_policy=mp_policy,
             offload_policy=offload_policy, ignored_params=ignored_params,
+            **{} if dp_mesh_dims is None else {"dp_mesh_dims": dp_mesh_dims},  # torch 2.13 takes it
         )  # fmt: skip
     for part in parts_of(made):
         _make_ours(part)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 _SHARDED = "_internsp_sharded"
@@ -53,6 +54,21 @@ def unsharded_spec(param: Any) -> Any:
     if hasattr(param, "_unsharded_dtensor_spec"):
         return param._unsharded_dtensor_spec
     return param._tp_spec if param.is_dtensor else None  # torch 2.11
+
+
+def mesh_over(param: Any) -> DeviceMesh:
+    """The mesh over which a parameter is sharded: dimensions of data ranks before that of others.
+
+    A program that names dimensions of data (torch 2.13) may have them in any order, and several
+    over which a weight is sharded as over one.
+    """
+    data, mesh = param.mesh_info.mesh, param._spmd_mesh
+    named = getattr(param.mesh_info, "dp_mesh_dims", None)
+    if named is None:
+        return mesh
+    given = {*named.shard_names, *named.replicate_names}
+    others = [mesh[name] for name in mesh.mesh_dim_names if name not in given]
+    return DeviceMesh._concatenate([data, *others]) if others else data
 
 
 def gives_zeros(group: Any) -> bool:

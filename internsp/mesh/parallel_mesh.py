@@ -103,6 +103,14 @@ class WeightAxis:
             replica_rank % shape.zero, shape.expert, expert_rank, param_mesh=mesh, **by_field,
         )  # fmt: skip
 
+    def data_ranks(self) -> list[int]:
+        """Global ranks over which gradients of this rank's weights are summed, its own among
+        them."""
+        own = self.param_mesh.get_coordinate()
+        assert own is not None, "this rank is on its own mesh"
+        ranks = self.param_mesh.mesh
+        return (ranks if ranks.ndim == 2 else ranks[:, own[1]]).flatten().tolist()
+
     def placements(self, own: Placement, tensor: Placement | None = None) -> list[Placement]:
         """Placements on :attr:`param_mesh` of a parameter.
 

@@ -134,7 +134,7 @@ def build(
         mesh, config, examined, units, queue, trace, link,
         activations.pool if activations is not None else None, own is None, make_collectives,
     )  # fmt: skip
-    torchs = {m.tensor.mesh.get_group() for m in members.values() if m.tensor is not None}
+    torchs = {g for m in members.values() if m.tensor for g in m.tensor.mesh.get_all_groups()}
     recovery = StageRecovery(mesh, chunk.collectives.comm_context, torchs)
     # Of all tensor ranks' stages: they have the same names, shapes and frozen parameters.
     consensus = recovery.among(recovery.shared_name, mesh.model_ranks)

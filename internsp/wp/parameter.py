@@ -85,7 +85,7 @@ class ModelParameter:
     ) -> None:  # fmt: skip
         self.shape, self.device, self.offload = torch.Size(shape), device, frozenset(offload)
         self.name, self.axis = name, axis
-        self.tensor = TensorPart.of(parameter)
+        self.tensor = TensorPart.of(parameter, axis)
         self.ready: Work | None = None
         self.stepped = StepCount()
         self.meet: Meet | None = None

@@ -105,7 +105,7 @@ def trl(rank: int, world: int, folder: Path) -> Found:
 
 
 def torchtitan(
-    rank: int, world: int, folder: Path, family: str = "llama3", **degrees: int
+    rank: int, world: int, folder: Path, family: str = "llama3", **degrees: Any
 ) -> Found:
     """Three steps of a debug model, sharded by torchtitan's own function."""
     from torchtitan.tools import utils
@@ -194,12 +194,14 @@ class Client(NamedTuple):
 TITAN = ("torchtitan", "triton", "spmd_types", "tensorboard")
 EXPERTS = partial(torchtitan, family="deepseek_v3", expert_parallel_degree=2)
 MIXED = partial(EXPERTS, expert_parallel_degree=4, tensor_parallel_degree=2)
+FULL = partial(torchtitan, spmd_backend="full_dtensor", tensor_parallel_degree=2)
 CLIENTS = {
     "Lightning": Client(lightning, ("lightning",)),
     "TRL": Client(trl, ("accelerate", "datasets", "transformers", "trl")),
     "torchtitan": Client(torchtitan, TITAN),
     "torchtitan experts": Client(EXPERTS, TITAN, 1e-3, 4),  # its experts compute in bf16
     "torchtitan tensor ranks": Client(MIXED, TITAN, world=4),
+    "torchtitan, all DTensor": Client(FULL, TITAN, world=4),
     "loop": Client(loop, ("transformers",), 1e-12),
 }
 

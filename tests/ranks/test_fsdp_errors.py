@@ -38,9 +38,6 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         StructureError, "leave it out",
         _refused("set_allocate_memory_from_process_group_for_comm", True),
     ),
-    "dims": (
-        StructureError, "partial_dtensor", lambda: ours.fully_shard(Model(), dp_mesh_dims=1)
-    ),
     "float8": (StructureError, "ignored_params", lambda: _eight()(torch.tensor(1))),
     "compiled within": (
         StructureError, "blocks.0.up is compiled", lambda: _compiled("blocks.0.up")(batch(0, 0, 0))

@@ -1055,6 +1055,11 @@ def _tensor_parallel(names: Any, rank: int) -> dict[str, Tensor]:
               for n, p in model.named_parameters()}  # fmt: skip
     assert all(places.values())
     assert model[1][0].weight.device_mesh == mesh
+    model[1].unshard()  # over data ranks
+    shown = model[1][0].weight
+    assert (shown.device_mesh, shown.placements) == (mesh["tp"], (Shard(0),))
+    found["unsharded"] = shown.to_local().clone()
+    model[1].reshard()
     return found | whole(dict(model.named_parameters()))
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import internsp
+from internsp.base.autograd import clone_aliases
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.mesh import ParallelMesh
@@ -201,6 +202,18 @@ def check_saved_and_loaded(
         parameter.data.zero_()
     dcp.load(state, checkpoint_id=shared[0])
     check(parameters(ours), parameters(plain), "loaded again")
+
+
+@ranks(2)
+def test_of_the_outputs_of_a_layer_only_what_lies_in_a_weight_is_copied(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    weight, other = (distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)]) for _ in range(2))
+    unsummed = DTensor.from_local(torch.randn(4, 3), mesh, [Partial()])  # a copy would be a message
+    copied, *same = clone_aliases([weight.t(), other, unsummed], [weight])
+    assert same[0] is other
+    assert same[1] is unsummed
+    assert copied.to_local().data_ptr() != weight.to_local().data_ptr()
+    assert torch.equal(copied.to_local(), weight.to_local().t())
 
 
 @pytest.mark.unmeasured

@@ -416,9 +416,10 @@ FSDP: Table = {
             f"{OWN}test_the_communicator_of_the_document_trains_as_one_process",
     },
     "slots are allocated once": {"leave it out": WRITTEN},
-    "leave dp_mesh_dims out": {
-        "write fully_shard(module, mesh=mesh['dp'])":
-            f"{PROGRAMS}test_a_mesh_of_tensor_ranks_has_the_numbers_of_fsdp2",
+    "internsp.fsdp shards weights": {
+        "name a dimension":
+            "tests/ranks/test_fsdp_spmd.py::"
+            "test_a_mesh_of_all_dimensions_has_the_numbers_of_fsdp2",
     },
     "has no plan": {
         "call internsp.fsdp.fully_shard on it": WRITTEN, "and run a forward": WRITTEN,
