@@ -16,7 +16,10 @@ from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._pytree import tree_map_only
 
 from internsp.base.autograd import NO_TASK, graph_task
 from internsp.errors import StructureError
@@ -28,16 +31,33 @@ Layer = Callable[[Forward], Forward]
 _NAME = "_internsp_wrapping"
 
 
-def uncollected(compiled: Forward) -> Forward:
-    """``compiled`` with Python's garbage collector switched off for the call, on all threads.
+class _Arrived(torch.autograd.Function):
+    """The tensor of a collective that tensor-parallel layers have not waited for, waited for."""
 
-    While torch checks the guards of compiled code it releases the interpreter lock. If another
-    thread then collects a class that these guards refer to (of a model that was thrown away), torch
-    frees guards that it is reading, and the process crashes (seen with torch 2.13).
+    @staticmethod
+    def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:  # type: ignore[override]
+        return tensor.wait().detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def around_compiled(compiled: Forward) -> Forward:
+    """``compiled``, called in a way in which torch runs it right (seen with torch 2.13).
+
+    Python's garbage collector is switched off for the call, on all threads: while torch checks the
+    guards of compiled code it releases the interpreter lock. If another thread then collects a
+    class that these guards refer to (of a model that was thrown away), torch frees guards that it
+    is reading, and the process crashes.
+
+    Inputs have arrived: the gradient of an ``AsyncCollectiveTensor`` gets lost in compiled code,
+    or is of another class.
     """
 
     @wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(AsyncCollectiveTensor, _Arrived.apply, (args, kwargs))
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -122,7 +142,7 @@ class Wrapping:
         self.forward = self._own["forward"] = forward
 
     def _compiled(self, base: Forward) -> Forward:
-        return base if self.compiler is None else uncollected(self.compiler(base))
+        return base if self.compiler is None else around_compiled(self.compiler(base))
 
     def _in_layers(self, base: Forward) -> Forward:
         prepared = self._compiled(base)

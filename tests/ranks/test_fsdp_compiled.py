@@ -10,11 +10,29 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp as torchs
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import internsp.fsdp as ours
 from internsp.errors import StructureError
 from internsp.modules import supported
-from tests.support.fsdp import Model, batch, loss_of, mesh_of, require_same, shard, steps
+from tests.support.fsdp import (
+    WORDS,
+    Model,
+    batch,
+    loss_of,
+    mesh_of,
+    require_same,
+    shard,
+    steps,
+    whole,
+)
 from tests.support.ranks import ranks
 
 
@@ -256,3 +274,36 @@ def test_a_failed_first_forward_leaves_modules_compiled(rank: int) -> None:
     with pytest.raises(StructureError, match="is compiled by torch"):
         model(batch(0, 0, rank))
     assert model.blocks[0]._compiled_call_impl is not None
+
+
+def _over_tensor_ranks(fully_shard: Any, compiles: bool, rank: int) -> dict[str, Tensor]:
+    """Blocks whose inputs come as collectives that are in flight."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(3)
+    blocks = [
+        nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        for _ in range(2)
+    ]
+    model: Any = nn.Sequential(nn.Embedding(WORDS, 8), *blocks).double()
+    embeds = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    parallelize_module(model, mesh["tp"], {"0": embeds})
+    for block in blocks:
+        plan = {
+            "0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1)),
+            "3": RowwiseParallel(output_layouts=Shard(1)),
+        }  # fmt: skip
+        parallelize_module(block, mesh["tp"], plan)
+        if compiles:
+            block.compile(backend="aot_eager")
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    draw = torch.Generator().manual_seed(rank // 2)
+    model(torch.randint(0, WORDS, (2, 4), generator=draw)).square().sum().backward()
+    return whole({name: parameter.grad for name, parameter in model.named_parameters()})
+
+
+@ranks(4)
+def test_compiled_blocks_over_tensor_ranks_have_the_gradients_of_eager_ones(rank: int) -> None:
+    """FSDP2 of torch 2.13 gives zeros to the embedding; torch alone raises within backward."""
+    wanted = _over_tensor_ranks(torchs.fully_shard, False, rank)
+    require_same(_over_tensor_ranks(ours.fully_shard, True, rank), wanted)
