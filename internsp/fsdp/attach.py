@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.utils import _to_kwargs
@@ -256,7 +257,8 @@ def _mesh(units: Sequence[ProgramUnit]) -> ParallelMesh:
         )
     meshes = [[params[0].mesh_info.mesh, *map(mesh_over, params)] for params in found]
     (data, *others), *experts = meshes
-    return mesh_of_program(data, others, *experts)
+    sharded = isinstance(found[0][0].mesh_info, FSDPMeshInfo)
+    return mesh_of_program(data, others, *experts, sharded=sharded)
 
 
 def _casts(units: Sequence[ProgramUnit]) -> list[ModuleCasts]:

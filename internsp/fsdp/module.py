@@ -183,11 +183,6 @@ def fully_shard(
     Raises:
         StructureError: what the library does not do, with the line to write instead.
     """
-    if dp_mesh_dims is not None and dp_mesh_dims.shard is None:
-        raise StructureError(
-            "internsp.fsdp shards weights: name a dimension of the mesh, of one rank if need be, "
-            "in DataParallelMeshDims(shard=...)"
-        )
     some = mesh is not None and mesh.mesh.numel() < dist.get_world_size()
     if some and type(reshard_after_forward) is int:  # torch's own groups for it would hang
         raise StructureError(

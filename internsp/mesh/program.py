@@ -27,8 +27,9 @@ class _Kept(dict[str, ParallelMesh]):
 
 
 def mesh_of_program(
-    data: DeviceMesh, others: Sequence[DeviceMesh] = (), experts: Sequence[DeviceMesh] = ()
-) -> ParallelMesh:
+    data: DeviceMesh, others: Sequence[DeviceMesh] = (), experts: Sequence[DeviceMesh] = (),
+    *, sharded: bool = True,
+) -> ParallelMesh:  # fmt: skip
     """The groups for ``data``: made at the first call (collective), then the same again.
 
     Args:
@@ -36,6 +37,7 @@ def mesh_of_program(
         others: meshes of parameters; one may have a dimension more, of tensor ranks.
         experts: such a mesh over which other weights are sharded, and those of their parameters,
             with the owners of different ones as a dimension more.
+        sharded: whether weights are sharded; else the only dimension of ``data`` is of replicas.
 
     Raises:
         MeshError: a mesh has other dimensions or ranks; before any message.
@@ -44,17 +46,18 @@ def mesh_of_program(
     own = _axis_of_experts(data, widest, experts) if experts else {}
     # Two slices of one mesh are two objects, of the same groups.
     kept = vars(data._get_root_mesh()).setdefault(_KEPT, _Kept())
-    key = f"{data.mesh.tolist()} {widest.mesh.tolist()} {own}"
+    key = f"{data.mesh.tolist()} {sharded} {widest.mesh.tolist()} {own}"
     if key not in kept or kept[key].is_closed:
-        names = ["replicate", "shard"][-data.ndim :] + ["tensor"] * (widest.ndim - data.ndim)
+        names = ["replicate", "shard"][-data.ndim :] if sharded else ["replicate"]
+        names += ["tensor"] * (widest.ndim - data.ndim)
         if widest.mesh.numel() < dist.get_world_size() or own.get("experts_over_tensor"):
-            kept[key] = _of_part(widest, data.ndim, own)
+            kept[key] = _of_part(widest, data.ndim, data.shape[-1] if sharded else 1, own)
         else:
             named = DeviceMesh(
                 widest.device_type, widest.mesh, mesh_dim_names=tuple(names), _init_backend=False
             )
             kept[key] = ParallelMesh.from_device_mesh(
-                named, weight="shard", replicas=tuple({"replicate"} & {*names}),
+                named, weight=tuple({"shard"} & {*names}), replicas=tuple({"replicate"} & {*names}),
                 tensor=tuple({"tensor"} & {*names}), **own,
             )  # fmt: skip
     return kept[key]
@@ -94,7 +97,7 @@ def _axis_of_experts(
     )
 
 
-def _of_part(mesh: DeviceMesh, data: int, experts: dict[str, Any]) -> ParallelMesh:
+def _of_part(mesh: DeviceMesh, data: int, weight: int, experts: dict[str, Any]) -> ParallelMesh:
     """The groups for some ranks of the job, as those of a pipeline's stage, made by them alone.
 
     Other ranks come to their meshes at another time. ``data`` dimensions are of data.
@@ -113,8 +116,6 @@ def _of_part(mesh: DeviceMesh, data: int, experts: dict[str, Any]) -> ParallelMe
     sizes, ranks = mesh.mesh.shape, tuple(mesh.mesh.flatten().tolist())
     tensor = sizes[data] if mesh.ndim > data else 1
     machines = {rank: name for _, rank, name in told}
-    shape = MeshShape(
-        len(ranks), sizes[data - 1], tensor=tensor, order=ranks, machines=machines, **experts
-    )
+    shape = MeshShape(len(ranks), weight, tensor=tensor, order=ranks, machines=machines, **experts)
     groups = make_groups(shape, timedelta(minutes=5), make)
     return ParallelMesh(shape, dist.get_rank(), device_of(mesh.device_type), groups)

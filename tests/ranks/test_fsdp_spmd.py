@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import internsp.fsdp as ours
-from internsp.errors import MeshError, StructureError
-from tests.support.fsdp import Program, compare, require_same, whole
+from internsp.errors import MeshError
+from tests.support.fsdp import Program, compare, require_same
 from tests.support.ranks import ranks
 from tests.support.versions import since
 
@@ -65,9 +66,13 @@ class Made:
         return found
 
 
+def parts(named: Any, prefix: object = "") -> dict[str, Tensor]:
+    """This rank's part of each: both runs place them alike."""
+    return {f"{prefix} {name}": value.to_local().clone() for name, value in named}
+
+
 def gradients(model: nn.Module, prefix: object) -> dict[str, Tensor]:
-    found = whole({name: p.grad for name, p in model.named_parameters()})
-    return {f"{prefix} {name}": value for name, value in found.items()}
+    return parts(((name, p.grad) for name, p in model.named_parameters()), prefix)
 
 
 def steps(made: Made, model: Any, micro: int = 1) -> dict[str, Tensor]:
@@ -84,7 +89,7 @@ def steps(made: Made, model: Any, micro: int = 1) -> dict[str, Tensor]:
         found |= {f"norm {step}": norm.full_tensor(), **gradients(model, step)}
         optimizer.step()
         optimizer.zero_grad()
-    return found | whole(dict(model.named_parameters()))
+    return found | parts((n, p.detach()) for n, p in model.named_parameters())
 
 
 PLACES: dict[str, list[Any]] = {}
@@ -112,6 +117,8 @@ def test_a_mesh_of_all_dimensions_has_the_numbers_of_fsdp2(rank: int) -> None:
         (("tp", "dp"), (2, 2), dims(shard="dp")),
         (("replicas", "ranks", "tp"), (2, 1, 2), dims(shard="ranks", replicate="replicas")),
         (("ranks", "cp", "tp"), (1, 2, 2), dims(shard=("ranks", "cp"))),
+        (("replicas",), (4,), dims(replicate="replicas")),
+        (("replicas", "tp"), (2, 2), dims(replicate="replicas")),
         (("more", "replicas", "ranks"), (2, 1, 2), dims("ranks", ("more", "replicas"))),
     ):  # fmt: skip
         made = Made(init_device_mesh("cpu", sizes, mesh_dim_names=axes))
@@ -191,14 +198,58 @@ def test_a_checkpoint_of_such_a_mesh_goes_on_under_the_other(tmp_path: Path, ran
         require_same(steps(made, model), wanted)
 
 
+class Two(nn.Module):
+    """Experts of which a forward reads one."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        made = [distribute_tensor(torch.randn(8, 4).double(), mesh, [Shard(0)]) for _ in range(2)]
+        self.used, self.unused = nn.Parameter(made[0]), nn.Parameter(made[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used.to_local().square().sum() * x.sum()  # type: ignore[attr-defined]
+
+
+def unused(names: Any, rank: int) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model: Any = Two(mesh["ep"])
+    names.fully_shard(model, mesh=mesh["dp"])
+    model.set_reduce_scatter_unused_params(True)
+    model(torch.ones(2, dtype=torch.double)).backward()
+    return gradients(model, "")
+
+
+@ranks(4)
+def test_an_unused_dtensor_may_have_a_gradient_of_zeros(rank: int) -> None:
+    compare(unused, rank=rank)
+
+
 @ranks(4)
 def test_what_cannot_be_taken_of_such_a_mesh_is_refused_by_name(rank: int) -> None:
     dims = torchs.DataParallelMeshDims
     made = Made(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
-    with pytest.raises(StructureError, match=r"DataParallelMeshDims\(shard=...\)"):
-        made.shard(ours, made.model(), dp_mesh_dims=dims(replicate="dp"))
-    with pytest.raises(ValueError, match="all parameters must be DTensors"):
-        ours.fully_shard(nn.Linear(3, 3), mesh=made.mesh, dp_mesh_dims=dims(shard="dp"))
+    equal = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def cut() -> nn.Module:
+        found = nn.Linear(4, 4, bias=False)
+        weight = distribute_tensor(found.weight.data, made.mesh, [Shard(0)] * 2)
+        found.weight = nn.Parameter(weight)
+        return found
+
+    def wrong(part: Any, mesh: Any = made.mesh, **options: Any) -> Callable[[Any], Any]:
+        call = {"mesh": mesh, "dp_mesh_dims": dims(shard="dp")} | options
+        return lambda names: names.fully_shard(part(), **call)
+
+    for names in (torchs, ours):
+        for call, kind, words in (
+            (wrong(cut), ValueError, "Expected Replicate"),
+            (wrong(lambda: nn.Linear(3, 3)), ValueError, "all parameters must be DTensors"),
+            (wrong(made.model, dp_mesh_dims=dims(shard="other")), ValueError, "not found in mesh"),
+            (wrong(made.model, equal), ValueError, "same mesh"),
+            (wrong(made.model, reshard_after_forward=2), NotImplementedError, "as int"),
+        ):  # fmt: skip
+            with pytest.raises(kind, match=words):
+                call(names)
     made = Made(init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "tp", "more")))
     model = made.model()
     made.shard(ours, model, dp_mesh_dims=dims(shard="dp"))

@@ -416,11 +416,6 @@ FSDP: Table = {
             f"{OWN}test_the_communicator_of_the_document_trains_as_one_process",
     },
     "slots are allocated once": {"leave it out": WRITTEN},
-    "internsp.fsdp shards weights": {
-        "name a dimension":
-            "tests/ranks/test_fsdp_spmd.py::"
-            "test_a_mesh_of_all_dimensions_has_the_numbers_of_fsdp2",
-    },
     "has no plan": {
         "call internsp.fsdp.fully_shard on it": WRITTEN, "and run a forward": WRITTEN,
     },
