@@ -67,8 +67,9 @@ class Made:
 
 
 def parts(named: Any, prefix: object = "") -> dict[str, Tensor]:
-    """This rank's part of each: both runs place them alike."""
-    return {f"{prefix} {name}": value.to_local().clone() for name, value in named}
+    """This rank's part of each, if it has one: both runs place them alike."""
+    found = {f"{prefix} {name}": value.to_local().clone() for name, value in named}
+    return {name: value for name, value in found.items() if value.numel()}
 
 
 def gradients(model: nn.Module, prefix: object) -> dict[str, Tensor]:
@@ -109,20 +110,30 @@ def on_mesh(made: Made, dims: Any, micro: int = 1, name: str = "", **options: An
     return program
 
 
-@ranks(4)
-def test_a_mesh_of_all_dimensions_has_the_numbers_of_fsdp2(rank: int) -> None:
+def meshes(number: int) -> list[tuple[tuple[str, ...], tuple[int, ...], Any]]:
+    """Axes, sizes and which are of data, of meshes with at most two dimensions, or with three."""
     dims = torchs.DataParallelMeshDims
-    for axes, sizes, named in (
-        (("dp", "tp"), (2, 2), dims(shard="dp")),
-        (("tp", "dp"), (2, 2), dims(shard="dp")),
-        (("replicas", "ranks", "tp"), (2, 1, 2), dims(shard="ranks", replicate="replicas")),
-        (("ranks", "cp", "tp"), (1, 2, 2), dims(shard=("ranks", "cp"))),
+    if number == 3:
+        return [
+            (("replicas", "ranks", "tp"), (2, 1, 2), dims("ranks", "replicas")),
+            (("ranks", "cp", "tp"), (1, 2, 2), dims(("ranks", "cp"))),
+            (("more", "replicas", "ranks"), (2, 1, 2), dims("ranks", ("more", "replicas"))),
+        ]
+    return [
+        (("dp", "tp"), (2, 2), dims("dp")),
+        (("tp", "dp"), (2, 2), dims("dp")),
+        (("replicas", "ranks"), (2, 2), dims("ranks", "replicas")),
+        (("ranks", "cp"), (2, 2), dims(("ranks", "cp"))),
         (("replicas",), (4,), dims(replicate="replicas")),
         (("replicas", "tp"), (2, 2), dims(replicate="replicas")),
-        (("more", "replicas", "ranks"), (2, 1, 2), dims("ranks", ("more", "replicas"))),
-    ):  # fmt: skip
-        made = Made(init_device_mesh("cpu", sizes, mesh_dim_names=axes))
-        compare(on_mesh(made, named), rank=rank)
+    ]
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.thorough(25))])
+@ranks(4)
+def test_a_mesh_of_all_dimensions_has_the_numbers_of_fsdp2(number: int, rank: int) -> None:
+    for axes, sizes, dims in meshes(number):
+        compare(on_mesh(Made(init_device_mesh("cpu", sizes, mesh_dim_names=axes)), dims), rank=rank)
 
 
 @ranks(4)
