@@ -301,7 +301,10 @@ class _OneTransport(dist.ProcessGroupGloo):
     """A gloo group whose connections are served by one thread of the process.
 
     Gloo starts such a thread for each group, and each wakes up a hundred times a second: with ten
-    groups per rank and a dozen ranks this takes a tenth of two cores.
+    groups per rank and a dozen ranks this takes a tenth of two cores. It also polls without a pause
+    while another thread holds a connection's lock; where ranks outnumber cores, that one waits for
+    the core on which it polls. With the lowest priority it gives way: a fifth less for a parity
+    test of four ranks on two cores.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -312,7 +315,17 @@ class _OneTransport(dist.ProcessGroupGloo):
 
 @functools.cache
 def _transport() -> Any:
-    return dist.ProcessGroupGloo.create_device(interface=os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+    before, name = _threads(), os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    device = dist.ProcessGroupGloo.create_device(interface=name)
+    for thread in _threads() - before:
+        os.setpriority(os.PRIO_PROCESS, thread, 19)
+    return device
+
+
+def _threads() -> set[int]:
+    """Of this process, as Linux numbers them; elsewhere none."""
+    tasks = Path("/proc/self/task")
+    return {int(task.name) for task in tasks.iterdir()} if tasks.exists() else set()
 
 
 def _serve(rank: int, world_size: int, port: int, tasks: Connection) -> None:
