@@ -136,6 +136,7 @@ class Start:
         self._known: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {}
         self._sizes: dict[str, int] = {}
         self._found: dict[str, list[int]] = {}  # what was compared last, by identity
+        self._modules = len(sys.modules)
         self._changed_names()
 
     def set(self, number: int) -> None:
@@ -163,6 +164,9 @@ class Start:
     def left(self) -> str:
         """What a body has left behind that another one might see; empty: nothing."""
         gc.collect()
+        if len(sys.modules) > self._modules:  # those of torch._dynamo took 50 ms after each body
+            self._modules = len(sys.modules)
+            gc.freeze()
         torch.set_default_dtype(torch.float32)  # which sets torch.Storage, too
         if self._broken:
             return f"broken groups: {self._broken[0]}"
