@@ -41,6 +41,9 @@ PRELOAD = [
     "torch.distributed.tensor",
     "torch.utils.checkpoint",
     "torch._inductor.config",  # imported by use_deterministic_algorithms, 0.7 s
+    "torch._dynamo.repro.after_dynamo",  # these three by the first compiled code, 0.4 s
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor.experimental",
     "numpy",
     "pydantic",
     "pytest",
