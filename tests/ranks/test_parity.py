@@ -83,7 +83,7 @@ def work(c: Combination) -> float:
 
 
 def chosen(world: int) -> list[Combination]:
-    return covering(options(world), cost=work)
+    return covering(options(world), seed=20, cost=work)  # of many the shortest set
 
 
 def gaps(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, float]]:

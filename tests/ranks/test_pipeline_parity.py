@@ -143,7 +143,7 @@ def together() -> list[Combination]:
 
 @functools.cache
 def chosen(world: int) -> list[Combination]:
-    return covering(options(world), possible, cost=work)
+    return covering(options(world), possible, seed=35, cost=work)  # of many the shortest
 
 
 @functools.cache
