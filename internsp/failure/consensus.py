@@ -17,6 +17,10 @@ import torch.distributed as dist
 from internsp.errors import CollectiveError, InternspError
 from internsp.failure.guard import FailureGuard
 
+STORE_GONE = (
+    "The process that held the ranks' store has ended (rank 0's, where no launcher holds it)"
+)
+
 
 def default_store() -> dist.Store:
     """The store with which the default process group was made."""
@@ -62,8 +66,18 @@ class Consensus:
             CollectiveError: some rank did not call it in time. No collective was launched, so that
                 process groups stay usable, and this rank's text is withdrawn. Or some rank can
                 never call it, because it waits elsewhere for this rank: then the process groups
-                are aborted.
+                are aborted. Or the store is gone with the process that held it.
         """
+        try:
+            return self._gathered(topic, text, counts)
+        except dist.DistError as error:  # torch's words name neither the call nor that process
+            raise CollectiveError(
+                f"rank {self._rank} reached {text}, which all ranks {self._ranks} must call "
+                f"together. {STORE_GONE}: see its log. If it was only done before this rank, let "
+                "the ranks end together: torch.distributed.barrier() as the last call"
+            ) from error
+
+    def _gathered(self, topic: str, text: str, counts: Callable[[str], bool]) -> dict[int, str]:
         assert self._guard is not None, "it watches waits between passes"
         store, call, number = self._store, f"{self._name}/{topic}", self._rounds[topic]
         found: dict[int, str] = {}
@@ -96,7 +110,8 @@ class Consensus:
                 pause = min(2 * pause, 0.01)
         self._rounds[topic] = number + 1
         if number:  # all ranks have read this rank's text of the call before, as they are here
-            store.delete_key(f"{call}/{number - 1}/{self._rank}")
+            with contextlib.suppress(dist.DistError):  # all have come: what is left over is gone
+                store.delete_key(f"{call}/{number - 1}/{self._rank}")
         return {rank: found[rank] for rank in self._ranks}
 
     def answer(self, topic: str, text: str) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from internsp.errors import CollectiveError
 from internsp.failure.comm_context import CommContext
-from internsp.failure.consensus import Consensus, default_store
+from internsp.failure.consensus import STORE_GONE, Consensus, default_store
 from internsp.failure.detection import call_at_exit, is_consequence
 from internsp.failure.guard import CHECK_SECONDS, FailureGuard, abort_collectives
 from internsp.failure.objects import Objects
@@ -56,8 +56,7 @@ class Recovery:
             return known(f"cause/{self.failures}") or known("ended")
         except (RuntimeError, ValueError):
             return (
-                "The process that held the ranks' store has ended (rank 0's, where no launcher "
-                "holds it), and with it the causes that other ranks had reported: see its log"
+                f"{STORE_GONE}, and with it the causes that other ranks had reported: see its log"
             )
 
     def check(self) -> None:

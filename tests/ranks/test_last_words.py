@@ -179,6 +179,55 @@ def test_a_process_that_ends_leaves_its_cause(
             process.join()
 
 
+def last_read(rank: int, port: int, together: bool, ended: Any, told: Connection) -> None:
+    """A process of two replicas; rank 0, which hosts the store, has ended once ``ended`` is set."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    weight = Twin(Other, ParallelMesh.create(weight=2, device_type="cpu")).ours.embed.weight
+    if rank > 1 and not together:
+        ended.wait()
+    try:
+        told.send(str(weight.full_tensor().shape))  # type: ignore[operator]
+    except CollectiveError as error:
+        told.send(str(error))
+    if together:
+        dist.barrier()
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize("together", [False, True])
+def test_a_read_after_the_end_of_the_stores_process_says_so_unless_ranks_end_together(
+    together: bool,
+) -> None:
+    start_server()
+    context = multiprocessing.get_context("forkserver")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    del store  # rank 0 reuses its port
+    mine, theirs = context.Pipe(duplex=False)
+    ended = context.Event()
+    given = port, together, ended, theirs
+    processes = [
+        context.Process(target=last_read, args=(rank, *given), daemon=True) for rank in range(4)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        processes[0].join(50)
+        ended.set()
+        told = []
+        for _ in processes:
+            assert mine.poll(50), told
+            told.append(mine.recv())
+        read = [one for one in told if one == "torch.Size([11, 6])"]
+        assert len(read) == (4 if together else 2), told
+        assert all("store has ended" in one for one in told if one not in read), told
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
 PROGRAM = """
 from internsp.failure.detection import call_at_exit
 class Owner: pass

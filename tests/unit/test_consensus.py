@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from internsp.errors import CollectiveError
 from internsp.failure import consensus
 from internsp.failure.consensus import Consensus
 from internsp.failure.recovery import Recovery
@@ -100,6 +102,31 @@ def test_without_the_store_no_rank_agrees_and_each_has_its_own_cause(
     assert together(lambda: first.verdict("failed/0", "3 4")) == [False]
     assert first.first("cause/0", "mine") == "mine"
     first.gone()
+
+
+class Lasting(dist.HashStore):
+    """A store whose process ends once all ranks have come to a call."""
+
+    def delete_key(self, name: str) -> bool:
+        raise dist.DistNetworkError("connection reset by peer")
+
+
+def guarded(monkeypatch: pytest.MonkeyPatch, store: Any) -> Consensus:
+    monkeypatch.setattr(consensus, "default_store", lambda: store)
+    guard: Any = SimpleNamespace(waits_in_store=lambda *what: nullcontext(), fatal_cause="")
+    return Consensus("name", 1, [1], SECONDS, guard)
+
+
+def test_a_call_whose_store_is_gone_names_itself_and_that_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = r"rank 1 reached full_tensor\(\) of w, which all ranks .* store has ended .*barrier"
+    with pytest.raises(CollectiveError, match=told) as raised:
+        guarded(monkeypatch, Lost()).same("reads", "full_tensor() of w")
+    assert isinstance(raised.value.__cause__, dist.DistNetworkError)
+    lasting = guarded(monkeypatch, Lasting())
+    for number in range(2):  # the second one has a key of the first to delete
+        assert lasting.gather("reads", str(number)) == {1: str(number)}
 
 
 def test_the_first_cause_stays_unless_its_own_rank_knows_better(

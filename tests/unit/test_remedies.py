@@ -212,6 +212,12 @@ FAILURE: Table = {
     "and with it the causes that other ranks had": {
         "see its log": "tests/ranks/test_last_words.py::test_a_process_that_ends_leaves_its_cause"
     },
+    "If it was only done before this rank": {
+        "see its log": "tests/ranks/test_last_words.py::test_a_process_that_ends_leaves_its_cause",
+        "torch.distributed.barrier() as the last call":
+            "tests/ranks/test_last_words.py::"
+            "test_a_read_after_the_end_of_the_stores_process_says_so_unless_ranks_end_together",
+    },
     "cannot go on: {fatal}. Restart": {"Restart the job": RESTARTED},
     "because the ranks are at different points": {"Restart the job from a checkpoint": RESTARTED},
     "wait timeout": NO_ADVICE,
