@@ -292,6 +292,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "load_state_dict() with a state_dict() whose state is empty"
             )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a ZeroOptimizer cannot be copied or pickled: its copy would share buckets and groups. "
+            "Copy or save its state_dict()"
+        )
+
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """State and settings in the form of torch's optimizers. Collective; blocks.

@@ -7,6 +7,7 @@ read from the source too: one that says what to do and is in no row fails the te
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,6 +120,23 @@ def state_anew(_: Path) -> Pair:
         train(twin, optimizer)
 
     return lambda: setattr(optimizer, "state", {}), [anew]
+
+
+@row("groups. Copy or save its state_dict()")
+def a_copy(_: Path) -> Pair:
+    twin = tiny()
+    optimizer: Any = ZeroOptimizer(twin.communicator, AdamW, lr=0.1)
+    train(twin, optimizer)
+    with pytest.raises(TypeError, match="its copy would share buckets"):
+        pickle.dumps({"optimizer": optimizer})
+
+    def kept() -> None:
+        before = copy.deepcopy(optimizer.state_dict())
+        train(twin, optimizer)
+        optimizer.load_state_dict(before)
+        torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+    return lambda: copy.deepcopy(optimizer), [kept]
 
 
 @row("give a positive number, or None")
