@@ -54,6 +54,7 @@ class Marks:
 
     Attributes:
         all: ranks (numbers), and names of parameters.
+        ranks: those ranks, and ``stages`` the places of each stage's among them.
         rank: the index of this rank.
         start, stop: the indices of this stage's parameters; the last is for those added later.
         places: a parameter's index from ``start`` on.
@@ -62,11 +63,12 @@ class Marks:
     def __init__(self, mesh: ParallelMesh, members: Sequence[Member]) -> None:
         mine = list(mesh.stage_ranks), [*(m.name_in_model for m in members), *_LATER]
         stages = Objects(mesh.pipeline_group).gather(mine)
-        ranks = [rank for stage, _ in stages for rank in stage]
-        names = [names for _, names in stages]
-        self.all: list[int | str] = [*ranks, *(name for each in names for name in each)]
-        self.rank = ranks.index(mine[0][dist.get_rank(mesh.stage_group)])
-        self.start = len(ranks) + sum(map(len, names[: mesh.pipeline_rank]))
+        self.ranks: list[int] = [rank for stage, _ in stages for rank in stage]
+        size, names = len(mine[0]), [names for _, names in stages]
+        self.stages = [slice(at, at + size) for at in range(0, len(self.ranks), size)]
+        self.all: list[int | str] = [*self.ranks, *(name for each in names for name in each)]
+        self.rank = self.ranks.index(mine[0][dist.get_rank(mesh.stage_group)])
+        self.start = len(self.ranks) + sum(map(len, names[: mesh.pipeline_rank]))
         self.stop = self.start + len(mine[1])
         self.places = {member: at for at, member in enumerate(members)}
 

@@ -20,7 +20,7 @@ N = TypeVar("N", float, Tensor)
 
 
 def norm_and_flags(
-    buckets: Sequence[Bucket], mesh: ParallelMesh, own: Tensor, marks: Marks
+    buckets: Sequence[Bucket], mesh: ParallelMesh, own: Tensor, marks: Marks, code: int
 ) -> Tensor:
     """The square of all gradients' norm, over all stages, and what is not finite. Collective.
 
@@ -31,10 +31,11 @@ def norm_and_flags(
 
     Args:
         own: whether such values arose on this rank (:class:`internsp.optim.finite.NotFinite`).
+        code: a number that all ranks get to know.
 
     Returns:
         fp64: the norm's square; then for each of ``marks`` a number above zero if it has values
-        that are not finite.
+        that are not finite; then the code of each rank.
     """
     nothing = torch.zeros((), dtype=torch.float64, device=mesh.device)
     counted, each = [nothing], [nothing] * (marks.stop - marks.start)
@@ -46,9 +47,11 @@ def norm_and_flags(
                 at = places.get(segment.member, last)
                 each[at] = norm if each[at] is nothing else each[at] + norm
             counted += norms if counts else ()
-    found = nothing.new_zeros(1 + len(marks.all))
+    codes = 1 + len(marks.all)
+    found = nothing.new_zeros(codes + len(marks.ranks))
     found[0] = torch.stack(counted).square().sum()
     found[1 + marks.rank] = own
+    found[codes + marks.rank] = code
     found[1 + marks.start : 1 + marks.stop] = torch.stack(each).isfinite().logical_not()
     parts = (found, mesh.stage_group), (found[:1], mesh.tensor_group), (found, mesh.pipeline_group)
     for part, group in parts:

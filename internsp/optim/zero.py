@@ -32,6 +32,7 @@ from internsp.optim.matrices import MatrixSteps
 from internsp.optim.methods import Method, methods_of, require_steppable
 from internsp.optim.norm import clip_factor, norm_and_flags
 from internsp.optim.reduction import ZeroReducer
+from internsp.optim.same_settings import Numbers, code_of, numbers_in, require_same
 from internsp.optim.scaler import LossScaler
 from internsp.optim.state import OptimizerState
 from internsp.optim.verdict import Outcome, Verdict, settle
@@ -660,8 +661,13 @@ def _verdict(optimizers: Sequence[ZeroOptimizer], log: bool) -> Verdict | None:
     own = torch.stack([reducer.local_not_finite for reducer in reducers]).any()
     if first._marks is None:
         first._marks = Marks(mesh, [m for each in optimizers for m in each._group_index])
-    found = norm_and_flags(buckets, mesh, own, first._marks)
-    result = _Result(first, HostCopy(found), factor, log)
+    numbers = numbers_in(
+        (settings, method.kept)
+        for each in optimizers
+        for settings, method in zip(each._settings(), each._methods, strict=True)
+    )
+    found = norm_and_flags(buckets, mesh, own, first._marks, code_of(numbers))
+    result = _Result(first, HostCopy(found), factor, numbers, log)
     late = all(optimizer.decides_on_device() for optimizer in optimizers)
     if not late:
         result.found  # noqa: B018 - the host waits; if a rank has failed meanwhile, it is any number
@@ -695,12 +701,15 @@ class _Result:
         first: the optimizer whose settings count for all.
         copy: what :func:`norm_and_flags` has found.
         factor: from sums to gradients.
+        numbers: the settings of the step.
     """
 
-    def __init__(self, first: ZeroOptimizer, copy: HostCopy, factor: float, log: bool) -> None:
+    def __init__(
+        self, first: ZeroOptimizer, copy: HostCopy, factor: float, numbers: Numbers, log: bool
+    ) -> None:
         assert first._marks is not None, "made before the norm"
         self._first, self._copy, self._factor, self._log = first, copy, factor, log
-        self._marks = first._marks
+        self._marks, self._numbers = first._marks, numbers
 
     def tell(self, optimizer: ZeroOptimizer) -> None:
         """Let ``optimizer`` know; the first of them adapts the loss scale."""
@@ -717,7 +726,11 @@ class _Result:
 
     @cached_property
     def _read(self) -> tuple[float, bool, NotFinite | None]:
-        square, *flags = self.found
+        square, *told = self.found
+        count = len(self._marks.all)
+        flags, codes = told[:count], told[count:]
+        self._first._communicator.recovery.check_lost("the gradient norm")  # else any numbers
+        require_same(self._marks, codes, self._numbers)
         norm, scaler = math.sqrt(square) * self._factor, self._first.loss_scaler
         skipped, why = self._first.skip_not_finite and not math.isfinite(norm), None
         if skipped and (scaler is None or scaler.scale <= scaler.min_scale):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import PropertyMock, patch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from internsp import WeightParallelConfig, parallelize
-from internsp.errors import CollectiveError
+from internsp.errors import CollectiveError, ConfigError
 from internsp.optim import LossScaler, ZeroOptimizer, step_together
 from internsp.optim import zero as zero_room
 from tests.support.compare import check, parameters
@@ -49,8 +50,8 @@ def made(
     communicator = parallelize(model, mesh_of(weight), WeightParallelConfig(min_shard_elements=20))
     communicator.state.pool.poison = True
     return model, ZeroOptimizer(
-        communicator, cls, param_groups=groups(model, 0.1), max_grad_norm=bound, fused=True,
-        **settings, **more,
+        communicator, cls, param_groups=groups(model, 0.1), max_grad_norm=bound,
+        **{"fused": True, **settings, **more},
     )  # fmt: skip
 
 
@@ -314,3 +315,24 @@ def test_a_rank_that_fails_at_the_norm_lets_no_other_update(rank: int) -> None:
         train(model, zero, rank, 1, bad=False)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.to_local(), before[name]), name  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@ranks(2)
+def test_settings_that_differ_between_ranks_are_told_with_the_norm(fused: bool, rank: int) -> None:
+    """A fused step is read when the next one begins; a step with equal settings goes on."""
+    model, zero = made("adamw", 2, None, fused=fused)
+    train(model, zero, rank, 0, bad=False)
+    group = zero.param_groups[-1]
+    group["lr"], before = 0.02 + 0.01 * rank, whole(model)
+    words = r"ranks \[1\] step with other settings than rank 0, .* on rank %d .*'lr': 0.0%d, "
+    step = partial(train, model, zero, rank, 1, bad=False)
+    if fused:
+        step()
+    with pytest.raises(ConfigError, match=words % (rank, 2 + rank)):
+        getattr(zero, "grad_norm") if fused else step()  # noqa: B009 - read now
+    assert fused or all(torch.equal(before[n], value) for n, value in whole(model).items())
+    group["lr"] = 0.02
+    zero.zero_grad()
+    train(model, zero, rank, 2, bad=False)
+    assert math.isfinite(zero.grad_norm)

@@ -139,6 +139,30 @@ def a_copy(_: Path) -> Pair:
     return lambda: copy.deepcopy(optimizer), [kept]
 
 
+@row("Give all ranks the same: a schedule that follows a loss", world=2)
+def settings_of_all(_: Path) -> Pair:
+    twin = tiny()
+    optimizer = ZeroOptimizer(twin.communicator, SGD, lr=0.1)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    losses = [1.0, 0.5 + dist.get_rank()]  # worse on rank 1 alone
+
+    def followed(all_ranks: bool) -> None:
+        for value in losses:
+            loss = torch.tensor(value)
+            if all_ranks:
+                optimizer.param_groups[0]["lr"] = 0.1
+                dist.all_reduce(loss)
+            schedule.step(loss)
+        before = [p.full_tensor() for p in twin.ours.parameters()]  # type: ignore[operator]
+        try:
+            train(twin, optimizer)
+        finally:
+            after = [p.full_tensor() for p in twin.ours.parameters()]  # type: ignore[operator]
+            assert all(map(torch.equal, before, after)) != all_ranks
+
+    return partial(followed, False), [partial(followed, True)]
+
+
 @row("give a positive number, or None")
 def positive_norm(_: Path) -> Pair:
     twin, other = tiny(), tiny()
