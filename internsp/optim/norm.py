@@ -20,7 +20,7 @@ N = TypeVar("N", float, Tensor)
 
 
 def norm_and_flags(
-    buckets: Sequence[Bucket], mesh: ParallelMesh, own: Tensor, marks: Marks, code: int
+    buckets: Sequence[Bucket], mesh: ParallelMesh, own: Tensor, marks: Marks, code: float
 ) -> Tensor:
     """The square of all gradients' norm, over all stages, and what is not finite. Collective.
 

@@ -7,7 +7,7 @@ a rank beside the norm.
 
 from __future__ import annotations
 
-import zlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch import Tensor
 from internsp.errors import ConfigError
 from internsp.optim.finite import Marks
 
-Numbers = list[dict[str, Any]]
+Numbers = list[dict[str, list[float]]]
+_GAP = 1e-6
+"""Relative difference of one setting that counts; libraries differ in the last bits of a cosine."""
 
 
 def numbers_in(groups: Iterable[tuple[Mapping[str, Any], Sequence[str]]]) -> Numbers:
@@ -25,16 +27,17 @@ def numbers_in(groups: Iterable[tuple[Mapping[str, Any], Sequence[str]]]) -> Num
     Args:
         groups: the settings of each, and names of what its optimizer keeps among them.
     """
-    return [
-        {name: _number(value) for name, value in settings.items()
-         if name not in kept and _is_number(value)}
+    found = [
+        {name: _flat(value) for name, value in settings.items() if name not in kept}
         for settings, kept in groups
-    ]  # fmt: skip
+    ]
+    return [{name: flat for name, flat in group.items() if flat} for group in found]
 
 
-def code_of(numbers: Numbers) -> int:
-    """A number that is the same on ranks with the same settings; fp64 holds it exactly."""
-    return zlib.crc32(repr(numbers).encode())
+def code_of(numbers: Numbers) -> float:
+    """A number that differs by more than ``_GAP`` where a setting does, relative to that."""
+    flat = [value for group in numbers for own in group.values() for value in own]
+    return sum(at * math.asinh(1e12 * value) for at, value in enumerate(flat, 1))
 
 
 def require_same(marks: Marks, codes: Sequence[float], mine: Numbers) -> None:
@@ -48,7 +51,7 @@ def require_same(marks: Marks, codes: Sequence[float], mine: Numbers) -> None:
     """
     for stage in marks.stages:
         ranks, own = marks.ranks[stage], codes[stage]
-        other = [rank for rank, code in zip(ranks, own, strict=True) if code != own[0]]
+        other = [rank for rank, code in zip(ranks, own, strict=True) if abs(code - own[0]) > _GAP]
         if other:
             raise ConfigError(
                 f"ranks {other} step with other settings than rank {ranks[0]}, which holds parts "
@@ -58,15 +61,10 @@ def require_same(marks: Marks, codes: Sequence[float], mine: Numbers) -> None:
             )
 
 
-def _is_number(value: Any) -> bool:
+def _flat(value: Any) -> list[float]:
+    """Its numbers that are finite; none of what is no number, or lies on a device."""
     if isinstance(value, tuple | list):
-        return all(map(_is_number, value))
-    return isinstance(value, int | float) or (
-        isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1
-    )
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return [_number(each) for each in value]
-    return value.item() if isinstance(value, Tensor) else value
+        return [number for each in value for number in _flat(each)]
+    if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
+        value = value.item()
+    return [value] if isinstance(value, int | float) and math.isfinite(value) else []
