@@ -91,7 +91,8 @@ def messages(rank: int, world: int, weight: int, zero: int) -> dict[str, Any]:
     buckets = s.optimizer._buckets
     mine = [*s.model.parameters()]
     return {
-        "norm": 1 + world + len(mine) + 1,  # the square, a flag of each rank and parameter
+        # The square, a flag of each rank and parameter, the settings of each rank.
+        "norm": 1 + 2 * world + len(mine) + 1,
         "summed": summed,
         "exchanged": exchanged,
         "flat": s.communicator.replicated.gradient().numel(),
