@@ -44,19 +44,21 @@ def require_same(marks: Marks, codes: Sequence[float], mine: Numbers) -> None:
     """Check what all ranks have told, the same on each.
 
     Args:
-        codes: :func:`code_of` of each rank of ``marks``.
+        codes: :func:`code_of` of each rank of ``marks``; 0 where a backend that sends nothing
+            (torch's ``fake``) stands in for the others.
 
     Raises:
         ConfigError: ranks of a stage differ.
     """
     for stage in marks.stages:
-        ranks, own = marks.ranks[stage], codes[stage]
-        other = [rank for rank, code in zip(ranks, own, strict=True) if abs(code - own[0]) > _GAP]
+        told = {r: code for r, code in zip(marks.ranks[stage], codes[stage], strict=True) if code}
+        first = next(iter(told), 0)
+        other = [rank for rank, code in told.items() if abs(code - told[first]) > _GAP]
         if other:
             raise ConfigError(
-                f"ranks {other} step with other settings than rank {ranks[0]}, which holds parts "
-                f"of the same parameters; on rank {marks.ranks[marks.rank]} they are {mine}. Give "
-                "all ranks the same: a schedule that follows a loss needs that of all ranks "
+                f"ranks {other} step with other settings than rank {first}, which holds parts of "
+                f"the same parameters; on rank {marks.ranks[marks.rank]} they are {mine}. Give all "
+                "ranks the same: a schedule that follows a loss needs that of all ranks "
                 "(torch.distributed.all_reduce)"
             )
 
