@@ -329,6 +329,9 @@ class _Targets:
 
     def total(self) -> int:
         """Number of predicted tokens of the whole batch, a piece of the sequence at a time."""
-        index = torch.arange(self.ids.shape[1], device=self.ids.device)
-        pieces = (self.labels(piece) for piece in index.split(_COUNTED))
-        return int(sum((labels != self.ignore_index).sum() for labels in pieces))
+        length, device = self.ids.shape[1], self.ids.device
+        pieces = (
+            torch.arange(start, min(start + _COUNTED, length), device=device)
+            for start in range(0, length, _COUNTED)
+        )
+        return int(sum((self.labels(piece) != self.ignore_index).sum() for piece in pieces))
