@@ -68,6 +68,7 @@ def mesh_over(param: Any) -> DeviceMesh:
         return mesh
     given = {*named.shard_names, *named.replicate_names}
     others = [mesh[name] for name in mesh.mesh_dim_names if name not in given]
+    others = [other for other in others if other.size() > 1]
     return DeviceMesh._concatenate([data, *others]) if others else data
 
 

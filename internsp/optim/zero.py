@@ -16,6 +16,7 @@ from internsp.base.accelerator import HostCopy
 from internsp.base.host import OPTIMIZER
 from internsp.base.stand_in import OptimizerClass, settings_of
 from internsp.dtensor.parameter import StepCount
+from internsp.errors import ConfigError
 from internsp.failure.recovery import reporting_refusals
 from internsp.optim import group_state, streamed
 from internsp.optim.bucket import Bucket, make_buckets
@@ -712,12 +713,22 @@ class _Result:
         self._marks, self._numbers = first._marks, numbers
 
     def tell(self, optimizer: ZeroOptimizer) -> None:
-        """Let ``optimizer`` know; the first of them adapts the loss scale."""
+        """Let ``optimizer`` know; the first of them adapts the loss scale.
+
+        Raises:
+            ConfigError: once, from the first: ranks have other settings.
+        """
         settle(self._first)
         norm, skipped, why = self._read
         optimizer._record_step(norm, skipped, why)
-        if optimizer is self._first and optimizer.loss_scaler is not None:
-            optimizer.loss_scaler.update(skipped)
+        if optimizer is self._first:
+            if optimizer.loss_scaler is not None:
+                optimizer.loss_scaler.update(skipped)
+            try:
+                require_same(self._marks, self.found[1 + len(self._marks.all) :], self._numbers)
+            except ConfigError:  # if a rank has failed meanwhile, they are any numbers
+                optimizer._communicator.recovery.check_lost("the gradient norm")
+                raise
 
     @cached_property
     def found(self) -> list[float]:
@@ -726,11 +737,7 @@ class _Result:
 
     @cached_property
     def _read(self) -> tuple[float, bool, NotFinite | None]:
-        square, *told = self.found
-        count = len(self._marks.all)
-        flags, codes = told[:count], told[count:]
-        self._first._communicator.recovery.check_lost("the gradient norm")  # else any numbers
-        require_same(self._marks, codes, self._numbers)
+        square, *flags = self.found[: 1 + len(self._marks.all)]
         norm, scaler = math.sqrt(square) * self._factor, self._first.loss_scaler
         skipped, why = self._first.skip_not_finite and not math.isfinite(norm), None
         if skipped and (scaler is None or scaler.scale <= scaler.min_scale):

@@ -122,6 +122,7 @@ def meshes(number: int) -> list[tuple[tuple[str, ...], tuple[int, ...], Any]]:
     return [
         (("dp", "tp"), (2, 2), dims("dp")),
         (("tp", "dp"), (2, 2), dims("dp")),
+        (("dp", "alone", "tp"), (4, 1, 1), dims("dp")),
         (("replicas", "ranks"), (2, 2), dims("ranks", "replicas")),
         (("ranks", "cp"), (2, 2), dims(("ranks", "cp"))),
         (("replicas",), (4,), dims(replicate="replicas")),

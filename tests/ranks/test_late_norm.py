@@ -332,6 +332,7 @@ def test_settings_that_differ_between_ranks_are_told_with_the_norm(fused: bool, 
     with pytest.raises(ConfigError, match=words % (rank, 2 + rank)):
         getattr(zero, "grad_norm") if fused else step()  # noqa: B009 - read now
     assert fused or all(torch.equal(before[n], value) for n, value in whole(model).items())
+    assert math.isfinite(zero.grad_norm), "told once"
     group["lr"] = 0.02
     zero.zero_grad()
     train(model, zero, rank, 2, bad=False)
