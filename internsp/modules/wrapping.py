@@ -16,12 +16,10 @@ from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.utils._pytree import tree_map_only
 
-from internsp.base.autograd import NO_TASK, graph_task
+from internsp.base.autograd import NO_TASK, cloned, graph_task, tensors
 from internsp.errors import StructureError
 
 Forward = Callable[..., Any]
@@ -29,18 +27,6 @@ Layer = Callable[[Forward], Forward]
 """Makes the function around a ``forward``, or compiles it."""
 
 _NAME = "_internsp_wrapping"
-
-
-class _Arrived(torch.autograd.Function):
-    """The tensor of a collective that tensor-parallel layers have not waited for, waited for."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:  # type: ignore[override]
-        return tensor.wait().detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient
 
 
 def around_compiled(compiled: Forward) -> Forward:
@@ -51,13 +37,14 @@ def around_compiled(compiled: Forward) -> Forward:
     class that these guards refer to (of a model that was thrown away), torch frees guards that it
     is reading, and the process crashes.
 
-    Inputs have arrived: the gradient of an ``AsyncCollectiveTensor`` gets lost in compiled code,
-    or is of another class.
+    Inputs have arrived: a clone waits. The gradient of an ``AsyncCollectiveTensor``, which layers
+    of tensor ranks leave in flight, gets lost in compiled code, or is of another class.
     """
 
     @wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(AsyncCollectiveTensor, _Arrived.apply, (args, kwargs))
+        if any(map(_in_flight, tensors((args, kwargs)))):
+            args, kwargs = cloned((args, kwargs), _in_flight)
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -67,6 +54,10 @@ def around_compiled(compiled: Forward) -> Forward:
                 gc.enable()
 
     return call
+
+
+def _in_flight(tensor: Tensor) -> bool:
+    return isinstance(tensor, AsyncCollectiveTensor)
 
 
 class Wrapping:

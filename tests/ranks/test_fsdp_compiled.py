@@ -307,3 +307,38 @@ def test_compiled_blocks_over_tensor_ranks_have_the_gradients_of_eager_ones(rank
     """FSDP2 of torch 2.13 gives zeros to the embedding; torch alone raises within backward."""
     wanted = _over_tensor_ranks(torchs.fully_shard, False, rank)
     require_same(_over_tensor_ranks(ours.fully_shard, True, rank), wanted)
+
+
+class Noting(nn.Linear):
+    """Fills a list of its caller's, as blocks with auxiliary losses do."""
+
+    def forward(self, x: Tensor, noted: list[Tensor]) -> Tensor:  # type: ignore[override]
+        noted.append(x.square().sum())
+        return super().forward(x)
+
+
+class Listing(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        noted: list[Tensor] = []
+        for block in self:
+            x = block(x, noted)
+        return x.sum() + torch.stack(noted).sum()
+
+
+@ranks(2)
+def test_a_list_that_compiled_blocks_fill_is_the_callers(rank: int) -> None:
+    """FSDP2 of torch 2.13 hands a copy of it to each block, so that some of it is lost."""
+    found, x = [], torch.full((2, 6), 1.0 + rank, dtype=torch.double)
+    for sharded, compiles in ((False, False), (True, False), (True, True)):
+        torch.manual_seed(3)
+        model: Any = Listing(*(Noting(6, 6) for _ in range(3))).double()
+        for part in (*model, model) if sharded else ():
+            if compiles and part is not model:
+                part.compile(backend="aot_eager")
+            ours.fully_shard(part, mesh=mesh_of((2,)))
+        loss = model(x)
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found.append({"loss": loss.detach()} | whole(gradients))
+    require_same({"loss": found[1]["loss"]}, {"loss": found[0]["loss"]})
+    require_same(found[2], found[1])
