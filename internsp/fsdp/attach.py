@@ -124,18 +124,30 @@ class Attached:
             self.require_unchanged()
 
     def require_unchanged(self) -> None:
-        """Check that nothing is said of some weights' gradients, which an optimizer takes as sums.
+        """Check that nothing is said of some weights' gradients, which an optimizer takes as sums
+        that it divides by one number.
 
         Raises:
             StructureError: it is.
         """
         loop = self.loop
         hooked = any(hooks for taken in loop.taken.values() for hooks in taken)
-        if loop.waiting or loop.divisors or loop.hooks or loop.zeros or hooked:
+        if loop.waiting or loop.hooks or loop.zeros or hooked:
             raise StructureError(
-                "a divide factor, a hook, zeros of unused parameters and a setter of some units "
-                "need .grad, which a model of zero_optimizer has not: call setters of "
-                "synchronization on the whole model, and leave the others out"
+                "a hook, zeros of unused parameters and a setter of some units need .grad, which a "
+                "model of zero_optimizer has not: call setters of synchronization on the whole "
+                "model, and leave the others out"
+            )
+        members = self.communicator.replicated.all_parameters()
+        consumer = self.communicator.state.consumer
+        divisors = {each.divisor(m): m.name for each in (consumer, loop) for m in members}
+        if len(divisors) > 1:
+            told = ", ".join(f"those of {name} by {by:g}" for by, name in divisors.items())
+            raise StructureError(
+                f"sums of gradients are divided by several numbers ({told}), and an optimizer of "
+                "zero_optimizer divides all by one, which stays: call set_gradient_divide_factor "
+                "with the same number on every module of fully_shard, also those of experts, "
+                "before zero_optimizer"
             )
 
 

@@ -38,9 +38,9 @@ def zero_optimizer(
         ValueError: ``model`` is no module of ``fully_shard`` or has such an optimizer already, a
             parameter is not sharded, or one that is trained is in no group, or one of several
             optimizers has state.
-        ConfigError: the mesh has no replicas: the state is over all ranks without this; or
-            experts are on a mesh of their own.
-        StructureError: a setter was called that needs ``.grad``.
+        ConfigError: the mesh has no replicas: the state is over all ranks without this.
+        StructureError: a setter was called that needs ``.grad``, or gives weights other divisors:
+            experts on a mesh of their own need the factor of the others.
     """
     from internsp.optim.methods import is_known_whole_matrix  # few programs need them
     from internsp.optim.zero import ZeroOptimizer
@@ -52,17 +52,12 @@ def zero_optimizer(
         raise ValueError("zero_optimizer: the gradients of this model have a ZeroOptimizer already")
     every = (optimizer, *others)
     whole = any(is_known_whole_matrix(type(each)) for each in every)
-    if found.communicator.mesh.replicas == 1 and not whole:
+    mesh = found.communicator.mesh
+    if mesh.dense.replicas == mesh.experts.replicas == 1 and not whole:
         raise ConfigError(
             "internsp.fsdp.zero_optimizer: the mesh has no replicas, so that the state of any "
             "optimizer is over all ranks: leave it out, or give fully_shard a mesh of two "
             "dimensions (replicate, shard)"
-        )
-    if found.communicator.mesh.shape.separate:
-        raise ConfigError(
-            "internsp.fsdp.zero_optimizer: experts on a mesh of their own have other means than "
-            "dense weights: leave it out, or make the model with internsp.parallelize "
-            "(docs/howto/experts.md)"
         )
     if others and any(each.state for each in every):
         raise ValueError("zero_optimizer: give several optimizers before their first steps")

@@ -54,6 +54,7 @@ class ZeroReducer:
         reduce_dtype: the dtype in which gradients are exchanged; ``None``: the dtype of the sums.
 
     Attributes:
+        divides_by: by what all sums are divided: one number, as that of the loop before.
         bucket_of: the bucket of each parameter.
         used: the parameters of whose gradients slices hold something since the last step.
         unfinished: whether there are gradients that no step has used.
@@ -73,6 +74,8 @@ class ZeroReducer:
         self._state = communicator.state
         self._mesh: ParallelMesh = communicator.mesh
         self._before_pass, self._dtype = before_pass, reduce_dtype
+        members = communicator.replicated.all_parameters()
+        (self.divides_by,) = {*map(communicator.state.consumer.divisor, members)}
         self.local_not_finite = torch.zeros((), dtype=torch.bool, device=self._mesh.device)
         self._in_flight: deque[_Exchange] = deque()
         self._replica_sums: list[_Exchange] = []  # their slices are being all-reduced
@@ -184,6 +187,10 @@ class ZeroReducer:
             self._saw_accumulation = True
         else:
             self._backwards += 1
+
+    def divisor(self, member: Member) -> float:
+        """See :class:`internsp.wp.consumer.GradientConsumer`."""
+        return self.divides_by
 
     def expects_exchange(self) -> bool:
         """Whether the backward that begins is expected to be the last before
@@ -355,8 +362,7 @@ class ZeroReducer:
             raw_grad.__set__(member.parameter, None)
             placements = member.parameter.placements  # type: ignore[attr-defined]
             local = raw.redistribute(placements=placements)._local_tensor
-            if self._communicator.mean:  # all gradients are divided by the number of ranks later
-                local = local * self._mesh.shape.stage_size
+            local = local * self.divides_by  # as all gradients are divided later
             if isinstance(member, ReplicatedParameter):
                 first = dist.get_rank(self._mesh.stage_group) == 0
                 member.add_gradient(local if first else torch.zeros_like(local))

@@ -610,8 +610,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _gradient_factor(self) -> float:
         """The factor from a sum to the gradient: mean over ranks, inverse of the loss scale."""
-        communicator = self._communicator
-        mean = 1.0 / communicator.mesh.shape.stage_size if communicator.mean else 1.0
+        mean = 1.0 / self._reducer.divides_by
         return mean if self.loss_scaler is None else mean / self.loss_scaler.scale
 
     def _record_step(self, norm: float, skipped: bool, why: NotFinite | None) -> None:

@@ -51,6 +51,9 @@ class GradientConsumer(Protocol):
         Asked where the program has not said so.
         """
 
+    def divisor(self, member: Member) -> float:
+        """By what the sum of all ranks' gradients of ``member`` is divided."""
+
     # passes
 
     def pass_begins(self) -> None:

@@ -56,13 +56,16 @@ class MeanLoop(PlainLoop):
 
     def value_of(self, member: Member, total: Tensor) -> Tensor:
         """See :class:`PlainLoop`."""
-        divisor = self.divisors.get(member, member.axis.size * member.axis.replicas)
-        value = total if divisor == 1 else total.div_(divisor)
+        value = super().value_of(member, total)
         if member in self.hooks:
             self.hooks[member](value)
         if member in self.taken:
             self._hooked.append(member)
         return value
+
+    def divisor(self, member: Member) -> float:
+        """See :class:`internsp.wp.consumer.GradientConsumer`."""
+        return self.divisors.get(member, member.axis.size * member.axis.replicas)
 
     def known_use(self, member: Member) -> bool | None:
         """See :class:`PlainLoop`; what others do with their experts does not matter to a rank that

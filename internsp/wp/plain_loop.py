@@ -52,7 +52,7 @@ class PlainLoop:
         mean: bool,
     ) -> None:
         self._state, self._mesh = state, mesh
-        self._replicated, self._mean = replicated, mean
+        self._replicated, self._divisor = replicated, mesh.shape.stage_size if mean else 1
         self._completed = False  # .grad was completed since a pipeline's step began
         self._in_flight: deque[tuple[ShardedParameter, Tensor, Handle] | None] = deque()
         self.sums: dict[ShardedParameter, Tensor] = {}
@@ -162,7 +162,12 @@ class PlainLoop:
 
     def value_of(self, member: Member, total: Tensor) -> Tensor:
         """What comes to ``.grad`` of a finished sum; in its memory."""
-        return total.div_(self._mesh.shape.stage_size) if self._mean else total
+        divisor = self.divisor(member)
+        return total if divisor == 1 else total.div_(divisor)
+
+    def divisor(self, member: Member) -> float:
+        """See :class:`GradientConsumer`."""
+        return self._divisor
 
     def known_use(self, member: Member) -> bool | None:
         """Whether ``member``, which this rank has not used, counts as used; ``None``: ask others.

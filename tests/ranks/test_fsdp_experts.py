@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import internsp.fsdp as ours
-from internsp.errors import ConfigError, MeshError
+from internsp.errors import ConfigError, MeshError, StructureError
 from tests.support.fsdp import Program, compare, require_same, whole
 from tests.support.ranks import ranks
 
@@ -288,9 +288,7 @@ def recomputed(model: Any) -> None:
 
 def summed(model: Any) -> None:
     """torchtitan's factors: gradients are sums."""
-    for module in model.modules():
-        if isinstance(module, torchs.FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+    divided(model, 1.0)
 
 
 def beside(names: Any, rank: int) -> dict[str, Tensor]:
@@ -321,6 +319,58 @@ def test_setters_and_policies_have_the_numbers_of_fsdp2(rank: int) -> None:
     )  # fmt: skip
     half = torchs.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     compare(program(dtype=torch.float32, mp_policy=half), rank=rank, tolerance=0.05)
+
+
+def divided(model: Any, factor: float) -> None:
+    for module in model.modules():
+        if isinstance(module, torchs.FSDPModule):
+            module.set_gradient_divide_factor(factor)
+
+
+def over_replicas(factor: float) -> Program:
+    """Clipped steps whose optimizer state is over the replicas, too, with ``factor`` everywhere.
+
+    FSDP2's factors are of no use here: with one rank to shard over it divides by them twice in fp64
+    (torch 2.13, ``foreach_reduce``).
+    """
+
+    def run(names: Any, rank: int) -> dict[str, Tensor]:
+        model = made(names, replicas=2)
+        divided(model, factor if names is ours else 1.0)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if names is ours:
+            optimizer = ours.zero_optimizer(model, optimizer, max_grad_norm=0.5)
+        found: dict[str, Tensor] = {}
+        for step in range(3):
+            for micro in range(2):
+                model.set_requires_gradient_sync(micro == 1)
+                loss_of(model, step, micro, rank).backward()
+            if names is torchs:
+                for parameter in model.parameters():
+                    parameter.grad.div_(factor)
+                found[f"norm {step}"] = clipped(model, 0.5)
+            optimizer.step()
+            if names is ours:
+                found[f"norm {step}"] = torch.tensor(optimizer.grad_norm, dtype=torch.double)
+            optimizer.zero_grad()
+        return found | parts(dict(model.named_parameters()))
+
+    run.__name__ = f"a factor of {factor}"
+    return run
+
+
+@ranks(4)
+def test_an_optimizer_over_the_replicas_steps_experts_too(rank: int) -> None:
+    """torchtitan divides nothing (1); 4 is the mean of dense weights."""
+    compare(over_replicas(1.0), over_replicas(4.0), rank=rank)
+    model = made(ours, replicas=2)  # means over each mesh
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(StructureError, match=r"experts.* by 2.*set_gradient_divide_factor"):
+        ours.zero_optimizer(model, optimizer)
+    divided(model, 4.0)
+    ours.zero_optimizer(model, optimizer)
+    with pytest.raises(StructureError, match="by 3"):
+        model.set_gradient_divide_factor(3.0)
 
 
 @pytest.mark.thorough(15)
@@ -383,6 +433,6 @@ def test_other_meshes_are_refused_by_name(rank: int) -> None:
     ours.fully_shard(model, mesh=meshes.data)
     with pytest.raises(MeshError, match="every n-th of the latter"):
         loss_of(model, 0, 0, rank)
-    model = made(ours, replicas=2)
-    with pytest.raises(ConfigError, match="experts"):
+    model = made(ours)
+    with pytest.raises(ConfigError, match="no replicas"):
         ours.zero_optimizer(model, torch.optim.AdamW(model.parameters()))

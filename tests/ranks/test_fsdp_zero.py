@@ -165,7 +165,7 @@ def test_what_needs_a_gradient_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match="zero_optimizer: this Linear has no plan"):
         ours.zero_optimizer(nn.Linear(2, 2), optimizer)
     model.set_gradient_divide_factor(3.0)
-    with pytest.raises(StructureError, match="leave the others out"):
+    with pytest.raises(StructureError, match=r"by 3, .* by 4"):
         ours.zero_optimizer(model, optimizer)
     model.set_gradient_divide_factor(None)
     optimizer = ours.zero_optimizer(model, optimizer)
