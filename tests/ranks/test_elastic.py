@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import get_method_name
 
 from internsp.app.checkpoint.disk import steps_in
 from internsp.app.launch.launch import start
 from internsp.app.report.metrics import read_metrics
 from internsp.app.train.run import train
 from tests.chaos.runs import STEPS, settings, tensors
-from tests.support.command import TORCHRUN, begin
+from tests.support.command import TORCHRUN, begin, caller
 
 ROOT = Path(__file__).parents[2]
 LAST = Path("checkpoints") / f"step-{STEPS:06d}"
@@ -184,3 +185,13 @@ def test_a_run_goes_on_with_as_many_agents_as_there_are(
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert len(losses[0]) == STEPS
+
+
+def test_events_of_agents_that_tests_fork_have_torchs_names() -> None:
+    def noted(name: Callable[[], str]) -> str:
+        return name()
+
+    def happened(name: Callable[[], str]) -> str:
+        return noted(name)
+
+    assert happened(caller) == happened(get_method_name) == "happened"
