@@ -138,6 +138,7 @@ class Start:
         self._found: dict[str, list[int]] = {}  # what was compared last, by identity
         self._modules = len(sys.modules)
         self._changed_names()
+        gc.freeze()  # these tables are as long as everything else that a body's end looks through
 
     def set(self, number: int) -> None:
         """Before body ``number``: the same state in any process."""
