@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -43,7 +43,7 @@ def pytest_sessionfinish() -> None:
 
 def pytest_collection_finish() -> None:
     """Torch and thousands of tests are no garbage: a tenth of a worker's time went into looking for
-    some in them.
+    some in them. While they are made nothing looks, see :func:`pytest_collection`.
     """
     gc.collect()
     gc.freeze()
@@ -56,8 +56,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[object]:
+def pytest_collection() -> Generator[None, object, object]:
     """Coverage traces the import of internsp, but not pytest's creation of thousands of tests."""
+    gc.disable()
+    try:
+        return (yield from _collected())
+    finally:
+        gc.enable()
+
+
+def _collected() -> Generator[None, object, object]:
     if sys.gettrace() is None:
         return (yield)
     for found in pkgutil.walk_packages(internsp.__path__, "internsp."):

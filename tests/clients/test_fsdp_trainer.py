@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 import internsp.fsdp
 from tests.support.accelerated import PLUGIN, on_processors
 from tests.support.fsdp import require_same
+from tests.support.installed import need
 from tests.support.ranks import run_ranks
 
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+need("accelerate", "transformers.Trainer needs accelerate")
+need("transformers", "the extra [hf] is not installed")
 
 pytestmark = [pytest.mark.ranks, pytest.mark.clients, pytest.mark.unmeasured]
 Log = list[dict[str, float]]

@@ -25,12 +25,13 @@ from torch.nn import functional as F
 import internsp
 from internsp.errors import ConfigError
 from tests.support.compare import check
+from tests.support.installed import need
 from tests.support.models import Tiny
 from tests.support.ranks import run_ranks
 
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-pytest.importorskip("peft", reason="one case trains adapters of peft")
-pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+need("accelerate", "transformers.Trainer needs accelerate")
+need("peft", "one case trains adapters of peft")
+need("transformers", "the extra [hf] is not installed")
 
 pytestmark = [pytest.mark.ranks, pytest.mark.unmeasured]
 TEXT = Path(__file__).parents[1] / "data/text/01_why_cut_sequences.txt"

@@ -19,10 +19,11 @@ import pytest
 
 from internsp.app.report.metrics import StepMetrics, named, read_metrics
 from tests.support.command import internsp
+from tests.support.installed import need
 
 ROOT = Path(__file__).parents[2]
-pytest.importorskip("tensorboard")
-pytest.importorskip("wandb")
+need("tensorboard", "the extra [tensorboard] is not installed")
+need("wandb", "the extra [wandb] is not installed")
 
 KEY = {"WANDB_API_KEY": "a" * 40}
 CONFIG = f"""
