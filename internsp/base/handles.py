@@ -33,10 +33,6 @@ class HandleTable(Generic[T]):
         self._objects[handle] = value
         return handle
 
-    def alive(self) -> list[T]:
-        """All objects that have not been deleted."""
-        return list(self._objects.values())
-
     def find(self, handle: int) -> T:
         """Return the object of a handle.
 

@@ -16,10 +16,9 @@ stands for the exchange in flight; ``finish`` waits and returns the result. Beca
 ``torch.compile`` breaks its graph here on purpose: inside a graph, inductor may reorder operators
 by the sizes that it sees, and those differ between ranks (WP-2, WP-13).
 
-*Head ranges* (``head_ranges``) give the heads of each peer: for each peer, for each part of the
-tensor (queries, keys, values), a half-open range of the head dimension, all flattened into one
-tuple of ints. Ranges of different peers may overlap (a key/value head that several ranks read);
-their gradients are then summed in fp32 or wider.
+*Head ranges* give the heads of each peer, for each part of the tensor (queries, keys, values).
+Those of different peers may overlap (a key/value head that several ranks read); their gradients are
+then summed in fp32 or wider.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -40,6 +39,7 @@ from internsp.base.handles import HandleTable
 from internsp.base.in_flight import MessagesInFlight, Reporter, phase_of
 from internsp.base.trace import Trace
 from internsp.errors import CollectiveError, LayoutError
+from internsp.sp.heads import HeadRanges
 
 if TYPE_CHECKING:
     from internsp.sp.gloo.messages import PeerExchanges
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 class ExchangeGroup:
     """A process group of sequence ranks with its trace, and the exchanges that are in flight on it.
 
-    Custom operators name it by its ``handle``. It lives as long as the modules that use it.
+    It lives as long as the modules that use it.
 
     Attributes:
         reporter: counts exchanges, and names one that fails, with the first cause.
@@ -63,12 +63,11 @@ class ExchangeGroup:
     peer_exchanges: PeerExchanges | None = None  # messages between pairs of ranks
     trace: Trace = field(init=False)
     in_flight: MessagesInFlight = field(init=False)
-    handle: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.trace = self.given or Trace()
         self.in_flight = MessagesInFlight(self.trace, self.reporter)
-        self.handle = _GROUPS.add(self)
+        _GROUPS[self] = None
 
     @classmethod
     def of(
@@ -84,7 +83,7 @@ class ExchangeGroup:
         """
         if isinstance(group, ExchangeGroup):
             return group
-        for known in _GROUPS.alive():
+        for known in list(_GROUPS):
             same = known.process_group is group and known.given is trace
             if same and (reporter is None or known.reporter is reporter):
                 return known
@@ -99,8 +98,7 @@ class ExchangeGroup:
         """Start an all-to-all and return its work handle.
 
         Args:
-            got: elements to receive from each rank.
-            sent: elements to send to each rank.
+            receive_counts, send_counts: elements from and to each rank.
         """
         return dist.all_to_all_single(
             received, send, receive_counts, send_counts, group=self.process_group, async_op=True
@@ -166,56 +164,76 @@ class ExchangeGroup:
 
 _TAGS: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 _MOST_TAGS = 1 << 30
-_GROUPS: HandleTable[ExchangeGroup] = HandleTable("sequence group of this exchange")
+_GROUPS: weakref.WeakKeyDictionary[ExchangeGroup, None] = weakref.WeakKeyDictionary()
 
 
-@lru_cache(maxsize=256)
-def _peer_ranges(
-    head_ranges: tuple[int, ...], size: int
-) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """``head_ranges`` as ``[peer][part] = (start, stop)``."""
-    pairs = [(head_ranges[i], head_ranges[i + 1]) for i in range(0, len(head_ranges), 2)]
-    parts = len(pairs) // size
-    return tuple(tuple(pairs[peer * parts : (peer + 1) * parts]) for peer in range(size))
+@dataclass(eq=False)
+class _Exchange:
+    """What the operators of one exchange, and of its adjoint in backward, need besides the tensor.
+
+    They name it by its ``handle``. The pending exchange and the autograd graph keep it alive.
+
+    Attributes:
+        lengths: positions of each rank.
+        batch, depth: ``B`` and ``d``.
+        unit, label: names for the trace.
+    """
+
+    group: ExchangeGroup
+    lengths: tuple[int, ...]
+    head_ranges: HeadRanges
+    batch: int
+    depth: int
+    unit: str
+    label: str
+    handle: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.handle = _EXCHANGES.add(self)
+
+    def finish(self, token: Tensor, to_heads: bool) -> Tensor:
+        """Wait for the message of ``token`` and return its result."""
+        result: Tensor = _finish(token, self.handle, to_heads)
+        return result
 
 
-def _head_counts(head_ranges: Sequence[int], size: int) -> list[int]:
+_EXCHANGES: HandleTable[_Exchange] = HandleTable("exchange")
+
+
+def _head_counts(head_ranges: HeadRanges) -> list[int]:
     """Number of heads of each peer, summed over the parts."""
-    return [sum(b - a for a, b in ranges) for ranges in _peer_ranges(tuple(head_ranges), size)]
+    return [sum(stop - first for first, stop in ranges) for ranges in head_ranges]
 
 
-def _pack(x: Tensor, head_ranges: Sequence[int], size: int) -> Tensor:
+def _width(head_ranges: HeadRanges) -> int:
+    """Number of heads on the sequence side: the largest bound, since the ranges cover all heads."""
+    return max((stop for ranges in head_ranges for _, stop in ranges), default=0)
+
+
+def _pack(x: Tensor, head_ranges: HeadRanges) -> Tensor:
     """Pack ``[B, s, H, d]`` into the flat send buffer: ``[s, B, heads, d]`` for each peer."""
     batch, length, _, depth = x.shape
     by_position = x.transpose(0, 1)
-    pieces = [
-        by_position[:, :, a:b]
-        for ranges in _peer_ranges(tuple(head_ranges), size)
-        for a, b in ranges
-    ]
-    counts = _head_counts(head_ranges, size)
+    counts = _head_counts(head_ranges)
     send = x.new_empty(length * batch * depth * sum(counts))
-    parts = len(pieces) // size
-    rows = length * batch * depth
-    for peer, block in enumerate(send.split([rows * count for count in counts])):
-        view = block.view(length, batch, counts[peer], depth)
-        torch.cat(pieces[peer * parts : (peer + 1) * parts], dim=2, out=view)
+    blocks = send.split([length * batch * depth * count for count in counts])
+    for block, count, ranges in zip(blocks, counts, head_ranges, strict=True):
+        pieces = [by_position[:, :, first:stop] for first, stop in ranges]
+        torch.cat(pieces, dim=2, out=block.view(length, batch, count, depth))
     return send
 
 
-def _unpack(
-    received: Tensor, head_ranges: Sequence[int], size: int, shape: tuple[int, ...]
-) -> Tensor:
+def _unpack(received: Tensor, exchange: _Exchange) -> Tensor:
     """Unpack the flat receive buffer, ``[s, B, heads, d]`` from each peer, to ``[B, s, H, d]``."""
-    batch, length, width, depth = shape
-    counts = _head_counts(head_ranges, size)
+    batch, length, depth = exchange.batch, exchange.lengths[exchange.group.rank], exchange.depth
+    counts, width = _head_counts(exchange.head_ranges), _width(exchange.head_ranges)
+    shape = batch, length, width, depth
     disjoint = sum(counts) == width  # the ranges cover all heads
     wide = torch.promote_types(received.dtype, torch.float32)
     # Gradients of one head from several peers are summed, in fp32 or wider.
     out = received.new_empty(shape) if disjoint else received.new_zeros(shape, dtype=wide)
     blocks = received.split([length * batch * depth * count for count in counts])
-    peers = zip(blocks, counts, _peer_ranges(tuple(head_ranges), size), strict=True)
-    for block, count, ranges in peers:
+    for block, count, ranges in zip(blocks, counts, exchange.head_ranges, strict=True):
         by_batch = block.view(length, batch, count, depth).transpose(0, 1)
         offset = 0
         for first, stop in ranges:
@@ -226,48 +244,30 @@ def _unpack(
     return out.to(received.dtype)
 
 
-def _start_impl(
-    x: Tensor,
-    handle: int,
-    lengths: Sequence[int],
-    head_ranges: Sequence[int],
-    to_heads: bool,
-    adjoint: bool,
-    unit: str,
-    label: str,
-) -> Tensor:
-    group = _GROUPS.find(handle)
-    batch, depth = x.shape[0], x.shape[3]
-    mine = _head_counts(head_ranges, group.size)
-    rows = [length * batch * depth * mine[group.rank] for length in lengths]
-    columns = [lengths[group.rank] * batch * depth * count for count in mine]
+def _start_impl(x: Tensor, handle: int, to_heads: bool, adjoint: bool) -> Tensor:
+    exchange = _EXCHANGES.find(handle)
+    group, lengths, counts = exchange.group, exchange.lengths, _head_counts(exchange.head_ranges)
+    each = exchange.batch * exchange.depth
+    rows = [length * each * counts[group.rank] for length in lengths]
+    columns = [lengths[group.rank] * each * count for count in counts]
     if to_heads:
-        send = _pack(x, head_ranges, group.size)
+        send, send_counts, receive_counts = _pack(x, exchange.head_ranges), columns, rows
     else:
-        send = x.transpose(0, 1).contiguous().view(-1)
-    send_counts, receive_counts = (columns, rows) if to_heads else (rows, columns)
+        send, send_counts, receive_counts = x.transpose(0, 1).contiguous().view(-1), rows, columns
     received = send.new_empty(sum(receive_counts))
     nbytes = (sum(send_counts) - send_counts[group.rank]) * x.element_size()
     phase = phase_of(adjoint)
-    group.reporter.launched("A2A", f"{label} of {unit}", phase)
+    group.reporter.launched("A2A", f"{exchange.label} of {exchange.unit}", phase)
     message = group.in_flight.launch(
-        unit, label, phase, nbytes, send, received,
+        exchange.unit, exchange.label, phase, nbytes, send, received,
         lambda: group.all_to_all(received, send, receive_counts, send_counts),
     )  # fmt: skip
     return group.in_flight.add(message)
 
 
-def _finish_impl(
-    token: Tensor,
-    handle: int,
-    lengths: Sequence[int],
-    head_ranges: Sequence[int],
-    to_heads: bool,
-    unit: str,
-    label: str,
-    shape: Sequence[int],
-) -> Tensor:
-    group = _GROUPS.find(handle)
+def _finish_impl(token: Tensor, handle: int, to_heads: bool) -> Tensor:
+    exchange = _EXCHANGES.find(handle)
+    group, unit, label = exchange.group, exchange.unit, exchange.label
     found = group.in_flight.take(token)
     if found is None:
         raise CollectiveError(
@@ -275,11 +275,11 @@ def _finish_impl(
             "waited for, or dropped after an exception. Start it again and wait for it once."
         )
     group.in_flight.wait(found, unit, label, f"{label} of {unit or 'attention'}")
-    batch, _, _, depth = shape
     if not to_heads:
-        return _unpack(found.received, head_ranges, group.size, tuple(shape))
-    mine = _head_counts(head_ranges, group.size)[group.rank]
-    return found.received.view(sum(lengths), batch, mine, depth).transpose(0, 1)
+        return _unpack(found.received, exchange)
+    mine = _head_counts(exchange.head_ranges)[group.rank]
+    shape = sum(exchange.lengths), exchange.batch, mine, exchange.depth
+    return found.received.view(shape).transpose(0, 1)
 
 
 OPERATORS: dict[str, Callable[..., Any]] = {
@@ -291,52 +291,36 @@ _start = torch.library.custom_op("internsp_sp::start", _start_impl, mutates_args
 _finish = torch.library.custom_op("internsp_sp::finish", _finish_impl, mutates_args=())
 
 
-def _start_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, handle, lengths, head_ranges, to_heads, _, unit, label = inputs
-    group = _GROUPS.find(handle)
-    batch, _, _, depth = x.shape
-    # The autograd graph keeps the group alive until the graph itself is freed.
-    ctx.group = group
-    shape = (batch, lengths[group.rank], _width(head_ranges), depth)
-    ctx.spec = (handle, lengths, head_ranges, not to_heads, unit, label, shape)
+def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Of both operators: each is the other's adjoint, the other way."""
+    _, handle, to_heads, *_ = inputs
+    ctx.exchange, ctx.to_heads = _EXCHANGES.find(handle), not to_heads
 
 
 def _start_backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
-    return _finish(token, *ctx.spec), *(None,) * 7
-
-
-def _finish_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, handle, lengths, head_ranges, to_heads, unit, label, _ = inputs
-    ctx.group = _GROUPS.find(handle)
-    ctx.spec = (handle, lengths, head_ranges, not to_heads, True, unit, label)
+    return ctx.exchange.finish(token, ctx.to_heads), None, None, None
 
 
 def _finish_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _start(grad, *ctx.spec), *(None,) * 7
+    return _start(grad, ctx.exchange.handle, ctx.to_heads, True), None, None
 
 
-_start.register_autograd(_start_backward, setup_context=_start_context)
-_finish.register_autograd(_finish_backward, setup_context=_finish_context)
-
-
-def _width(head_ranges: Sequence[int]) -> int:
-    """Number of heads on the sequence side: the largest bound, since the ranges cover all heads."""
-    return max(head_ranges, default=0)
+_start.register_autograd(_start_backward, setup_context=_context)
+_finish.register_autograd(_finish_backward, setup_context=_context)
 
 
 class PendingExchange:
     """An exchange that has been launched. :meth:`wait` returns its result, at every call."""
 
-    def __init__(self, token: Tensor | None, spec: tuple[Any, ...], result: Tensor | None) -> None:
-        self._token, self._spec, self._result = token, spec, result
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish = finish
+        self._result: Tensor | None = None
 
     @torch.compiler.disable
     def wait(self) -> Tensor:
         """Block the compute stream (with gloo the calling thread) until the result has arrived."""
         if self._result is None:
-            assert self._token is not None, "a pending exchange has a token or a result"
-            self._result = _finish(self._token, *self._spec)
-            self._token = None
+            self._result = self._finish()
         return self._result
 
 
@@ -344,7 +328,7 @@ class FinishedExchange(PendingExchange):
     """Queries, keys or values ``[B, S, own heads, d]`` whose exchange in parts is complete."""
 
     def __init__(self, tensor: Tensor) -> None:
-        super().__init__(None, (), tensor)
+        super().__init__(lambda: tensor)
 
 
 @torch.compiler.disable
@@ -352,7 +336,7 @@ def start_exchange(
     x: Tensor,
     group: ExchangeGroup | None,
     lengths: Sequence[int],
-    head_ranges: Sequence[int],
+    head_ranges: HeadRanges,
     *,
     to: Literal["heads", "sequence"],
     unit: str = "",
@@ -379,17 +363,15 @@ def start_exchange(
         LayoutError: the shape of ``x`` does not fit the lengths and the head ranges.
     """
     if group is None:
-        return PendingExchange(None, (), x)
-    rank, lengths, head_ranges = group.rank, tuple(lengths), tuple(head_ranges)
-    to_heads = to == "heads"
-    width, mine = _width(head_ranges), _head_counts(head_ranges, group.size)[rank]
+        return PendingExchange(lambda: x)
+    rank, lengths, to_heads = group.rank, tuple(lengths), to == "heads"
+    width, mine = _width(head_ranges), _head_counts(head_ranges)[rank]
     wanted = (lengths[rank], width) if to_heads else (sum(lengths), mine)
     if x.dim() != 4 or len(lengths) != group.size or tuple(x.shape[1:3]) != wanted:
         raise LayoutError(
             f"Rank {rank}: the exchange of {label!r} to {to} needs [B, {wanted[0]}, {wanted[1]}, "
             f"d] over {group.size} ranks, got {list(x.shape)} and lengths {lengths}."
         )
-    shape = (x.shape[0], lengths[rank], width, x.shape[3])
-    token = _start(x, group.handle, lengths, head_ranges, to_heads, adjoint, unit, label)
-    spec = (group.handle, lengths, head_ranges, to_heads, unit, label, shape)
-    return PendingExchange(token, spec, None)
+    exchange = _Exchange(group, lengths, head_ranges, x.shape[0], x.shape[3], unit, label)
+    token = _start(x, exchange.handle, to_heads, adjoint)
+    return PendingExchange(partial(exchange.finish, token, to_heads))

@@ -18,6 +18,9 @@ from torch import Tensor
 from internsp.errors import LayoutError
 
 Span = tuple[int, int]
+HeadRanges = tuple[tuple[Span, ...], ...]
+"""``[rank][part]``: the heads of a rank in each part of a tensor (queries, keys, values), as ranges
+of the tensor's head dimension."""
 Rotation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 """A linear function of projected queries or keys ``[B, s, h, d]`` that treats all heads alike (a
 rotary embedding), and its adjoint. Both keep the shape."""
@@ -110,14 +113,14 @@ class HeadPlan:
             return self.key_value, self.kv_heads
         return self.query, self.heads
 
-    def ranges(self, roles: str) -> tuple[int, ...]:
-        """Head ranges (see :mod:`internsp.sp.exchange`) of ``[B, s, heads, d]`` that holds the
-        heads of ``roles`` (``q``, ``k``, ``v``, ``kv``, ``qkv``) one after another."""
-        found: list[list[int]] = [[] for _ in range(self.size)]
+    def ranges(self, roles: str) -> HeadRanges:
+        """The ranges of ``[B, s, heads, d]`` that holds the heads of ``roles`` (``q``, ``k``,
+        ``v``, ``kv``, ``qkv``) one after another."""
+        found: list[list[Span]] = [[] for _ in range(self.size)]
         offset = 0
         for role in roles:
             spans, count = self.of(role)
             for own, (first, stop) in zip(found, spans, strict=True):
-                own += offset + first, offset + stop
+                own.append((offset + first, offset + stop))
             offset += count
-        return tuple(bound for own in found for bound in own)
+        return tuple(map(tuple, found))

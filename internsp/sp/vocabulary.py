@@ -24,7 +24,7 @@ def gather_logits(logits: Tensor, group: ExchangeGroup, lengths: Sequence[int]) 
 
     Differentiable: the gradients of one position from several ranks are summed. Blocks.
     """
-    everything = (0, logits.shape[2]) * group.size
+    everything = (((0, logits.shape[2]),),) * group.size
     return start_exchange(
         logits.unsqueeze(3), group, lengths, everything, to="heads", label="logits"
     ).wait().squeeze(3)  # fmt: skip
@@ -54,11 +54,6 @@ def vocabulary_parallel_cross_entropy(
     return _VocabularyCrossEntropy.apply(logits, labels, group, tuple(lengths), ignore_index)
 
 
-def _vocabulary_ranges(vocabulary: int, size: int) -> tuple[int, ...]:
-    """Contiguous shards of the vocabulary whose sizes differ by at most one."""
-    return tuple(bound for span in spans(even_sizes(vocabulary, size)) for bound in span)
-
-
 def _gather_rows(own: Tensor, group: ExchangeGroup, lengths: Sequence[int]) -> Tensor:
     """Gather ``[B, c]`` of each rank into ``[B, C]`` on every rank.
 
@@ -82,14 +77,14 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         lengths: tuple[int, ...],
         ignore_index: int,
     ) -> Tensor:
-        vocabulary = logits.shape[2]
-        head_ranges = _vocabulary_ranges(vocabulary, group.size)
+        # Shards of the vocabulary, whose sizes differ by at most one, in place of heads.
+        head_ranges = tuple((span,) for span in spans(even_sizes(logits.shape[2], group.size)))
         shard = start_exchange(
             logits.unsqueeze(3), group, lengths, head_ranges, to="heads", label="logits"
         ).wait()
         shard = shard.squeeze(3).to(torch.promote_types(logits.dtype, torch.float32))
         all_labels = _gather_rows(labels, group, lengths)
-        first, stop = head_ranges[2 * group.rank : 2 * group.rank + 2]
+        ((first, stop),) = head_ranges[group.rank]
         valid = all_labels != ignore_index
         in_shard = valid & (all_labels >= first) & (all_labels < stop)
         index = torch.where(in_shard, all_labels - first, 0)
@@ -107,12 +102,8 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         losses = torch.where(valid, sums[0].log() - sums[1], 0.0)
 
         ctx.save_for_backward(probabilities.div_(sums[0].unsqueeze(2)), index, in_shard, valid)
-        ctx.group, ctx.lengths, ctx.head_ranges, ctx.dtype = (
-            group,
-            lengths,
-            head_ranges,
-            logits.dtype,
-        )
+        ctx.group, ctx.lengths = group, lengths
+        ctx.head_ranges, ctx.dtype = head_ranges, logits.dtype
         start = sum(lengths[: group.rank])
         return losses[:, start : start + lengths[group.rank]].contiguous()
 

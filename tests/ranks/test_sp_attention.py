@@ -153,7 +153,7 @@ def test_misuse_is_told_and_lost_exchanges_do_not_pile_up(rank: int) -> None:
     group = ExchangeGroup.of(dist.group.WORLD)
     assert ExchangeGroup.of(dist.group.WORLD) is group
     assert ExchangeGroup.of(dist.group.WORLD, Trace()) is not group
-    head_ranges = (0, 1, 1, 2)
+    head_ranges = ((0, 1),), ((1, 2),)
     with pytest.raises(LayoutError, match=rf"Rank {rank}: the exchange of 'q' to heads needs"):
         start_exchange(torch.zeros(1, 2, 3, 4), group, (2, 2), head_ranges, to="heads", label="q")
     pending = start_exchange(torch.zeros(1, 2, 2, 4), group, (2, 2), head_ranges, to="heads")
@@ -175,7 +175,7 @@ def test_gradients_from_several_ranks_are_rounded_once(rank: int, world_size: in
     for dtype in (torch.bfloat16, torch.float16):
         group = ExchangeGroup.of(dist.group.WORLD)
         x = torch.zeros(1, 1, 1, 1, dtype=dtype, requires_grad=True)
-        lengths, head_ranges = (1,) * world_size, (0, 1) * world_size
+        lengths, head_ranges = (1,) * world_size, (((0, 1),),) * world_size
         whole = start_exchange(x, group, lengths, head_ranges, to="heads").wait()
         assert whole.shape == (1, world_size, 1, 1)
         step = torch.finfo(dtype).eps / 2

@@ -49,7 +49,7 @@ def gather(ring: RingGroup, x: Tensor, shard: SequenceShard, name: str, role: st
     """
     held = _held(shard)
     lengths = [sum(stop - start for start, stop in ranges) for ranges in held]
-    everything = (0, x.shape[2]) * ring.group.size
+    everything = (((0, x.shape[2]),),) * ring.group.size
     whole = start_exchange(
         x, ring.group, lengths, everything, to="heads", unit=name, label=f"all {role}"
     ).wait()
