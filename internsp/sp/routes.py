@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from internsp.errors import ConfigError
 from internsp.sp.ranges import (
@@ -111,8 +112,8 @@ def traffic(held: tuple[Ranges, ...], spec: MaskSpec, form: str, inner: int) -> 
         for rank, needed in enumerate(rings.needed_spans)
     ]
     received = [[0] * len(held) for _ in held]
-    for _, peer, step, positions in rings.moves():
-        received[peer][step] += positions
+    for move in rings.moves():
+        received[move.receiver][move.step] += _positions(move.spans)
     in_flight = [max(map(sum, zip(came, [*came[1:], 0], strict=True))) for came in received]
     return Traffic(rings.sent, in_flight, returned)
 
@@ -138,16 +139,23 @@ def route(
     """
     require_form(len(held), form, inner)
     rings = _choose(held, spec, form, inner)
-    steps = []
-    for at, (block, sends, receives) in enumerate(rings.steps(rank)):
-        user = rings.rank_at(rank, at)
+    size, steps = len(held), []
+    sends: list[list[Transfer]] = [[] for _ in range(size)]
+    receives: list[list[Transfer]] = [[] for _ in range(size)]
+    for move in rings.moves():
+        if move.sender == rank:
+            sends[move.step].append(Transfer(move.block, move.receiver, move.spans))
+        elif move.receiver == rank:
+            receives[move.step].append(Transfer(move.block, move.sender, move.spans))
+    for at in range(size):
+        block, user = rings.rank_at(rank, at, -1), rings.rank_at(rank, at)
         sent, received = rings.needed_spans[rank][block], rings.needed_spans[user][rank]
         steps.append(
             Step(
                 block,
                 kernel_calls(held[rank], held[block], spec),
-                _nonempty(sends),
-                _nonempty(receives),
+                tuple(sends[at]),
+                tuple(receives[at]),
                 Transfer(block, block, sent) if sent and block != rank else None,
                 Transfer(rank, user, received) if received and user != rank else None,
             )
@@ -169,7 +177,14 @@ def require_form(size: int, form: str, inner: int) -> None:
         raise ConfigError(f"Inner rings of {inner} are of the form 'double', not of {form!r}.")
 
 
-_RawStep = tuple[int, list[Transfer], list[Transfer]]  # block, sends, receives
+class _Move(NamedTuple):
+    """A part of a block, ``spans``, that one rank sends to another in a step."""
+
+    step: int
+    sender: int
+    receiver: int
+    block: int
+    spans: Ranges
 
 
 @lru_cache(maxsize=64)
@@ -211,84 +226,47 @@ class _Rings:
         turn = way * self.direction
         return (ring + turn * o) % self.outer * self.inner + (place + turn * i) % self.inner
 
-    def _visits(self, block: int) -> list[int]:
-        """The ranks that compute with ``block``, by step."""
-        return [self.rank_at(block, step) for step in range(len(self.needed_spans))]
+    def moves(self) -> Iterator[_Move]:
+        """What all ranks send; parts without positions are left out."""
+        return (move for move in self._moves() if move.spans)
 
-    @cached_property
-    def _needed_in_ring(self) -> list[list[Ranges]]:
-        """``[block][step]``: the part of a block needed from a step on in the same inner ring."""
-        found = []
-        for block in range(len(self.needed_spans)):
-            visits = [self.needed_spans[rank][block] for rank in self._visits(block)]
-            rings = (visits[at : at + self.inner] for at in range(0, len(visits), self.inner))
-            found.append([spans for ring in rings for spans in _suffix_unions(ring)])
-        return found
-
-    @cached_property
-    def _needed_onward(self) -> list[list[Ranges]]:
-        """``[block][o]``: the part of a block needed in its o-th inner ring and all later ones."""
-        return [_suffix_unions(left[:: self.inner]) for left in self._needed_in_ring]
-
-    def _forwarded(self, block: int, step: int) -> list[tuple[int, Ranges]]:
-        """The parts of a block sent on in a step: the step in which they are used, and the spans.
-
-        It is the next in the same inner ring, or the first in the next inner ring.
-        """
-        found = []
-        if step % self.inner == 0 and step + self.inner < len(self.needed_spans):
-            onward = self._needed_onward[block][step // self.inner + 1]
-            found.append((step + self.inner, onward))
-        if (step + 1) % self.inner:
-            found.append((step + 1, self._needed_in_ring[block][step + 1]))
-        return found
-
-    def moves(self) -> Iterator[tuple[int, int, int, int]]:
-        """What is sent: from a rank, to a rank, in a step, and how many positions."""
-        for block in range(len(self.needed_spans)):
-            visits = self._visits(block)
+    def _moves(self) -> Iterator[_Move]:
+        """Each rank sends a block on with what the ranks after it in the same inner ring need; the
+        first of an inner ring also sends it to the next one, with what all later ones need."""
+        size, inner = len(self.needed_spans), self.inner
+        near: list[_Move] = []  # launched last in a step: links between inner rings are slower
+        for block in range(size):
+            visits = [self.rank_at(block, step) for step in range(size)]
+            needed = [self.needed_spans[rank][block] for rank in visits]
+            rings = (needed[at : at + inner] for at in range(0, size, inner))
+            in_ring = [spans for ring in rings for spans in _suffix_unions(ring)]  # from a step on
+            onward = _suffix_unions(in_ring[::inner])  # from an inner ring on
             for step, rank in enumerate(visits):
-                for use, spans in self._forwarded(block, step):
-                    if spans:
-                        yield rank, visits[use], step, _positions(spans)
+                if step % inner == 0 and step + inner < size:
+                    later = onward[step // inner + 1]
+                    yield _Move(step, rank, visits[step + inner], block, later)
+                if (step + 1) % inner:
+                    near.append(_Move(step, rank, visits[step + 1], block, in_ring[step + 1]))
+        yield from near
 
     @cached_property
     def sent(self) -> list[int]:
         """Positions that each rank sends."""
         found = [0] * len(self.needed_spans)
-        for rank, _, _, positions in self.moves():
-            found[rank] += positions
-        return found
-
-    def steps(self, rank: int) -> list[_RawStep]:
-        """The steps of one rank."""
-        blocks = [self.rank_at(rank, step, -1) for step in range(len(self.needed_spans))]
-        found: list[_RawStep] = []
-        for step, block in enumerate(blocks):
-            sends, receives = [], []
-            for use, spans in self._forwarded(block, step):
-                incoming = blocks[use]
-                sends.append(Transfer(block, self.rank_at(block, use), spans))
-                received = dict(self._forwarded(incoming, step))[use]
-                receives.append(Transfer(incoming, self.rank_at(incoming, step), received))
-            found.append((block, sends, receives))
+        for move in self.moves():
+            found[move.sender] += _positions(move.spans)
         return found
 
 
 class _Direct(_Rings):
     """Each block's owner sends the parts that other ranks need, in the first step."""
 
-    def moves(self) -> Iterator[tuple[int, int, int, int]]:
-        for peer, needed in enumerate(self.needed_spans):
-            for rank, spans in enumerate(needed):
-                if spans and rank != peer:
-                    yield rank, peer, 0, _positions(spans)
-
-    def steps(self, rank: int) -> list[_RawStep]:
-        others = [self.rank_at(rank, k, -1) for k in range(1, len(self.needed_spans))]
-        sends = [Transfer(rank, peer, self.needed_spans[peer][rank]) for peer in reversed(others)]
-        receives = [Transfer(block, block, self.needed_spans[rank][block]) for block in others]
-        return [(rank, sends, receives), *((block, [], []) for block in others)]
+    def _moves(self) -> Iterator[_Move]:
+        size = len(self.needed_spans)
+        for hop in range(1, size):  # the nearest first, so that not all send to one rank at once
+            for owner in range(size):
+                peer = self.rank_at(owner, hop)
+                yield _Move(0, owner, peer, owner, self.needed_spans[peer][owner])
 
 
 def _suffix_unions(each: Sequence[Ranges]) -> list[Ranges]:
@@ -303,8 +281,3 @@ def _joined(after: Ranges, own: Ranges) -> Ranges:
 
 def _positions(spans: Ranges) -> int:
     return sum(stop - start for start, stop in spans)
-
-
-def _nonempty(transfers: list[Transfer]) -> tuple[Transfer, ...]:
-    """The transfers that have positions; both ends omit the others."""
-    return tuple(transfer for transfer in transfers if transfer.spans)
