@@ -23,6 +23,7 @@ from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.hf import examine
 from internsp.sp.hf.attach import attach
 from internsp.sp.mixing import Refused, mixes_positions
+from internsp.sp.ring import RingGroup
 
 _MAX_LISTED = 8
 
@@ -140,7 +141,10 @@ def attach_sequences(
                 form=config.ring_form, inner=config.inner_ring, in_parts=parts,
                 overlap=overlap,
             )  # fmt: skip
-    attach(model, mesh, trace, mean, config, reporter)
+    if mesh.sequence > 1:
+        group = ExchangeGroup.of(mesh.sequence_group, trace, reporter)
+        around = RingGroup(ring, config.ring_form, config.inner_ring) if mesh.ring > 1 else None
+        attach(model, mesh, mean, group, heads if mesh.sequence > mesh.ring else None, around)
     if config.head_output != "local":
         options: Any = model.loss_options  # of set_head_output
         # Not counted: sequences of unequal length have losses of unequally many chunks.

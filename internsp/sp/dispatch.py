@@ -22,7 +22,7 @@ from functools import lru_cache
 from internsp.errors import ConfigError
 from internsp.mesh.sequence import SequenceAxes
 from internsp.sp.heads import Span, even_sizes, spans
-from internsp.sp.ranges import MaskSpec, Ranges
+from internsp.sp.ranges import MaskSpec, Ranges, count_positions
 
 FIXED_BALANCE = "zigzag"  # numbers of positions do not depend on the documents
 BALANCES = ("auto", "contiguous", "zigzag", "level")
@@ -59,7 +59,7 @@ def rank_ranges(
 def fixed_sizes(length: int, axes: SequenceAxes) -> tuple[int, ...]:
     """Number of positions of each rank under :data:`FIXED_BALANCE`: the same for all batches."""
     held = rank_ranges(length, axes, FIXED_BALANCE, MaskSpec(True, None, ((length,),)))
-    return tuple(sum(stop - start for start, stop in ranges) for ranges in held)
+    return tuple(map(count_positions, held))
 
 
 def ring_ranges(ranges: Sequence[Ranges], axes: SequenceAxes) -> tuple[Ranges, ...]:
@@ -136,9 +136,8 @@ def _capped_sum(first: int, stop: int, most: int) -> int:
 
 def _split_positions(held: Ranges, ranks: int) -> list[Ranges]:
     """Split the positions of ``held`` over the ``ranks`` ranks that share heads, in order."""
-    total = sum(stop - start for start, stop in held)
     found = []
-    for first, last in spans(even_sizes(total, ranks)):
+    for first, last in spans(even_sizes(count_positions(held), ranks)):
         at, mine = 0, []
         for start, stop in held:
             a, b = max(first, at), min(last, at + stop - start)

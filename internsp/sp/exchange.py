@@ -375,3 +375,14 @@ def start_exchange(
     exchange = _Exchange(group, lengths, head_ranges, x.shape[0], x.shape[3], unit, label)
     token = _start(x, exchange.handle, to_heads, adjoint)
     return PendingExchange(partial(exchange.finish, token, to_heads))
+
+
+def gather_positions(
+    x: Tensor, group: ExchangeGroup, lengths: Sequence[int], unit: str = "", label: str = ""
+) -> Tensor:
+    """Gather ``[B, s, H, d]`` of each rank into ``[B, S, H, d]`` on every rank, in rank order.
+
+    Blocks. In backward the ranks' gradients of one position are summed.
+    """
+    everything = (((0, x.shape[2]),),) * group.size
+    return start_exchange(x, group, lengths, everything, to="heads", unit=unit, label=label).wait()

@@ -20,7 +20,7 @@ from internsp.base.accelerator import copy_to
 from internsp.errors import LayoutError
 from internsp.mesh.sequence import SequenceAxes
 from internsp.sp.dispatch import rank_ranges
-from internsp.sp.ranges import MaskSpec, Ranges
+from internsp.sp.ranges import MaskSpec, Ranges, count_positions
 
 IGNORE_INDEX = -100
 _COUNTED = 1 << 16  # positions whose labels exist at once where they are counted alone
@@ -186,7 +186,7 @@ class SequenceLayout:
         spec = MaskSpec(causal, window, documents.rows)
         axes = SequenceAxes.create(size, ring, near)
         ranges = rank_ranges(length, axes, balance, spec)
-        sizes = tuple(sum(stop - start for start, stop in held) for held in ranges)
+        sizes = tuple(map(count_positions, ranges))
         held = ranges[rank]
         index = indices(held, ids.device)
         targets = _Targets(
@@ -248,15 +248,15 @@ def select_ranges(whole: Tensor, held: Ranges, dim: int = 1) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [whole.narrow(dim, 0, 0)], dim)
 
 
-def in_order(gathered: Tensor, ranges: Sequence[Ranges], dim: int = 1) -> Tensor:
-    """Reorder a tensor gathered along ``dim``, rank after rank, to sequence order."""
+def in_order(gathered: Tensor, ranges: Sequence[Ranges]) -> Tensor:
+    """Reorder ``[B, S, ...]``, gathered rank after rank, to sequence order."""
     spans = [span for held in ranges for span in held]
     order = sorted(range(len(spans)), key=spans.__getitem__)
     if order == list(range(len(spans))):
         return gathered
     # split, not slices: its backward writes each gradient once.
-    pieces = gathered.split([stop - start for start, stop in spans], dim)
-    return torch.cat([pieces[i] for i in order], dim)
+    pieces = gathered.split([stop - start for start, stop in spans], 1)
+    return torch.cat([pieces[i] for i in order], 1)
 
 
 def indices(held: Ranges, device: torch.device) -> Tensor:

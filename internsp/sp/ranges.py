@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
 from internsp.sp.heads import Span
@@ -22,6 +22,11 @@ Ranges = tuple[Span, ...]
 """Half-open ranges of positions, in the order in which a rank holds them; none empty."""
 NeededSpans = tuple[tuple[Ranges, ...], ...]
 """``[rank][block]``: the keys of a block that a rank needs, as offsets into the block."""
+
+
+def count_positions(ranges: Ranges) -> int:
+    """How many positions they cover."""
+    return sum(stop - start for start, stop in ranges)
 
 
 @dataclass(frozen=True)
@@ -72,15 +77,12 @@ def kernel_calls(queries: Ranges, keys: Ranges, spec: MaskSpec) -> tuple[KernelC
 def _row_calls(
     row: int, queries: Ranges, keys: Ranges, lengths: Sequence[int], spec: MaskSpec
 ) -> Iterator[KernelCall]:
-    edges = {0, *accumulate(lengths)}
-    edges.update(edge for span in (*queries, *keys) for edge in span)
-    query_pieces = _split_at(queries, sorted(edges))
-    key_pieces = _split_at(keys, sorted(edges))
     ends = list(accumulate(lengths))
+    edges = sorted({*ends, *(edge for span in (*queries, *keys) for edge in span)})
     keys_by_document: dict[int, list[tuple[int, Span]]] = {}
-    for at, span in key_pieces:
+    for at, span in _split_at(keys, edges):
         keys_by_document.setdefault(bisect_right(ends, span[0]), []).append((at, span))
-    for at, query in query_pieces:
+    for at, query in _split_at(queries, edges):
         row_calls: list[KernelCall] = []
         for key_offset, key in keys_by_document.get(bisect_right(ends, query[0]), ()):
             for call in _piece_calls(row, at, query, key_offset, key, spec):
@@ -165,7 +167,7 @@ def needed_spans(held: Sequence[Ranges], spec: MaskSpec) -> NeededSpans:
     """The keys of each rank's block that each rank's queries see.
 
     Equal to the union of the keys of all :func:`kernel_calls` of the two ranks, but found by
-    comparing ranges only, and only ranges that share a document. Equal results are one object.
+    comparing ranges only, and only ranges that share a document.
     """
     found: list[list[list[Span]]] = [[[] for _ in held] for _ in held]
     for lengths in spec.documents:
@@ -181,15 +183,8 @@ def needed_spans(held: Sequence[Ranges], spec: MaskSpec) -> NeededSpans:
                         if i <= j:
                             begin = offsets[i] + max(0, first - starts[i])
                             row[block].append((begin, offsets[j] + min(last, stops[j]) - starts[j]))
-    known: dict[tuple[Span, ...], Ranges] = {(): ()}
-
-    def joined(spans: list[Span]) -> Ranges:
-        key = tuple(spans)
-        if key not in known:
-            known[key] = union(spans)
-        return known[key]
-
-    return tuple(tuple(map(joined, row)) for row in found)
+    joined = cache(union)  # equal results are one object
+    return tuple(tuple(joined(tuple(spans)) for spans in row) for row in found)
 
 
 _Piece = tuple[int, int, int]

@@ -30,6 +30,7 @@ from internsp.sp.ranges import (
     MaskSpec,
     NeededSpans,
     Ranges,
+    count_positions,
     kernel_calls,
     needed_spans,
     union,
@@ -108,12 +109,12 @@ def traffic(held: tuple[Ranges, ...], spec: MaskSpec, form: str, inner: int) -> 
     require_form(len(held), form, inner)
     rings = _choose(held, spec, form, inner)
     returned = [
-        sum(map(_positions, needed)) - _positions(needed[rank])
+        sum(map(count_positions, needed)) - count_positions(needed[rank])
         for rank, needed in enumerate(rings.needed_spans)
     ]
     received = [[0] * len(held) for _ in held]
     for move in rings.moves():
-        received[move.receiver][move.step] += _positions(move.spans)
+        received[move.receiver][move.step] += count_positions(move.spans)
     in_flight = [max(map(sum, zip(came, [*came[1:], 0], strict=True))) for came in received]
     return Traffic(rings.sent, in_flight, returned)
 
@@ -254,7 +255,7 @@ class _Rings:
         """Positions that each rank sends."""
         found = [0] * len(self.needed_spans)
         for move in self.moves():
-            found[move.sender] += _positions(move.spans)
+            found[move.sender] += count_positions(move.spans)
         return found
 
 
@@ -277,7 +278,3 @@ def _suffix_unions(each: Sequence[Ranges]) -> list[Ranges]:
 @lru_cache(maxsize=1 << 14)
 def _joined(after: Ranges, own: Ranges) -> Ranges:
     return union((*own, *after)) if own and after else own or after
-
-
-def _positions(spans: Ranges) -> int:
-    return sum(stop - start for start, stop in spans)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from internsp.sp.exchange import ExchangeGroup, start_exchange
+from internsp.sp.exchange import ExchangeGroup, gather_positions, start_exchange
 from internsp.sp.heads import even_sizes, spans
 
 
@@ -24,10 +24,7 @@ def gather_logits(logits: Tensor, group: ExchangeGroup, lengths: Sequence[int]) 
 
     Differentiable: the gradients of one position from several ranks are summed. Blocks.
     """
-    everything = (((0, logits.shape[2]),),) * group.size
-    return start_exchange(
-        logits.unsqueeze(3), group, lengths, everything, to="heads", label="logits"
-    ).wait().squeeze(3)  # fmt: skip
+    return gather_positions(logits.unsqueeze(3), group, lengths, label="logits").squeeze(3)
 
 
 def vocabulary_parallel_cross_entropy(

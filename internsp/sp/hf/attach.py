@@ -7,9 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from internsp.base.in_flight import Reporter
-from internsp.base.trace import Trace
-from internsp.config import SequenceConfig
 from internsp.mesh import ParallelMesh
 from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.hf.attention import SequenceParallelKernel
@@ -19,31 +16,28 @@ from internsp.sp.ring import RingGroup
 
 
 def attach(
-    model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: bool, config: SequenceConfig,
-    reporter: Reporter,
+    model: nn.Module, mesh: ParallelMesh, mean: bool, group: ExchangeGroup,
+    heads: ExchangeGroup | None, ring: RingGroup | None,
 ) -> None:  # fmt: skip
     """Shard the inputs of a ``transformers`` model in ``model``, from its next forward on.
 
     The model gets copies of its configs, which name an attention implementation of this model
     alone; other models made from the same config do not change. Does nothing without a
-    ``transformers`` model, or if the mesh does not shard sequences.
+    ``transformers`` model.
+
+    Args:
+        mean: gradients are averaged over ranks later, not summed.
+        group: the sequence group.
+        heads, ring: see :class:`SequenceParallelKernel`.
     """
     inner = find_pretrained_model(model)
-    if inner is None or mesh.sequence == 1:
+    if inner is None:
         return
     configs = copy_configs(model)
-    group = ExchangeGroup.of(mesh.sequence_group, trace, reporter)
     by_kernel: dict[str, dict[nn.Module, str]] = {}
     for module, name in attentions(model).items():
         own: Any = module.config
         by_kernel.setdefault(own._attn_implementation, {})[module] = name
-    ring = None
-    if mesh.ring > 1:
-        ring_group = ExchangeGroup.of(mesh.ring_group, trace, reporter)
-        ring = RingGroup(ring_group, config.ring_form, config.inner_ring)
-    heads = None
-    if mesh.sequence > mesh.ring:
-        heads = ExchangeGroup.of(mesh.heads_group, trace, reporter)
     kernels = [
         SequenceParallelKernel(names, kernel, heads, ring) for kernel, names in by_kernel.items()
     ]

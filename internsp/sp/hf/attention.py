@@ -12,6 +12,7 @@ arXiv 2309.14509).
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import weakref
 from collections.abc import Callable
@@ -29,12 +30,12 @@ from internsp.sp.attention import no_heads
 from internsp.sp.exchange import ExchangeGroup, start_exchange
 from internsp.sp.heads import HeadPlan
 from internsp.sp.hf.mask_spec import mask_spec_of
-from internsp.sp.hf.ring import attend, gather, is_plain_attention, mask_rows, own_mask_rows
+from internsp.sp.hf.ring import gather, is_plain_attention, mask_rows, own_mask_rows
 from internsp.sp.hf.shard import SequenceShard
 from internsp.sp.kernels import match_kv_heads
 from internsp.sp.mixing import class_functions
 from internsp.sp.ranges import MaskSpec
-from internsp.sp.ring import RingGroup
+from internsp.sp.ring import RingGroup, ring_attention
 
 # Kernel options of an attention module that are of whole sequences already.
 _WHOLE_SEQUENCE_OPTIONS = frozenset(
@@ -79,23 +80,24 @@ class MaskRegistry:
     def __init__(self) -> None:
         self._records: dict[StorageWeakRef, _MaskRecord] = {}
 
-    def add(self, mask: Tensor | None, shard: SequenceShard, device: torch.device) -> Tensor:
-        """Record ``mask`` and return it; without a mask, return a placeholder."""
+    def add(self, mask: Tensor | None, shard: SequenceShard, **of_ring: Any) -> Tensor:
+        """Record ``mask`` and return it; without one, or where it is made later, return a
+        placeholder: one element, expanded.
+
+        Args:
+            of_ring: ``spec`` and ``make_rows`` of the record.
+        """
         if mask is None:
-            return self.placeholder(_MaskRecord(shard), device)
-        made = _MaskRecord(shard, tuple(mask.shape), mask.stride(), int(mask.storage_offset()))
-        return self._record(mask, made)
-
-    def placeholder(self, made: _MaskRecord, device: torch.device) -> Tensor:
-        """A placeholder for a mask that is not made, or not yet: one element, expanded."""
-        shard, one = made.shard, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-        return self._record(one.expand(shard.batch_size, 1, shard.length, shard.length), made)
-
-    def _record(self, mask: Tensor, made: _MaskRecord) -> Tensor:
+            one = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=shard.positions.device)
+            given = one.expand(shard.batch_size, 1, shard.length, shard.length)
+            made = _MaskRecord(shard, **of_ring)
+        else:
+            given, offset = mask, int(mask.storage_offset())
+            made = _MaskRecord(shard, tuple(mask.shape), mask.stride(), offset)
         for key in [key for key in self._records if key.expired()]:
             del self._records[key]
-        self._records[StorageWeakRef(mask.untyped_storage())] = made
-        return mask
+        self._records[StorageWeakRef(given.untyped_storage())] = made
+        return given
 
     def find(self, mask: Any) -> _MaskRecord | None:
         """The record of the storage of ``mask``, or None."""
@@ -205,16 +207,13 @@ class SequenceParallelKernel:
             mask_function=mask_function,
             attention_mask=None if shard.mask is None else attention_mask,
         )
-        device = shard.positions.device
         if self.ring is not None:
             make_rows = partial(mask_rows, self.ring, shard, make, options)
-            return self.masks.placeholder(
-                _MaskRecord(shard, spec=spec, make_rows=make_rows), device
-            )
+            return self.masks.add(None, shard, spec=spec, make_rows=make_rows)
         made = make(
             q_length=shard.length, q_offset=0, allow_is_causal_skip=allow_is_causal_skip, **options
         )
-        return self.masks.add(made, shard, device)
+        return self.masks.add(made, shard)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
@@ -265,9 +264,10 @@ class SequenceParallelKernel:
         elif known.spec is not None and is_plain_attention(
             self.plain_name, known.spec, shard.packed, options
         ):
-            kv_index = plan.kv_index(self.rank)
-            scale = options.get("scaling")
-            out = attend(ring, shard, known.spec, kv_index, q, k, v, scale, name)
+            given, kv_index = options.get("scaling"), plan.kv_index(self.rank)
+            scale = 1 / math.sqrt(q.shape[3]) if given is None else given
+            around = ring.ring(shard.ring_ranges, known.spec, kv_index, scale)
+            out = ring_attention(around, q, k, v, name)
         else:
             whole = known.whole(attention_mask)
             mask = own_mask_rows(ring, shard, whole, known.make_rows, name, self.plain_name)

@@ -27,7 +27,7 @@ from internsp.sp.hf.attention import SequenceParallelKernel
 from internsp.sp.hf.examine import finds_documents, positions_source
 from internsp.sp.hf.mask_spec import Rows, documents_of
 from internsp.sp.hf.shard import SequenceShard
-from internsp.sp.layout import IGNORE_INDEX, SequenceLayout, indices
+from internsp.sp.layout import IGNORE_INDEX, SequenceLayout, in_order, indices
 from internsp.sp.ranges import MaskSpec, Ranges
 from internsp.sp.same_batch import BatchComparison
 from internsp.sp.vocabulary import gather_logits
@@ -114,10 +114,11 @@ class ForwardHooks:
                 "choose attn_implementation before parallelize()"
             )
         shard = self._shard(given, layout)
-        self._set(shard)
+        self.shard = shard
+        for kernel in self.kernels:
+            kernel.shard, kernel.in_forward = shard, True
         if shard is None:
             return (), given
-        self.shard = shard
         return (), self._shard_inputs(given, shard)
 
     def _foreign_kernel(self) -> str | None:
@@ -128,10 +129,6 @@ class ForwardHooks:
                 if now != kernel.registered_name:
                     return f"{name} uses the attention {now!r}"
         return None
-
-    def _set(self, shard: SequenceShard | None) -> None:
-        for kernel in self.kernels:
-            kernel.shard, kernel.in_forward = shard, True
 
     def _shard(self, given: dict[str, Any], layout: SequenceLayout | None) -> SequenceShard | None:
         """Shard this batch; None where every rank computes the whole batch.
@@ -264,7 +261,7 @@ class ForwardHooks:
             local["attention_mask"] = ones
         elif shard.mask.dim() == 4:  # the model passes it on to its attention
             for kernel in self.kernels:
-                kernel.masks.add(shard.mask, shard, shard.mask.device)
+                kernel.masks.add(shard.mask, shard)
         if "use_cache" in self.parameters or self.takes_kwargs:
             local["use_cache"] = False
         return_dict = local.pop("return_dict", None)
@@ -357,7 +354,7 @@ class ForwardHooks:
         nothing.
         """
         gathered = gather_logits(part.detach().flatten(2), self.group, shard.sizes)
-        whole = shard.in_order(gathered).unflatten(2, part.shape[2:])
+        whole = in_order(gathered, shard.ranges).unflatten(2, part.shape[2:])
         own = _scale_gradient(part, self.gradient_factor)
         return whole.index_copy_(1, indices(shard.ranges[shard.rank], part.device), own)
 

@@ -8,7 +8,6 @@ model's own kernel computes this rank's queries with their rows of the mask.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,30 +15,15 @@ import torch
 from torch import Tensor
 
 from internsp.errors import StructureError
-from internsp.sp.dispatch import ring_ranges
-from internsp.sp.exchange import start_exchange
+from internsp.sp.exchange import gather_positions
 from internsp.sp.hf.shard import SequenceShard
 from internsp.sp.layout import in_order, select_ranges
-from internsp.sp.ranges import MaskSpec, Ranges
-from internsp.sp.ring import RingGroup, ring_attention
+from internsp.sp.ranges import MaskSpec, count_positions
+from internsp.sp.ring import RingGroup
 
 # Kernel options that do not change the result when the mask is known.
 _IGNORED_OPTIONS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions",
                              "output_hidden_states", "output_router_logits"})  # fmt: skip
-
-
-def _held(shard: SequenceShard) -> tuple[Ranges, ...]:
-    """The ranges of positions of each rank of the ring."""
-    return ring_ranges(shard.ranges, shard.axes)
-
-
-def attend(
-    group: RingGroup, shard: SequenceShard, spec: MaskSpec, kv_index: tuple[int, ...],
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, name: str,
-) -> Tensor:  # fmt: skip
-    """Ring attention of this rank's ``q [B, n, h, d]``, ``k``, ``v``: ``[B, n, h, d of v]``."""
-    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    return ring_attention(group.ring(_held(shard), spec, kv_index, scale), q, k, v, name)
 
 
 def gather(ring: RingGroup, x: Tensor, shard: SequenceShard, name: str, role: str) -> Tensor:
@@ -47,13 +31,9 @@ def gather(ring: RingGroup, x: Tensor, shard: SequenceShard, name: str, role: st
 
     In backward the ranks' gradients of one position are summed.
     """
-    held = _held(shard)
-    lengths = [sum(stop - start for start, stop in ranges) for ranges in held]
-    everything = (((0, x.shape[2]),),) * ring.group.size
-    whole = start_exchange(
-        x, ring.group, lengths, everything, to="heads", unit=name, label=f"all {role}"
-    ).wait()
-    return in_order(whole, held)
+    lengths = [count_positions(held) for held in shard.ring_ranges]
+    whole = gather_positions(x, ring.group, lengths, name, f"all {role}")
+    return in_order(whole, shard.ring_ranges)
 
 
 def mask_rows(
@@ -64,7 +44,7 @@ def mask_rows(
     The mask function may not omit the mask: torch's causal flag counts queries from 0.
     """
     options = options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    held = _held(shard)[ring.group.rank]
+    held = shard.ring_ranges[ring.group.rank]
     made = [make(q_length=stop - start, q_offset=start, **options) for start, stop in held]
     return torch.cat(made, 2)
 
@@ -86,7 +66,7 @@ def own_mask_rows(
             "'eager', or make the mesh with ring = 1"
         )
     if given is not None:
-        return select_ranges(given, _held(shard)[ring.group.rank], 2)
+        return select_ranges(given, shard.ring_ranges[ring.group.rank], 2)
     assert make is not None, "a recorded mask exists or has a function that makes it"
     return make()
 

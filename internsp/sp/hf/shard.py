@@ -8,9 +8,10 @@ from functools import cached_property
 from torch import Tensor
 
 from internsp.mesh import SequenceAxes
+from internsp.sp.dispatch import ring_ranges
 from internsp.sp.hf.mask_spec import Rows
-from internsp.sp.layout import in_order, select_ranges
-from internsp.sp.ranges import Ranges
+from internsp.sp.layout import select_ranges
+from internsp.sp.ranges import Ranges, count_positions
 
 
 @dataclass(eq=False)
@@ -46,7 +47,7 @@ class SequenceShard:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Number of positions of each rank."""
-        return tuple(sum(stop - start for start, stop in held) for held in self.ranges)
+        return tuple(map(count_positions, self.ranges))
 
     @cached_property
     def sharing(self) -> tuple[int, ...]:
@@ -59,10 +60,11 @@ class SequenceShard:
         """Number of positions of the whole sequence, ``S``."""
         return sum(self.sizes)
 
-    def own(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """This rank's positions of a tensor that has all positions along ``dim``."""
-        return select_ranges(whole, self.ranges[self.rank], dim)
+    @cached_property
+    def ring_ranges(self) -> tuple[Ranges, ...]:
+        """The ranges with which each rank of a ring computes."""
+        return ring_ranges(self.ranges, self.axes)
 
-    def in_order(self, gathered: Tensor, dim: int = 1) -> Tensor:
-        """Reorder a tensor gathered from all ranks, rank after rank, to sequence order."""
-        return in_order(gathered, self.ranges, dim)
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's positions ``[B, s, ...]`` of a tensor ``[B, S, ...]``."""
+        return select_ranges(whole, self.ranges[self.rank])
