@@ -32,7 +32,7 @@ from internsp.sp.exchange import (
     start_exchange,
 )
 from internsp.sp.heads import HeadPlan, Rotation
-from internsp.sp.kernels import AttentionMask, check_kernel, choose_kernel
+from internsp.sp.kernels import AttentionMask, choose_kernel, find_kernel
 from internsp.sp.layout import SequenceLayout
 from internsp.sp.ranges import MaskSpec, Ranges
 from internsp.sp.ring import Ring, RingGroup, ring_attention
@@ -76,7 +76,7 @@ class DistributedAttention(nn.Module):
         scale: float | None = None,
     ) -> None:
         super().__init__()
-        check_kernel(kernel)
+        find_kernel(kernel)  # told at once where it is unknown or not installed
         if window is not None and window < 1:
             raise LayoutError(f"A window of {window} hides every key; give 1 or more, or None.")
         if head_dim < 1 or (scale is not None and not math.isfinite(scale)):
@@ -90,6 +90,7 @@ class DistributedAttention(nn.Module):
         self.group: ExchangeGroup | None = None
         self.ring: RingGroup | None = None
         self.axes = SequenceAxes()
+        self.heads_rank = self.ring_rank = 0  # this rank in these groups
         self.parts: type[FusedSublayer] | None = None  # None: heads are exchanged as a whole
         self.overlap = True
         self.plan = HeadPlan.create(heads, kv_heads, 1)
@@ -126,24 +127,21 @@ class DistributedAttention(nn.Module):
             LayoutError: the groups are not those of ``axes``.
             ConfigError: a form that the ring cannot use.
         """
-        exchange_group = None if group is None else ExchangeGroup.of(group, trace)
-        size = 1 if exchange_group is None else exchange_group.size
-        self.group = exchange_group if size > 1 else None
-        ring_group = None if ring is None else ExchangeGroup.of(ring, trace)
-        count = 1 if ring_group is None else ring_group.size
+        both = [None if x is None else ExchangeGroup.of(x, trace) for x in (group, ring)]
+        size, count = (1 if each is None else each.size for each in both)
+        self.heads_rank, self.ring_rank = (0 if each is None else each.rank for each in both)
         self.axes = SequenceAxes(size, count) if axes is None else axes
-        both = exchange_group, ring_group
         known = [None if each is None else each.process_group for each in both]
-        if exchange_group is None or known[0] is not None:  # else a plan's, of one rank
+        if group is None or known[0] is not None:  # else a plan's, of one rank
             self.axes.require_groups(*map(_ranks, known))
+        self.group = both[0] if size > 1 else None
         self.parts, self.overlap = None, overlap
         if in_parts and size > 1 and backends_of(known[0]).get(HOST) == "gloo":
             from internsp.sp.gloo.fused import FusedSublayer
 
             self.parts = FusedSublayer
-        self.ring = None
-        if ring_group is not None and count > 1:
-            self.ring = RingGroup(ring_group, form, inner)
+        around = both[1] if count > 1 else None
+        self.ring = None if around is None else RingGroup(around, form, inner)
         self.plan = HeadPlan.create(self.heads, self.kv_heads, size)
         self.unit = unit
 
@@ -294,19 +292,9 @@ class DistributedAttention(nn.Module):
         lengths = self._lengths(x.shape[1], layout)
         return parts(x, self.group, self.plan, lengths, self.head_dim, self.unit, self.overlap)
 
-    @property
-    def _ring_rank(self) -> int:
-        """This rank's number in the ring."""
-        return 0 if self.ring is None else self.ring.group.rank
-
-    @property
-    def _heads_rank(self) -> int:
-        """This rank's number among the ranks that share heads."""
-        return 0 if self.group is None else self.group.rank
-
     def _split(self, x: Tensor, roles: str) -> Sequence[Tensor]:
         """This rank's heads of each of ``roles``, which ``x`` has one after another."""
-        spans = (self.plan.of(role)[0][self._heads_rank] for role in roles)
+        spans = (self.plan.of(role)[0][self.heads_rank] for role in roles)
         return x.split([stop - first for first, stop in spans], dim=2)
 
     def _lengths(self, length: int, layout: SequenceLayout | None) -> tuple[int, ...]:
@@ -314,23 +302,23 @@ class DistributedAttention(nn.Module):
         if layout is None:
             return (length,) * self.plan.size
         self.axes.require_layout(layout.axes)
-        size, rank = self.axes.size, self.axes.rank(self._ring_rank, self._heads_rank)
+        size, rank = self.axes.size, self.axes.rank(self.ring_rank, self.heads_rank)
         if layout.size != size or layout.rank != rank:
             raise LayoutError(
                 f"The layout is for rank {layout.rank} of {layout.size}, but this "
                 f"DistributedAttention is rank {rank} of {size}. Attach the "
                 "sequence group (attach), or make the layout for it."
             )
-        return tuple(layout.sizes[rank] for rank in self.axes.sharing(self._ring_rank))
+        return tuple(layout.sizes[rank] for rank in self.axes.sharing(self.ring_rank))
 
     def _check_shape(self, x: Tensor, roles: str, layout: SequenceLayout | None) -> tuple[int, ...]:
         """Check the shape of ``x``; return the positions of each rank that shares heads."""
         heads = sum(self.plan.of(role)[1] for role in roles)
         lengths = self._lengths(x.shape[1], layout)
-        wanted = (lengths[self._heads_rank], heads, self.head_dim)
+        wanted = (lengths[self.heads_rank], heads, self.head_dim)
         if x.dim() != 4 or tuple(x.shape[1:]) != wanted:
             raise LayoutError(
-                f"Rank {self._heads_rank}: {roles} of {self.unit or 'attention'} must be "
+                f"Rank {self.heads_rank}: {roles} of {self.unit or 'attention'} must be "
                 f"[B, {', '.join(map(str, wanted))}], got {list(x.shape)}."
             )
         return lengths
@@ -365,7 +353,7 @@ class DistributedAttention(nn.Module):
         elif q.numel():
             mask = AttentionMask(self.causal, self.window, documents)
             kernel = choose_kernel(self.kernel, q.device, q.dtype, self.head_dim)
-            out = kernel(q, k, v, self.plan.kv_index(self._heads_rank), mask, self.scale)
+            out = kernel(q, k, v, self.plan.kv_index(self.heads_rank), mask, self.scale)
         else:
             out = no_heads(q, k, v)
         return out
@@ -381,7 +369,7 @@ class DistributedAttention(nn.Module):
             ranges, documents = layout.ranges, layout.documents.rows
         held = ring_ranges(ranges, self.axes)
         spec = MaskSpec(self.causal, self.window, documents)
-        return group.ring(held, spec, self.plan.kv_index(self._heads_rank), self.scale)
+        return group.ring(held, spec, self.plan.kv_index(self.heads_rank), self.scale)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

@@ -72,26 +72,33 @@ def checkpoint_context_fn(
         keep: moves a result of more than one dimension elsewhere until recompute needs it;
             ``None``: results stay where they are.
     """
-    kept: list[tuple[Any, Any, list[int]]] = []
+    kept: _Kept = []
     return _Keep(kept, keep), _Replay(kept)
 
 
-class _Keep(TorchDispatchMode):
-    """Forward: run everything, and keep the results of the listed operators in order."""
+_Kept = list[tuple[Any, Any, list[int]]]
+"""In order: an operator, its results, and their versions when they were made."""
 
-    def __init__(
-        self,
-        kept: list[tuple[Any, Any, list[int]]],
-        keep: Callable[[Tensor], Offloaded] | None = None,
-    ) -> None:
+
+class _Mode(TorchDispatchMode):
+    """Runs compiled regions unchanged."""
+
+    def __init__(self, kept: _Kept) -> None:
         super().__init__()
-        self.kept, self.keep = kept, keep
-        self.offloading: list[tuple[Any, Tensor, int]] = []
+        self.kept = kept
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Run compiled regions unchanged."""
         return True
+
+
+class _Keep(_Mode):
+    """Forward: run everything, and keep the results of the listed operators in order."""
+
+    def __init__(self, kept: _Kept, keep: Callable[[Tensor], Offloaded] | None) -> None:
+        super().__init__(kept)
+        self.keep = keep
+        self.offloading: list[tuple[Any, Tensor, int]] = []
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         # Results are copied while the block runs: a write to one of them may be in the copy.
@@ -123,21 +130,11 @@ class _Keep(TorchDispatchMode):
         return self.keep(alias)
 
 
-class _Replay(TorchDispatchMode):
+class _Replay(_Mode):
     """Recompute: return the kept results in order, and run everything else."""
 
-    def __init__(self, kept: list[tuple[Any, Any, list[int]]]) -> None:
-        super().__init__()
-        self.kept = kept
-        self.position = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Run compiled regions unchanged."""
-        return True
-
     def __enter__(self) -> _Replay:
-        # A graph that is kept (retain_graph=True) is recomputed again from its start.
+        # Also where a graph that is kept (retain_graph=True) is recomputed again.
         self.position = 0
         return super().__enter__()  # type: ignore[return-value]
 

@@ -273,19 +273,20 @@ KERNELS: tuple[Kernel, ...] = (FlashKernel(), VarlenKernel(), SdpaKernel())
 """In the order in which ``auto`` prefers them."""
 
 
-def check_kernel(name: str) -> None:
-    """Raise at once for a kernel that is unknown or not installed.
+def find_kernel(name: str) -> Kernel | None:
+    """The kernel called ``name``; None for ``auto``.
 
     Raises:
         ConfigError: no such kernel.
         MissingDependencyError: not installed; the message has the command that installs it.
     """
-    names = ["auto", *(kernel.name for kernel in KERNELS)]
-    if name not in names:
-        raise ConfigError(f"No attention kernel {name!r}; choose one of {', '.join(names)}.")
-    for kernel in KERNELS:
-        if kernel.name == name and (missing := kernel.missing()) is not None:
-            raise MissingDependencyError(f"Attention kernel {name!r}: {missing}")
+    known = {"auto": None} | {kernel.name: kernel for kernel in KERNELS}
+    if name not in known:
+        raise ConfigError(f"No attention kernel {name!r}; choose one of {', '.join(known)}.")
+    kernel = known[name]
+    if kernel is not None and (missing := kernel.missing()) is not None:
+        raise MissingDependencyError(f"Attention kernel {name!r}: {missing}")
+    return kernel
 
 
 def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
@@ -295,10 +296,9 @@ def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim:
         ConfigError: the kernel cannot compute this; the message has the reason and a remedy.
         MissingDependencyError: it is not installed.
     """
-    if name == "auto":
+    kernel = find_kernel(name)
+    if kernel is None:
         return _auto_kernel(device.type, dtype, head_dim)
-    check_kernel(name)
-    kernel = next(kernel for kernel in KERNELS if kernel.name == name)
     unsupported = kernel.unsupported(device, dtype, head_dim)
     if unsupported is not None:
         raise ConfigError(

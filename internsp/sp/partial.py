@@ -59,8 +59,6 @@ class Band:
 class LseKernel(Protocol):
     """Attention of one part: ``q [b, h, n, d]``, ``k [b, kv, m, d]``, ``v [b, kv, m, d of v]``."""
 
-    name: str
-
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, band: Band | None, scale: float
     ) -> tuple[Tensor, Tensor]:
@@ -80,8 +78,6 @@ class LseKernel(Protocol):
 
 class CpuFlash:
     """torch's flash attention for CPUs: every float type, grouped heads, a bias."""
-
-    name = "flash_for_cpu"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, band: Band | None, scale: float
@@ -109,8 +105,6 @@ class CudaFlash:
     The variable-length form, with rows packed one after another without padding: the operator that
     ``torch.nn.attention.varlen`` calls. Its backward accepts a merged log-sum-exp.
     """
-
-    name = "flash"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, band: Band | None, scale: float
@@ -162,8 +156,6 @@ def _window_arguments(q: Tensor, k: Tensor, band: Band | None) -> dict[str, int]
 
 class EagerAttention:
     """Attention with all scores in memory: any device and dtype; ``v`` may have another depth."""
-
-    name = "plain"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, band: Band | None, scale: float

@@ -24,7 +24,7 @@ from internsp.base.handles import HandleTable
 from internsp.base.in_flight import phase_of
 from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.partial import BlockAttention
-from internsp.sp.ranges import KernelCall, MaskSpec, Ranges
+from internsp.sp.ranges import KernelCall, MaskSpec, Ranges, count_positions
 from internsp.sp.routes import Route, Transfer, require_form, route
 
 
@@ -80,21 +80,26 @@ class RingGroup:
 
 @dataclass
 class _Block:
-    """Keys and values of the ``spans`` of a block, one span after another: ``[B, n, kv, ...]``."""
+    """Keys and values of the ``spans`` of a block, one span after another: ``[B, n, kv, ...]``.
+
+    Attributes:
+        storage: both as one flat tensor, where they lie in one.
+    """
 
     spans: Ranges
     k: Tensor
     v: Tensor
+    storage: Tensor | None = None
 
     @classmethod
-    def empty(cls, spans: Ranges, k: Tensor, v: Tensor, dtype: torch.dtype) -> _Block:
+    def empty(cls, spans: Ranges, k: Tensor, v: Tensor) -> _Block:
         """An uninitialized block of ``spans``, shaped like ``k`` and ``v``, in one storage."""
-        count = sum(stop - start for start, stop in spans)
+        count = count_positions(spans)
         shapes = [(x.shape[0], count, *x.shape[2:]) for x in (k, v)]
         sizes = [shape[0] * count * shape[2] * shape[3] for shape in shapes]
-        flat = k.new_empty(sum(sizes), dtype=dtype)
-        pieces = (x.view(shape) for x, shape in zip(flat.split(sizes), shapes, strict=True))
-        return cls(spans, *pieces)
+        flat = k.new_empty(sum(sizes))
+        own_k, own_v = (x.view(s) for x, s in zip(flat.split(sizes), shapes, strict=True))
+        return cls(spans, own_k, own_v, flat)
 
     @property
     def kv(self) -> tuple[Tensor, Tensor]:
@@ -102,12 +107,9 @@ class _Block:
         return self.k, self.v
 
     def flat(self) -> Tensor:
-        """Keys and values as one flat tensor, as they are sent; a view if they are adjacent."""
-        together = self.k.untyped_storage()._cdata == self.v.untyped_storage()._cdata
-        if together and self.v.storage_offset() == self.k.storage_offset() + self.k.numel():
-            size = self.k.numel() + self.v.numel()
-            if self.k.is_contiguous() and self.v.is_contiguous():
-                return self.k.as_strided((size,), (1,))
+        """Keys and values as one flat tensor, as they are sent."""
+        if self.storage is not None:
+            return self.storage
         return torch.cat([self.k.reshape(-1), self.v.reshape(-1)])
 
     def select(self, spans: Ranges) -> _Block:
@@ -157,7 +159,7 @@ class _Transfers:
         ring.group.reporter.launched("RING", f"{label} of {unit}", self.phase)
         own = ring.route.steps[0].block
         self.held = {own: _Block(((0, k.shape[1]),), k, v)}
-        self._receives: dict[int, tuple[Any, Tensor, _Block, int]] = {}
+        self._receives: dict[int, tuple[Any, _Block, int]] = {}
         self._sends: list[tuple[Any, Tensor]] = []
         # Uses left of each block; after the last one its memory is freed.
         self._uses_left = {
@@ -176,33 +178,32 @@ class _Transfers:
         sent = [(block.flat(), transfer) for transfer, block in sends]
         # Empty on ranks without heads; then the peer's is empty, too.
         sent = [(flat, transfer) for flat, transfer in sent if flat.numel()]
-        received: list[tuple[Tensor, Transfer, _Block, int]] = []
+        received: list[tuple[Transfer, _Block, int]] = []
         for transfer, block in receives:
-            flat = block.flat()
-            if not flat.numel():
+            if not block.flat().numel():
                 self.held[transfer.block] = block
                 continue
             event = group.trace.record(
-                "RING", self.unit, self.label, self.phase, flat.nbytes, in_flight=True
+                "RING", self.unit, self.label, self.phase, block.flat().nbytes, in_flight=True
             )
-            received.append((flat, transfer, block, event))
+            received.append((transfer, block, event))
         if not sent and not received:
             return
         with self._naming():
             works = iter(group.batch_isend_irecv([
                 *((True, flat, transfer.peer, transfer.block) for flat, transfer in sent),
-                *((False, flat, to.peer, to.block) for flat, to, _, _ in received),
+                *((False, block.flat(), to.peer, to.block) for to, block, _ in received),
             ]))  # fmt: skip
         self._sends += [(next(works), flat) for flat, _ in sent]
-        for flat, transfer, block, event in received:
-            self._receives[transfer.block] = next(works), flat, block, event
+        for transfer, block, event in received:
+            self._receives[transfer.block] = next(works), block, event
 
     def wait(self, block: int) -> _Block:
         """Return a block, after waiting for it if its receive is in flight."""
         incoming = self._receives.pop(block, None)
         if incoming is None:
             return self.held[block]
-        work, _, found, event = incoming
+        work, found, event = incoming
         trace = self.ring.group.trace
         begin = trace.now()
         with self._naming():
@@ -221,8 +222,7 @@ class _Transfers:
             (transfer, self.wait(transfer.block).select(transfer.spans)) for transfer in step.sends
         ]
         receives = [
-            (transfer, _Block.empty(transfer.spans, *self.like, self.like[0].dtype))
-            for transfer in step.receives
+            (transfer, _Block.empty(transfer.spans, *self.like)) for transfer in step.receives
         ]
         self.launch(sends, receives)
         for transfer in step.sends:
@@ -293,9 +293,8 @@ def _backward_impl(
                 (step.gradient_send, _Block(part.spans, part.k.to(k.dtype), part.v.to(v.dtype)))
             )
         if step.gradient_receive is not None:
-            receives.append(
-                (step.gradient_receive, _Block.empty(step.gradient_receive.spans, k, v, k.dtype))
-            )
+            part = _Block.empty(step.gradient_receive.spans, k, v)
+            receives.append((step.gradient_receive, part))
         if receiving:  # receive of the step before: at most one message from a rank is in flight
             own.add(gradients.wait(receiving.pop().block))
         gradients.launch(sends, receives)
