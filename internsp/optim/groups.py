@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -32,14 +32,14 @@ def optimizer_groups(
         param_groups: dictionaries with ``"params"``: the model's parameters after ``parallelize``
             (or pairs of name and parameter, as ``named_parameters`` gives), trained or frozen; or
             such parameters without a dictionary, which are one group; ``None``: one group of all
-            trained ones.
+            trained ones, in the order of the model.
 
     Raises:
         ValueError: for a parameter that does not belong to this communicator, is in two groups, or
             is trainable but in no group (its gradient would never be used or dropped).
     """
     trainable = trainable_members(communicator)
-    given = [m.parameter for m in trainable] if param_groups is None else list(param_groups)
+    given = _in_model_order(communicator, trainable) if param_groups is None else list(param_groups)
     if not given and communicator.mesh.pipeline == 1:
         raise ValueError(
             "ZeroOptimizer: the model has no trainable parameter: unfreeze some "
@@ -58,6 +58,16 @@ def optimizer_groups(
         groups.append({**group, "params": [member.parameter for member in chosen]})
     require_grouped(trainable, group_index)
     return groups or [{"params": []}], group_index
+
+
+def _in_model_order(communicator: ISPCommunicator, members: Sequence[Member]) -> list[nn.Parameter]:
+    """Their parameters in the order of ``model.parameters()``.
+
+    State is matched by that order, and which parameters are replicated differs between meshes.
+    """
+    in_order = dict.fromkeys(communicator.parameters_of.values())
+    chosen = set(members)
+    return [member.parameter for member in in_order if member in chosen]
 
 
 def members_of(

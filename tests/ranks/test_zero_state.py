@@ -521,3 +521,23 @@ def test_a_state_dict_is_copied_and_written_by_torch_alone() -> None:
 
 def local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+@ranks(2)
+def test_parameters_are_in_the_models_order_whichever_are_sharded() -> None:
+    """Without groups; state is matched by that order, also by torch's own optimizer."""
+    twin = Twin(partial(Tiny, layers=2), mesh_of(2))
+    ours = ZeroOptimizer(twin.communicator, torch.optim.AdamW, lr=0.01)
+    of = {p: name for name, p in twin.ours.named_parameters()}
+    assert [of[p] for p in ours.param_groups[0]["params"]] == list(of.values())
+    theirs = torch.optim.AdamW(twin.plain.parameters(), lr=0.01)
+    twin.backward()
+    ours.step()
+    theirs.step()
+    other = Twin(partial(Tiny, layers=2), mesh_of(1))
+    fresh = ZeroOptimizer(other.communicator, torch.optim.AdamW, lr=0.01)
+    fresh.load_state_dict(ours.state_dict())
+    found = fresh.state_dict()["state"]
+    wanted = theirs.state_dict()["state"]
+    for index, state in wanted.items():
+        check({"m": found[index]["exp_avg"]}, {"m": state["exp_avg"]}, str(index))
