@@ -266,7 +266,7 @@ class OptimizerState:
                 elif bucket.inner is not None:
                     for segment in bucket.segments:
                         if segment.member is member:
-                            own = _cut(segment, state, parts)
+                            own = _cut(segment, state, parts, names.values)
                             _set_live(bucket, segment, own, names.values)
         self._load_matrices(of_matrices, states)
 
@@ -275,14 +275,15 @@ class OptimizerState:
     ) -> None:
         for matrix, own in self.steps.state_from_slices(slices, self._settings).items():
             state = states.get(matrix.member, {})
-            for name in self.steps.state_names(matrix, self._settings).values:
+            first = self.steps.state_names(matrix, self._settings).values
+            for name in first:
                 if name in state:
                     value = state[name]
                     if isinstance(value, DTensor):
                         value = value.full_tensor()
                     value = _copy(value)
                     own[name] = value.to(matrix.bucket.device) if _has_elements(value) else value
-            matrix.load_state(own if _has_stepped(state.get("step"), own) else {})
+            matrix.load_state(own if _has_stepped(own, state, first) else {})
 
     def _check_shapes(self, states: dict[Member, State]) -> None:
         """Raise ``LayoutError`` for state of another shape, on all ranks alike: before any
@@ -352,21 +353,36 @@ def _replicated(member: Member, value: Tensor) -> DTensor:
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _cut(segment: Segment, state: State, parts: dict[str, Tensor]) -> State:
+def _cut(segment: Segment, state: State, parts: dict[str, Tensor], first: State) -> State:
     """A segment's part of a parameter's ``state``, of which ``parts`` are like its storage; empty
-    if no step has used it."""
+    if no step has used it.
+
+    Args:
+        first: the class's values before a first step.
+    """
     index = slice(segment.offset, segment.offset + segment.tensor.numel())
     own: State = {name: part.view(-1)[index] for name, part in parts.items()}
-    if not _has_stepped(state.get("step"), own):
+    if not _has_stepped(own, state, first):
         return {}
     return own | {n: v for n, v in state.items() if n not in own and n != MASTER}
 
 
-def _has_stepped(step: Any, own: State) -> bool:
+def _has_stepped(own: State, state: State, first: State) -> bool:
     """Whether a step has used the state. State without a step is left out, as an optimizer's first
-    step may differ from later ones."""
-    values = [v for v in own.values() if _has_elements(v)]
-    return step != 0 and (step is not None or any(bool(value.any()) for value in values))
+    step may differ from later ones.
+
+    Args:
+        own: what this rank holds of ``state``. It may be zeros where others' part is not: rows of
+            an embedding that no token had.
+        first: the class's values before a first step; those of a parameter without dimensions are
+            its moments, too.
+    """
+    step = state.get("step")
+    if step is not None:
+        return bool(step != 0)
+    counted = (bool(state[name] != value) for name, value in first.items()
+               if name in state and not _has_elements(state[name]))  # fmt: skip
+    return any(counted) or any(bool(v.any()) for v in own.values() if _has_elements(v))
 
 
 def _check_segment(bucket: Bucket, segment: Segment, entry: State | None) -> None:

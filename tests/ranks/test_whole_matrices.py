@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from internsp.config import WeightParallelConfig
 from internsp.errors import ConfigError, StructureError
@@ -328,3 +328,69 @@ def test_a_plain_loop_is_told_that_shards_are_not_stepped_whole(rank: int) -> No
         torch.optim.Muon([p for p in reference.parameters() if p.dim() == 2], lr=1e-2).step()
         now = whole(model)
         assert all((now[n] - p).abs().max() < 1e-10 for n, p in reference.named_parameters())
+
+
+class Counted(torch.optim.Optimizer):
+    """Counts its steps under a name of its own, in state that is no tensor."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                p.sub_(mean / (1 - 0.9 ** state["count"]), alpha=group["lr"])
+
+
+class CountedByNorm(Counted):
+    """Not elementwise: it begins by dividing the gradient by its norm."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.grad = p.grad / (p.grad.norm() + 1e-3)
+        super().step()
+
+
+class Scaled(nn.Module):
+    """An embedding of which the last rows are not used at first, and a scale of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(12, 4), nn.ModuleList([Scale()])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layers[0](self.embed(ids)).square().sum()
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out_proj, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.scale * self.out_proj(x))
+
+
+@pytest.mark.parametrize("cls", [Counted, CountedByNorm])
+@ranks(2)
+def test_a_count_of_its_own_and_moments_without_dimensions_are_loaded(cls: Any) -> None:
+    twin = Twin(Scaled, mesh_of(2), min_shard_elements=8)
+    whole_matrix = cls is CountedByNorm
+    ours = ZeroOptimizer(twin.communicator, cls, lr=0.01, whole_matrix=whole_matrix)
+    theirs = cls(twin.plain.parameters(), lr=0.01)
+    for step in range(5):
+        used = 5 if step < 3 else 12  # rank 1 has rows 6 to 11
+        ids = torch.arange(used)
+        twin.plain(ids).backward()
+        (twin.ours(ids) / 2).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        twin.check_parameters(f"step {step}")
+        if step == 2:
+            ours.load_state_dict(ours.state_dict())
