@@ -118,6 +118,12 @@ class Router(nn.Module):
         self.loss_scale: Callable[[], Tensor | float] | None = None
         self.reset_parameters()
 
+    @property
+    def over_all_positions(self) -> list[str]:
+        """The options in use whose numbers follow from all tokens of a forward, not from each."""
+        names = "auxiliary", "z_loss", "capacity_factor"
+        return [name for name in names if getattr(self, name)]
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Give the weight its first values, and the bias and the counters zeros."""

@@ -137,7 +137,7 @@ class TiledCall:
         with torch.no_grad(), _with_parameters(self.names, tensors):
             start = 0
             for part in x.split(self.lengths, -2):
-                tile_output = self.run_tile(part)
+                tile_output = self.run_tile(_as_whole(part))
                 if output is None:
                     shape = (*x.shape[:-1], *tile_output.shape[x.dim() - 1 :])
                     output = tile_output.new_empty(shape)
@@ -177,7 +177,7 @@ class TiledCall:
             stack.enter_context(self.random.replayed())
             start, dim = 0, x.dim() - 2
             for length in self.lengths:
-                part = x.narrow(dim, start, length).detach().requires_grad_(of_input)
+                part = _as_whole(x.narrow(dim, start, length).detach()).requires_grad_(of_input)
                 with self.cast():
                     tile_output = self.run_tile(part)
                 of_output = gradient.narrow(dim, start, length)
@@ -225,6 +225,12 @@ class TiledCall:
                     "activation_checkpoint.tiled_modules"
                 )
             nodes += [following for following, _ in node.next_functions]
+
+
+def _as_whole(part: Tensor) -> Tensor:
+    """A tile with strides of its own: a module may view its input, ``x.view(-1, features)``, which
+    a part of several rows does not allow."""
+    return part.contiguous()
 
 
 def _accumulate(sums: list[Tensor | None], parts: Sequence[Tensor | None]) -> None:

@@ -26,7 +26,7 @@ def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) 
     """The modules of a model that are computed in tiles.
 
     Raises:
-        ConfigError: ``tiles`` is still ``"auto"``.
+        ConfigError: ``tiles`` is still ``"auto"``, or a module's numbers follow from all positions.
         StructureError: a pattern matches nothing, a block has no feed-forward with a usual name,
             or units of a block are inside a tiled module.
     """
@@ -66,6 +66,8 @@ def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) 
                 f"activation_checkpoint.tiled_modules: {pattern!r} matches no module of any block"
                 f"{did_you_mean(pattern, [*names, *(n.split('.')[-1] for n in names)])}"
             )
+    for tiling in found:
+        _refuse_sums_over_positions(tiling)
     units = {id(block.module): block.name for block in structure.blocks}
     for tiling in found:
         inside = [units[id(m)] for m in tiling.module.modules() if id(m) in units]
@@ -77,3 +79,21 @@ def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) 
                 "plan"
             )
     return found
+
+
+def _refuse_sums_over_positions(tiling: Tiling) -> None:
+    """Refuse a module that says, in an attribute ``over_all_positions``, which of its options
+    computes a number from all positions of a forward: each tile would have its own, and in forward
+    no graph.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name, module in tiling.module.named_modules(prefix=tiling.name):
+        options = getattr(module, "over_all_positions", ())
+        if options:
+            raise ConfigError(
+                f"activation_checkpoint.tiles: {' and '.join(options)} of {name} follow from all "
+                f"tokens of a forward, and {tiling.name} is computed in tiles: use 1, or name what "
+                "may be tiled in activation_checkpoint.tiled_modules"
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -349,3 +350,29 @@ def test_what_cannot_be_tiled_in_a_model_is_refused_by_name() -> None:
     plan = [{"match": "layers.*.feed_forward.w?", "unit": "each"}]
     raises(StructureError, lambda: parallelized({"rules": plan}, tiles=2), "gathered by itself")
     parallelized({}, tiles=2, tiled_modules=("w2",))
+    for option in ("auxiliary", "z_loss", "capacity_factor"):  # none of them is that of a tile
+        options = {"family": "mixtral", "experts": 4, option: 1.5, "balance_rate": 0.0}
+        mixture = model_zoo.build(Case().model_config().model_copy(update=options))
+        tiles = ActivationCheckpointConfig(tiles=2)
+        one_by_one = partial(parallelize, mixture, mesh, activation_checkpoint=tiles)
+        raises(ConfigError, one_by_one, f"{option} of layers.0.feed_forward.router")
+
+
+class Viewed(nn.Linear):
+    """Views its input by rows, as the mixtures of transformers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(-1, x.shape[-1])).view(x.shape)
+
+
+def test_a_tile_of_several_rows_can_be_viewed() -> None:
+    torch.manual_seed(0)
+    whole = Viewed(8, 8).double()
+    tiled = copy.deepcopy(whole)
+    tile(tiled, "mlp", 2)
+    values = torch.randn(3, 2 * ROWS, 8, dtype=torch.float64)
+    given, same = (values.clone().requires_grad_() for _ in range(2))
+    for module, x in ((whole, given), (tiled, same)):
+        module(x).square().sum().backward()
+    check({"input": same.grad}, {"input": given.grad}, "input")
+    check(gradients(tiled), gradients(whole), "weights")
