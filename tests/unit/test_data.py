@@ -4,18 +4,20 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from internsp.app.config import HELD_OUT, DataConfig
+from internsp.app.config import HELD_OUT, DataConfig, TrainConfig
 from internsp.app.data import documents as sources
-from internsp.app.data.batches import DataSource, rows_of, split
+from internsp.app.data.batches import DataSource, split
 from internsp.app.data.documents import paths_of, read_pieces, stdlib_documents
 from internsp.app.data.order import Documents, Rows
 from internsp.app.data.tokenizer import ByteTokenizer, Piece, load_tokenizer
 from internsp.app.data.tokens import TokenStore, documents
+from internsp.app.train.rows import micro_batch
 from internsp.errors import ConfigError, MissingDependencyError
 from tests.support.batches import train_batch
 
@@ -89,11 +91,10 @@ def test_the_rows_of_all_ranks_and_micro_batches_together_are_the_global_batch()
     source = own_text(batch=12)
     whole = train_batch(source, 36)
     seen: list[list[int]] = []
-    for micro_batch in range(3):
+    for index in range(3):
         for rank in range(2):
-            rows = rows_of(
-                12, micro_batches=3, micro_batch=micro_batch, data=2, data_rank=rank
-            )
+            mesh = SimpleNamespace(data=2, data_rank=rank)
+            rows = micro_batch(index, TrainConfig(global_batch=12, micro_batches=3), mesh)
             part = train_batch(source, 36, rows)
             assert part.boundaries == whole.boundaries[rows]
             seen += part.ids.tolist()

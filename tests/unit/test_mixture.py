@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from internsp.app.config import HELD_OUT, Config, DataConfig
+from internsp.app.config import HELD_OUT, Config, DataConfig, TrainConfig
 from internsp.app.data import tokens
-from internsp.app.data.batches import DataSource, rows_of
+from internsp.app.data.batches import DataSource
 from internsp.app.data.order import BLOCK, Mixture
+from internsp.app.train.rows import micro_batch
 from internsp.errors import ConfigError
 from tests.support.batches import train_batch
 
@@ -81,7 +83,8 @@ def test_batches_of_any_size_take_the_same_sequences_in_the_same_order(
     found = []
     for taken in range(0, 600, 12):
         for part in range(6):
-            at = rows_of(12, micro_batches=2, micro_batch=part // 3, data=3, data_rank=part % 3)
+            mesh = SimpleNamespace(data=3, data_rank=part % 3)
+            at = micro_batch(part // 3, TrainConfig(global_batch=12, micro_batches=2), mesh)
             found.append(train_batch(other, taken, at).ids)
     assert torch.equal(wanted, torch.cat(found))
     of_c = ((wanted == ord("c")).sum(1) > 16).sum()

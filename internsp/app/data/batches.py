@@ -22,21 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from internsp.app.config import HELD_OUT, Config, DataConfig, DocumentsConfig, MixturePart
-from internsp.app.data.order import (
-    Documents,
-    Mixture,
-    Row,
-    Rows,
-    counted,
-)
+from internsp.app.data.order import Documents, Mixture, Row, Rows, counted
 from internsp.app.data.tokenizer import Tokenizer, load_tokenizer
-from internsp.app.data.tokens import (
-    Cached,
-    TokenStore,
-    open_stores,
-    parts_of,
-    prepare,
-)
+from internsp.app.data.tokens import Cached, TokenStore, open_stores, parts_of, prepare
 from internsp.errors import ConfigError
 
 FILLER = -1
@@ -106,27 +94,29 @@ class Part:
         train, held = split(lengths, digests, data.held_out, 1 if given.format == "text" else 0)
         order = np.random.default_rng([seed, 0]).permutation(len(train[0]))
         of = f" of {name!r}" if name else ""
-        rows = [
-            _rows(Documents.create(stores, *views, given.format != "text"), data, seed, tokenizer)
-            for views in ((train[0][order], train[1][order]), held)
-        ]
-        _require_some(rows[0], data, f"training text{of}")
+
+        def rows(views: Views, what: str, remedy: str = "") -> Rows:
+            found = Documents.create(stores, *views, given.format != "text")
+            return _rows(found, data, seed, tokenizer, f"{what} text{of}", remedy)
+
+        shuffled, evaluated = rows((train[0][order], train[1][order]), "training"), None
         if data.held_out:
-            remedy = ", raise data.held_out (0: no evaluation)"
-            _require_some(rows[1], data, f"held-out text{of}", remedy)
+            evaluated = rows(held, "held-out", ", raise data.held_out (0: no evaluation)")
         weight = given.weight if isinstance(given, MixturePart) else 1.0
-        return cls(name, weight, rows[0], rows[1] if data.held_out else None)
+        return cls(name, weight, shuffled, evaluated)
 
 
-def _rows(found: Documents, data: DataConfig, seed: int, tokenizer: Tokenizer) -> Rows:
-    """Sequences of these documents, packed or padded as ``data`` sets."""
-    padding = None if data.pack else tokenizer.end_of_document
-    return Rows(found, data.sequence_length, seed, padding)
+def _rows(
+    found: Documents, data: DataConfig, seed: int, tokenizer: Tokenizer, what: str, remedy: str
+) -> Rows:
+    """Sequences of these documents, packed or padded as ``data`` sets; an error if there are none.
 
-
-def _require_some(rows: Rows, data: DataConfig, what: str, remedy: str = "") -> None:
+    Args:
+        what, remedy: for the error.
+    """
+    rows = Rows(found, data.sequence_length, seed, None if data.pack else tokenizer.end_of_document)
     if rows.available:
-        return
+        return rows
     least = f"{data.sequence_length} tokens" if data.pack else "two tokens of one document"
     lower = ", set it lower" * data.pack  # where documents are not packed it is two anyway
     raise ConfigError(
@@ -147,9 +137,8 @@ def evaluations(data: DataConfig, tokenizer: Tokenizer, cached: Cached) -> dict[
         lengths = np.concatenate([store.lengths() for store in stores])
         views = np.cumsum(lengths) - lengths, lengths
         found = Documents.create(stores, *views, given.format != "text")
-        made[given.name] = _rows(found, data, 0, tokenizer)
-        text = f"text {given.name!r} of data.evaluation"
-        _require_some(made[given.name], data, text, ", or leave its table out")
+        text, remedy = f"text {given.name!r} of data.evaluation", ", or leave its table out"
+        made[given.name] = _rows(found, data, 0, tokenizer, text, remedy)
     return made
 
 
@@ -181,13 +170,13 @@ class DataSource:
         global_batch: int,
         seed: int = 0,
         tokenizer: Tokenizer | None = None,
-        cached: Cached | None = None,
+        prepared: tuple[Cached, list[str]] | None = None,
     ) -> DataSource:
         """Read or open all texts and split them.
 
         Args:
             tokenizer: the tokenizer of ``config``, if it is already loaded.
-            cached: the result of :func:`internsp.app.data.tokens.prepare`; ``None``: call it.
+            prepared: the result of :func:`internsp.app.data.tokens.prepare`; ``None``: call it.
 
         Raises:
             ConfigError: paths are missing, there is no text, or not enough for one sequence.
@@ -195,9 +184,7 @@ class DataSource:
             MissingDependencyError: an optional package is needed; gives the install command.
         """
         tokenizer = tokenizer or load_tokenizer(config.tokenizer)
-        notes: list[str] = []
-        if cached is None:
-            cached, notes = prepare(config, tokenizer)
+        cached, notes = prepared or prepare(config, tokenizer)
         parts = tuple(
             Part.create(given, open_stores(given, tokenizer, cached), config, tokenizer, seed)
             for given in parts_of(config)
@@ -372,13 +359,3 @@ def vocabulary_mistake(config: Config, tokenizer: Tokenizer) -> ConfigError:
         f"model.vocab_size: {config.model.vocab_size} is less than the {tokenizer.vocab_size} ids "
         f"of data.tokenizer = {config.data.tokenizer!r}"
     )
-
-
-def rows_of(
-    global_batch: int, *, micro_batches: int, micro_batch: int, data: int, data_rank: int
-) -> slice:
-    """Rows of the global batch that data rank ``data_rank`` computes in one micro-batch; a
-    configuration's batch is a multiple of micro-batches times data ranks."""
-    each = global_batch // (micro_batches * data)
-    first = (micro_batch * data + data_rank) * each
-    return slice(first, first + each)

@@ -186,7 +186,7 @@ def _text(config: Config, output: Path) -> Iterable[InternspError]:
     elif all(part.source == "stdlib" for part in trained):
         evaluations(data, tokenizer, {})
     else:
-        DataSource.create(data, global_batch=1, tokenizer=tokenizer, cached={})
+        DataSource.create(data, global_batch=1, tokenizer=tokenizer, prepared=({}, []))
     return []
 
 

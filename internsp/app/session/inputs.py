@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 from internsp.app.config import Config
@@ -26,23 +25,21 @@ def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
     """
     loaded: list[Tokenizer] = []
     Objects().on_every(lambda: loaded.append(load_tokenizer(config.data.tokenizer)))
-    tokenizer = loaded[0]
+    (tokenizer,) = loaded
     if tokenizer.vocab_size > config.model.vocab_size:
         raise vocabulary_mistake(config, tokenizer)
-    cached, notes = _prepare_tokens(config, tokenizer, mesh)
-    create = partial(
-        DataSource.create,
-        config.data,
-        global_batch=config.train.global_batch,
-        seed=config.train.seed,
-        tokenizer=tokenizer,
-        cached=cached,
-    )
+    prepared = _prepare_tokens(config, tokenizer, mesh)
     made: list[DataSource] = []
-    Objects().on_every(lambda: made.append(create()))
-    source = made[0]
-    source.notes = tuple(notes)
-    return source
+
+    def create() -> None:
+        own = DataSource.create(
+            config.data, global_batch=config.train.global_batch, seed=config.train.seed,
+            tokenizer=tokenizer, prepared=prepared,
+        )  # fmt: skip
+        made.append(own)
+
+    Objects().on_every(create)
+    return made[0]
 
 
 def _prepare_tokens(config: Config, tokenizer: Tokenizer, mesh: ParallelMesh) -> Any:

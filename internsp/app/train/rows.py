@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from internsp.app.config import Config, TrainConfig
-from internsp.app.data.batches import FILLER, rows_of
+from internsp.app.data.batches import FILLER
 from internsp.mesh import ParallelMesh
 
 
@@ -57,11 +57,8 @@ class StepRows(NamedTuple):
 
 
 def micro_batch(index: int, train: TrainConfig, mesh: ParallelMesh) -> slice:
-    """This rank's rows of the global batch in micro-batch ``index``."""
-    return rows_of(
-        train.global_batch,
-        micro_batches=train.micro_batches,
-        micro_batch=index,
-        data=mesh.data,
-        data_rank=mesh.data_rank,
-    )
+    """This rank's rows of the global batch in micro-batch ``index``; a configuration's batch is a
+    multiple of micro-batches times data ranks."""
+    each = train.global_batch // (train.micro_batches * mesh.data)
+    first = (index * mesh.data + mesh.data_rank) * each
+    return slice(first, first + each)
