@@ -19,6 +19,7 @@ from internsp.app.checkpoint.disk import steps_in
 from internsp.app.config import Config
 from internsp.app.launch.launch import start
 from internsp.app.launch.outcome import ChildError
+from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import read_metrics
 from internsp.app.train.run import train
 from internsp.app.train.step import StepRunner
@@ -69,18 +70,18 @@ def _fail(*_: object, **__: object) -> None:
     raise ArithmeticError("spilt at the end")
 
 
-def eventful(config: Config, output: Path) -> None:
+def eventful(config: Config, output: Path, stop: StopRequest) -> None:
     """Run one rank; the run's name contains the fault and the rank that it concerns."""
     what, rank = config.train.name.split("-")
     if os.environ["RANK"] != rank:
-        train(config, output)
+        train(config, output, stop=stop)
         return
     if what == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
     if what == "evaluation":
         StepRunner.evaluate = _fail  # type: ignore[assignment]
     number = {"stopped": signal.SIGSTOP, "asked": signal.SIGTERM, "saves": signal.SIGUSR1}.get(what)
-    train(config, output, [_Happens(number)] if number else [])
+    train(config, output, [_Happens(number)] if number else [], stop)
 
 
 def test_what_fails_after_training_costs_neither_checkpoint_nor_metrics_nor_report(
@@ -144,16 +145,16 @@ def test_sigusr1_to_one_rank_saves_after_the_step_and_the_run_goes_on(tmp_path: 
     assert "stopped before its last step" not in page
 
 
-def asking(config: Config, output: Path) -> None:
+def asking(config: Config, output: Path, stop: StopRequest) -> None:
     """Rank 1 sends the launcher a stop request in the second step."""
     if os.environ["RANK"] == "1":
         happens = _Happens(signal.SIGUSR1)
         launcher = multiprocessing.parent_process()
         assert launcher is not None
         happens.process = launcher.pid or 0
-        train(config, output, [happens])
+        train(config, output, [happens], stop)
     else:
-        train(config, output)
+        train(config, output, stop=stop)
 
 
 def test_sigusr1_to_the_launcher_saves_once_although_nothing_else_is_saved(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from internsp.app.config import Config
 from internsp.app.launch.launch import start
 from internsp.app.launch.outcome import ChildError
+from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import read_metrics
 from internsp.app.train.run import train
 from internsp.pipeline import ComputeAction, SchedulerHook
@@ -79,13 +80,13 @@ class _Ends(SchedulerHook):
         (self.output / "failed").write_text(str(time.time()))
 
 
-def _one_fails(config: Config, output: Path) -> None:
+def _one_fails(config: Config, output: Path, stop: StopRequest) -> None:
     rank = os.environ["RANK"]
     drowning = logging.getLogger("torch.distributed.pipelining.schedules")
     assert not drowning.isEnabledFor(logging.ERROR), "each rank would log its whole schedule"
     (output / f"process{rank}").write_text(str(os.getpid()))
     culprit, how = ("2", "kill") if config.train.seed == 0 else ("3", "loss")
-    train(config, output, [_Ends(how, output)] if rank == culprit else [])
+    train(config, output, [_Ends(how, output)] if rank == culprit else [], stop)
 
 
 def settings(seed: int) -> Config:

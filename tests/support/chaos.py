@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from internsp.app.config import Config
+from internsp.app.process.stop import StopRequest
 from internsp.app.train.run import train
 from internsp.app.train.step import StepRunner
 from internsp.wp.collectives import Collectives
@@ -52,7 +53,7 @@ def lines_of(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def run(config: Config, output: Path) -> None:
+def run(config: Config, output: Path, stop: StopRequest) -> None:
     """Run one rank, with the faults that its plan lists."""
     rank = int(os.environ["RANK"])
     given = json.loads(plan_of(output).read_text())
@@ -69,7 +70,7 @@ def run(config: Config, output: Path) -> None:
     _steps(plan)
     for counter in files.values():
         counter.install()
-    train(config, output)
+    train(config, output, stop=stop)
     for point, counter in {**counters, **files}.items():
         tell(log, count=counter.count, point=point, rank=rank)
 

@@ -16,15 +16,14 @@ from internsp.app.process.lifetime import end_with_launcher
 from internsp.app.process.stop import StopRequest
 
 
-def wait(config: Config, folder: Path) -> None:
+def wait(config: Config, folder: Path, stop: StopRequest) -> None:
     """The function that each rank runs."""
     rank = os.environ["RANK"]
-    with StopRequest() as stop:
-        partial = folder / f"partial{rank}"
-        partial.write_text(str(os.getpid()))
-        partial.rename(folder / f"rank{rank}")
-        while not stop.requested:
-            time.sleep(0.02)
+    partial = folder / f"partial{rank}"
+    partial.write_text(str(os.getpid()))
+    partial.rename(folder / f"rank{rank}")
+    while not stop.requested:
+        time.sleep(0.02)
     (folder / f"saved{rank}").touch()
 
 
@@ -33,7 +32,8 @@ def main() -> int:
     folder = Path(sys.argv[1])
     if "RANK" in os.environ:
         end_with_launcher()
-        wait(Config(), folder)
+        with StopRequest() as stop:
+            wait(Config(), folder, stop)
         return 0
     from internsp.app.launch.launch import (
         start,  # imports torch, which a torchrun rank does not need here

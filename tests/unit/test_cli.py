@@ -248,7 +248,7 @@ def joined(monkeypatch):
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
 def test_train_joins_the_ranks_of_torchrun_and_checks_degrees_against_them(joined, capsys):
     calls = []
-    joined(lambda config, output: calls.append((config.parallel.weight, output)))
+    joined(lambda config, output, stop: calls.append((config.parallel.weight, output)))
     assert cli.main(["train", "good.toml", "--parallel.weight", "4"]) == 0
     assert calls == [(4, Path("runs/good"))]
     assert cli.main(["train", "good.toml", "--parallel.weight", "3"]) == 2
@@ -257,7 +257,7 @@ def test_train_joins_the_ranks_of_torchrun_and_checks_degrees_against_them(joine
 
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
 def test_an_error_of_the_project_is_told_without_a_traceback(joined, capsys):
-    def train(config, output):
+    def train(config, output, stop):
         raise MeshError("rank 1: no such mesh")
 
     joined(train)
@@ -281,27 +281,27 @@ def _configured(**train) -> Config:
     return Config(launch=LaunchConfig(processes=2), train=TrainConfig(**train))
 
 
-def _tell(config: Config, output: Path) -> None:
+def _tell(config: Config, output: Path, stop: StopRequest) -> None:
     import torch
 
     told = (os.environ["RANK"], os.environ["WORLD_SIZE"], config.train.seed)
     (output / told[0]).write_text(f"{told} {torch.get_num_threads()}")
 
 
-def _fail(config: Config, output: Path) -> None:
+def _fail(config: Config, output: Path, stop: StopRequest) -> None:
     if os.environ["RANK"] == "0":
         time.sleep(0.2)  # a consequence, as when the peer's connection closes
         raise RuntimeError("Connection closed by peer")
     raise MeshError("the cause") if config.train.seed else ValueError("the cause")
 
 
-def _die(config: Config, output: Path) -> None:
+def _die(config: Config, output: Path, stop: StopRequest) -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(120)
 
 
-def _break(config: Config, output: Path) -> None:
+def _break(config: Config, output: Path, stop: StopRequest) -> None:
     if os.environ["RANK"] == "1":
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -311,12 +311,11 @@ def _break(config: Config, output: Path) -> None:
         raise RuntimeError("Failed to run stage backward") from error
 
 
-def _until_asked(config: Config, output: Path) -> None:
+def _until_asked(config: Config, output: Path, stop: StopRequest) -> None:
     rank = os.environ["RANK"]
-    with StopRequest() as stop:
-        (output / f"ready{rank}").touch()
-        while not stop.requested or config.train.seed:
-            time.sleep(0.02)
+    (output / f"ready{rank}").touch()
+    while not stop.requested or config.train.seed:
+        time.sleep(0.02)
     (output / f"saved{rank}").touch()
 
 
@@ -390,17 +389,11 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(tmp_path):
     assert list(tmp_path.glob("saved*")) == []
 
 
-def test_a_request_to_stop_is_heard_by_the_loop_inside_and_kept_outside():
+def test_the_first_request_to_stop_counts_and_handlers_are_those_of_before_again():
     before = signal.getsignal(signal.SIGTERM)
-    with StopRequest() as outer:
+    with StopRequest() as stop:
         signal.raise_signal(signal.SIGTERM)
-        with StopRequest() as inner:
-            assert inner.requested, "asked before the loop began"
-    with StopRequest() as outer_again:
-        with StopRequest() as asked_inside:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-        assert asked_inside.requested
-        assert outer_again.requested, "the launcher's process learns of it"
-    assert outer.requested
+        assert (stop.requested, stop.number, stop.insisted) == (True, signal.SIGTERM, False)
+        signal.raise_signal(signal.SIGINT)
+        assert (stop.number, stop.insisted) == (signal.SIGTERM, True)
     assert signal.getsignal(signal.SIGTERM) is before

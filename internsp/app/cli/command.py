@@ -209,7 +209,7 @@ def _train(config: Config, output: Path, rank: int | None) -> int:
     torch.set_num_threads(computing_threads())
     with StopRequest() as stop:
         try:
-            record(train)(config, output)
+            record(train)(config, output, stop=stop)
         except Exception as error:
             for number in stopped_ranks(os.getppid()):  # torchrun sees only the rank that waited
                 message = f"rank {number} is stopped (SIGSTOP or a debugger)"

@@ -15,11 +15,11 @@ import multiprocessing
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -39,11 +39,12 @@ SETTLE_SECONDS = 4.0
 """Time for other ranks to fail, too, after the first one: the error comes within five seconds."""
 _LOOK_SECONDS = 0.25
 
-Run = Callable[[Config, Path], None]
+Run = Callable[..., None]
 
 
 def start(run: Run, config: Config, output: Path) -> int:
-    """Run ``run(config, output)`` in ``launch.processes`` local processes; blocks until all end.
+    """Run ``run(config, output, stop=...)`` in ``launch.processes`` local processes; blocks until
+    all end.
 
     SIGUSR1 is forwarded to rank 0: the run saves and continues.
 
@@ -58,7 +59,12 @@ def start(run: Run, config: Config, output: Path) -> int:
     """
     modules = ["internsp.app.launch.fork_server", "torch", __name__, run.__module__]
     multiprocessing.set_forkserver_preload(modules)
-    with StopRequest() as signals, _environment():
+    # For the server and its ranks, before their code: OpenMP reads its number of threads once.
+    inherited = {
+        "OMP_NUM_THREADS": str(computing_threads()),
+        LAUNCHER_VARIABLE: str(os.getpid()),
+    }
+    with StopRequest() as signals, patch.dict(os.environ, inherited):
         # The ranks' store is in this process, as under torchrun: it outlives any rank that fails.
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         ranks: list[_Rank] = []
@@ -227,29 +233,8 @@ def _rank_main(
         # Else every rank of a pipeline would log its whole schedule after any error, line by line.
         logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL + 1)
         try:
-            run(config, output)
+            run(config, output, stop=stop)
         except BaseException as error:  # noqa: BLE001 - the launcher reports it once for all ranks
             pipe.send(Failure.of(error))
             raise SystemExit(1) from None
     pipe.send(stop.number)
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """Set environment variables for the server and its ranks, which are read before their code.
-
-    OpenMP reads its number of threads once.
-    """
-    values = {
-        "OMP_NUM_THREADS": str(computing_threads()),
-        LAUNCHER_VARIABLE: str(os.getpid()),
-    }
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value

@@ -20,8 +20,7 @@ class StopRequest:
     and ``SAVE`` only increments ``stop.saves``.
 
     A terminal sends Ctrl-C to every process of a run, and the launcher forwards it again, so a
-    second signal has no further effect; the launcher ends processes that do not stop. Nested
-    requests exchange their state: the outer one covers the time before the loop starts. Outside the
+    second signal has no further effect; the launcher ends processes that do not stop. Outside the
     main thread, the only one that receives signals, this does nothing. A signal that the process
     was started to ignore (``nohup``, a shell's background job) stays ignored.
 
@@ -44,13 +43,9 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             wanted = [s for s in (*SIGNALS, SAVE) if signal.getsignal(s) is not signal.SIG_IGN]
             self._previous = {number: signal.signal(number, self._on_signal) for number in wanted}
-            for outer in self._outer():
-                self._merge(outer)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for outer in self._outer():
-            outer._merge(self)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
@@ -66,15 +61,6 @@ class StopRequest:
         else:
             self.insisted = bool(self.number)
             self.request(number)
-
-    def _merge(self, other: StopRequest) -> None:
-        self.requested |= other.requested
-        self.number = self.number or other.number
-        self.saves = max(self.saves, other.saves)
-
-    def _outer(self) -> list[StopRequest]:
-        owners = [getattr(handler, "__self__", None) for handler in self._previous.values()]
-        return [owner for owner in owners if isinstance(owner, StopRequest)]
 
 
 def status_of(number: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,12 @@ from internsp.failure.objects import Objects
 from internsp.pipeline import SchedulerHook
 
 
-def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> None:
+def train(
+    config: Config,
+    output: Path,
+    hooks: Iterable[SchedulerHook] = (),
+    stop: StopRequest | None = None,
+) -> None:
     """Run a training on this rank. Collective: every rank calls it with the same config.
 
     Rank 0 writes ``config.toml``, ``metrics.jsonl`` and ``report.html`` into ``output``; all ranks
@@ -37,6 +42,7 @@ def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> 
 
     Args:
         hooks: called at every forward, criterion and backward, with or without a pipeline.
+        stop: gets this process's signals, also those before the run begins; ``None``: one is made.
 
     Raises:
         ConfigError: on every rank: another process uses ``output``, or the checkpoint to resume
@@ -45,8 +51,8 @@ def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> 
     """
     ours = not dist.is_initialized()
     try:
-        with errors_in_words(), StopRequest() as stop:
-            run_session(Session.create(config, hooks), output, stop)
+        with errors_in_words(), nullcontext(stop) if stop else StopRequest() as heard:
+            run_session(Session.create(config, hooks), output, heard)
     finally:
         if ours and dist.is_initialized():
             dist.destroy_process_group()

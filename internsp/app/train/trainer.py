@@ -209,7 +209,7 @@ def train(config: Given, *, output: str | Path | None = None) -> Path:
     else:
         check_joined(made, folder, rank)
         with StopRequest() as stop:
-            run.train(made, folder)
+            run.train(made, folder, stop=stop)
         status = 128 + stop.number if stop.number else 0
     if status:
         raise KeyboardInterrupt if status == 130 else SystemExit(status)
