@@ -21,7 +21,7 @@ SHORT = {"steps": 6, "compare_replicas_every": 2, "eval_batches": 1}
 def flip(rank: int, world_size: int, folder: str, weight: int, which: str) -> str:
     """A run in which one bit of one rank's copy flips after the fourth step; its error."""
 
-    def after(session, step: int) -> None:
+    def after(session, step: int) -> ReplicaError | None:
         if step == 4 and rank == 1:
             for communicator in session.communicators:
                 communicator.wait_until_ready()  # a parameter all-gather would overwrite it
@@ -30,7 +30,7 @@ def flip(rank: int, world_size: int, folder: str, weight: int, which: str) -> st
             tensor = parameters[name]
             local = getattr(tensor, "_local_tensor", tensor)
             local.data.view(torch.int32).view(-1)[3] ^= 1
-        compare_replicas(session, step)
+        return compare_replicas(session, step)
 
     settings = config(
         parallel={"weight": weight}, train=SHORT, checkpoint={"save": True, "every": 2}

@@ -101,8 +101,8 @@ def _steps(plan: dict[str, Any]) -> None:
     step = StepRunner.step
     faults = [fault for fault in plan["faults"] if fault["point"] == "step"]
 
-    def counted(self: Any, number: int, *args: Any, taken: int | None = None, **rest: Any) -> Any:
-        tell(plan["log"], step=number + 1, taken=taken, rank=plan["rank"])
+    def counted(self: Any, number: int, *args: Any, **rest: Any) -> Any:
+        tell(plan["log"], step=number + 1, taken=self.sequences, rank=plan["rank"])
         for when in ("before", "after"):
             for fault in faults:
                 if (fault["n"], fault["when"]) == (number + 1, when):
@@ -112,7 +112,7 @@ def _steps(plan: dict[str, Any]) -> None:
                     else:
                         chaos_files.do(fault, plan["log"])
             if when == "before":
-                result = step(self, number, *args, taken=taken, **rest)
+                result = step(self, number, *args, **rest)
         return result
 
     StepRunner.step = counted  # type: ignore[method-assign]

@@ -35,8 +35,7 @@ class Loop:
     Attributes:
         done: steps that the run had finished before, if it resumes.
         step: finished steps.
-        sequences: rows of the training text used so far.
-        tokens: tokens of those rows that the loss counted.
+        tokens: tokens that the loss counted so far.
         failure: why the run ends; raised on all ranks, after the report is written.
     """
 
@@ -53,9 +52,9 @@ class Loop:
         self.stop, self.saver, self.output = stop, saver, output
         self.resumed_notes = resumed.notes if resumed else []
         self.done = self.step = resumed.step if resumed else 0
-        self.sequences = resumed.sequences if resumed else 0
         self.tokens = resumed.tokens if resumed else 0
         self.runner = StepRunner(session)
+        self.runner.sequences = resumed.sequences if resumed else 0
         train, mesh = self.config.train, session.mesh
         self.profile = Profile(
             train.profile, train.profile_steps, folder.path / "traces", mesh.rank, mesh.device
@@ -115,7 +114,8 @@ class Loop:
 
     def _steps(self) -> StepMetrics | None:
         """Run all steps; returns the last one's metrics if not yet evaluated and recorded."""
-        every, log = self.config.checkpoint.every, self.output.log
+        every, compared = self.config.checkpoint.every, self.config.train.compare_replicas_every
+        log = self.output.log
         if every:
             self.saver.prepare()
         while not self._finished():
@@ -131,7 +131,8 @@ class Loop:
                 continue
             if self.interrupted:
                 self._find_signal()
-            self.failure = self.failure or self._check_replicas()
+            if compared and self.step % compared == 0 and self.failure is None:
+                self.failure = compare_replicas(self.session, self.step)
             if self.interrupted or self.failure is not None or self._finished():
                 return metrics
             self.output.step(self._evaluate(metrics), self.remark)
@@ -163,7 +164,7 @@ class Loop:
     def _out_of_data(self) -> bool:
         """Whether the program's own data (if any) has ended."""
         source = self.session.source
-        return isinstance(source, CustomData) and not source.has_batches(self.sequences)
+        return isinstance(source, CustomData) and not source.has_batches(self.runner.sequences)
 
     def _one_step(self) -> StepMetrics | None:
         """Train one step, and tell of all that was read: of the step before, or of this one, whose
@@ -177,8 +178,8 @@ class Loop:
         if not late and (before := self.runner.finish()) is not None:
             self.output.step(self._told(before), self.remark)
         run = self.runner.queue if late else self.runner.step
-        done = run(self.step, self.stop, taken=self.sequences, saved=self.saver.progress())
-        self.step, self.sequences = self.step + 1, self.runner.sequences
+        done = run(self.step, self.stop, saved=self.saver.progress())
+        self.step += 1
         if late:
             if done is not None:
                 self.output.step(self._told(done), self.remark)
@@ -233,17 +234,6 @@ class Loop:
             self.stopped_by += f" to rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         self.output.note(f"stopped{self.stopped_by} after step {self.step}")
 
-    def _check_replicas(self) -> ReplicaError | None:
-        """Compare replicas, in the steps in which it is due; returns an error."""
-        every = self.config.train.compare_replicas_every
-        if not every or self.step % every:
-            return None
-        try:
-            compare_replicas(self.session, self.step)
-        except ReplicaError as error:  # raised on all ranks together
-            return error
-        return None
-
     def _evaluate(self, metrics: StepMetrics, at_end: bool = False) -> StepMetrics:
         """``metrics`` with the losses of all texts, if an evaluation is due."""
         train = self.config.train
@@ -264,7 +254,7 @@ class Loop:
         if self.save_requested:
             self.output.note(f"asked by {name_of(SAVE)}: saving step {self.step}")
         self.save_requested = False
-        self.saver.start(self.step, self.sequences, self.tokens)
+        self.saver.start(self.step, self.runner.sequences, self.tokens)
         return self._call_saver(self.saver.finish, last) if last else None
 
     def _call_saver(self, call: Callable[[], Path | None], last: bool = False) -> Path | None:

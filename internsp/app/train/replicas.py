@@ -14,14 +14,14 @@ from internsp.wp.parameter import ShardedParameter
 _LISTED = 5
 
 
-def compare_replicas(session: Session, step: int) -> None:
+def compare_replicas(session: Session, step: int) -> ReplicaError | None:
     """Compare, bit for bit, the weights that several ranks hold. Collective; blocks.
 
     A replica that has drifted (a flipped bit, a device that computes wrongly, a lost message) does
     not show in the loss for a long time: gradients are summed over replicas, weights are not.
 
-    Raises:
-        ReplicaError: on every rank; names the weights and the ranks.
+    Returns:
+        The error that ends the run if they differ, on every rank; names the weights and the ranks.
     """
     for communicator in session.communicators:
         communicator.wait_until_ready()
@@ -34,13 +34,14 @@ def compare_replicas(session: Session, step: int) -> None:
     found = _differing(Objects(mesh.stage_group).gather(mine), mesh.stage_ranks)
     gathered = Objects().gather(found)  # so that all pipeline stages stop together
     lines = list(dict.fromkeys(line for lines in gathered for line in lines))
-    if lines:
-        more = f"; and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
-        raise ReplicaError(
-            f"after step {step} replicas of weights are not equal: {'; '.join(lines[:_LISTED])}"
-            f"{more} (this is rank {mesh.rank}). Nothing was saved: look at the machines of the "
-            "ranks that differ, and resume from the newest checkpoint"
-        )
+    if not lines:
+        return None
+    more = f"; and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
+    return ReplicaError(
+        f"after step {step} replicas of weights are not equal: {'; '.join(lines[:_LISTED])}"
+        f"{more} (this is rank {mesh.rank}). Nothing was saved: look at the machines of the "
+        "ranks that differ, and resume from the newest checkpoint"
+    )
 
 
 def _part(member: Any) -> tuple[str, int, int]:

@@ -64,7 +64,8 @@ class StepRunner:
 
     Attributes:
         micro_batches: number of micro-batches of the last step.
-        sequences: rows of the training text that were used, from the first one on.
+        sequences: rows of the training text that were used, from the first one on; a run that
+            resumes sets it.
     """
 
     def __init__(self, session: Session) -> None:
@@ -77,18 +78,14 @@ class StepRunner:
         self._unread: Callable[[], StepResult] | None = None
         self._end: Any = None  # of the last step
 
-    def step(
-        self, number: int, stop: StopRequest, *, taken: int | None = None, saved: float = 0.0
-    ) -> StepResult:
+    def step(self, number: int, stop: StopRequest, *, saved: float = 0.0) -> StepResult:
         """Train on the next rows, in step ``number`` (from 0). Collective; blocks. The step before
         must have been read (:meth:`finish`).
 
         Args:
-            taken: rows of the training text used by earlier steps; ``None``: one global batch for
-                each of them.
             saved: this rank's progress in saving (:meth:`Saver.progress`).
         """
-        self.queue(number, stop, taken=taken, saved=saved, late=False)
+        self.queue(number, stop, saved=saved, late=False)
         done = self.finish()
         assert done is not None, "it was queued"
         return done
@@ -104,9 +101,8 @@ class StepRunner:
         return self.session.optimizer.decides_on_device()
 
     def queue(
-        self, number: int, stop: StopRequest, *, taken: int | None = None, saved: float = 0.0,
-        late: bool = True,
-    ) -> StepResult | None:  # fmt: skip
+        self, number: int, stop: StopRequest, *, saved: float = 0.0, late: bool = True
+    ) -> StepResult | None:
         """As :meth:`step`, but what becomes of it is read by the next call, or by :meth:`finish`.
 
         Where the optimizer decides on the device, the host only queues work, and waits in the
@@ -120,12 +116,11 @@ class StepRunner:
         for counter in counters:
             counter.reset()
         session.trace.begin_step(measured=self._end is None or (number + 1) % MEASURED == 0)
-        taken = number * config.train.global_batch if taken is None else taken
         # Steps that follow each other unread have no time between them that belongs to none.
         start = accelerator.moment(session.mesh.device) if self._unread is None else self._end
-        rows, batches = self._inputs.take(taken)
+        rows, batches = self._inputs.take(self.sequences)
         if isinstance(session.source, DataSource):  # a program's own data are an iterator of its
-            self._inputs.begin(taken + rows.total)
+            self._inputs.begin(self.sequences + rows.total)
         own = zip(batches, rows.micro_batches, strict=True)
         layouts = [self._layout(batch, numbers) for batch, numbers in own]
         self.micro_batches = len(layouts)
@@ -152,7 +147,7 @@ class StepRunner:
         self._end = end = accelerator.moment(session.mesh.device)
         waits, measured = session.trace.take_waits(), session.trace.measures
         told = self._loads.told(loads)
-        self.sequences = taken + rows.total
+        self.sequences += rows.total
         known = {
             "step": number + 1,
             "lr": lr,
