@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from internsp.app.checkpoint import disk, manifest
-from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint.files import FilePlan
 from internsp.app.checkpoint.manifest import Manifest
 from internsp.errors import ConfigError
@@ -50,7 +49,7 @@ class Stand:
         """Resume from the newest valid checkpoint; returns the valid ones and the skipped ones."""
         whole, damaged = [], []
         with suppress(ConfigError):
-            folders, _ = checkpoint_folder.candidates(self.run)
+            folders, _ = disk.candidates(self.run)
             for folder in folders:
                 try:
                     content = manifest.read(folder)
@@ -68,7 +67,7 @@ class Stand:
             self.step, self.value = content.step, torch.frombuffer(data, dtype=torch.int64)
         disk.discard_partial(self.folder)
         if whole:
-            checkpoint_folder.abandon_later(self.folder, self.step)
+            disk.abandon_later(self.folder, self.step)
         return whole, damaged
 
     def train(self, recorder: Recorder | None = None) -> None:
@@ -81,9 +80,9 @@ class Stand:
                 self.saved.append((self.step, len(recorder.done) if recorder else 0))
 
     def _save(self) -> None:
-        final = checkpoint_folder.folder_of(self.folder, self.step)
+        final = disk.folder_of(self.folder, self.step)
         self.attempt += 1
-        partial = checkpoint_folder.partial_of(final, f"stand-{os.getpid()}-{self.attempt}")
+        partial = disk.partial_of(final, f"stand-{os.getpid()}-{self.attempt}")
         self.plan.fill(self.memory, self._state())
         try:
             files = {}

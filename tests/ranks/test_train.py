@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import internsp
-from internsp.app.checkpoint.folder import candidates
+from internsp.app.checkpoint.disk import candidates
 from internsp.app.config import Config
 from internsp.app.plan.step import make_plan
 from internsp.app.process.stop import StopRequest

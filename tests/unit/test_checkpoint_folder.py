@@ -17,17 +17,15 @@ from internsp.app.checkpoint import manifest
 from internsp.app.checkpoint.checkpoint import Resumed
 from internsp.app.checkpoint.disk import (
     LATEST,
+    abandon_later,
+    candidates,
     commit,
     discard_partial,
+    folder_of,
+    partial_of,
     steps_in,
     thin_out,
     write_part,
-)
-from internsp.app.checkpoint.folder import (
-    abandon_later,
-    candidates,
-    folder_of,
-    partial_of,
 )
 from internsp.app.checkpoint.manifest import (
     MANIFEST,

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint import manifest
+from internsp.app.checkpoint.disk import candidates, newest_whole
 from internsp.app.checkpoint.files import Reader
 from internsp.app.checkpoint.manifest import MANIFEST, Manifest, Position, State
 from internsp.app.config import resume as resume_rules
@@ -156,8 +156,8 @@ def _newest_complete(path: Path) -> tuple[Path, Manifest, list[str]]:
         check_complete(folder, content)
         return content
 
-    found = Objects().on_first(lambda: checkpoint_folder.candidates(path))
-    return checkpoint_folder.newest_whole(path, found, read)
+    found = Objects().on_first(lambda: candidates(path))
+    return newest_whole(path, found, read)
 
 
 def check_complete(folder: Path, content: State) -> None:

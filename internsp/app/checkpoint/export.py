@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint import manifest
-from internsp.app.checkpoint.disk import PARTIAL, sync
+from internsp.app.checkpoint.disk import PARTIAL, candidates, newest_whole, sync
 from internsp.app.checkpoint.files import Reader, header_of
 from internsp.app.checkpoint.manifest import MANIFEST, Manifest
 from internsp.app.config import Config
@@ -109,8 +108,8 @@ def newest(run: Path) -> tuple[Path, Manifest, Config, list[str]]:
             raise ConfigError(damaged[0])
         return content
 
-    found = checkpoint_folder.candidates(run)
-    folder, content, notes = checkpoint_folder.newest_whole(run, found, read)
+    found = candidates(run)
+    folder, content, notes = newest_whole(run, found, read)
     try:
         config = saved_config(content.config)
     except ConfigError as error:

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint.checkpoint import parameter_of, position_of, state_of
-from internsp.app.checkpoint.disk import publish, write_part
+from internsp.app.checkpoint.disk import folder_of, partial_of, publish, write_part
 from internsp.app.checkpoint.files import FilePlan
 from internsp.app.checkpoint.manifest import Manifest, canonical
 from internsp.app.session.session import Session
@@ -151,9 +150,9 @@ class Saver:
         """A save from its beginning to its end. It yields what this rank waits for, and is sent
         how many ranks have it; closed in between, or at an error, it removes what it wrote."""
         session, (plan, memory) = self._session, self.prepare()
-        final = checkpoint_folder.folder_of(self._folder, step)
+        final = folder_of(self._folder, step)
         self._attempts += 1
-        partial = checkpoint_folder.partial_of(final, f"{self._token}-{self._attempts}")
+        partial = partial_of(final, f"{self._token}-{self._attempts}")
         tensors, own = state_of(session)
         plan.fill(memory, tensors)
         # Not checked: buffers, which may hold values that are not finite, as masks do.

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from internsp.app.checkpoint import folder as checkpoint_folder
 from internsp.app.checkpoint.checkpoint import Resumed
-from internsp.app.checkpoint.disk import discard_partial
+from internsp.app.checkpoint.disk import abandon_later, discard_partial, unused
 from internsp.app.process.rank_log import log_path
 from internsp.app.train.run_lock import LOCK, OWNER, RunLock
 from internsp.errors import ConfigError
@@ -55,7 +54,7 @@ class RunFolder:
         checkpoints = self.path / "checkpoints"
         discard_partial(checkpoints)
         if resumed is not None and _same(resumed.path.parent, checkpoints):
-            names, aside = checkpoint_folder.abandon_later(checkpoints, resumed.step)
+            names, aside = abandon_later(checkpoints, resumed.step)
             if not names:
                 return resumed.run, []
             moved = f"{', '.join(names)} came after step {resumed.step}: now in {aside}"
@@ -124,9 +123,7 @@ def set_aside(output: Path) -> Path | None:
         )
     if not {"metrics.jsonl", "checkpoints"} & {*found}:
         return None
-    number = 1
-    while (target := output.with_name(f"{output.name}.{number}")).exists():
-        number += 1
+    target = unused(f"{output}.")
     output.rename(target)
     return target
 
