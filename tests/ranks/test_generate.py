@@ -99,7 +99,7 @@ def test_the_command_writes_the_text_and_the_same_seed_the_same(
 
 def test_a_prompt_of_characters_of_several_bytes_is_continued_behind_them(runs: Runs) -> None:
     options = {"temperature": 0, "top_k": None, "top_p": None, "seed": 0}
-    model, _, _ = load_run(runs[0] / "0")
+    model, _ = load_run(runs[0] / "0")
     ids = generate(model, torch.tensor(list("é€".encode())), TOKENS, stop_id=256, **options)
     wanted = bytes(i for i in ids.tolist() if i < 256).decode(errors="replace")
     assert continuation(runs[0] / "0", "é€", TOKENS, **options) == wanted

@@ -121,7 +121,7 @@ def test_draws_are_transformers_own_and_the_seed_decides_them(
 
 def test_each_token_is_computed_from_a_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    model, _, _ = load_run(Path("runs/hf"))
+    model, _ = load_run(Path("runs/hf"))
     lengths: list[int] = []
     first = next(module for name, module in model.named_modules() if name.endswith("layers.0"))
     first.register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))

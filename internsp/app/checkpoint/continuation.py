@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,21 +11,21 @@ from internsp.app.checkpoint.export import newest
 from internsp.app.checkpoint.files import Reader
 from internsp.app.config import Config
 from internsp.app.data.tokenizer import load_tokenizer
-from internsp.app.models.factory import Model, build_for_load, device_type, generate
+from internsp.app.models.factory import Model, build, device_type, generate
 from internsp.errors import ConfigError
 
 
-def load_run(run: Path) -> tuple[Model, Config, list[str]]:
+def load_run(run: Path) -> tuple[Model, Config]:
     """Load the full model of a run's newest checkpoint (or of a checkpoint's folder) on the CPU.
 
     Returns:
-        The model, the run's configuration, and messages for the user.
+        The model, and the run's configuration.
 
     Raises:
         ConfigError: there is no complete checkpoint, or it is of a model that is not configured.
     """
-    folder, content, config, notes = newest(run)
-    model = build_for_load(config)
+    folder, content, config, _ = newest(run)
+    model = build(config, "cpu")
     saved = {name for name in content.tensors if name.startswith("model.")}
     reader = Reader(folder, content)
     weights = {n.removeprefix("model."): reader.whole(n) for n in sorted(saved)}
@@ -44,7 +45,7 @@ def load_run(run: Path) -> tuple[Model, Config, list[str]]:
             f"{folder} has another model than its [model] describes ({min(lost)}): it was trained "
             "by a program with a model of its own, which only that program can build"
         )
-    return model, config, [*notes, f"{folder} (step {content.step})"]
+    return model, config
 
 
 def continuation(
@@ -52,16 +53,15 @@ def continuation(
     prompt: str,
     tokens: int,
     *,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
     seed: int,
     device: str | None = None,
+    **options: Any,
 ) -> str:
     """Continue ``prompt`` by at most ``tokens`` tokens; blocks.
 
     Args:
         device: ``None``: the device of the run's configuration.
+        options: sampling options ``temperature``, ``top_k`` and ``top_p``.
 
     Returns:
         Prompt and continuation.
@@ -76,15 +76,14 @@ def continuation(
         raise ConfigError(
             f"--prompt: character {error.start + 1} is not UTF-8: give the text as UTF-8"
         ) from None
-    model, config, _ = load_run(run)
+    model, config = load_run(run)
     tokenizer = load_tokenizer(config.data.tokenizer)
     where = _usable(device_type(config) if device is None else device)
     model.to(where)
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
     found = generate(
         model, torch.tensor(ids, dtype=torch.int64, device=where), tokens,
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-        stop_id=tokenizer.end_of_document,
+        seed=seed, stop_id=tokenizer.end_of_document, **options,
     )  # fmt: skip
     # Decoded together: the text of a token may depend on the tokens before it.
     return prompt + tokenizer.decode(found.tolist())[len(tokenizer.decode(ids)) :]

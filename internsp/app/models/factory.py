@@ -28,11 +28,22 @@ from internsp.wp.communicator import ISPCommunicator
 Model = CausalLM | HFCausalLM
 
 
+def build(config: Config, device: str = "meta", weights: bool = False) -> Model:
+    """The model of a run; one of the zoo is on the meta device.
+
+    Args:
+        device, weights: of a model of transformers, see :class:`HFCausalLM`.
+    """
+    dtype = DTYPES[config.train.dtype]
+    if config.model.family != "hf":
+        return model_zoo.build(config.model, device="meta", dtype=dtype)
+    assert config.model.path is not None, "model.path is checked with model.family"
+    return HFCausalLM(config.model.path, dtype, config.train.seed, device, weights)
+
+
 def build_model(config: Config) -> nn.Module:
     """The module that a run passes to ``parallelize``, on the meta device."""
-    if config.model.family == "hf":
-        return to_parallelize(_hf(config, "meta"))
-    return _zoo(config)
+    return to_parallelize(build(config))
 
 
 def build_first_layers(config: Config, layers: int, kinds: Sequence[int] = ()) -> Model:
@@ -45,23 +56,22 @@ def build_first_layers(config: Config, layers: int, kinds: Sequence[int] = ()) -
     """
     if config.model.family != "hf":
         number = max(kinds) + 1 if kinds else layers
-        made = _zoo(config.model_copy(update={
-            "model": config.model.model_copy(update={"layers": number, "attention": "sdpa"})
-        }))  # fmt: skip
-        if kinds:
-            blocks = list(made.layers)
-            first = {kind: kinds.index(kind) for kind in kinds}
-            made.layers = nn.ModuleList(
-                blocks[kind] if at == first[kind] else deepcopy(blocks[kind])
-                for at, kind in enumerate(kinds)
-            )
-        return made
-    model = _hf(config, "meta")
-    for module in model.model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == config.model.layers:
-            del module[layers:]
-    model.model.config.num_hidden_layers = layers
-    return model
+        model = config.model.model_copy(update={"layers": number, "attention": "sdpa"})
+        config = config.model_copy(update={"model": model})
+    made = build(config)
+    if isinstance(made, HFCausalLM):
+        for module in made.model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == config.model.layers:
+                del module[layers:]
+        made.model.config.num_hidden_layers = layers
+    elif kinds:
+        blocks = list(made.layers)
+        first = {kind: kinds.index(kind) for kind in kinds}
+        made.layers = nn.ModuleList(
+            blocks[kind] if at == first[kind] else deepcopy(blocks[kind])
+            for at, kind in enumerate(kinds)
+        )
+    return made
 
 
 def build_for_training(config: Config) -> Model:
@@ -74,9 +84,7 @@ def build_for_training(config: Config) -> Model:
     Returns:
         A module that is called as ``model(input_ids, layout=..., labels=..., loss_chunk=...)``.
     """
-    if config.model.family == "hf":
-        return _hf(config, "cpu", weights=True)
-    model = _zoo(config)
+    model = build(config, "cpu", weights=True)
     check_stored(config, model)
     return model
 
@@ -113,11 +121,6 @@ def check_stored(config: Config, model: nn.Module) -> None:
                 text = "and model.balance_rate = 0 gives the choice of experts no bias"
             text = f"is not zero, {text}"
             raise ConfigError(f'model.path: {name} in {folder} {text}; set model.family = "hf"')
-
-
-def build_for_load(config: Config) -> Model:
-    """The model of a run for a ``load_state_dict(..., assign=True)`` of all parameters."""
-    return _hf(config, "cpu") if config.model.family == "hf" else _zoo(config)
 
 
 def to_parallelize(model: Model) -> nn.Module:
@@ -182,7 +185,8 @@ def _load_folder(config: Config, modules: Sequence[nn.Module]) -> None:
 
     Collective.
     """
-    folder, model = Path(str(config.model.path)), _zoo(config)
+    folder, model = Path(str(config.model.path)), build(config)
+    assert isinstance(model, CausalLM), "a run whose own model is of the zoo"
     names = {p.source: p.name for p in _stored_parts(config, model) if p.source is not None}
     weights = dict(model.named_parameters())
     joined = form_of(config.model).joined_tensors(
@@ -210,16 +214,6 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 def form_of(model: ModelConfig) -> Any:
     """The module that says how a model of the zoo is written for transformers."""
     return mixture_form if model.mixtures else llama_form
-
-
-def _zoo(config: Config) -> CausalLM:
-    return model_zoo.build(config.model, device="meta", dtype=DTYPES[config.train.dtype])
-
-
-def _hf(config: Config, device: str, weights: bool = False) -> HFCausalLM:
-    assert config.model.path is not None, "model.path is checked with model.family"
-    dtype = DTYPES[config.train.dtype]
-    return HFCausalLM(config.model.path, dtype, config.train.seed, device, weights)
 
 
 def device_type(config: Config) -> str:
