@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from internsp.app.process.terminal import printable, shows_escapes, write_lines
+from internsp.app.process.terminal import discard, printable, shows_escapes, write_lines
 from internsp.errors import ConfigError, MachineError
 
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -191,18 +191,13 @@ def printing() -> Iterator[None]:
         finally:  # after a SystemExit, too: --help
             sys.stdout.flush()
     except BrokenPipeError:
-        _discard_stdout()
+        discard(sys.stdout)  # or Python would report the error again at its end
         raise SystemExit(0) from None
     except OSError as error:
         if error.filename is not None:  # of another file
             raise
-        _discard_stdout()
+        discard(sys.stdout)
         raise MachineError(f"standard output: {error.strerror}") from error
-
-
-def _discard_stdout() -> None:
-    """Discard buffered output, or Python would report the error again at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

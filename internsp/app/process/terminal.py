@@ -39,6 +39,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
+def discard(stream: TextIO) -> None:
+    """Let what ``stream`` has buffered, and what it will get, go nowhere: nothing reads it."""
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
+
+
 def write_lines(text: str, stream: TextIO) -> None:
     """Write ``text`` and a newline, and flush. What the encoding lacks (a log in ASCII) becomes ?.
 

@@ -68,7 +68,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 def table(runs: Sequence[Run]) -> list[list[str]]:
     """Table of the runs' figures: a heading, then a row for each run."""
-    texts = _texts(runs)
+    # The held-out text is always the first.
+    texts = list(dict.fromkeys([HELD_OUT, *(n for run in runs for n in evaluated(run.metrics))]))
     rows = [[
         "run", "steps", "loss", *texts, "tokens/s", "step", "waits", "MFU", "peak memory",
     ]]  # fmt: skip
@@ -98,8 +99,3 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
         if len(set(values)) > 1 and key != "train.name":
             rows.append([key, *values])
     return rows
-
-
-def _texts(runs: Sequence[Run]) -> list[str]:
-    """Names of all evaluated texts of the runs; the held-out text is always the first."""
-    return list(dict.fromkeys([HELD_OUT, *(n for run in runs for n in evaluated(run.metrics))]))

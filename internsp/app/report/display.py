@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from internsp.app.config import HELD_OUT
-from internsp.app.process.terminal import printable, shows_escapes, write_lines
+from internsp.app.process.terminal import discard, printable, shows_escapes, write_lines
 from internsp.app.report.metrics import StepMetrics
 from internsp.app.report.svg import number
 from internsp.base.sizes import human
@@ -163,8 +163,7 @@ class Display:
         try:
             yield
         except OSError:
-            with open(os.devnull, "w") as nothing:  # buffered output goes there, too
-                os.dup2(nothing.fileno(), self._stream.fileno())
+            discard(self._stream)
 
 
 def figures(metrics: StepMetrics) -> dict[str, str]:

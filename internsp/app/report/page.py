@@ -86,17 +86,7 @@ class Report:
         path.write_text(json.dumps(content), encoding="utf-8")
 
     def write(self, path: str | Path) -> Path:
-        """Write the page, atomically replacing an older one; blocks until it is written.
-
-        Args:
-            path: the file to write; its folder is created if missing.
-
-        Returns:
-            The path written.
-
-        Raises:
-            OSError: the page cannot be written.
-        """
+        """Write the page as :func:`write_whole` does, and return its path."""
         return write_whole(self.render(), Path(path))
 
     def render(self) -> str:

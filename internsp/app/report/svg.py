@@ -271,11 +271,7 @@ class Drawing:
 
 
 def draw_timeline(events: Mapping[int, Sequence[Event]]) -> Drawing:
-    """Draw one step.
-
-    Args:
-        events: rank -> its events of the step.
-    """
+    """Draw one step, of which each rank has these events."""
     drawn = [rank for rank in sorted(events) if events[rank]][:MAX_RANKS]
     windows = {rank: window_of(events[rank]) for rank in drawn}
     if not any(end > start for start, end in windows.values()):

@@ -75,15 +75,13 @@ def components(session: Session) -> list[tuple[str, int]]:
             ("unsharded weights (slots)", pool.slot_nbytes if pool.reuse else pool.live_nbytes()),
             ("reduction buffers", communicator.state.reducer.buffers.nbytes),
         ]
-        link = communicator.state.link
-        kinds = [what for what in HOSTED if what != ACTIVATIONS]
-        hosted = (
-            [(HOSTED[what], link.allocated[what]) for what in kinds] if link is not None else []
-        )
+        link, activations, hosted = communicator.state.link, communicator.state.activations, []
         if link is not None:
             rows.append((STAGED, link.staging_bytes))
-        if communicator.state.activations is not None:
-            hosted.append((HOSTED[ACTIVATIONS], communicator.state.activations.peak))
+            kinds = [what for what in HOSTED if what != ACTIVATIONS]
+            hosted = [(HOSTED[what], link.allocated[what]) for what in kinds]
+        if activations is not None:
+            hosted.append((HOSTED[ACTIVATIONS], activations.peak))
         for name, nbytes in (*rows, *optimizer.memory(), *hosted):
             total[name] = total.get(name, 0) + nbytes
     return list(total.items())
