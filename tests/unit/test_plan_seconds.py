@@ -18,15 +18,23 @@ from internsp.app.plan import answer
 from internsp.app.plan import replayed as replaying
 from internsp.app.plan.answer import changed
 from internsp.app.plan.block_seconds import block_seconds
-from internsp.app.plan.compute import STREAMED, product
+from internsp.app.plan.compute import STREAMED, passes, product
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device, device_named, devices, on_device
-from internsp.app.plan.links import Group, beside
+from internsp.app.plan.links import FAR_HOP, Group, beside
 from internsp.app.plan.machines import on_machines
 from internsp.app.plan.replay import GRADIENT, UnitSeconds, computing_actions, replay
 from internsp.app.plan.replayed import StepReplay, messages, replayed
 from internsp.app.plan.screen import print_plan
-from internsp.app.plan.seconds import Part, StepSeconds, ends, stage_blocks, step_seconds
+from internsp.app.plan.seconds import (
+    Computed,
+    Part,
+    StepSeconds,
+    ends,
+    paces,
+    stage_blocks,
+    step_seconds,
+)
 from internsp.app.plan.step import Plan, make_plan
 from internsp.app.plan.weight_seconds import WeightMessages, exposed_replicas
 from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, Workload
@@ -416,6 +424,32 @@ def test_the_host_launches_the_ends_as_a_block_and_a_loss_of_more_passes_takes_l
     longer = replace(wide, habits=replace(quick, loss=(38, 14)))  # of 30 bytes in eager mode
     more = 22 * 8192 * 128256 / (device.bandwidth * STREAMED)
     assert sum(ends(longer, device)) - sum(ends(wide, device)) == pytest.approx(more)
+
+
+def test_messages_of_traced_parts_come_after_launches_and_leave_the_near_domain() -> None:
+    model = ModelShape(4, 64, 256, False, 4, 4, 16, 256)
+    device = device_named("a100-80")
+    plain = Habits(launches=0.01, tensor_sequence=False)
+    load = Workload(model, Degrees(4, tensor=2, pipeline=2), 128, 1, 3, habits=plain)
+    block = block_seconds(load, device)
+    assert paces(load, block) == pytest.approx((0.01, 0.016))
+    traced = replace(load, habits=replace(plain, traced=True, launches_behind=0.45))
+    assert paces(traced, block) == pytest.approx((0.01 + block.tensor[0], 0.0045 + block.tensor[1]))
+    assert sum(ends(traced, device)) == pytest.approx(0.0145)
+    passed = Computed.of(traced, device, block, ends(traced, device)).passed
+    one_way = 128 * 64 * 2 / (device.far * device.fitted.links) + FAR_HOP  # not its half
+    assert passed == pytest.approx(2 * one_way * (1 + 3))
+
+
+def test_more_passes_move_their_bytes_and_tensor_ranks_divide_some() -> None:
+    model = ModelShape(4, 64, 256, False, 4, 4, 16, 256)
+    device = device_named("a100-80")
+    plain = Habits(tensor_sequence=False)
+    load = Workload(model, Degrees(2, tensor=2), 128, 1, 1, habits=plain)
+    more = replace(load, habits=replace(plain, passes=(12, 24), cut_passes=(4, 30)))
+    found = (b - a for a, b in zip(passes(load, device), passes(more, device), strict=True))
+    each = 128 * 64 / (device.bandwidth * STREAMED)
+    assert list(found) == pytest.approx([each * (12 + 2), each * (24 + 15)])
 
 
 def test_sums_of_experts_copies_have_their_own_ranks_and_come_once_a_step() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from internsp.app.plan.devices import GIGA, Device, devices
 from internsp.app.plan.workload import Degrees, ModelShape, Workload
-from tools.planner.software import COMPOSED, FSDP2, UNKNOWN, habits_of, recompute_of
+from tools.planner.software import COMPOSED, FSDP2, UNKNOWN, as_traced, habits_of, recompute_of
 
 DATA = Path("tests/data/published")
 KINDS = ("zero3", "zero2", "zero1", "none")
@@ -135,8 +135,6 @@ def workload_of(row: Row) -> tuple[Workload, list[str]]:
     if habits is None:
         habits = FSDP2
         assumed.append(UNKNOWN)
-    if row.text("source") in COMPOSED:
-        habits = replace(habits, tensor_async=False)
     note = row.text("note")
     if row.text("compile") == "1":
         habits = replace(habits, fused="compiled", launches=0.00015)
@@ -170,7 +168,7 @@ def workload_of(row: Row) -> tuple[Workload, list[str]]:
     )
     if not load.rows * load.sequence * load.micro_batches:
         raise Unpredictable("seq_len, micro_batch or accumulation is 0")
-    return load, assumed
+    return as_traced(load) if row.text("source") in COMPOSED else load, assumed
 
 
 def _model(row: Row) -> ModelShape:

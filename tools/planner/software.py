@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from internsp.app.plan.workload import Habits, ModelShape, Recompute
+from internsp.app.plan.workload import Habits, ModelShape, Recompute, Workload
 
 FSDP2 = Habits()
 _MEGATRON = Habits(
@@ -39,7 +39,7 @@ SOFTWARE = {
     # exchanged after the backward.
     "megatron-unfused": replace(
         _MEGATRON, kernel="unfused", reduce_bytes=2, tensor_sequence=False, tensor_overlap=False,
-        overlaps=False, launches=0.00095, accumulates=6,
+        overlaps=False, accumulates=6,
     ),
     "automodel": Habits(kernel="flash3"),
     "internevo": Habits(
@@ -51,8 +51,8 @@ SOFTWARE = {
     "trl": Habits(fused="eager", kernel="flash3"),  # torch's context parallelism: cuDNN's kernel
     "internsp": Habits(),
 }  # fmt: skip
-# Sources whose rows are sums of traced parts and not steps: messages of tensor parallelism come one
-# after another (the page on accuracy says how that is seen). No constant is fitted on them.
+# Sources whose rows are sums of traced parts and not steps (the page on accuracy says how that is
+# seen). No constant is fitted on them.
 COMPOSED = ("vtrain_single",)
 UNKNOWN = "software is unknown: predicted as torch's FSDP2 in eager mode"
 
@@ -63,6 +63,25 @@ def habits_of(name: str) -> Habits | None:
         if name.removesuffix(ending) in SOFTWARE:
             return SOFTWARE[name.removesuffix(ending)]
     return None
+
+
+def as_traced(load: Workload) -> Workload:
+    """A step as vTrain's program sums it (its predictor.py, trainer.py, fused_adam.py and model/).
+
+    One block, embedding and head are traced on one device. Nothing is computed again, no gradient
+    is added to another, Adam keeps no masters, and gradients take their bytes over the link's rate.
+    Dropouts, biases, sums of residuals and two transpositions are passes of their own. The host
+    records every launch of a forward; for a backward it is ahead, while the device computes the
+    head. Of heads in a number that 4 does not divide, a softmax has six launches: 26, not 21.
+    """
+    degrees = load.degrees
+    fused = load.rows * load.model.heads // degrees.tensor % 4 == 0
+    habits = replace(
+        load.habits, traced=True, tensor_async=False, accumulates=0, step_bytes=22,
+        reduce_bytes=degrees.data / max(1, degrees.data - 1), passes=(12, 24), cut_passes=(4, 30),
+        launches=0.0022 * (1 if fused else 26 / 21), launches_behind=0.45,
+    )  # fmt: skip
+    return replace(load, habits=habits, recompute=Recompute())
 
 
 def recompute_of(name: str, checkpointing: str, note: str, model: ModelShape) -> Recompute:

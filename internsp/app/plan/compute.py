@@ -156,12 +156,14 @@ def passes(load: Workload, device: Device) -> tuple[float, float]:
         norms, norms_back = norms + 56, norms_back + 56  # root mean squares in fp32, one by one
     if not model.gated:
         act, act_back, turn, turn_back = 4, 6, 0, 0  # an activation, no rotation
+    norms, norms_back = norms + habits.passes[0], norms_back + habits.passes[1]
+    cut, cut_back = (more * model.hidden / tensor for more in habits.cut_passes)
     rotated = (model.heads + model.kv_heads) * model.head_dim / tensor
     whole = model.topk * model.expert_ffn + model.shared_ffn if model.experts else model.ffn
     width = whole / tensor
     among = tensor if habits.tensor_sequence else 1
-    forward = norms * model.hidden / among + act * width + turn * rotated
-    back = norms_back * model.hidden / among + act_back * width + turn_back * rotated
+    forward = norms * model.hidden / among + act * width + turn * rotated + cut
+    back = norms_back * model.hidden / among + act_back * width + turn_back * rotated + cut_back
     if model.experts:
         forward += 8 * model.topk * model.hidden  # to the experts' order and back
         back += 8 * model.topk * model.hidden

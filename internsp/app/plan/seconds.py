@@ -46,7 +46,6 @@ Parts = defaultdict[str, float]
 _COMPUTED = (Part.PRODUCTS, Part.ATTENTION, Part.PASSES, Part.RECOMPUTE, Part.HEAD)
 
 _HOST_ADAM = 1.2e9  # elements a second that one process steps on its share of a host
-_HOST_BACKWARD = 1.6  # launches of a backward, in those of a forward
 _HOST_LINK = 20e9  # bytes a second and direction between a device and its host
 _HOST_SHARE = 0.7  # of the host's link, that copies both ways at once reach (h200.md: 0.68)
 _COPIED = 2 + 2 + 4  # bytes of an element that a step in host memory brings and takes
@@ -203,15 +202,17 @@ def _micro_batch(load: Workload, block: BlockSeconds, blocks: float) -> Parts:
 
 def paces(load: Workload, block: BlockSeconds) -> tuple[float, float]:
     """Seconds of a block's forward and backward, no less than the host's launches of them."""
-    host = load.habits.launches
-    behind = _HOST_BACKWARD * host + (host if block.again.total else 0.0)
-    return max(host, block.at(0)), max(behind, block.at(1))
+    habits, host = load.habits, load.habits.launches
+    behind = habits.launches_behind * host + (host if block.again.total else 0.0)
+    added = block.tensor if habits.traced else (0.0, 0.0)
+    return max(host + added[0], block.at(0)), max(behind + added[1], block.at(1))
 
 
 def ends(load: Workload, device: Device) -> tuple[float, float]:
     """Seconds of embedding, head and loss, forward and backward: launched as a block is."""
-    host, (before, after) = load.habits.launches, head(load, device)
-    return max(host, before.total), max(_HOST_BACKWARD * host, after.total)
+    habits, (before, after) = load.habits, head(load, device)
+    behind = habits.launches_behind * habits.launches
+    return max(habits.launches, before.total), max(behind, after.total)
 
 
 def _bubble(load: Workload, one: float, computed: Computed, waited: float) -> float:
@@ -238,9 +239,11 @@ def _bubble(load: Workload, one: float, computed: Computed, waited: float) -> fl
 def _passed(load: Workload, device: Device) -> float:
     degrees, number = load.degrees, load.micro_batches
     stages, chunks = degrees.pipeline, degrees.interleave
-    group = Group(2, degrees.devices // stages, device)
     # Each tensor rank sends its part, also where all have the whole.
-    one_way = group.pass_on(load.tokens * load.model.hidden * 2 / degrees.tensor)
+    stride, parts = degrees.devices // stages, degrees.tensor
+    if load.habits.traced:
+        stride, parts = device.near_ranks, 1
+    one_way = Group(2, stride, device).pass_on(load.tokens * load.model.hidden * 2 / parts)
     # The program that overlaps tensor messages overlaps these.
     hides = load.habits.tensor_overlap or load.habits.sends_ahead
     often = chunks * (stages - 1) + (0 if hides else number * chunks)

@@ -162,6 +162,11 @@ class Habits:
         owners: with ``zero1`` no parameter is cut: gradients are all-reduced, and each rank sends
             those that it owns in a broadcast of its own, beside which nothing is computed.
         launches: seconds of the host for a block's forward; the device never runs ahead of it.
+        launches_behind: of a block's backward, in those of its forward.
+        traced: a step is a sum of traced parts: no message runs beside launches, and those between
+            stages are whole and leave the near domain.
+        passes, cut_passes: bytes a token and hidden feature of further element-wise passes, forward
+            and backward; tensor ranks divide the latter.
         accumulates: bytes of memory traffic an element of a gradient takes in each micro-batch.
         context_balanced: each part of a sequence has as much of causal attention as others.
         once_an_owner: a token travels once to each owner of its experts, not once to each expert,
@@ -185,7 +190,7 @@ class Habits:
     fused: str = "eager"
     kernel: str = "flash2"
     gather_bytes: int = 2
-    reduce_bytes: int = 4
+    reduce_bytes: float = 4
     keeps_gathers: bool = False
     whole_recompute: bool = False
     tensor_sequence: bool = True
@@ -194,6 +199,10 @@ class Habits:
     overlaps: bool = True
     owners: bool = False
     launches: float = 0.0004
+    launches_behind: float = 1.6
+    traced: bool = False
+    passes: tuple[int, int] = (0, 0)
+    cut_passes: tuple[int, int] = (0, 0)
     accumulates: int = 12
     context_balanced: bool = True
     once_an_owner: bool = False
