@@ -186,8 +186,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             The norm is :attr:`grad_norm`.
         """
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
+        if closure is not None:  # others wait for this rank in the step, whatever it does then
+            recoveries = [self._communicator.recovery]
+            with reporting_refusals(recoveries, "a step's closure"), torch.enable_grad():
                 loss = closure()
         step_together([self])
         return loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +19,7 @@ import model_zoo
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import CollectiveError
 from internsp.mesh import ParallelMesh
+from internsp.optim.zero import ZeroOptimizer
 from internsp.parallel.parallelize import parallelize
 from internsp.sp import SequenceLayout
 from tests.ranks.test_rules_errors import Boom, Failing
@@ -103,6 +105,25 @@ def test_ranks_that_wait_in_an_attention_are_told_who_failed(ring: int, rank: in
         assert "layers.1.attention.attend (backward)" in str(caught.value)
         assert "rank 2 failed first: its backward raised" in str(caught.value)
         assert "Timed out waiting" not in str(caught.value), "as gloo says after the timeout"
+
+
+@pytest.mark.unmeasured
+@ranks(2, fresh=True)
+def test_ranks_that_wait_in_a_step_are_told_that_anothers_closure_failed(rank: int) -> None:
+    """The rank that failed catches the error, and comes to no other collective."""
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=30)
+    twin = Twin(Tiny, mesh)
+    optimizer = ZeroOptimizer(twin.communicator, torch.optim.SGD, lr=0.1)
+
+    def closure() -> None:
+        twin.ours(*twin.batch()[1]).backward()
+        if rank == 1:
+            raise Boom("in the closure")
+
+    began = time.monotonic()
+    with pytest.raises(Boom if rank == 1 else CollectiveError, match="in the closure"):
+        optimizer.step(closure)
+    assert time.monotonic() - began < 15
 
 
 def life(rank: int, world_size: int, port: int, holds: bool, where: str, told: Connection) -> None:
