@@ -335,6 +335,10 @@ STRUCTURE: Table = {
         "name it in activation_checkpoint.tiled_modules": tiled,
     },
     "which parallelize() does not know: give": {"give a number of tiles": tiled},
+    "follow from all tokens of a forward": {
+        "use 1": "tests/ranks/test_experts.py::test_gradients_norms_and_steps_equal_one_process",
+        "or name what may be tiled in activation_checkpoint.tiled_modules": tiled,
+    },
     "whose tiles would gather it each": {
         "out of activation_checkpoint.tiled_modules": partial(tiled, rules=EACH_Q),
         "or the unit out of the plan": tiled,

@@ -401,10 +401,9 @@ FSDP: Table = {
         "give every fully_shard of one model the same mesh": WRITTEN,
         "or one beside it for all experts": f"{OWNED}test_other_meshes_are_refused_by_name",
     },
-    "have other means than dense weights": {
-        "leave it out": WRITTEN,
-        "or make the model with internsp.parallelize":
-            "tests/ranks/test_experts.py::test_gradients_norms_and_steps_equal_one_process",
+    "sums of gradients are divided by several numbers": {
+        "call set_gradient_divide_factor with the same number on every module":
+            f"{OWNED}test_an_optimizer_over_the_replicas_steps_experts_too",
     },
     "was sharded by torch's": {
         "call internsp.fsdp's": WRITTEN, "or internsp.fsdp.install() before": WRITTEN,
