@@ -341,7 +341,7 @@ def over_replicas(factor: float) -> Program:
         if names is ours:
             optimizer = ours.zero_optimizer(model, optimizer, max_grad_norm=0.5)
         found: dict[str, Tensor] = {}
-        for step in range(3):
+        for step in range(2):
             for micro in range(2):
                 model.set_requires_gradient_sync(micro == 1)
                 loss_of(model, step, micro, rank).backward()

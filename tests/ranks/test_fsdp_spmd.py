@@ -110,30 +110,30 @@ def on_mesh(made: Made, dims: Any, micro: int = 1, name: str = "", **options: An
     return program
 
 
-def meshes(number: int) -> list[tuple[tuple[str, ...], tuple[int, ...], Any]]:
-    """Axes, sizes and which are of data, of meshes with at most two dimensions, or with three."""
+def meshes(form: str) -> list[tuple[tuple[str, ...], tuple[int, ...], Any]]:
+    """Axes, sizes and which are of data."""
     dims = torchs.DataParallelMeshDims
-    if number == 3:
+    if form == "others":
         return [
+            (("dp", "tp"), (2, 2), dims("dp")),
+            (("dp", "alone", "tp"), (4, 1, 1), dims("dp")),
+            (("replicas",), (4,), dims(replicate="replicas")),
             (("replicas", "ranks", "tp"), (2, 1, 2), dims("ranks", "replicas")),
             (("ranks", "cp", "tp"), (1, 2, 2), dims(("ranks", "cp"))),
             (("more", "replicas", "ranks"), (2, 1, 2), dims("ranks", ("more", "replicas"))),
         ]
     return [
-        (("dp", "tp"), (2, 2), dims("dp")),
         (("tp", "dp"), (2, 2), dims("dp")),
-        (("dp", "alone", "tp"), (4, 1, 1), dims("dp")),
         (("replicas", "ranks"), (2, 2), dims("ranks", "replicas")),
         (("ranks", "cp"), (2, 2), dims(("ranks", "cp"))),
-        (("replicas",), (4,), dims(replicate="replicas")),
         (("replicas", "tp"), (2, 2), dims(replicate="replicas")),
     ]
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.thorough(25))])
+@pytest.mark.parametrize("form", ["few", pytest.param("others", marks=pytest.mark.thorough(40))])
 @ranks(4)
-def test_a_mesh_of_all_dimensions_has_the_numbers_of_fsdp2(number: int, rank: int) -> None:
-    for axes, sizes, dims in meshes(number):
+def test_a_mesh_of_all_dimensions_has_the_numbers_of_fsdp2(form: str, rank: int) -> None:
+    for axes, sizes, dims in meshes(form):
         compare(on_mesh(Made(init_device_mesh("cpu", sizes, mesh_dim_names=axes)), dims), rank=rank)
 
 
