@@ -15,11 +15,11 @@ import multiprocessing
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -59,12 +59,7 @@ def start(run: Run, config: Config, output: Path) -> int:
     """
     modules = ["internsp.app.launch.fork_server", "torch", __name__, run.__module__]
     multiprocessing.set_forkserver_preload(modules)
-    # For the server and its ranks, before their code: OpenMP reads its number of threads once.
-    inherited = {
-        "OMP_NUM_THREADS": str(computing_threads()),
-        LAUNCHER_VARIABLE: str(os.getpid()),
-    }
-    with StopRequest() as signals, patch.dict(os.environ, inherited):
+    with StopRequest() as signals, _environment():
         # The ranks' store is in this process, as under torchrun: it outlives any rank that fails.
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         ranks: list[_Rank] = []
@@ -238,3 +233,24 @@ def _rank_main(
             pipe.send(Failure.of(error))
             raise SystemExit(1) from None
     pipe.send(stop.number)
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Set environment variables for the server and its ranks, which are read before their code.
+
+    OpenMP reads its number of threads once.
+    """
+    values = {
+        "OMP_NUM_THREADS": str(computing_threads()),
+        LAUNCHER_VARIABLE: str(os.getpid()),
+    }
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
