@@ -200,7 +200,7 @@ def stopped(rank: int, world_size: int, settings: Config, folder: str) -> int:
     """Only the last stage gets a stop request, before its first step."""
     with StopRequest() as stop:
         stop.requested = rank == 1
-        train(settings, Path(folder))
+        train(settings, Path(folder), stop=stop)
     return len(read_metrics(Path(folder) / "metrics.jsonl")) if rank == 0 else -1
 
 
