@@ -75,7 +75,7 @@ class ZeroReducer:
         self._mesh: ParallelMesh = communicator.mesh
         self._before_pass, self._dtype = before_pass, reduce_dtype
         members = communicator.replicated.all_parameters()
-        (self.divides_by,) = {*map(communicator.state.consumer.divisor, members)}
+        (self.divides_by,) = {*map(communicator.state.consumer.divisor, members)} or {1.0}
         self.local_not_finite = torch.zeros((), dtype=torch.bool, device=self._mesh.device)
         self._in_flight: deque[_Exchange] = deque()
         self._replica_sums: list[_Exchange] = []  # their slices are being all-reduced
