@@ -14,10 +14,10 @@ import pytest
 
 from internsp.app.config.load import load_config
 from internsp.app.plan.devices import device_named
-from internsp.app.plan.links import BASE, NEAR_HOP
 from internsp.app.plan.replayed import replayed
 from internsp.app.plan.weight_seconds import WeightMessages
 from internsp.app.plan.workload import Recompute
+from tools.bench import model as bench
 from tools.planner import own, trained
 from tools.planner.__main__ import main
 from tools.planner.accuracy import Accuracy, accuracy, kendall, regret
@@ -239,7 +239,7 @@ def test_rows_that_were_summed_from_traces_are_predicted_as_their_source_sums_th
     gradients = WeightMessages.of(load, (device := device_of(one))).reduced * 2
     dense = load.model.layers / 2 * load.model.dense_parameters + load.model.embedding
     moved = 2 * dense / (device.near * device.fitted.links)  # no 2 (n - 1) / n
-    assert gradients == pytest.approx(moved + 2 * (BASE + NEAR_HOP))
+    assert gradients == pytest.approx(moved + 2 * (device.start + device.hop))
     few = Row(dict(one.cells) | {"tensor": "8", "micro_batch": "1", "gpus": "32"})  # two heads
     assert workload_of(few)[0].habits.launches / load.habits.launches == pytest.approx(26 / 21)
     timed = Row(dict(one.cells) | {"source": "vtrain_multi"})
@@ -322,6 +322,14 @@ def test_a_processor_that_sends_computes_less_and_ranks_share_cores() -> None:
     few = min(1.0, own.CORES / 4)
     assert shared.fitted.products == pytest.approx(base.fitted.products * few)
     assert shared.bandwidth == pytest.approx(base.bandwidth * few)
+
+
+def test_a_case_plans_the_tokens_that_its_ranks_compute() -> None:
+    case = own.Case("", own.CASES["four, sequences over 2"])
+    config, sizes = case.plan.config, case.options.resolve().sizes()
+    ids, _ = bench.batch(sizes, rank=0)
+    tokens = config.train.global_batch * config.data.sequence_length / sizes.ranks
+    assert tokens == ids.shape[0] * ids.shape[1] == 64
 
 
 def test_trained_steps_give_back_the_constant_that_made_them(tmp_path: Path) -> None:

@@ -145,6 +145,18 @@ def test_the_file_says_what_it_was_made_of_and_is_read(
     assert "h100-sxm-measured" in (tmp_path / "b.toml").read_text()
 
 
+def test_a_measured_device_keeps_the_facts_of_its_links(tmp_path: Path) -> None:
+    b200 = device_named("b200")
+    assert b200.hop > H100.hop
+    given = config(8, 8192)
+    run = read_run(write_run(tmp_path / "a", given, [replayed(given, 8, b200).total] * 12))
+    path = tmp_path / "own.toml"
+    path.write_text(text_of(calibrate([run], b200), [run], b200))
+    found = device_named("b200-measured", path)
+    for name in ("start", "hop", "host", "near", "far"):
+        assert getattr(found, name) == pytest.approx(getattr(b200, name)), name
+
+
 def test_a_processor_stays_one_and_its_assumed_peak_is_no_limit(tmp_path: Path) -> None:
     cpu = device_named("cpu")
     fast = replace(cpu, fitted=replace(cpu.fitted, products=5.0))

@@ -79,12 +79,13 @@ class Case:
     def plan(self) -> Plan:
         """The step: blocks without embedding and head, in 16 bits."""
         sizes = self.options.resolve().sizes()
+        groups = sizes.ranks // sizes.sequence_ranks  # whose ranks share sequences
         values = {
             "model": model_config(sizes),
             "data": {"sequence_length": sizes.sequence},
             "parallel": {"weight": sizes.ranks, "sequence": sizes.sequence_ranks, "device": "cpu"},
             "train": {
-                "global_batch": sizes.batch * sizes.ranks * sizes.micro_batches,
+                "global_batch": sizes.batch * groups * sizes.micro_batches,
                 "micro_batches": sizes.micro_batches, "dtype": "bfloat16",
             },
         }

@@ -33,7 +33,7 @@ SOFTWARE = {
     "megatron": _MEGATRON,
     "megatron-sft": _MEGATRON,
     "megatron-plain": replace(
-        _MEGATRON, reduce_bytes=4, accumulates=6, tensor_overlap=False
+        _MEGATRON, reduce_bytes=4, accumulates=6, tensor_overlap=False, overlaps=False
     ),
     # Megatron of 2022: attention as products and a softmax, no parts of sequences, gradients are
     # exchanged after the backward.

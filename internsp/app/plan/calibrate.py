@@ -21,7 +21,7 @@ from internsp.app.config import Config
 from internsp.app.plan.answer import human_seconds, seconds_lines
 from internsp.app.plan.classes import table
 from internsp.app.plan.configured import workload_of
-from internsp.app.plan.devices import FITTED_FILE, GIGA, TERA, Device, Fitted
+from internsp.app.plan.devices import FITTED_FILE, GIGA, MICRO, TERA, Device, Fitted
 from internsp.app.plan.machines import on_machines
 from internsp.app.plan.measured import WARM, MeasuredRun, read_run
 from internsp.app.plan.replayed import StepReplay, replayed
@@ -149,6 +149,8 @@ def text_of(found: Calibration, runs: Sequence[MeasuredRun], base: Device) -> st
         "near_ranks": device.near_ranks,
         "far_Gbps": device.far * 8 / GIGA,
         "host_GBps": device.host / GIGA,
+        "start_us": device.start / MICRO,
+        "hop_us": device.hop / MICRO,
         "attention": {k: [rate / TERA for rate in rates] for k, rates in device.attention.items()},
         "fitted": {**constants, "rows": device.fitted.rows},
         "measured": {

@@ -12,10 +12,10 @@ from typing import Any, Literal
 from internsp.app.config import Config
 from internsp.errors import ConfigError
 
-TERA, GIGA = 1e12, 1e9
+TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 _ABOVE_ZERO = (
     "memory_gib", "bandwidth_GBps", "multiprocessors", "near_GBps", "near_ranks", "far_Gbps",
-    "host_GBps",
+    "host_GBps", "start_us", "hop_us",
 )  # fmt: skip
 BUILT_IN = Path(__file__).with_name("devices.toml")
 GENERAL = "flash2"  # the kernel that each device has
@@ -52,6 +52,8 @@ class Device:
             share of adapters.
         host: the same between it and its host.
         near_ranks: devices of a near domain.
+        start, hop: seconds of a collective, and of each step of a ring within a near domain,
+            besides its bytes.
         attention: operations a second of a kernel: (head of 64 forward, backward, 128 forward,
             backward).
         source: where the figures are from.
@@ -73,6 +75,8 @@ class Device:
     kind: Literal["cpu", "cuda"] = "cuda"
     torch_name: str = ""
     host: float = 32 * GIGA
+    start: float = 8.4 * MICRO
+    hop: float = 3.4 * MICRO
 
     def with_links(self, near: float | None = None, far: float | None = None) -> Device:
         """This device with other links, in bytes a second."""
@@ -169,4 +173,6 @@ def _device(name: str, entry: Mapping[str, Any], known: Mapping[str, Device]) ->
         kind=entry.get("kind", "cpu" if name == "cpu" else "cuda"),
         torch_name=entry.get("torch", ""),
         host=entry.get("host_GBps", 32) * GIGA,
+        start=entry.get("start_us", 8.4) * MICRO,
+        hop=entry.get("hop_us", 3.4) * MICRO,
     )

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from internsp.app.plan.devices import Device
 
-BASE, NEAR_HOP, FAR_HOP = 8.4e-6, 3.4e-6, 14e-6
-"""Seconds of a collective, and of a step of a ring within a domain and between two: what NCCL's
-tuning takes for large messages (NVIDIA/nccl, src/graph/tuning.cc, baseLat and hwLat of the protocol
-Simple)."""
+FAR_HOP = 14e-6
+"""Seconds of a step of a ring between two domains: what NCCL's tuning takes for large messages
+(NVIDIA/nccl, src/graph/tuning.cc, hwLat of the protocol Simple)."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Group:
         domains = -(-self.size // self.within)
         steps = self.size - 1
         far = domains - 1
-        return BASE + (steps - far) * NEAR_HOP + far * FAR_HOP
+        return self.device.start + (steps - far) * self.device.hop + far * FAR_HOP
 
     def gather(self, nbytes: float) -> float:
         """Seconds of an all-gather or reduce-scatter of ``nbytes``, the whole of all ranks."""
@@ -79,7 +78,7 @@ class Group:
         if self.within < self.size:
             outside = nbytes * (self.size - self.within) / self.size
             seconds = max(seconds, outside / (self.device.far * self.device.fitted.links))
-        return seconds + (FAR_HOP if self.within < self.size else NEAR_HOP)
+        return seconds + (FAR_HOP if self.within < self.size else self.device.hop)
 
     def pass_on(self, nbytes: float) -> float:
         """Seconds in which each rank sends ``nbytes`` to the next."""
@@ -88,7 +87,7 @@ class Group:
         near, far = self._rate()
         if self.within < self.size:
             return nbytes / (far / self.within) + FAR_HOP
-        return nbytes / near + NEAR_HOP
+        return nbytes / near + self.device.hop
 
 
 def beside(compute: float, messages: float, slowdown: float) -> float:
