@@ -246,3 +246,27 @@ def test_a_folder_trains_as_on_one_process_and_as_its_documents_one_by_one(tmp_p
     assert again == run[2:], "the resumed run goes on with the same bits"
     assert [(loss, norm) for _, loss, norm in run] == first["llama"][2]
     assert done["path"], "the report shows the configuration"
+
+
+def dropping(rank: int, world: int, folder: Path) -> tuple[list[list[float]], Tensor]:
+    """Losses of two runs of one seed and of one of another, whose model drops at random."""
+    if not rank:
+        write(folder)
+        path = folder / "gpt2/config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"resid_pdrop": 0.2}))
+    dist.barrier()
+    found = []
+    for number, (name, seed) in enumerate((("one", 1), ("two", 1), ("three", 2))):
+        torch.manual_seed(number)  # as whatever was drawn before
+        fresh = config(folder, "gpt2", world, train={"seed": seed}, checkpoint={"save": False})
+        train(fresh, folder / name)
+        drawn = torch.rand(4)
+        dist.barrier()
+        found.append([row.loss for row in read_metrics(folder / name / "metrics.jsonl")])
+    return found, drawn
+
+
+def test_runs_of_one_seed_drop_the_same_and_ranks_do_not(tmp_path: Path) -> None:
+    (found, one), (_, other) = run_ranks(dropping, 2, tmp_path, timeout=240)
+    assert found[0] == found[1] != found[2]
+    assert not torch.equal(one, other)

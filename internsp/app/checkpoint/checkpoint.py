@@ -132,8 +132,7 @@ def load(session: Session, path: Path) -> Resumed:
 
     Objects().on_every(read)
     if not same_ranks:
-        seed = derived_seed(session.config.train.seed, content.step, session.mesh.rank)
-        torch.manual_seed(seed)  # seeds the accelerator, too
+        seed_random(session.config.train.seed, content.step, session.mesh.rank)
         notes.append(
             f"{content.mesh['world']} ranks saved, {session.mesh.world_size} go on: random states "
             "are derived anew from train.seed, the step and the rank"
@@ -200,10 +199,10 @@ def _check_values(content: Manifest, values: Mapping[str, Any], path: Path) -> N
         )
 
 
-def derived_seed(seed: int, step: int, rank: int) -> int:
-    """The random seed of a rank that resumes a run which was saved on another number of ranks."""
+def seed_random(seed: int, step: int, rank: int) -> None:
+    """Seed the random states of a rank that begins a run, or resumes one of other ranks."""
     digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "little")
+    torch.manual_seed(int.from_bytes(digest, "little"))  # seeds the accelerator, too
 
 
 def _restore(

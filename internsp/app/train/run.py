@@ -73,6 +73,8 @@ def run_session(
     with claimed(output, main) as folder, _alerts(config, main) as alerts:
         source = _source(config, folder.path)
         resumed = None if source is None else checkpoint.load(session, source)
+        if resumed is None and session.custom.model is None:  # for a model's own dropout
+            checkpoint.seed_random(config.train.seed, 0, session.mesh.rank)
         folder.begin(resumed)
         with _log(session, folder.path) as log, deterministic(config.train.deterministic):
             saver = Saver(session, folder.path / "checkpoints", folder.run)
