@@ -426,6 +426,26 @@ def test_the_host_launches_the_ends_as_a_block_and_a_loss_of_more_passes_takes_l
     assert sum(ends(longer, device)) - sum(ends(wide, device)) == pytest.approx(more)
 
 
+def test_tensor_ranks_send_rows_of_embedding_and_head_and_numbers_of_the_loss() -> None:
+    model = ModelShape(4, 4096, 16384, False, 32, 32, 128, 51200)
+    device = device_named("h100-sxm")
+    whole = Workload(model, Degrees(4, tensor=4), 4096, 1, 8, habits=Habits())
+    group = Group(4, 1, device)
+    one, loss = group.gather(4096 * 4096 * 2), 3 * group.all_reduce(4096 * 4)
+    quick = device.with_links(1e18, 1e18)
+    told = {True: ((2, 1), (1, 0)), False: ((2, 0), (0, 0))}  # parts of sequences: stages: forward
+    for parts, expected in told.items():
+        for stages, (forward, backward) in zip((1, 2), expected, strict=True):
+            degrees = Degrees(4 * stages, tensor=4, pipeline=stages)
+            load = replace(whole, degrees=degrees, habits=Habits(tensor_sequence=parts))
+            sent = tuple(a - b for a, b in zip(ends(load, device), ends(load, quick), strict=True))
+            idle = Group(4, 1, quick).latency
+            assert sent[0] == pytest.approx(forward * (one - idle) + loss - 6 * idle)
+            assert sent[1] == pytest.approx(backward * (one - idle))
+    alone = replace(whole, degrees=Degrees(1))
+    assert ends(alone, device) == ends(alone, quick)
+
+
 def test_messages_of_traced_parts_come_after_launches_and_leave_the_near_domain() -> None:
     model = ModelShape(4, 64, 256, False, 4, 4, 16, 256)
     device = device_named("a100-80")
