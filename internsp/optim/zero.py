@@ -317,7 +317,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         communicator = self._communicator
         communicator.events.recover()
-        communicator.consensus.same("optimizer", "ZeroOptimizer.state_dict()")
+        refused = None
+        try:
+            for before in self._optimizer_state_dict_pre_hooks.values():
+                before(self)
+        except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know
+            refused = error
+        communicator.consensus.same("optimizer", "ZeroOptimizer.state_dict()", refused)
         communicator.wait_until_ready()
         self._adopt([member for member in self._frozen() if member.requires_grad])
         with reporting_refusals([communicator.recovery], "the optimizer's state_dict()"):
@@ -335,6 +341,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         }
         if self.loss_scaler is not None:
             state["loss_scaler"] = self.loss_scaler.state_dict()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state)
+            state = state if changed is None else changed
         return state
 
     @torch.no_grad()
@@ -350,6 +359,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             ValueError: other numbers of groups or of parameters in one.
         """
         self._communicator.events.recover()
+        state_dict = state_dict.copy()
+        with reporting_refusals([self._communicator.recovery], "a hook of load_state_dict()"):
+            for before in self._optimizer_load_state_dict_pre_hooks.values():
+                changed = before(self, state_dict)
+                state_dict = state_dict if changed is None else changed
         saved = state_dict["param_groups"]
         sizes = [[len(group["params"]) for group in each] for each in (saved, self.param_groups)]
         if sizes[0] != sizes[1]:
@@ -367,6 +381,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with reporting_refusals([self._communicator.recovery], "the optimizer's load_state_dict()"):
             self._state().load_gathered(states)
         self._load_settings(saved, state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def local_state_dict(self) -> dict[str, Any]:
         """This rank's slices of the state, masters, settings and loss scale. Not collective.

@@ -541,3 +541,35 @@ def test_parameters_are_in_the_models_order_whichever_are_sharded() -> None:
     wanted = theirs.state_dict()["state"]
     for index, state in wanted.items():
         check({"m": found[index]["exp_avg"]}, {"m": state["exp_avg"]}, str(index))
+
+
+@ranks(2)
+def test_hooks_of_state_dicts_run_as_torchs_and_one_that_raises_is_told() -> None:
+    s = setup(Case(weight=2))
+    calls: list[str] = []
+
+    def add(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        calls.append("saved")
+        return {**state, "note": 7}
+
+    def read(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        calls.append(f"note {state.pop('note')}")
+        state["param_groups"] = [{**group, "lr": 0.5} for group in state["param_groups"]]
+
+    s.optimizer.register_state_dict_pre_hook(lambda _: calls.append("saving"))
+    s.optimizer.register_state_dict_post_hook(add)
+    s.optimizer.register_load_state_dict_pre_hook(read)
+    s.optimizer.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
+    made = s.optimizer.state_dict()
+    s.optimizer.load_state_dict(made)
+    assert calls == ["saving", "saved", "note 7", "loaded"]
+    assert made["note"] == 7, "the hook was given a copy"
+    assert s.optimizer.param_groups[0]["lr"] == 0.5
+
+    def refuse(_: torch.optim.Optimizer) -> None:
+        raise KeyError("mine")
+
+    if dist.get_rank() == 1:
+        s.optimizer.register_state_dict_pre_hook(refuse)
+    wanted = (KeyError, "mine") if dist.get_rank() == 1 else (CollectiveError, "rank 1", "mine")
+    raises(wanted[0], s.optimizer.state_dict, *wanted[1:])
