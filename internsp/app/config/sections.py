@@ -270,7 +270,7 @@ class TrainConfig(Section):
     """End a step's batch at the sequence that reaches this many counted tokens. Use it for padded
     chats, whose sequences differ in length; 0 uses global_batch."""
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
-    """Seed of the weights and of the data order."""
+    """Seed of the weights, of the data order and of what a model draws."""
     dtype: Dtype = "float32"
     """Dtype of parameters and activations; 16-bit ones get float32 master weights."""
     eval_every: Natural = 0
