@@ -259,6 +259,8 @@ class Taken(NamedTuple):
     order: tuple[str, ...]
 
 
+_LATE = "_internsp_late"
+"""An attribute of a view that was read in a backward, outside of every forward: its weight."""
 SHOWN = "_internsp_shown"
 """An attribute of a whole parameter that a program has asked for, in place of ours, to look at."""
 
@@ -302,7 +304,9 @@ class Weights(dict[str, Any]):
             if in_backward() and parameter is weight.parameter:
                 # In a backward outside of our scopes: a recompute that the user wrote.
                 if weight.communicator.may_unshard_in_backward(weight):
-                    return view(ParameterHandle((weight,)))
+                    tensor = view(ParameterHandle((weight,)))
+                    setattr(tensor, _LATE, weight)
+                    return tensor
             return parameter
         if parameter is not weight.parameter:
             return self.replacement(name)
@@ -346,9 +350,12 @@ class Weights(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         weight = self.weights.get(name)
         if weight is not None and value is not weight.parameter:
+            ours: bool = getattr(value, _LATE, None) is weight
             for unsharded in (self.unsharded, self.scope.unsharded):
                 if unsharded is not None and weight in unsharded and unsharded[weight][0] is value:
-                    value = weight.parameter  # torch.func.functional_call restores what it read
+                    ours = True
+            if ours:
+                value = weight.parameter  # torch.func.functional_call restores what it read
         super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:

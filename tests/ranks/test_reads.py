@@ -30,6 +30,7 @@ MODELS: dict[str, Any] = {
     "reads of children": partial(Tiny, reads.Reading),
     "weights made of others": partial(Tiny, reads.Normalized),
     "functional calls": partial(Tiny, reads.Called),
+    "functional calls in recomputes": partial(Tiny, reads.CalledAgain),
     "a head that reads the embedding": reads.FunctionalHead,
     "writes into inputs": partial(reads.Entering, reads.InPlace),
 }  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import VOCABULARY, Block, Tiny
 
@@ -201,6 +202,17 @@ class Called(Block):
         other = {"weight": self.q.weight * 2 + 1}
         h = torch.func.functional_call(self.q, other, (x,))
         return super().forward(x + torch.tanh(h) + F.linear(x, self.q.weight))
+
+
+class CalledAgain(Block):
+    """The same in a part that a checkpoint of its own computes again, in backward."""
+
+    def part(self, x: Tensor) -> Tensor:
+        values = {name: 2 * getattr(self.q, name) for name in ("weight", "bias")}
+        return torch.tanh(torch.func.functional_call(self.q, values, (x,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + checkpoint(self.part, x, use_reentrant=False))
 
 
 class FunctionalHead(Tiny):
