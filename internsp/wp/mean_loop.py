@@ -69,10 +69,13 @@ class MeanLoop(PlainLoop):
 
     def known_use(self, member: Member) -> bool | None:
         """See :class:`PlainLoop`; what others do with their experts does not matter to a rank that
-        shares its own with none."""
+        shares its own with none. Hooks do not run again on what no rank has used."""
         axis = member.axis
-        alone = axis.expert > 1 and axis.size * axis.replicas == 1
-        return False if alone else super().known_use(member)
+        if axis.expert > 1 and axis.size * axis.replicas == 1:
+            return False
+        known = super().known_use(member)
+        hooked = member in self.hooks or member in self.taken
+        return None if known and hooked and member not in self.zeros else known
 
     def backward_begins(self) -> None:
         """See :class:`internsp.wp.consumer.GradientConsumer`; takes hooks that are new since the

@@ -891,6 +891,23 @@ def stepped_in_backward(names: Any, rank: int) -> dict[str, Tensor]:
     return found | gradients(model, "left ") | whole(dict(model.named_parameters()))
 
 
+def hooked_where_used(names: Any, rank: int) -> dict[str, Tensor]:
+    """A second backward leaves parts out that have a gradient: their hooks do not run again."""
+    model: Any = Model().double()
+    del model.spare  # every parameter has a gradient after the first backward
+    shard(names.fully_shard, model, "blocks", mesh_of((2,)))
+    for part in (model.blocks[0], model.blocks[2], model.norm, model.head):
+        for parameter in part.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+    model.blocks[1].set_all_reduce_hook(lambda mean: mean.add_(1.0))
+    middle: list[Tensor] = []
+    model.blocks[0].register_forward_hook(lambda module, args, output: middle.append(output))
+    loss_of(model, batch(0, 0, rank)).backward(retain_graph=True)
+    first = gradients(model, "first ")
+    middle[0].square().mean().backward()
+    return first | gradients(model)
+
+
 def exchanged_once(names: Any, rank: int) -> dict[str, Tensor]:
     model: Any = Model().double()
     shard(names.fully_shard, model, "blocks", mesh_of((2, 1)))
@@ -1031,6 +1048,7 @@ def test_methods_of_an_fsdp_module_do_what_torchs_do(rank: int) -> None:
     compare(
         whole_weights, taken_back, read_elsewhere, other_forwards, divided, hooked, exchanged_once,
         prefetched, failed, offloaded, assigned, cast, evaluated_first, stepped_in_backward,
+        hooked_where_used,
         rank=rank,
     )  # fmt: skip
 
