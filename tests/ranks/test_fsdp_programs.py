@@ -29,11 +29,13 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import internsp.fsdp as ours
 from tests.support.fsdp import (
+    Block,
     Model,
     Program,
     batch,
@@ -114,12 +116,39 @@ def _leaf_between(kind: str) -> Program:
     return program
 
 
+class Force(Block):
+    """Adds the gradient of an energy: a checkpoint around it recomputes it in forward, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            place = x.detach().requires_grad_()
+            energy = torch.tanh(F.linear(place, self.up.weight, self.up.bias)).sum()
+            (force,) = torch.autograd.grad(energy, place)
+        return super().forward(x + self.scale * force)
+
+
+def _force_within(units: str) -> Program:
+    def program(names: Any, rank: int) -> dict[str, Tensor]:
+        model: Any = Model().double()
+        model.__class__ = Checkpointing
+        for block in model.blocks:
+            block.__class__ = Force
+        shard(names.fully_shard, model, units, mesh_of((2,)))
+        one, other = model(batch(0, 0, rank)), model(batch(0, 1, rank))
+        (one.sum() - other.sum()).square().backward()
+        return gradients(model, "two forwards ") | steps(model, rank, number=2)
+
+    program.__name__ = f"force {units}"
+    return program
+
+
 @ranks(2)
 def test_activation_checkpointing_changes_no_number(rank: int) -> None:
     kinds = ("composable", "wrapper", "utils", "reentrant")
     compare(*(_checkpointed(kind, "blocks") for kind in kinds), rank=rank)
     compare(_checkpointed("composable", "nested"), rank=rank)
     compare(*(_leaf_between(kind) for kind in ("", "utils", "reentrant")), rank=rank)
+    compare(_force_within("blocks"), _force_within("nested"), rank=rank)
 
 
 @ranks(2)
