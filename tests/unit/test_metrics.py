@@ -77,6 +77,19 @@ def test_the_last_step_written_again_takes_the_place_of_its_row(tmp_path, resume
     assert [(m.step, m.loss) for m in read_metrics(path)] == [(1, 1.0), (2, 2.5), (3, 3.0)]
 
 
+def test_a_row_written_again_after_its_folder_has_moved_touches_no_other_runs_file(tmp_path):
+    path = tmp_path / "run" / "m.jsonl"
+    with closing(MetricsWriter(path)) as writer:
+        writer.write(step(1, loss=1.0))
+        writer.write(step(2, loss=2.0))
+        moved = path.parent.rename(tmp_path / "moved") / path.name
+        path.parent.mkdir()
+        path.write_text("of another run\n" * 99)
+        writer.write(step(2, loss=2.5))
+    assert [(m.step, m.loss) for m in read_metrics(moved)] == [(1, 1.0), (2, 2.5)]
+    assert path.read_text() == "of another run\n" * 99
+
+
 def test_a_new_run_does_not_keep_rows_of_an_older_one(tmp_path):
     for number in (1, 9):
         with closing(MetricsWriter(tmp_path / "m.jsonl")) as writer:

@@ -147,7 +147,7 @@ class MetricsWriter:
             _, at, before = self._last
             if line == before:
                 return
-            os.truncate(self.path, at)
+            self._file.truncate(at)  # not by its path, where another file may lie by now
             self._file.seek(at)
         self._file.write(line)
         self._file.flush()
