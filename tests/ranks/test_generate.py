@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,19 @@ def test_a_prompt_of_characters_of_several_bytes_is_continued_behind_them(runs: 
     ids = generate(model, torch.tensor(list("é€".encode())), TOKENS, stop_id=256, **options)
     wanted = bytes(i for i in ids.tolist() if i < 256).decode(errors="replace")
     assert continuation(runs[0] / "0", "é€", TOKENS, **options) == wanted
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_its_reason_beside_the_text(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved_before = next((runs[0] / "0" / "checkpoints").glob("step-*"))
+    for number in (1, 2):
+        shutil.copytree(saved_before, tmp_path / f"step-{number:06d}")
+    next((tmp_path / "step-000002").glob("rank-*")).unlink()
+    assert cli.main(["generate", str(tmp_path), "--prompt", PROMPT, "--tokens", "2"]) == 0
+    text, said = capsys.readouterr()
+    assert text.startswith(PROMPT)
+    assert re.search(r"^checkpoint step-000002 was passed over: .*rank-\d+.* is missing\n$", said)
 
 
 def test_a_checkpoint_of_a_programs_own_model_is_refused_by_name(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ from internsp.app.checkpoint.files import Reader
 from internsp.app.config import Config
 from internsp.app.data.tokenizer import load_tokenizer
 from internsp.app.models.factory import Model, build, device_type, generate
+from internsp.app.process.terminal import write_lines
 from internsp.errors import ConfigError
 
 
 def load_run(run: Path) -> tuple[Model, Config]:
     """Load the full model of a run's newest checkpoint (or of a checkpoint's folder) on the CPU.
+
+    On the standard error it says which checkpoints were passed over, and why.
 
     Returns:
         The model, and the run's configuration.
@@ -24,7 +28,9 @@ def load_run(run: Path) -> tuple[Model, Config]:
     Raises:
         ConfigError: there is no complete checkpoint, or it is of a model that is not configured.
     """
-    folder, content, config, _ = newest(run)
+    folder, content, config, notes = newest(run)
+    if notes:  # not within the text, which is the command's output
+        write_lines("\n".join(notes), sys.stderr)
     model = build(config, "cpu")
     saved = {name for name in content.tensors if name.startswith("model.")}
     reader = Reader(folder, content)
