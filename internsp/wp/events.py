@@ -71,7 +71,6 @@ class Events:
         self._forward: int | None = None  # the forward whose graph the backward is in, if known
         self._forward_open = False  # a forward has begun and not reached its end
         self._nested = False  # the graph task of the backward that runs may be an inner one
-        self._running: set[Block] = set()  # whose forward has begun and not ended
 
     # what runs
 
@@ -153,7 +152,7 @@ class Events:
                 self.order.pre_forward_of_enclosing(block)
                 chunk.perform(enclosing.pre_forward(block))
         elif recomputes:
-            if block in self._running:  # by an autograd.grad in its forward, past a checkpoint
+            if block in self.order.running:  # by an autograd.grad in its forward, past a checkpoint
                 return
             if block.around >= 0:  # the recompute may be that of the enclosing block
                 chunk.perform(enclosing.recompute(block))
@@ -163,7 +162,6 @@ class Events:
             if not self.inside:
                 self._enter_alone(block)
             self.order.pre_forward(block, self.inside)
-            self._running.add(block)
             changed = self._autocast.pre_forward(block)
             if actions := chunk.queue.pre_forward(block):
                 chunk.perform(actions)
@@ -184,7 +182,6 @@ class Events:
 
     def _begin_forward(self) -> None:
         """A forward begins: note which weights are trained in it."""
-        self._running.clear()
         self.forwards += 1
         self.order.begin_forward(self.forwards)
         self._graphs += torch.is_grad_enabled()
@@ -200,10 +197,10 @@ class Events:
         """A block's post-forward, in forward or in a recompute. Returns its :meth:`moment`."""
         if isinstance(block, Unit):
             if graph_task() == NO_TASK:
-                self._running.discard(block)
+                self.order.post_forward(block)
                 if actions := self._chunk.queue.post_forward(block):
                     self._chunk.perform(actions)
-            elif block.around >= 0 and block not in self._running:
+            elif block.around >= 0 and block not in self.order.running:
                 self._chunk.queue.backward.leave_recompute(block)
         return self.moment(block)
 

@@ -38,6 +38,7 @@ class RunOrder:
         layout: the layout of the chunk, in the learned order once there is one.
         learning: the learner, until its order is in force.
         learned: the passes along that order; ``None`` before.
+        running: blocks whose forward has begun and not ended.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class RunOrder:
         self._queue, self.layout, self._rank = chunk.queue, layout, rank
         self._agreement, self.learning = agreement, learner
         self.learned: LearnedPasses[ShardedParameter] | None = None
+        self.running: set[Unit] = set()
         self._next = 0  # position of the block that the forward must run next
         self._entered = False  # an enclosing block that the program calls itself came last
 
@@ -67,6 +69,7 @@ class RunOrder:
 
     def begin_forward(self, number: int) -> None:
         """Forward ``number`` begins, of the model or of blocks that the program calls itself."""
+        self.running.clear()
         if self._agreement is not None:
             self._agreement.begin_forward(number)
 
@@ -92,6 +95,7 @@ class RunOrder:
         Raises:
             OrderError: it is not, or other ranks run another block.
         """
+        self.running.add(unit)
         if self.learning is not None and inside:
             self.learning.pre_forward(unit)
         order = self._queue.passes.order.blocks
@@ -104,6 +108,10 @@ class RunOrder:
             self._next = unit.block + 1
         if self._agreement is not None:
             self._agreement.pre_forward(unit.name, expected is unit)
+
+    def post_forward(self, unit: Unit) -> None:
+        """A block's forward has ended."""
+        self.running.discard(unit)
 
     def pre_forward_of_enclosing(self, block: Enclosing[ShardedParameter]) -> None:
         """A block that holds units of its own comes: its first unit is the next one."""
