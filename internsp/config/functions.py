@@ -44,7 +44,10 @@ def resolve(given: Callable[..., Any] | str, key: str) -> Callable[..., Any]:
     try:
         found = pkgutil.resolve_name(given)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{key} = {given!r}: there is no such function ({error})") from error
+        raise ConfigError(
+            f"{key} = {given!r}: there is no such function or class ({error}); its module must be "
+            "installed, or its folder be in PYTHONPATH"
+        ) from error
     if not callable(found):
         raise ConfigError(f"{key} = {given!r} is a {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]

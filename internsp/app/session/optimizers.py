@@ -38,9 +38,8 @@ def make_optimizer(
     Norms and biases have no weight decay, unless a parameter group sets it.
 
     Raises:
-        ConfigError: there is no such class, it takes other arguments, or it is for matrices and was
-            given a parameter that is none.
-        TypeError: the optimizer is elementwise and declared not to be, or the reverse.
+        ConfigError: there is no such class, it is no optimizer, takes other arguments or is not
+            elementwise, or it is for matrices and was given a parameter that is none.
     """
     settings = config.optimizer
     cls, arguments = _class_of(config)
@@ -63,24 +62,22 @@ def make_optimizer(
         )
     fused = _fused(cls, arguments, communicator)
     rest = {"optimizer": torch.optim.AdamW, "betas": settings.betas, "eps": settings.eps, **fused}
-    return ZeroOptimizer(
-        communicator,
-        cls,
-        param_groups=[
-            {
-                "params": held,
-                "lr": lr,
-                **({"weight_decay": decay} if decays or by != settings.name else {}),
-                **(rest if by != settings.name else {}),
-            }
-            for (by, lr, decay), held in groups.items()
-        ],
-        lr=settings.lr,
-        max_grad_norm=settings.max_grad_norm,
-        loss_scaler=scaler,
-        **arguments,
-        **fused,
-    )
+    param_groups = [
+        {
+            "params": held,
+            "lr": lr,
+            **({"weight_decay": decay} if decays or by != settings.name else {}),
+            **(rest if by != settings.name else {}),
+        }
+        for (by, lr, decay), held in groups.items()
+    ]
+    try:
+        return ZeroOptimizer(
+            communicator, cls, param_groups=param_groups, lr=settings.lr,
+            max_grad_norm=settings.max_grad_norm, loss_scaler=scaler, **arguments, **fused,
+        )  # fmt: skip
+    except TypeError as error:
+        raise ConfigError(f"optimizer.name = {settings.name!r}: {error}") from error
 
 
 def _fused(cls: Any, arguments: dict[str, Any], communicator: ISPCommunicator) -> dict[str, Any]:
@@ -145,6 +142,8 @@ def _class_of(config: Config) -> tuple[Any, dict[str, Any]]:
         more["adjust_lr_fn"] = "match_rms_adamw"
     named = settings.name in _CLASSES
     cls: Any = _CLASSES[settings.name] if named else resolve(settings.name, "optimizer.name")
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ConfigError(f"optimizer.name = {settings.name!r} is no subclass of torch's Optimizer")
     if doubled := {"lr", "weight_decay", "params", *arguments} & more.keys():
         raise ConfigError(f"optimizer.options: {', '.join(sorted(doubled))} has a key of its own")
     try:
