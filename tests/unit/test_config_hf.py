@@ -62,6 +62,7 @@ def test_other_names_of_sizes_are_read(tmp_path: Path) -> None:
     ("content", "more", "says"),
     [
         (LLAMA, "hidden_size = 64", r"model\.hidden_size: 64, but config\.json .* says 32"),
+        (LLAMA, 'kv_heads = "none"', r'model\.kv_heads: "none", but config\.json .* says \d'),
         (LLAMA, "qkv_bias = true", r"model\.qkv_bias: only for the model zoo"),
         (LLAMA, "[parallel]\npipeline = 2", r"parallel\.pipeline: 2 is not supported"),
         (LLAMA, '[sequence]\nhead_output = "gather"', 'only "local"'),
@@ -69,7 +70,7 @@ def test_other_names_of_sizes_are_read(tmp_path: Path) -> None:
         ([], "", "no JSON object"),
         ({**LLAMA, "vocab_size": 40}, "", "bytes need 257 ids"),
     ],
-    ids=["size", "zoo", "pipeline", "head", "lacking", "list", "vocabulary"],
+    ids=["size", "none", "zoo", "pipeline", "head", "lacking", "list", "vocabulary"],
 )
 def test_what_does_not_fit_is_named(content: Any, more: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -14,6 +14,7 @@ from internsp.app.config.sections import DocumentsConfig
 from internsp.config import hf_folder
 from internsp.config.combinations import mistakes, mistakes_of_blocks
 from internsp.config.degrees import impossible
+from internsp.config.words import in_words
 
 if TYPE_CHECKING:
     from internsp.app.config import Config, DataConfig
@@ -187,8 +188,9 @@ def _folder(config: Config) -> Iterator[Problem]:
             yield Problem(("model.path",), text)
     for key, value in found.items():
         if getattr(model, key) != value:
-            text = f"{hf_folder.FILE} of model.path says {value}; leave it out"
-            yield Problem((f"model.{key}", "model.path"), f"{getattr(model, key)}, but {text}")
+            text = f"{hf_folder.FILE} of model.path says {in_words(value)}; leave it out"
+            given = in_words(getattr(model, key))
+            yield Problem((f"model.{key}", "model.path"), f"{given}, but {text}")
     folder = Path(model.path)
     pickled = sorted(folder.glob("*.bin"))
     if pickled and not any(folder.glob("*.safetensors")):
