@@ -439,6 +439,9 @@ TRAIN: Table = {
         "and resume from the newest checkpoint": GOES_ON, "look at the machines": GOES_ON,
     },
     "which no run has written": {"choose another train.name or --output": STARTS},
+    "is the current folder or above it": {
+        "choose another train.name or --output": STARTS, "or resume the run": GOES_ON,
+    },
     "rank 0 finds no command": {
         "give its whole path":
             "tests/unit/test_alerts.py::"

@@ -83,12 +83,19 @@ def test_an_output_that_cannot_be_a_folder_is_refused() -> None:
     assert [path.name for path in Path("run").iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_run_in_the_current_folder_is_moved_aside_like_any_other(monkeypatch) -> None:
-    Path("here").mkdir()
-    monkeypatch.chdir("here")
-    Path("metrics.jsonl").write_text("an older run")
-    assert set_aside(Path(".")) == Path.cwd().parent / "here.1"
-    assert Path("../here.1/metrics.jsonl").read_text() == "an older run"
+@pytest.mark.parametrize("given", [".", "..", "../../here", "link"])
+def test_the_current_folder_is_not_moved_with_what_else_is_in_it(monkeypatch, given: str) -> None:
+    Path("here/below").mkdir(parents=True)
+    Path("here/below/link").symlink_to("../../here")
+    for folder in ("here", "here/below"):
+        Path(folder, "metrics.jsonl").write_text("an older run")
+    monkeypatch.chdir("here/below")
+    with pytest.raises(ConfigError, match=r"the current folder or above .* --output, or resume"):
+        set_aside(Path(given))
+    assert Path("metrics.jsonl").samefile("../../here/below/metrics.jsonl")
+    Path("run").mkdir()
+    Path("run/metrics.jsonl").write_text("an older run")
+    assert set_aside(Path("run")) == Path("run.1")
 
 
 @pytest.mark.parametrize("name", ["config.toml", "checkpoints", "report.html"])

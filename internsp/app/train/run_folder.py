@@ -111,7 +111,8 @@ def set_aside(output: Path) -> Path | None:
         The older run's new folder, or ``None`` if there was none.
 
     Raises:
-        ConfigError: no run has used ``output``, and it has files that a run would overwrite.
+        ConfigError: no run has used ``output``, and it has files that a run would overwrite; or it
+            is the current folder, or above it, and would move with all that the user has there.
     """
     output = _named(output)
     found = [name for name in _WRITTEN if (output / name).exists()]
@@ -123,6 +124,11 @@ def set_aside(output: Path) -> Path | None:
         )
     if not {"metrics.jsonl", "checkpoints"} & {*found}:
         return None
+    if Path.cwd().is_relative_to(output.resolve()):
+        raise ConfigError(
+            f"{output} has an older run and is the current folder or above it, which would be "
+            "moved with all its files: choose another train.name or --output, or resume the run"
+        )
     target = unused(f"{output}.")
     output.rename(target)
     return target
