@@ -191,6 +191,27 @@ def test_a_resumed_rank_has_its_own_buffers_again(tmp_path: Path) -> None:
         assert all(same) == (weight == 2)
 
 
+def shallower(rank: int, world: int, folder: str, weight: int) -> str:
+    model = Counting()
+    del model.layers[1:]
+    given = sections(
+        parallel={"weight": weight}, train={"steps": 4, "eval_every": 0},
+        weight_parallel={"min_shard_elements": 16, "blocks": ["layers.*"], "gather_before": "qkv"},
+        checkpoint={"resume": "auto"},
+    )  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        internsp.Trainer(given, output=folder, model=model, loss=local_loss).train()
+    return str(caught.value)
+
+
+def test_a_model_that_has_lost_layers_does_not_go_on_without_them(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    run_ranks(counting, 2, folder, 2, 2)
+    wanted = r"step-000002 has model\.layers\.1\..*, which this model has not"
+    for weight in (2, 1):
+        assert all(re.search(wanted, text) for text in run_ranks(shallower, 2, folder, weight))
+
+
 def stopped(rank: int, world: int, folder: str) -> list[str]:
     notes = Notes(stop_after=3 if rank == 1 else 0)
     given = sections(parallel={"weight": 2}, train={"steps": 9})

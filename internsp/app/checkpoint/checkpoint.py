@@ -9,7 +9,9 @@ checked; nothing in a checkpoint is executed.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +112,7 @@ def load(session: Session, path: Path) -> Resumed:
         )
     tensors, values = state_of(session)
     tensors = _detached(tensors)
+    _check_nothing_lost(content, tensors, chosen)
     # Tied weights that a later stage copies are loaded separately, under the first stage's names.
     tied = session.pipeline is not None and len(session.pipeline.tied) > 0
     numbers = range(len(session.modules) if tied else 0)
@@ -185,6 +188,23 @@ def check_fits(content: State, tensors: Mapping[str, Tensor], path: Path) -> Non
                 f"it is {str(value.dtype).removeprefix('torch.')}{list(value.shape)}; resume with "
                 "its own model"
             )
+
+
+def _check_nothing_lost(content: Manifest, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise if the checkpoint has a weight that no rank's model has. Collective.
+
+    A buffer, of which each rank saved its own value, too, may be one that is now computed.
+    """
+    buffers = {_shared_name(name) for name in content.tensors if name.startswith(OWN)}
+    saved = sorted(n for n in content.tensors if n.startswith("model.") and n not in buffers)
+    # As bits: other stages have most names, and there may be many ranks.
+    lacking = sum(1 << at for at, name in enumerate(saved) if name not in tensors)
+    nowhere = functools.reduce(operator.and_, Objects().on_every(lambda: lacking))
+    if lost := [name for at, name in enumerate(saved) if nowhere >> at & 1]:
+        raise ConfigError(
+            f"checkpoint.resume: {path} has {lost[0]}, which this model has not; resume with its "
+            "own model"
+        )
 
 
 def _check_values(content: Manifest, values: Mapping[str, Any], path: Path) -> None:
