@@ -172,6 +172,7 @@ def counting(
     )  # fmt: skip
     trainer = internsp.Trainer(given, output=folder, model=Counting(), loss=local_loss)
     trainer.train()
+    assert trainer.step == steps
     model: Any = trainer.model
     return model.counts, {n: p.full_tensor().detach() for n, p in model.named_parameters()}
 
@@ -189,6 +190,7 @@ def test_a_resumed_rank_has_its_own_buffers_again(tmp_path: Path) -> None:
             for (one, mine), (other, its) in zip(found, wanted, strict=True)
         ]
         assert all(same) == (weight == 2)
+        run_ranks(counting, 2, folder, 4, weight)  # nothing is left to do
 
 
 def shallower(rank: int, world: int, folder: str, weight: int) -> str:

@@ -67,7 +67,7 @@ def run_session(
     """As :func:`train`, with an existing session; does not destroy the process group.
 
     Args:
-        program: see :class:`Output`.
+        program: see :class:`Output`; also told ``"resumed"`` with the step of the checkpoint.
     """
     config, main = session.config, session.mesh.rank == 0
     with claimed(output, main) as folder, _alerts(config, main) as alerts:
@@ -76,6 +76,8 @@ def run_session(
         if resumed is None and session.custom.model is None:  # for a model's own dropout
             checkpoint.seed_random(config.train.seed, 0, session.mesh.rank)
         folder.begin(resumed)
+        if program is not None and resumed is not None:
+            program("resumed", resumed.step)
         with _log(session, folder.path) as log, deterministic(config.train.deterministic):
             saver = Saver(session, folder.path / "checkpoints", folder.run)
             shown = Output(session, folder.path, folder.run, log, program, alerts)

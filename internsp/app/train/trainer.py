@@ -167,7 +167,10 @@ class Trainer:
             self._stop.requested = True
 
     def _tell(self, event: str, *given: Any) -> None:
-        """Call the method ``event`` of each callback."""
+        """Call the method ``event`` of each callback, which is not told of ``resumed``."""
+        if event == "resumed":
+            (self.step,) = given
+            return
         if event == "on_step":
             self.step = given[0].step
         for callback in self._callbacks:
