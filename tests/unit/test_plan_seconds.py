@@ -404,9 +404,11 @@ def test_a_device_of_ones_own_is_read_and_mistakes_in_it_are_told(tmp_path: Path
         path.write_text("\n".join([*kept, f"{key} = {value}"]))
         with pytest.raises(ConfigError, match=f"mine: {key} = .* is not above 0"):
             device_named("mine", path)
-    path.write_text("[mine]\npeak = { bf16 = 100 }\n")
-    with pytest.raises(ConfigError, match=r"write each device as in devices\.toml"):
-        device_named("mine", path)
+    lacking = "[mine]\npeak = { bf16 = 100 }\n", r"\[mine\] has no 'fitted'"
+    for text, wrong in lacking, ("mine = 1", ""):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=rf"{wrong}.*; write each device as in devices\.toml"):
+            device_named("mine", path)
     with pytest.raises(ConfigError, match="--device tpu: unknown; there are a100-40"):
         device_named("tpu")
     with pytest.raises(ConfigError, match="--device-file"):

@@ -107,9 +107,9 @@ def devices(own: Path | None = None) -> dict[str, Device]:
             found |= _read(own, found)
         except OSError as error:
             raise ConfigError(f"--device-file {own}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"--device-file {own}: {error!r}; write each device as in {BUILT_IN.name}"
+                f"--device-file {own}: {error}; write each device as in {BUILT_IN.name}"
             ) from error
     return found
 
@@ -141,7 +141,10 @@ def _read(path: Path, known: Mapping[str, Device]) -> dict[str, Device]:
     found: dict[str, Device] = {}
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
     for name, entry in tables.items():
-        device = _device(name, entry, {**known, **found})
+        try:
+            device = _device(name, entry, {**known, **found})
+        except KeyError as error:
+            raise ValueError(f"[{name}] has no {error}") from error
         found |= dict.fromkeys([name, *entry.get("also", [])], device)
     return found
 
