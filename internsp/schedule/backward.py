@@ -13,7 +13,7 @@ gathers and reduces it in passing, so that all ranks launch the same collectives
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic
 
 from internsp.schedule.enclosing import Enclosing, EnclosingBlocks
@@ -34,11 +34,14 @@ class OpenBlock(Generic[W]):
         unit: the block; ``None`` while none is open.
         again: its recompute has used weights.
         reaching: its recompute has not come to its prefetch trigger yet.
+        ready: of a block that has run several times in a row, weights with a gradient of each run
+            whose backward is over.
     """
 
     unit: Unit[W] | None = None
     again: bool = False
     reaching: bool = False
+    ready: list[Sequence[W]] = field(default_factory=list)
 
 
 class Backward(Generic[W]):
@@ -190,6 +193,12 @@ class Backward(Generic[W]):
         self.pre_backward_of_unit(unit, all_ranks, run, out)
         return out
 
+    def end_block(self) -> list[Action[W]]:
+        """The backward leaves the open block, before it is known which block comes."""
+        out: list[Action[W]] = []
+        self.post_backward(out)
+        return out
+
     def use(self, unit: Unit[W], weight: W, record: bool = True) -> list[Action[W]]:
         """The backward of what was computed with a weight is about to run: wait for its gather.
 
@@ -232,12 +241,19 @@ class Backward(Generic[W]):
         return out
 
     def grads_ready(self, unit: Unit[W], weights: Sequence[W]) -> list[Action[W]]:
-        """:meth:`grad_ready` for the last gradients of several weights of a block."""
+        """:meth:`grad_ready` for the last gradients of several weights of a block, in one of its
+        runs. After several in a row those of all of them are reduced together: a rank may have used
+        a weight in some of them only, and has as many reductions as others (WP-2)."""
         out: list[Action[W]] = []
         if self.progress.split or unit is not self.open.unit:
             for weight in weights:
                 out += self.grad_ready(unit, weight, last=True)
             return out
+        if unit in self.uses.runs:
+            self.open.ready.append(weights)
+            if len(self.open.ready) < self.uses.runs[unit]:
+                return out
+            weights = list(dict.fromkeys(weight for run in self.open.ready for weight in run))
         rest = [weight for weight in weights if weight not in self.turns.due]
         self._reduce(weights, True, out)
         for weight in rest:
@@ -341,6 +357,7 @@ class Backward(Generic[W]):
             self._come_to_blocks(out)
         self.post_backward(out)
         opened.unit, opened.again, self.progress.lowest = unit, False, number
+        opened.ready.clear()
         if not self.progress.split:
             self.turns.declare((unit,))
         passes.enter_backward(number, out)

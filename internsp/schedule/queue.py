@@ -202,7 +202,7 @@ class GatherQueue(Generic[W]):
         """:meth:`use` of all weights of a block at once; each is used once in a pass."""
         out: list[Action[W]] = []
         if phase == FORWARD:
-            self.uses.count_once(unit.groups)
+            self.uses.count_once(unit)
         elif phase == RECOMPUTE and unit is self.backward.open.unit:
             self.backward.open.again = True
         self.slots.use_all(unit, phase, record, out)

@@ -8,7 +8,7 @@ through which forward's graph a backward goes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Generic
 
 from internsp.schedule.terms import Group, Unit, W
@@ -20,22 +20,28 @@ class Uses(Generic[W]):
     Attributes:
         now: the uses in the forward that runs; the queue counts them.
         most: the most uses in any forward, of each weight with more than one.
+        runs: the most runs in a row in any forward, of each block with more than one whose weights
+            are used at its entry.
         head_between: some forward has used the head between two blocks.
     """
 
     def __init__(self) -> None:
         self.most: dict[W, int] = {}
+        self.runs: dict[Unit[W], int] = {}
         self.head_between = False
+        self._row: tuple[Unit[W] | None, int] = None, 0  # the block that ran last, and how often
         self.now: dict[W, int] = {}
         self._seen: set[W] = set()  # weights used in a forward that has left their block
 
     def begin_forward(self) -> None:
         """Count anew."""
         self.now.clear()
+        self._row = None, 0
 
     def begin_order(self) -> None:
         """Blocks run in another order from here on: forget earlier forwards."""
         self.most.clear()
+        self.runs.clear()
         self._seen.clear()
         self.head_between = False
 
@@ -50,9 +56,13 @@ class Uses(Generic[W]):
         forward is right even if this one fails."""
         self.most[weight] = max(uses, self.most.get(weight, 1))
 
-    def count_once(self, groups: Sequence[Group[W]]) -> None:
+    def count_once(self, unit: Unit[W]) -> None:
         """Each weight of a block is used once, at the block's entry."""
-        for group in groups:
+        before, runs = self._row
+        self._row = unit, runs + 1 if unit is before else 1
+        if unit is before:
+            self.runs[unit] = max(runs + 1, self.runs.get(unit, 1))
+        for group in unit.groups:
             self.now.update(dict.fromkeys(group.weights, 1))
             self._seen.update(group.weights)
 

@@ -357,11 +357,17 @@ class Events:
     def _comes_to(self, unit: terms.Unit[ShardedParameter] | None) -> bool:
         """Backward comes to a block, or to the end of a graph (``None``).
 
+        Where ranks compare which block comes, the block before it is ended first: another rank may
+        wait for one of its reductions, and would not come to compare.
+
         Returns:
             Whether every rank acts for every block, also for blocks without a gradient there.
         """
         # The last forward, if it is not known in whose graph backward is.
-        same = self.order.pre_backward(unit, self._forward or self.forwards)
+        forward, backward = self._forward or self.forwards, self._chunk.queue.backward
+        if backward.open.unit is not unit and self.order.compares(forward):
+            self._chunk.perform(backward.end_block())
+        same = self.order.pre_backward(unit, forward)
         return same and not self._nested and not self._chunk.queue.progress.split
 
     def _last_trained(self) -> int:

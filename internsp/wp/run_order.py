@@ -171,6 +171,11 @@ class RunOrder:
 
     # backward
 
+    def compares(self, forward: int) -> bool:
+        """Whether ranks compare their blocks in the backward of that forward."""
+        agreement = None if self._queue.slots.strict else self._agreement
+        return agreement is not None and not agreement.was_in_order(forward)
+
     def pre_backward(self, unit: schedule.Unit[ShardedParameter] | None, forward: int) -> bool:
         """In the backward of a forward in another order: agree with the other ranks on the block
         that comes next; ``None``: the end.

@@ -129,6 +129,22 @@ class Extra(Tiny):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")  # type: ignore[union-attr]
 
 
+class Repeated(Extra):
+    """Some blocks run several times in a row, and a weight may be used in one run only."""
+
+    def __init__(self) -> None:
+        super().__init__(Pair)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embed(ids)
+        for run, index in enumerate((0, 0, 1, 2, 2, 2)):
+            layer: Any = self.layers[index]
+            layer.route = (ids * (run + 1)) % 5
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")  # type: ignore[union-attr]
+
+
 def batch(first: int) -> tuple[Tensor, Tensor]:
     """Ids and labels: the first id selects the experts and the image that a rank uses."""
     ids = torch.full((2, 3), first)
@@ -402,3 +418,18 @@ def test_several_models_on_several_meshes_live_in_one_process() -> None:
             a.step()
             b.step()
             twin.zero_grad()
+
+
+@ranks(2)
+def test_a_block_that_runs_again_reduces_its_unused_weights_in_one_order(rank: int) -> None:
+    """A rank that uses a weight in one run only has as many reductions as the others."""
+    for order in ("gather", "learn"):
+        for together in (ALL, SOME, {"reductions_in_flight": 1}):
+            twin = Twin(Repeated, mesh_of(2), unexpected_order=order, **together)  # type: ignore[arg-type]
+            both = (twin.plain, twin.ours)
+            optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in both]
+            for step in range(3):
+                batches = [batch(3 * step), batch(3 * step + 1 + step)]
+                twin.plain(*joined(batches)).backward()
+                twin.ours(*batches[rank]).backward()
+                twin.check_step(optimizers, f"{order} {together}, step {step}")
