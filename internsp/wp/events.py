@@ -131,6 +131,7 @@ class Events:
         """
         self.inside = False
         if error is not None:
+            self.order.reset()
             if self._forward_open:
                 self.recovery.report_failure(f"{type(error).__name__} in forward: {error}")
             else:

@@ -196,4 +196,5 @@ class RunOrder:
 
     def reset(self) -> None:
         """A pass has failed: the next forward begins with the first block."""
+        self.running.clear()
         self._next, self._entered = 0, False
