@@ -115,7 +115,8 @@ def test_a_model_that_the_trainer_compiles_has_the_steps_of_fsdp2(tmp_path: Path
         for ours in (False, True)
     ]  # fmt: skip
     for (wanted, other), (log, weights) in zip(*both, strict=True):
-        assert log == wanted
+        # How the sums of a norm are cut follows from where gradients lie: the last digit differs.
+        assert log == [pytest.approx(row, rel=1e-12) for row in wanted]
         require_same(weights, other)
 
 
