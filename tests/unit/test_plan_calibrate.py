@@ -204,7 +204,9 @@ def test_a_slow_step_among_many_and_slow_first_steps_do_not_count(tmp_path: Path
 def test_what_cannot_be_fitted_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = write_run(tmp_path / "a", config(8, 1024, train={"dtype": "float64"}), STEADY)
+    given = config(8, 1024)
+    wide = given.train.model_copy(update={"dtype": "float64"})
+    run = write_run(tmp_path / "a", given.model_copy(update={"train": wide}), STEADY)
     with pytest.raises(ConfigError, match="h100-sxm has no peak of fp64; add it in a file"):
         calibrate([read_run(run)], H100)
     asked = ["plan", str(run / "config.toml"), "--calibrate", str(run)]

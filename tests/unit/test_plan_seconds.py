@@ -399,7 +399,10 @@ def test_a_device_of_ones_own_is_read_and_mistakes_in_it_are_told(tmp_path: Path
     mine = device_named("mine", path)
     assert (mine.peak["bf16"], mine.near_ranks) == (1e14, 4)
     assert mine.fitted == device_named("a100-80").fitted
-    for key, value in ("host_GBps", "0"), ("far_Gbps", "-1"), ("bandwidth_GBps", "nan"):
+    wide = Config.model_validate({"train": {"dtype": "float64"}})
+    with pytest.raises(ConfigError, match="--device mine: it has no peak of fp64; set train"):
+        on_device(wide, mine)
+    for key, value in ("host_GBps", "0"), ("far_Gbps", "-1"), ("hop_us", "nan"):
         kept = [line for line in mine_text.splitlines() if not line.startswith(key)]
         path.write_text("\n".join([*kept, f"{key} = {value}"]))
         with pytest.raises(ConfigError, match=f"mine: {key} = .* is not above 0"):

@@ -11,6 +11,7 @@ from internsp.app.config import Config
 from internsp.app.config.checks import degrees
 from internsp.app.config.tiles import tile_count
 from internsp.app.models.factory import device_type
+from internsp.app.plan.devices import PEAKS
 from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, Workload
 from internsp.base.accelerator import HOST
 from internsp.base.host import ACTIVATIONS
@@ -20,7 +21,6 @@ from internsp.mesh.sequence import RING
 from internsp.pipeline.schedules import schedule_kind
 from internsp.structure.dtypes import DTYPES
 
-_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _LAUNCHES = 0.0004  # seconds of the host for a block's forward with its hooks
 # Bytes of an element in a run's ZeRO step on a device, without and with 16-bit weights: fused
 # AdamW 32, as it writes the gradient that it has divided; the gradient's copies and norm 12 or 10;
@@ -143,7 +143,7 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         sequence=config.data.sequence_length,
         rows=max(1, train.global_batch // (train.micro_batches * shape.data)),
         micro_batches=train.micro_batches,
-        dtype=_NAMES[dtype],
+        dtype=PEAKS[dtype],
         recompute=Recompute(share, full, share),
         habits=habits,
         offload=frozenset(away),

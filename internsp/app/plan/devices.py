@@ -18,6 +18,8 @@ _ABOVE_ZERO = (
     "host_GBps", "start_us", "hop_us",
 )  # fmt: skip
 BUILT_IN = Path(__file__).with_name("devices.toml")
+PEAKS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+"""What devices.toml calls a dtype, by its name in a configuration."""
 GENERAL = "flash2"  # the kernel that each device has
 FITTED_FILE = "device.toml"  # what ``--calibrate`` writes, beside the folders of runs
 
@@ -127,7 +129,17 @@ def device_named(name: str, own: Path | None = None) -> Device:
 
 
 def on_device(config: Config, device: Device) -> Config:
-    """``config`` as it is planned for ``device``, whatever this machine computes on."""
+    """``config`` as it is planned for ``device``, whatever this machine computes on.
+
+    Raises:
+        ConfigError: it has no peak of the products' dtype.
+    """
+    dtype = PEAKS[config.weight_parallel.compute_dtype or config.train.dtype]
+    if dtype not in device.peak:
+        raise ConfigError(
+            f"--device {device.name}: it has no peak of {dtype}; set train.dtype or "
+            "weight_parallel.compute_dtype, or add it in a file for --device-file"
+        )
     parallel = config.parallel.model_copy(update={"device": device.kind})
     return config.model_copy(update={"parallel": parallel})
 
