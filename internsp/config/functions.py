@@ -46,7 +46,7 @@ def resolve(given: Callable[..., Any] | str, key: str) -> Callable[..., Any]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{key} = {given!r}: there is no such function or class ({error}); its module must be "
-            "installed, or its folder be in PYTHONPATH"
+            "installed, or in a folder of PYTHONPATH"
         ) from error
     if not callable(found):
         raise ConfigError(f"{key} = {given!r} is a {type(found).__name__}, not a function")

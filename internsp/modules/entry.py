@@ -105,10 +105,10 @@ def _unsharding_all(block: nn.Module, inner: Forward) -> Forward:
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        outside: list[Any] = [m._parameters for m in modules]  # plain if the forward recomputes
-        for module, weights in copied:
-            if any(each is weights for each in outside):
-                weights.require_copies(module)
+        outside = [m._parameters for m in modules]
+        within = outside[0] is not held[0]  # the block's own forward recomputes it
+        for module, weights in () if within else copied:
+            weights.require_copies(module)
         before = input_tensors((args, kwargs))
         handle = BlockHandle(own, sharded, shared)
         unsharded = views(handle, *[weight.parameter for weight in own])
@@ -124,10 +124,10 @@ def _unsharding_all(block: nn.Module, inner: Forward) -> Forward:
             for module, inside in zip(modules, outside, strict=True):
                 module.__dict__["_parameters"] = inside
             for module, weights in copied:
-                if any(each is weights for each in outside):
-                    weights.restore_copies(module)
-                else:
+                if within:
                     weights.fill_copies(module, module._parameters)
+                else:
+                    weights.restore_copies(module)
             taken = _keep_what_was_put_in(held, plain, handed)
         if any(not tensor.is_inference() and tensor._version for tensor in unsharded):
             reset = [weights.weights[name] for weights, name, _ in taken]

@@ -59,9 +59,10 @@ class Uses(Generic[W]):
     def count_once(self, unit: Unit[W]) -> None:
         """Each weight of a block is used once, at the block's entry."""
         before, runs = self._row
-        self._row = unit, runs + 1 if unit is before else 1
-        if unit is before:
-            self.runs[unit] = max(runs + 1, self.runs.get(unit, 1))
+        runs = runs + 1 if unit is before else 1
+        self._row = unit, runs
+        if runs > 1:
+            self.runs[unit] = max(runs, self.runs.get(unit, 1))
         for group in unit.groups:
             self.now.update(dict.fromkeys(group.weights, 1))
             self._seen.update(group.weights)

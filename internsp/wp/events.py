@@ -198,7 +198,7 @@ class Events:
         """A block's post-forward, in forward or in a recompute. Returns its :meth:`moment`."""
         if isinstance(block, Unit):
             if graph_task() == NO_TASK:
-                self.order.post_forward(block)
+                self.order.running.discard(block)
                 if actions := self._chunk.queue.post_forward(block):
                     self._chunk.perform(actions)
             elif block.around >= 0 and block not in self.order.running:

@@ -109,10 +109,6 @@ class RunOrder:
         if self._agreement is not None:
             self._agreement.pre_forward(unit.name, expected is unit)
 
-    def post_forward(self, unit: Unit) -> None:
-        """A block's forward has ended."""
-        self.running.discard(unit)
-
     def pre_forward_of_enclosing(self, block: Enclosing[ShardedParameter]) -> None:
         """A block that holds units of its own comes: its first unit is the next one."""
         if self._agreement is not None:

@@ -209,7 +209,7 @@ def shallower(rank: int, world: int, folder: str, weight: int) -> str:
 def test_a_model_that_has_lost_layers_does_not_go_on_without_them(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     run_ranks(counting, 2, folder, 2, 2)
-    wanted = r"step-000002 has model\.layers\.1\..*, which this model has not"
+    wanted = r"step-000002 has model\.layers\.1\..*, which this model does not have"
     for weight in (2, 1):
         assert all(re.search(wanted, text) for text in run_ranks(shallower, 2, folder, weight))
 

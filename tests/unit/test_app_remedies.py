@@ -74,7 +74,7 @@ CHECKPOINT: Table = {
     },
     "has no {name}; resume": {"resume with its own model": GOES_ON},
     "here it is {str(value.dtype)": {"resume with its own model": GOES_ON},
-    "which this model has not": {"resume with its own model": GOES_ON},
+    "which this model does not have": {"resume with its own model": GOES_ON},
     "form the groups as they were": {
         "form the groups as they were (optimizer.groups)":
             "tests/ranks/test_checkpoint_meshes.py::"

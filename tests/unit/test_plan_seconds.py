@@ -408,7 +408,8 @@ def test_a_device_of_ones_own_is_read_and_mistakes_in_it_are_told(tmp_path: Path
         with pytest.raises(ConfigError, match=f"mine: {key} = .* is not above 0"):
             device_named("mine", path)
     lacking = "[mine]\npeak = { bf16 = 100 }\n", r"\[mine\] has no 'fitted'"
-    for text, wrong in lacking, ("mine = 1", ""):
+    strange = mine_text.replace("a100-80", "tpu"), "mine: fitted.like = 'tpu' is no device"
+    for text, wrong in lacking, strange, ("mine = 1", ""):
         path.write_text(text)
         with pytest.raises(ConfigError, match=rf"{wrong}.*; write each device as in devices\.toml"):
             device_named("mine", path)

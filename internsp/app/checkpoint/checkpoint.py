@@ -202,8 +202,8 @@ def _check_nothing_lost(content: Manifest, tensors: Mapping[str, Tensor], path: 
     nowhere = functools.reduce(operator.and_, Objects().on_every(lambda: lacking))
     if lost := [name for at, name in enumerate(saved) if nowhere >> at & 1]:
         raise ConfigError(
-            f"checkpoint.resume: {path} has {lost[0]}, which this model has not; resume with its "
-            "own model"
+            f"checkpoint.resume: {path} has {lost[0]}, which this model does not have; resume with "
+            "its own model"
         )
 
 

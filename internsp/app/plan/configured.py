@@ -11,7 +11,7 @@ from internsp.app.config import Config
 from internsp.app.config.checks import degrees
 from internsp.app.config.tiles import tile_count
 from internsp.app.models.factory import device_type
-from internsp.app.plan.devices import PEAKS
+from internsp.app.plan.devices import PEAK_NAMES
 from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, Workload
 from internsp.base.accelerator import HOST
 from internsp.base.host import ACTIVATIONS
@@ -143,7 +143,7 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         sequence=config.data.sequence_length,
         rows=max(1, train.global_batch // (train.micro_batches * shape.data)),
         micro_batches=train.micro_batches,
-        dtype=PEAKS[dtype],
+        dtype=PEAK_NAMES[dtype],
         recompute=Recompute(share, full, share),
         habits=habits,
         offload=frozenset(away),

@@ -18,9 +18,10 @@ _ABOVE_ZERO = (
     "host_GBps", "start_us", "hop_us",
 )  # fmt: skip
 BUILT_IN = Path(__file__).with_name("devices.toml")
-PEAKS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+PEAK_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 """What devices.toml calls a dtype, by its name in a configuration."""
 GENERAL = "flash2"  # the kernel that each device has
+START_US, HOP_US = 8.4, 3.4  # where a device does not say them: devices.toml has the source
 FITTED_FILE = "device.toml"  # what ``--calibrate`` writes, beside the folders of runs
 
 
@@ -77,8 +78,8 @@ class Device:
     kind: Literal["cpu", "cuda"] = "cuda"
     torch_name: str = ""
     host: float = 32 * GIGA
-    start: float = 8.4 * MICRO
-    hop: float = 3.4 * MICRO
+    start: float = START_US * MICRO
+    hop: float = HOP_US * MICRO
 
     def with_links(self, near: float | None = None, far: float | None = None) -> Device:
         """This device with other links, in bytes a second."""
@@ -134,7 +135,7 @@ def on_device(config: Config, device: Device) -> Config:
     Raises:
         ConfigError: it has no peak of the products' dtype.
     """
-    dtype = PEAKS[config.weight_parallel.compute_dtype or config.train.dtype]
+    dtype = PEAK_NAMES[config.weight_parallel.compute_dtype or config.train.dtype]
     if dtype not in device.peak:
         raise ConfigError(
             f"--device {device.name}: it has no peak of {dtype}; set train.dtype or "
@@ -166,6 +167,8 @@ def _device(name: str, entry: Mapping[str, Any], known: Mapping[str, Device]) ->
         if not entry.get(key, 1) > 0:
             raise ValueError(f"{name}: {key} = {entry[key]!r} is not above 0")
     values = entry["fitted"]
+    if "like" in values and values["like"] not in known:
+        raise ValueError(f"{name}: fitted.like = {values['like']!r} is no device")
     fitted = (
         known[values["like"]].fitted
         if "like" in values
@@ -188,6 +191,6 @@ def _device(name: str, entry: Mapping[str, Any], known: Mapping[str, Device]) ->
         kind=entry.get("kind", "cpu" if name == "cpu" else "cuda"),
         torch_name=entry.get("torch", ""),
         host=entry.get("host_GBps", 32) * GIGA,
-        start=entry.get("start_us", 8.4) * MICRO,
-        hop=entry.get("hop_us", 3.4) * MICRO,
+        start=entry.get("start_us", START_US) * MICRO,
+        hop=entry.get("hop_us", HOP_US) * MICRO,
     )
