@@ -40,13 +40,13 @@ class TensorPart:
     Attributes:
         mesh: the user's.
         placements: on each dimension of ``mesh``; ``Shard`` or ``Replicate``.
-        dim: the dimension of tensor ranks; ``None``: all are of data ranks.
+        dims: those of ``mesh`` that are of tensor ranks; the others are of data ranks.
         shape: of the parameter over all tensor ranks.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    dim: int | None
+    dims: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
@@ -56,28 +56,32 @@ class TensorPart:
             return None
         mesh, data = parameter.device_mesh, {*axis.data_ranks()}
         ranks = [dist.get_process_group_ranks(mesh.get_group(d)) for d in range(mesh.ndim)]
-        tensor = [dim for dim, own in enumerate(ranks) if not data.issuperset(own)]
-        assert len(tensor) < 2, "checked where the mesh was made"
-        dim = tensor[0] if tensor else None
-        return cls(mesh, tuple(parameter.placements), dim, tuple(parameter.shape))
+        dims = tuple(dim for dim, own in enumerate(ranks) if not data.issuperset(own))
+        return cls(mesh, tuple(parameter.placements), dims, tuple(parameter.shape))
 
     @property
     def placement(self) -> Placement:
-        """On the tensor ranks."""
-        return Replicate() if self.dim is None else self.placements[self.dim]
+        """On the library's own mesh, where tensor ranks are one dimension."""
+        return self.placements[self.dims[0]] if self.dims else Replicate()
 
     @property
-    def sharded(self) -> bool:
-        """Whether tensor ranks hold different values."""
-        return isinstance(self.placement, Shard)
+    def sharded(self) -> dict[int, Shard]:
+        """The dimensions of ``mesh`` along which tensor ranks hold different values."""
+        placed = {dim: self.placements[dim] for dim in self.dims}
+        return {dim: each for dim, each in placed.items() if isinstance(each, Shard)}
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first of the ranks of ``mesh`` that hold the same values."""
+        copies = {*self.dims} - {*self.sharded}
+        return not any(self.mesh.get_local_rank(dim) for dim in copies)
 
     def local_part(self, full: Tensor) -> Tensor:
         """This tensor rank's part of ``full``, the values over all tensor ranks (a view)."""
-        if self.dim is None or not isinstance(self.placement, Shard):
-            return full
-        pieces = full.chunk(self.mesh.size(self.dim), self.placement.dim)
-        rank = self.mesh.get_local_rank(self.dim)
-        return pieces[rank] if rank < len(pieces) else full.narrow(self.placement.dim, 0, 0)
+        for dim, shard in self.sharded.items():
+            pieces, rank = full.chunk(self.mesh.size(dim), shard.dim), self.mesh.get_local_rank(dim)
+            full = pieces[rank] if rank < len(pieces) else full.narrow(shard.dim, 0, 0)
+        return full
 
     def as_dtensor(self, local: Tensor) -> DTensor:
         """``local``, unsharded over the weight group, as the ``DTensor`` that the layer reads. No
@@ -96,8 +100,8 @@ class TensorPart:
         if not isinstance(gradient, DTensor):
             return gradient
         wanted = [*gradient.placements]  # a sum over data ranks is left to the reduction
-        if self.dim is not None:
-            wanted[self.dim] = self.placement
+        for dim in self.dims:
+            wanted[dim] = self.placements[dim]
         if (*wanted,) != gradient.placements:
             gradient = gradient.redistribute(placements=wanted)
         local: Any = gradient._local_tensor

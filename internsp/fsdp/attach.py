@@ -267,10 +267,11 @@ def _mesh(units: Sequence[ProgramUnit]) -> ParallelMesh:
             f"parameters are sharded over the ranks of {len(found)} meshes ({'; '.join(listed)}): "
             "give every fully_shard of one model the same mesh, or one beside it for all experts"
         )
-    meshes = [[params[0].mesh_info.mesh, *map(mesh_over, params)] for params in found]
-    (data, *others), *experts = meshes
-    sharded = isinstance(found[0][0].mesh_info, FSDPMeshInfo)
-    return mesh_of_program(data, others, *experts, sharded=sharded)
+    data, *experts = (params[0].mesh_info for params in found)
+    return mesh_of_program(
+        data.mesh, [*map(mesh_over, found[0])], *(own.mesh for own in experts),
+        sharded=isinstance(data, FSDPMeshInfo),
+    )  # fmt: skip
 
 
 def _casts(units: Sequence[ProgramUnit]) -> list[ModuleCasts]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch
@@ -27,34 +28,37 @@ class _Kept(dict[str, ParallelMesh]):
 
 
 def mesh_of_program(
-    data: DeviceMesh, others: Sequence[DeviceMesh] = (), experts: Sequence[DeviceMesh] = (),
+    data: DeviceMesh, others: Sequence[DeviceMesh] = (), experts: DeviceMesh | None = None,
     *, sharded: bool = True,
 ) -> ParallelMesh:  # fmt: skip
     """The groups for ``data``: made at the first call (collective), then the same again.
 
     Args:
         data: of one dimension, over which weights are sharded, or of two: replicas, and those.
-        others: meshes of parameters; one may have a dimension more, of tensor ranks.
-        experts: such a mesh over which other weights are sharded, and those of their parameters,
-            with the owners of different ones as a dimension more.
+        others: meshes of parameters; they may have more dimensions, of tensor ranks.
+        experts: such a mesh over which other weights are sharded.
         sharded: whether weights are sharded; else the only dimension of ``data`` is of replicas.
 
     Raises:
-        MeshError: a mesh has other dimensions or ranks; before any message.
+        MeshError: ``experts`` has other ranks; before any message.
     """
-    widest = _widest(data, others)
-    own = _axis_of_experts(data, widest, experts) if experts else {}
+    widest = max((data, *others), key=lambda mesh: mesh.ndim)
+    over = widest.ndim > data.ndim
+    own = {} if experts is None else _axis_of_experts(widest.mesh, experts.mesh)
+    if own and over:  # as the programs of torchtitan have them
+        own["experts_over_tensor"] = True
     # Two slices of one mesh are two objects, of the same groups.
     kept = vars(data._get_root_mesh()).setdefault(_KEPT, _Kept())
     key = f"{data.mesh.tolist()} {sharded} {widest.mesh.tolist()} {own}"
     if key not in kept or kept[key].is_closed:
         names = ["replicate", "shard"][-data.ndim :] if sharded else ["replicate"]
-        names += ["tensor"] * (widest.ndim - data.ndim)
+        names += ["tensor"] * over
         if widest.mesh.numel() < dist.get_world_size() or own.get("experts_over_tensor"):
             kept[key] = _of_part(widest, data.ndim, data.shape[-1] if sharded else 1, own)
         else:
+            ranks = widest.mesh.flatten(data.ndim) if over else widest.mesh
             named = DeviceMesh(
-                widest.device_type, widest.mesh, mesh_dim_names=tuple(names), _init_backend=False
+                widest.device_type, ranks, mesh_dim_names=tuple(names), _init_backend=False
             )
             kept[key] = ParallelMesh.from_device_mesh(
                 named, weight=tuple({"shard"} & {*names}), replicas=tuple({"replicate"} & {*names}),
@@ -63,36 +67,21 @@ def mesh_of_program(
     return kept[key]
 
 
-def _widest(data: DeviceMesh, others: Sequence[DeviceMesh]) -> DeviceMesh:
-    widest = max((data, *others), key=lambda mesh: mesh.ndim)
-    if data.ndim > 2 or widest.ndim > data.ndim + 1:
-        raise MeshError(
-            f"a mesh of {data.ndim} dimensions, and parameters on one of {widest.ndim} (rank "
-            f"{dist.get_rank()}): give fully_shard a mesh of one dimension, or of two (replicate, "
-            "shard), and parallelize_module one of one dimension"
-        )
-    return widest
+def _axis_of_experts(all_ranks: torch.Tensor, own: torch.Tensor) -> dict[str, Any]:
+    """The degrees of experts on the ranks ``own``, by their names in :class:`MeshShape`.
 
-
-def _axis_of_experts(
-    data: DeviceMesh, widest: DeviceMesh, experts: Sequence[DeviceMesh]
-) -> dict[str, Any]:
-    """The degrees of experts on the mesh ``experts[0]``, by their names in :class:`MeshShape`.
-
-    Ranks that are not on it, or on another one like it, own other experts.
+    Ranks that are not in it, or in another one like it, own other experts.
     """
-    _widest(experts[0], experts[1:])
-    among, own, over = widest.mesh.flatten(), experts[0].mesh, widest.ndim > data.ndim
-    size, owners = own.shape[-1], max(1, among.numel() // own.numel())
+    among, size = all_ranks.flatten(), own.shape[-1]
+    owners = max(1, among.numel() // own.numel())
     for near in ("expert_weight", "expert") if owners * own.numel() == among.numel() else ():
         axis = AxisShape(among.numel(), size, owners, 1, near == "expert")
         grid = axis.factored(among)[0].transpose(0, 1)  # owner x replica x weight
         if any(torch.equal(ranks, own.view(-1, size)) for ranks in grid):
-            found = {"expert_weight": size, "expert": owners, "near_experts": near}
-            return found | {"experts_over_tensor": True} if over else found
+            return {"expert_weight": size, "expert": owners, "near_experts": near}
     raise MeshError(
         f"parameters are sharded over ranks {own.tolist()}, others over those of "
-        f"{widest.mesh.tolist()}: make the former of every n-th of the latter, or of neighbors "
+        f"{all_ranks.tolist()}: make the former of every n-th of the latter, or of neighbors "
         "among them, as meshes of experts are"
     )
 
@@ -113,8 +102,8 @@ def _of_part(mesh: DeviceMesh, data: int, weight: int, experts: dict[str, Any]) 
         mine = next(group for group in ranks if dist.get_rank() in group)
         return new_group(mine, told[0][0], timeout), None
 
-    sizes, ranks = mesh.mesh.shape, tuple(mesh.mesh.flatten().tolist())
-    tensor = sizes[data] if mesh.ndim > data else 1
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    tensor = prod(mesh.mesh.shape[data:])
     machines = {rank: name for _, rank, name in told}
     shape = MeshShape(len(ranks), weight, tensor=tensor, order=ranks, machines=machines, **experts)
     groups = make_groups(shape, timedelta(minutes=5), make)

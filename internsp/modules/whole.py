@@ -58,7 +58,7 @@ class _Whole(torch.autograd.Function):
         if member.meet is not None:
             member.meet(f"the gradient of full_tensor() of {member.name}", everyone=True)
         own = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous()
-        # Tensor ranks compute the same with a parameter of a layer that is not tensor parallel.
+        # No layer is tensor parallel here, so that tensor ranks compute the same.
         there, placements = ctx.mesh.reading_mesh(member.axis), _placements(member)
         names = member.axis.param_mesh.mesh_dim_names or ()
         each = [Replicate() if name == "tensor" else Partial() for name in names[1:]]
@@ -72,9 +72,7 @@ class _Whole(torch.autograd.Function):
 
 def _placements(member: ShardedParameter) -> list[Placement]:
     """On the library's mesh; a program's own parameter may lie on another (``adopt``)."""
-    return member.axis.placements(
-        Shard(member.layout.dim), member.tensor.placement if member.tensor else None
-    )
+    return member.axis.placements(Shard(member.layout.dim))
 
 
 def _placed(

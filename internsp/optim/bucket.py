@@ -83,17 +83,17 @@ class ParameterAllGather:
 class Bucket:
     """One unit's parameters of one kind, in one flat buffer.
 
-    A kind is: dtype, axis, tensor parallel or not, what is offloaded, the other stages with which a
-    weight is tied, and the class of the optimizer. :meth:`create` moves the parameters' storage
-    into ``flat``.
+    A kind is: dtype, axis, the tensor ranks that hold different values, what is offloaded, the
+    other stages with which a weight is tied, and the class of the optimizer. :meth:`create` moves
+    the parameters' storage into ``flat``.
 
     Attributes:
         axis: the weight axis, over whose ZeRO group ``flat`` is cut into slices.
         method: the class of the optimizer that steps these parameters.
         replicated: whether they are replicated parameters, whose gradients are all-reduced over all
             ranks before they reach the bucket.
-        tensor_sharded: whether tensor ranks hold different values of them.
-        counted: whether the gradient norm counts them: not a tied weight's copies on later stages.
+        counted: whether the gradient norm counts this rank's: not the copies of a tied weight on
+            later stages, nor those of what tensor ranks hold alike on all but the first.
         flat: the parameters' storage, padded to a multiple of the ZeRO degree.
         gaps: padding within ``flat``, as ranges of elements.
         owned: this rank's slice of ``flat``.
@@ -115,7 +115,6 @@ class Bucket:
     axis: WeightAxis
     method: Method
     replicated: bool
-    tensor_sharded: bool
     counted: bool
     flat: Tensor
     offsets: dict[Member, int]
@@ -168,9 +167,8 @@ class Bucket:
         total = HostSum(link, length, wide) if link and GRADIENTS in offload else None
         replicated = not isinstance(members[0], ShardedParameter)
         segments = _segments(offsets, master)
-        counted = members[0].counted  # a tied weight has a bucket of its own
         return cls(
-            name, axis, method, replicated, _tensor_sharded(members[0]), counted, flat, offsets,
+            name, axis, method, replicated, _counted(members[0], mesh), flat, offsets,
             gaps, owned, master, segments, offload, link, total, group_index=group_index,
         )  # fmt: skip
 
@@ -431,8 +429,17 @@ def _segments(offsets: dict[Member, int], master: Tensor) -> list[Segment]:
     return segments
 
 
-def _tensor_sharded(member: Member) -> bool:
-    return member.tensor is not None and member.tensor.sharded
+def _over_tensor_ranks(member: Member) -> tuple[Any, ...]:
+    """Over which mesh, and which of its dimensions; empty: tensor ranks hold the same values."""
+    part = member.tensor
+    return () if part is None or not part.sharded else (part.mesh, *part.sharded)
+
+
+def _counted(member: Member, mesh: ParallelMesh) -> bool:
+    part, owned = member.tensor, mesh.shape.experts_over_tensor and member.axis is mesh.experts
+    ranks = {mesh.rank} if part is None else {*part.mesh.mesh.flatten().tolist()}
+    first = owned or mesh.tensor_ranks[0] in ranks
+    return member.counted and first and (part is None or part.first)
 
 
 def make_buckets(
@@ -468,7 +475,7 @@ def make_buckets(
         # Slices of a weight that is tied over stages must end at the same elements on all stages:
         # such a weight has a bucket of its own.
         kinds = [
-            (m.dtype, m.axis, _tensor_sharded(m), m.offload, m.tied, methods[group_index[m]])
+            (m.dtype, m.axis, _over_tensor_ranks(m), m.offload, m.tied, methods[group_index[m]])
             for m in trained
         ]
         for kind in dict.fromkeys(kinds):

@@ -42,7 +42,7 @@ def norm_and_flags(
     places, last = marks.places, marks.stop - marks.start - 1
     for bucket in buckets:
         if bucket.segments and (gradient := bucket.gradient) is not None:
-            norms, counts = _norms(bucket, gradient), _counts(bucket, mesh)
+            norms, counts = _norms(bucket, gradient), _counts(bucket)
             for segment, norm in zip(bucket.segments, norms, strict=True):
                 at = places.get(segment.member, last)
                 each[at] = norm if each[at] is nothing else each[at] + norm
@@ -73,12 +73,11 @@ def _norms(bucket: Bucket, gradient: Tensor) -> Sequence[Tensor]:
     return [torch.linalg.vector_norm(part, dtype=wide) for part in link.iterate_on_device(parts)]
 
 
-def _counts(bucket: Bucket, mesh: ParallelMesh) -> bool:
-    """Whether this rank counts its slice: others may have the same, or another stage's copy."""
+def _counts(bucket: Bucket) -> bool:
+    """Whether this rank counts its slice: others may have the same."""
     axis = bucket.axis
     return (
-        bucket.counted  # an earlier stage counts a tied weight
-        and (bucket.tensor_sharded or not mesh.tensor_rank)
+        bucket.counted
         and axis.replica_rank < axis.zero
         and (axis.rank == 0 or not bucket.replicated)
     )

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -39,30 +39,40 @@ WORDS, SIZE, NUMBER = 19, 8, 8
 
 @dataclass
 class Meshes:
-    """``data``: of dense weights; ``own``: of an owner's experts; ``owners``: of different ones."""
+    """``data``: of dense weights; ``own``: of an owner's experts; ``owners``: of different ones;
+    ``parts``: of the parts of one expert."""
 
     data: DeviceMesh
     own: DeviceMesh
     owners: DeviceMesh
     tensor: DeviceMesh
+    parts: DeviceMesh | None = None
 
 
-def meshes_of(owners: int, replicas: int = 1, tensor: int = 1, near: str = "owners") -> Meshes:
+def meshes_of(
+    owners: int, replicas: int = 1, tensor: int = 1, near: str = "owners", parts: int = 1
+) -> Meshes:
     """``near``: whose ranks are neighbors, those of ``owners`` or those that have their ``own``."""
-    world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
-    sizes = replicas, 4 // replicas // tensor, tensor
+    number = dist.get_world_size()
+    world = init_device_mesh("cpu", (number,), mesh_dim_names=("world",))
+    sizes = replicas, number // replicas // tensor, tensor
     dense = world._unflatten(0, sizes, ("replicas", "shard", "tensor"))
-    sizes = {"own": 4 // replicas // owners, "owners": owners}
+    degrees = {"own": number // replicas // owners // parts, "owners": owners, "parts": parts}
     names = ("own", "owners") if near == "owners" else ("owners", "own")
-    sparse = world._unflatten(0, (replicas, *(sizes[name] for name in names)), ("replicas", *names))
+    names, sizes = ("replicas", *names, "parts"), (replicas, *map(degrees.get, names), parts)
+    sparse = world._unflatten(0, sizes, names)
     data, own = ("shard", "own") if replicas == 1 else (("replicas", "shard"), ("replicas", "own"))
-    return Meshes(dense[data], sparse[own], sparse["owners"], dense["tensor"])
+    found = Meshes(dense[data], sparse[own], sparse["owners"], dense["tensor"])
+    if parts > 1:
+        found.owners, found.parts = sparse["owners", "parts"], sparse["parts"]
+    return found
 
 
 class Experts(nn.Module):
     """Two weights, each with one slice for each expert."""
 
     leaves_out = False  # without tokens
+    parts: DeviceMesh | None = None  # whose ranks have the same tokens
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,8 +83,18 @@ class Experts(nn.Module):
         if self.leaves_out and not len(x):
             return x
         up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
-        parts = zip(x.split(counts), up, down, strict=True)
-        return torch.cat([torch.relu(part @ u.T) @ d.T for part, u, d in parts])
+        if self.parts is not None:
+            x = DTensor.from_local(x, self.parts, [Replicate()]).to_local(
+                grad_placements=[Partial()]
+            )
+        each = zip(x.split(counts), up, down, strict=True)
+        found = torch.cat([torch.relu(part @ u.T) @ d.T for part, u, d in each])
+        if self.parts is None:
+            return found
+        summed = DTensor.from_local(found, self.parts, [Partial()]).redistribute(
+            placements=[Replicate()]
+        )
+        return summed.to_local()
 
 
 class Mixture(nn.Module):
@@ -142,9 +162,10 @@ class Model(nn.Module):
 def own_experts(model: Model, meshes: Meshes, plain: bool = False) -> None:
     """Let each owner hold its experts: a ``DTensor``, or ``plain`` tensors."""
     for mixture in model.mixtures:
-        mixture.group = meshes.owners.get_group()
+        mixture.group, mixture.experts.parts = meshes.owners.get_group(0), meshes.parts
         for name, parameter in [*mixture.experts.named_parameters()]:
-            given = distribute_tensor(parameter.detach(), meshes.owners, [Shard(0)])
+            places = [Shard(0), *([Shard(1 if name == "up" else 2)] if meshes.parts else ())]
+            given = distribute_tensor(parameter.detach(), meshes.owners, places)
             made = nn.Parameter(given.to_local().clone() if plain else given)
             setattr(mixture.experts, name, made)
 
@@ -168,9 +189,10 @@ def shard(names: Any, model: Model, meshes: Meshes, form: str = "units", **optio
 
 def made(
     names: Any, owners: int = 2, replicas: int = 1, tensor: int = 1, form: str = "units",
-    near: str = "owners", plain: bool = False, dtype: torch.dtype = torch.double, **options: Any,
+    near: str = "owners", parts: int = 1, plain: bool = False, dtype: torch.dtype = torch.double,
+    **options: Any,
 ) -> Any:  # fmt: skip
-    model, meshes = Model().to(dtype), meshes_of(owners, replicas, tensor, near)
+    model, meshes = Model().to(dtype), meshes_of(owners, replicas, tensor, near, parts)
     own_experts(model, meshes, plain)
     for block in model.blocks if tensor > 1 else ():
         parallelize_module(block.mix, meshes.tensor, ColwiseParallel(output_layouts=Replicate()))
@@ -264,6 +286,12 @@ def test_tensor_ranks_may_own_experts(rank: int) -> None:
     )  # fmt: skip
 
 
+@ranks(4)
+def test_tensor_ranks_may_own_parts_of_experts(rank: int) -> None:
+    """Experts on two axes: their owners, and tensor ranks that divide each expert."""
+    compare(program(3, tensor=2, parts=2), rank=rank)
+
+
 def to_one(model: Any) -> None:
     """All tokens of all ranks go to one expert, so that one owner has none."""
     for mixture in model.mixtures:
@@ -327,7 +355,7 @@ def divided(model: Any, factor: float) -> None:
             module.set_gradient_divide_factor(factor)
 
 
-def over_replicas(factor: float) -> Program:
+def over_replicas(factor: float, **options: Any) -> Program:
     """Clipped steps whose optimizer state is over the replicas, too, with ``factor`` everywhere.
 
     FSDP2's factors are of no use here: with one rank to shard over it divides by them twice in fp64
@@ -335,7 +363,7 @@ def over_replicas(factor: float) -> Program:
     """
 
     def run(names: Any, rank: int) -> dict[str, Tensor]:
-        model = made(names, replicas=2)
+        model = made(names, replicas=2, **options)
         divided(model, factor if names is ours else 1.0)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if names is ours:
@@ -344,7 +372,7 @@ def over_replicas(factor: float) -> Program:
         for step in range(2):
             for micro in range(2):
                 model.set_requires_gradient_sync(micro == 1)
-                loss_of(model, step, micro, rank).backward()
+                loss_of(model, step, micro, rank // options.get("tensor", 1)).backward()
             if names is torchs:
                 for parameter in model.parameters():
                     parameter.grad.div_(factor)
@@ -355,8 +383,14 @@ def over_replicas(factor: float) -> Program:
             optimizer.zero_grad()
         return found | parts(dict(model.named_parameters()))
 
-    run.__name__ = f"a factor of {factor}"
+    run.__name__ = f"a factor of {factor} with {options}"
     return run
+
+
+@pytest.mark.thorough(20)
+@ranks(8)
+def test_an_optimizer_over_the_replicas_counts_each_part_of_an_expert_once(rank: int) -> None:
+    compare(over_replicas(1.0, tensor=2, parts=2), rank=rank)
 
 
 @ranks(4)

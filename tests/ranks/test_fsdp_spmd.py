@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import internsp.fsdp as ours
-from internsp.errors import MeshError
 from tests.support.fsdp import Program, compare, require_same
 from tests.support.ranks import ranks
 from tests.support.versions import since
 
 pytestmark = pytest.mark.skipif(not since("2.13"), reason="this torch has no dp_mesh_dims")
 PLACED = {"0.weight": Shard(0), "0.bias": Shard(0), "2.weight": Shard(1)}
-"""Of each part, on the dimension ``tp``."""
+"""Of each part, on the dimension ``tp``; on ``tp2`` nothing is sharded."""
+TENSOR = ("tp", "tp2")
 
 
 class Made:
@@ -38,7 +38,7 @@ class Made:
         _clear_sharding_prop_cache()  # it has meshes of tests before this one, which are equal
         self.mesh, self.dtype = mesh, dtype
         self.axes: tuple[str, ...] = mesh.mesh_dim_names or ()
-        data = tuple(axis for axis in self.axes if axis != "tp")
+        data = tuple(axis for axis in self.axes if axis not in TENSOR)
         self.among = mesh[data]._flatten() if len(data) > 1 else mesh[data[0]]
 
     def model(self, device: str = "cpu") -> Any:
@@ -60,7 +60,7 @@ class Made:
     def loss(self, model: Any, number: int) -> Tensor:
         draw = torch.Generator().manual_seed(100 * number + self.among.get_local_rank())
         x = torch.randn(4, 6, generator=draw).to(self.dtype)
-        places = [Replicate() if axis == "tp" else Shard(0) for axis in self.axes]
+        places = [Replicate() if axis in TENSOR else Shard(0) for axis in self.axes]
         y = model(DTensor.from_local(x, self.mesh, places))
         found: Tensor = y.to(torch.double).square().sum().full_tensor()
         return found
@@ -117,6 +117,7 @@ def meshes(form: str) -> list[tuple[tuple[str, ...], tuple[int, ...], Any]]:
         return [
             (("dp", "tp"), (2, 2), dims("dp")),
             (("dp", "alone", "tp"), (4, 1, 1), dims("dp")),
+            (("dp", "tp2", "tp"), (1, 2, 2), dims("dp")),
             (("replicas",), (4,), dims(replicate="replicas")),
             (("replicas", "ranks", "tp"), (2, 1, 2), dims("ranks", "replicas")),
             (("ranks", "cp", "tp"), (1, 2, 2), dims(("ranks", "cp"))),
@@ -262,8 +263,3 @@ def test_what_cannot_be_taken_of_such_a_mesh_is_refused_by_name(rank: int) -> No
         ):  # fmt: skip
             with pytest.raises(kind, match=words):
                 call(names)
-    made = Made(init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "tp", "more")))
-    model = made.model()
-    made.shard(ours, model, dp_mesh_dims=dims(shard="dp"))
-    with pytest.raises(MeshError, match="parallelize_module one of one dimension"):
-        made.loss(model, 0)

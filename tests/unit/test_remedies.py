@@ -246,10 +246,6 @@ MESH: Table = {
     "as meshes of experts are": {
         "make the former of every n-th of the latter": BESIDE, "or of neighbors among them": BESIDE,
     },
-    "and parameters on one of": {
-        "give fully_shard a mesh of one dimension": "tests/ranks/test_fsdp.py::"
-        "test_three_steps_are_those_of_fsdp2",
-    },
     "have no names: give": {"give init_device_mesh its mesh_dim_names": DEVICE_MESH},
     "give the one of all ranks, of which it may": {
         "give the one of all ranks": DEVICE_MESH, "and name all of its axes": DEVICE_MESH,
