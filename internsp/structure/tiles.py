@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -58,7 +59,9 @@ def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) 
                 f"usual names ({', '.join(patterns)}); name it in "
                 f"activation_checkpoint.tiled_modules; candidates: {children}"
             )
-        found += [Tiling(f"{prefix}.{name}", module) for name, module in mine]
+        tiled = [Tiling(f"{prefix}.{name}", module) for name, module in mine]
+        _refuse_sums_over_positions(block, tiled)
+        found += tiled
     for pattern in config.tiled_modules:
         if pattern not in used:
             names = [name for _, block in blocks for name, _ in block.named_modules() if name]
@@ -66,8 +69,6 @@ def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) 
                 f"activation_checkpoint.tiled_modules: {pattern!r} matches no module of any block"
                 f"{did_you_mean(pattern, [*names, *(n.split('.')[-1] for n in names)])}"
             )
-    for tiling in found:
-        _refuse_sums_over_positions(tiling)
     units = {id(block.module): block.name for block in structure.blocks}
     for tiling in found:
         inside = [units[id(m)] for m in tiling.module.modules() if id(m) in units]
@@ -81,19 +82,24 @@ def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) 
     return found
 
 
-def _refuse_sums_over_positions(tiling: Tiling) -> None:
+def _refuse_sums_over_positions(block: nn.Module, tiled: Iterable[Tiling]) -> None:
     """Refuse a module that says, in an attribute ``over_all_positions``, which of its options
     computes a number from all positions of a forward: each tile would have its own, and in forward
-    no graph.
+    no graph. Mixtures of transformers say so in the configuration that a block's attention has.
 
     Raises:
         ConfigError: there is one.
     """
-    for name, module in tiling.module.named_modules(prefix=tiling.name):
-        options = getattr(module, "over_all_positions", ())
-        if options:
-            raise ConfigError(
-                f"activation_checkpoint.tiles: {' and '.join(options)} of {name} follow from all "
-                f"tokens of a forward, and {tiling.name} is computed in tiles: use 1, or name what "
-                "may be tiled in activation_checkpoint.tiled_modules"
-            )
+    losses = ["output_router_logits"]
+    told = [getattr(module, "config", None) for module in block.modules()]
+    theirs = losses if any(getattr(each, losses[0], False) for each in told) else []
+    for tiling in tiled:
+        for name, module in tiling.module.named_modules(prefix=tiling.name):
+            own = theirs if hasattr(module, "experts") else []
+            options = getattr(module, "over_all_positions", own)
+            if options:
+                raise ConfigError(
+                    f"activation_checkpoint.tiles: {' and '.join(options)} of {name} follow from "
+                    f"all tokens of a forward, and {tiling.name} is computed in tiles: use 1, or "
+                    "name what may be tiled in activation_checkpoint.tiled_modules"
+                )

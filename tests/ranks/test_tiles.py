@@ -356,6 +356,12 @@ def test_what_cannot_be_tiled_in_a_model_is_refused_by_name() -> None:
         tiles = ActivationCheckpointConfig(tiles=2)
         one_by_one = partial(parallelize, mixture, mesh, activation_checkpoint=tiles)
         raises(ConfigError, one_by_one, f"{option} of layers.0.feed_forward.router")
+    theirs = tiny("mixtral")
+    theirs.config.output_router_logits = True  # their loss, of all tokens
+    refused = partial(parallelize, theirs, mesh, activation_checkpoint=tiles)
+    raises(ConfigError, refused, "output_router_logits of model.layers.0.mlp follow")
+    theirs.config.output_router_logits = False
+    refused()
 
 
 class Viewed(nn.Linear):
