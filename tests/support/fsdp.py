@@ -24,7 +24,8 @@ class Attention(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(size, 3 * size), nn.Linear(size, size, bias=False)
+        # Keys have no bias: its gradient is rounding alone, of which Adam makes steps.
+        self.qkv, self.out = nn.Linear(size, 3 * size, bias=False), nn.Linear(size, size)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, dim=-1)

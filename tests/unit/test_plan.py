@@ -313,11 +313,14 @@ def test_the_lines_of_a_blocks_weights_add_up_to_what_it_gathers(
 
 def test_on_the_host_what_is_offloaded_needs_the_same_memory() -> None:
     again = {"mode": "full", "offload": "all"}
-    settings = config(activation_checkpoint=again, parallel={"device": "cpu"})
+    ranks = {"parallel": {"device": "cpu"}, "launch": {"processes": 4}}
+    settings = config(activation_checkpoint=again, **ranks)
     here, there = MemoryBudget(settings, 4).at(32)
     assert there
     needed = sum(size for _, size in (*here, *there))
-    assert f"fits: a rank needs {human(needed)}, and this machine has " in everything(settings, 4)
+    told = everything(settings, 4)
+    assert f"fits: a rank needs {human(needed)}, and this machine has " in told
+    assert " for each of 4 ranks" in told
     on_a_device = everything(config(activation_checkpoint=again, parallel={"device": "cuda"}), 4)
     assert re.search(r"a rank needs .* of its device; and .* of host memory", on_a_device)
 

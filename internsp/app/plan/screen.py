@@ -248,8 +248,12 @@ def _verdict(
         where = "this machine" if device is None else device.name
         fits = "fits" if needed[full] <= limit else "does NOT fit"
         verdict = f"{fits}: a rank needs {human(needed[full])}, and {where} has {human(limit)}"
+        if device is None and on_host and config.launch.processes > 1:
+            verdict += f" for each of {config.launch.processes} ranks"
         if limit >= needed[full] > FREE * limit:
             verdict += "; steps become slower where less than 10% stays free"
+        elif device is None and limit < needed[full]:
+            verdict += "; --device NAME plans for other machines"
     if not on_host and (hosted := sum(nbytes for _, nbytes in found[full][1])):
         verdict += f"; and {human(hosted)} of host memory"
     yield verdict
