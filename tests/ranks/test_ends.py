@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from internsp.app.report.metrics import read_metrics
 from internsp.app.train.run import train
 from internsp.app.train.step import StepRunner
 from internsp.pipeline import ComputeAction, SchedulerHook
+from tests.support.command import begin
 
 TEXT = Path(__file__).parents[1] / "data" / "text"
 TIMEOUT = 4  # seconds: the groups'
@@ -165,3 +167,28 @@ def test_sigusr1_to_the_launcher_saves_once_although_nothing_else_is_saved(tmp_p
     assert 2 <= step <= 12
     content = manifest.read(path)
     assert manifest.damage(path, content, content.files) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_rank_that_waits_for_one_that_never_starts_ends_by_a_signal_at_once(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    (tmp_path / "config.toml").write_text(settings("alone").to_toml(), "utf-8")
+    words = ["-m", "internsp", "train", "config.toml", "--parallel.timeout_seconds", "60"]
+    with (tmp_path / "log").open("w") as log:
+        rank = begin(
+            words, tmp_path, log.fileno(), log.fileno(),
+            {**os.environ, **ranks, "MASTER_PORT": str(port)},
+        )  # fmt: skip
+    while socket.socket().connect_ex(("localhost", port)):  # its store is there: it waits
+        assert rank.exitcode is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    os.kill(rank.pid or 0, number)
+    rank.join(20)
+    status = rank.exitcode
+    rank.kill()
+    assert status == -number

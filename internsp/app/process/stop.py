@@ -4,8 +4,11 @@ SIGUSR1 requests a checkpoint, after which the run continues."""
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -61,6 +64,27 @@ class StopRequest:
         else:
             self.insisted = bool(self.number)
             self.request(number)
+
+
+@contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Within it a signal of ``SIGNALS`` ends the process, and runs no handler.
+
+    For the time in which a rank waits for others that may never start: torch runs no handler while
+    it waits, and there is nothing to save. A local rank ignores this: its launcher ends it.
+    """
+    local = multiprocessing.parent_process() is not None
+    before: dict[signal.Signals, Any] = {}
+    if not local and threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        before = {n: how for n, how in handlers.items() if callable(how)}
+    try:
+        for number in before:
+            signal.signal(number, signal.SIG_DFL)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def status_of(number: int) -> int:

@@ -21,6 +21,7 @@ from internsp.app.models.factory import (
     to_parallelize,
 )
 from internsp.app.plan.experts import chosen_experts
+from internsp.app.process.stop import ended_at_once
 from internsp.app.session.inputs import open_source
 from internsp.app.session.optimizers import check_group_patterns, make_optimizer
 from internsp.app.session.own import Custom, CustomData
@@ -107,11 +108,12 @@ class Session:
             ranks = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
             config = chosen_experts(config, ranks)
         parallel = config.parallel
-        mesh = ParallelMesh.create(
-            **config.degrees(),
-            device_type=None if parallel.device == "auto" else parallel.device,
-            timeout_seconds=parallel.timeout_seconds,
-        )
+        with ended_at_once():
+            mesh = ParallelMesh.create(
+                **config.degrees(),
+                device_type=None if parallel.device == "auto" else parallel.device,
+                timeout_seconds=parallel.timeout_seconds,
+            )
         source: DataSource | CustomData
         if custom.data is None:
             source = open_source(config, mesh)
