@@ -69,6 +69,22 @@ def test_owners_of_experts_to_which_no_model_sends_tokens_are_refused() -> None:
     check_before_start(small(parallel={"weight": 2, "expert_weight": 1}, **changes), Path("out"))
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"options": ["amsgrat = true"]}, "'amsgrat'; it takes betas, eps, amsgrad, maximize"),
+        ({"options": ["amsgrad = true", "amsgrad = false"]}, "options: amsgrad is given twice"),
+        ({"name": "sgd", "options": ["nesterov = true"]}, "options: sgd: Nesterov momentum"),
+        ({"name": "muon", "options": ['adjust_lr_fn = "x"']}, "options: muon: Adjust learning"),
+        ({"name": "no:Such"}, "optimizer.name = 'no:Such': there is no such function or class"),
+    ],
+)
+def test_what_an_optimizer_does_not_take_is_told_before_ranks_start(
+    given: dict[str, object], wanted: str
+) -> None:
+    assert wanted in told(small(optimizer=given))
+
+
 def test_an_output_that_cannot_be_a_folder_is_refused() -> None:
     Path("file").write_text("")
     Path("link").symlink_to("nowhere")

@@ -34,7 +34,7 @@ def check_before_start(config: Config, output: Path) -> None:
         MachineError: the machine lacks something.
     """
     found: list[InternspError] = []
-    for check in (_writers, _output, _device, _model, _text):
+    for check in (_writers, _output, _device, _optimizer, _model, _text):
         try:
             found += check(config, output)
         except InternspError as error:  # raised by a function that the run itself would call
@@ -140,6 +140,13 @@ def _devices(wanted: str) -> int:
 
     here = accelerator.default_device_type()
     return accelerator.device_count(here if wanted == "auto" else wanted) if here != "cpu" else 0
+
+
+def _optimizer(config: Config, output: Path) -> Iterable[InternspError]:
+    from internsp.app.session.optimizers import class_of
+
+    class_of(config)
+    return []
 
 
 def _model(config: Config, output: Path) -> Iterable[InternspError]:

@@ -27,6 +27,7 @@ _CLASSES = {
     "muon": torch.optim.Muon,
 }
 _FORMS = {"fused", "foreach", "capturable", "differentiable"}
+_KEYS = ("params", "lr", "weight_decay")  # have keys of their own in [optimizer]
 assert _CLASSES.keys() == set(OPTIMIZERS), "each name has a class"
 
 
@@ -42,7 +43,7 @@ def make_optimizer(
             elementwise, or it is for matrices and was given a parameter that is none.
     """
     settings = config.optimizer
-    cls, arguments = _class_of(config)
+    cls, arguments = class_of(config)
     matrices = _block_matrices(communicator)
     groups: dict[tuple[str, float, float], list[Any]] = {}
     for member in trainable_members(communicator):
@@ -128,8 +129,12 @@ def check_group_patterns(config: Config, names: Iterable[str]) -> None:
                 )
 
 
-def _class_of(config: Config) -> tuple[Any, dict[str, Any]]:
-    """The optimizer class and its arguments, without learning rate and weight decay."""
+def class_of(config: Config) -> tuple[Any, dict[str, Any]]:
+    """The optimizer class and its arguments, without learning rate and weight decay.
+
+    Raises:
+        ConfigError: there is no such class, it is no optimizer, or it refuses the arguments.
+    """
     settings = config.optimizer
     more = options(settings.options)
     arguments: dict[str, Any] = {}
@@ -144,10 +149,15 @@ def _class_of(config: Config) -> tuple[Any, dict[str, Any]]:
     cls: Any = _CLASSES[settings.name] if named else resolve(settings.name, "optimizer.name")
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer.name = {settings.name!r} is no subclass of torch's Optimizer")
-    if doubled := {"lr", "weight_decay", "params", *arguments} & more.keys():
+    given = [name for text in settings.options for name in options([text])]
+    if twice := [name for name in more if given.count(name) > 1]:
+        raise ConfigError(f"optimizer.options: {twice[0]} is given twice")
+    if doubled := {*_KEYS, *arguments} & more.keys():
         raise ConfigError(f"optimizer.options: {', '.join(sorted(doubled))} has a key of its own")
     try:
-        inspect.signature(cls).bind([], lr=settings.lr, **arguments, **more)
-    except TypeError as error:
-        raise ConfigError(f"optimizer.options: {settings.name}: {error}") from None
+        cls([torch.zeros(1, 1)], lr=settings.lr, **arguments, **more)
+    except Exception as error:
+        known = [name for name in inspect.signature(cls).parameters if name not in _KEYS]
+        takes = f"; it takes {', '.join(known)}" if more.keys() - known else ""
+        raise ConfigError(f"optimizer.options: {settings.name}: {error}{takes}") from error
     return cls, arguments | more
