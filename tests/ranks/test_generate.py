@@ -117,6 +117,11 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_reason_beside_the_text(
     text, said = capsys.readouterr()
     assert text.startswith(PROMPT)
     assert re.search(r"^checkpoint step-000002 was passed over: .*rank-\d+.* is missing\n$", said)
+    next((tmp_path / "step-000001").glob("rank-*")).unlink()
+    assert cli.main(["generate", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"no complete checkpoint at {tmp_path}: give the path of another\n" in said
+    assert "checkpoint.resume" not in said  # which is no option of this command
 
 
 def test_a_checkpoint_of_a_programs_own_model_is_refused_by_name(

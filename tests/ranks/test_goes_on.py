@@ -54,6 +54,9 @@ def test_rates_change_as_declared_and_the_run_ends_by_tokens(tmp_path: Path) -> 
     (shown,) = (line for line in said.splitlines() if line.startswith("step 6/6"))
     assert f"tokens {totals[-1]}  " in shown
     assert f"epoch {passes[-1]:.2f}" in shown
+    said = internsp(*words, "--train.steps", "3", cwd=tmp_path).stdout
+    assert "train.steps is reached already: no step is left" in said
+    assert "finished after 6/6 steps" in said
     refused = internsp(*words, "--train.seed", "1", cwd=tmp_path, check=False)
     assert refused.returncode == 2
     assert "train.seed: 0 in the checkpoint, 1 now" in refused.stderr

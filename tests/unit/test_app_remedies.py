@@ -62,9 +62,7 @@ CHECKPOINT: Table = {
             "tests/ranks/test_export.py::"
             "test_a_model_of_transformers_comes_back_with_the_logits_that_it_was_trained_to",
     },
-    'or checkpoint.resume = "never" to start afresh': {
-        "give the path of another": GOES_ON, 'checkpoint.resume = "never"': never_resumes,
-    },
+    "no complete checkpoint at {path}": {"give the path of another": GOES_ON},
     "Set them as they were": {
         "Set them as they were": GOES_ON, 'checkpoint.resume = "never"': never_resumes,
     },

@@ -154,6 +154,16 @@ def test_a_resumed_run_counts_on_and_the_summary_shows_files():
     assert "  report  runs/x/report.html\n" in text
 
 
+def test_no_run_has_more_steps_than_it_is_said_to_have() -> None:
+    stream = io.StringIO()
+    Display(3, done_steps=4, stream=stream, environ={}).finish()  # train.steps was lowered
+    assert "finished after 4/4 steps" in stream.getvalue()
+    display = Display(1, total_tokens=9, stream=stream, environ={})  # an estimate
+    display.update(step(1, tokens=5))
+    display.update(step(2, tokens=5))
+    assert "step 2/2" in stream.getvalue()
+
+
 @pytest.mark.parametrize(
     ("losses", "skipped", "told"),
     [

@@ -86,7 +86,9 @@ def load(session: Session, path: Path) -> Resumed:
     try:
         chosen, content, notes = _newest_complete(path)
     except ConfigError as error:
-        raise ConfigError(f"checkpoint.resume: {error}") from None
+        raise ConfigError(
+            f'checkpoint.resume: {error}\nOr start afresh: checkpoint.resume = "never".'
+        ) from None
     try:
         refused, taken = resume_rules.compare(
             content.config, session.config, content.mesh["world"], session.mesh.world_size

@@ -90,8 +90,8 @@ def newest_whole(
             if named:
                 raise
             skipped.append(f"checkpoint {folder.name} was passed over: {error}")
-    remedy = 'give the path of another, or checkpoint.resume = "never" to start afresh'
-    raise ConfigError("\n  ".join([f"no complete checkpoint at {path}: {remedy}", *skipped]))
+    text = f"no complete checkpoint at {path}: give the path of another"
+    raise ConfigError("\n  ".join([text, *skipped]))
 
 
 def write_part(

@@ -61,7 +61,7 @@ class Display:
         # Of every step, however long the run: eight bytes each.
         self._losses, self._rates, self._seconds = array("d"), array("d"), array("d")
         self._last: StepMetrics | None = None
-        self._total, self._done = total_steps, done_steps
+        self._total, self._done = max(total_steps, done_steps), done_steps
         self._total_tokens, self._tokens = total_tokens, done_tokens
         self._first_tokens, self._every = done_tokens, log_every
         self._evaluated: Mapping[str, float] = {}
@@ -76,9 +76,9 @@ class Display:
             TimeElapsedColumn(), console=Console(file=self._stream, highlight=False),
             auto_refresh=False, disable=not self.live,
         )  # fmt: skip
-        self._task = self._bar.add_task(title or "step", total=total_steps, completed=done_steps)
+        self._task = self._bar.add_task(title or "step", total=self._total, completed=done_steps)
         self._bar.start()
-        self._line(f"{title}: {total_steps} steps".removeprefix(": "))
+        self._line(f"{title}: {self._total} steps".removeprefix(": "))
 
     def update(self, metrics: StepMetrics) -> None:
         """Add one finished step."""
@@ -87,9 +87,10 @@ class Display:
         self._rates.append(metrics.tokens_per_second)
         self._seconds.append(metrics.step_seconds)
         self._done += 1
+        self._total = max(self._total, self._done)
         self._tokens += metrics.tokens
         self._evaluated = metrics.evaluated or self._evaluated
-        at_end = self._done >= self._total
+        at_end = self._done == self._total
         if self._total_tokens:
             at_end = self._tokens >= self._total_tokens
         if first or at_end or self._done % self._every == 0 or metrics.evaluated:

@@ -76,6 +76,9 @@ class Loop:
         notes = [*self.session.source.notes, *self.folder.notes, *self.resumed_notes]
         try:
             self.skipped_before = self.output.open(notes, self.done, self.tokens)
+            if self._finished():
+                key = "stop_after_tokens" if self.config.train.stop_after_tokens else "steps"
+                self.output.note(f"train.{key} is reached already: no step is left")
             try:
                 last = self._steps()
             except Exception:
