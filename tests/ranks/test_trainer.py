@@ -449,3 +449,14 @@ def test_what_a_trainer_cannot_do_is_refused(tmp_path: Path) -> None:
             internsp.Trainer(sections(**changes), output=tmp_path / "run", **more)
     assert not torch.distributed.is_initialized()
     assert not (tmp_path / "run").exists()
+    with internsp.Trainer(sections(), output=tmp_path / "run") as trainer:
+        pass
+    with pytest.raises(ConfigError, match=r"its process group is gone \(close"):
+        trainer.train()
+
+
+def test_a_stop_before_the_first_step_ends_the_run_after_it(tmp_path: Path) -> None:
+    with internsp.Trainer(sections(train={"steps": 3}), output=tmp_path) as trainer:
+        trainer.stop()
+        trainer.train()
+    assert trainer.step == 1

@@ -460,7 +460,7 @@ TRAIN: Table = {
         "set it to 1": OWN + "test_the_example_of_own_parts_runs",
         "or call internsp.train": OWN + "test_a_program_trains",
     },
-    "a run is trained once": {
+    "make another Trainer to go on": {
         "make another Trainer to go on": OWN + "test_a_resumed_rank_has_its_own_buffers_again",
     },
 }  # fmt: skip

@@ -109,7 +109,7 @@ class Trainer:
         if rank is not None:
             check_joined(self.config, self.output, rank)
         self._callbacks = list(callbacks)
-        self._stop: StopRequest | None = None
+        self._stop = StopRequest()
         self._trained = False
         self.step = 0
         self._ours = not dist.is_initialized()
@@ -149,12 +149,14 @@ class Trainer:
             The folder of the run.
 
         Raises:
-            ConfigError: at a second call.
+            ConfigError: at a second call, or after the process group was destroyed.
         """
-        if self._trained:
-            raise ConfigError("Trainer: a run is trained once; make another Trainer to go on")
+        if self._trained or not dist.is_initialized():
+            gone = "its process group is gone (close())"
+            why = "a run is trained once" if self._trained else gone
+            raise ConfigError(f"Trainer: {why}; make another Trainer to go on")
         self._trained = True
-        with errors_in_words(), StopRequest() as self._stop:
+        with errors_in_words(), self._stop:
             run.run_session(self._session, self.output, self._stop, self._tell)
         return self.output
 
@@ -163,8 +165,7 @@ class Trainer:
 
         Ranks exchange the request with a step's loss; from a callback, with that of the next step.
         """
-        if self._stop is not None:
-            self._stop.requested = True
+        self._stop.requested = True
 
     def _tell(self, event: str, *given: Any) -> None:
         """Call the method ``event`` of each callback, which is not told of ``resumed``."""
