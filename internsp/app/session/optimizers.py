@@ -155,7 +155,7 @@ def class_of(config: Config) -> tuple[Any, dict[str, Any]]:
     if doubled := {*_KEYS, *arguments} & more.keys():
         raise ConfigError(f"optimizer.options: {', '.join(sorted(doubled))} has a key of its own")
     try:
-        cls([torch.zeros(1, 1)], lr=settings.lr, **arguments, **more)
+        cls([torch.zeros(1, 1)], **{"lr": settings.lr, **arguments, **more})
     except Exception as error:
         known = [name for name in inspect.signature(cls).parameters if name not in _KEYS]
         takes = f"; it takes {', '.join(known)}" if more.keys() - known else ""
