@@ -344,6 +344,10 @@ PLAN: Table = {
             CALIBRATED + "test_the_file_says_what_it_was_made_of_and_is_read",
     },
     "one run fits one constant": {"give runs with other degrees to fit the others": MADE_THEM},
+    "devices cannot share {batch} sequences": {
+        "plan another number of devices, or change train.global_batch":
+            "tests/unit/test_plan_search.py::test_what_cannot_fit_is_said",
+    },
     "no layout of this step fits on": {
         "plan more devices": searched(ranks=16),
         "a shorter sequence": searched(length=256),

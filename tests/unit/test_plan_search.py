@@ -391,6 +391,11 @@ def test_messages_of_sums_within_a_machine_first_take_what_they_take_in_the_repl
 def test_what_cannot_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="no layout of this step fits on 2 x h100-sxm"):
         search(config(), 2, replace(H100, memory=2**30))
+    two = {"layers": 2}
+    for ranks, batch in ((3, 3), (4, 4)):
+        assert search(config(model=two, train={"global_batch": batch}), ranks, H100).best
+    with pytest.raises(ConfigError, match="3 devices cannot share 4 sequences of 4096 tokens"):
+        search(config(model=two, train={"global_batch": 4}), 3, H100)
     path = tmp_path / "small.toml"
     path.write_text("[model]\nlayers = 2\n")
     assert main(["plan", str(path), "--search"]) == 2

@@ -390,6 +390,12 @@ def search(config: Config, ranks: int, device: Device, rows: int = ROWS) -> Sear
         for part in parts:
             if part.bound < math.inf:
                 heapq.heappush(queue, part)
+    if not possible:
+        batch, length = config.train.global_batch, config.data.sequence_length
+        raise ConfigError(
+            f"--search: {ranks} devices cannot share {batch} sequences of {length} tokens evenly: "
+            "plan another number of devices, or change train.global_batch"
+        )
     if not best:
         raise ConfigError(
             f"--search: no layout of this step fits on {ranks} x {device.name}; plan more devices, "
