@@ -25,7 +25,7 @@ from internsp.app.report.metrics import read_metrics
 from internsp.app.train.run import train
 from internsp.app.train.step import StepRunner
 from internsp.pipeline import ComputeAction, SchedulerHook
-from tests.support.command import begin
+from tests.support.command import begin, internsp
 
 TEXT = Path(__file__).parents[1] / "data" / "text"
 TIMEOUT = 4  # seconds: the groups'
@@ -192,3 +192,15 @@ def test_a_rank_that_waits_for_one_that_never_starts_ends_by_a_signal_at_once(
     status = rank.exitcode
     rank.kill()
     assert status == -number
+
+
+def test_a_folder_whose_name_is_too_long_for_a_socket_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(settings("long").to_toml(), "utf-8")
+    statuses = []
+    for name in ("short", "long" * 30):
+        (tmp_path / name).mkdir()
+        there = {**os.environ, "TMPDIR": str(tmp_path / name)}
+        done = internsp("train", "config.toml", cwd=tmp_path, environment=there, check=False)
+        statuses.append(done.returncode)
+    assert statuses == [0, 3]
+    assert f"{tmp_path / name}: AF_UNIX path too long: set TMPDIR to a shorter" in done.stderr

@@ -430,6 +430,10 @@ LAUNCH: Table = {
     'device on this machine; use "cpu"': {
         'use "cpu" or "auto"': accepted(parallel={"device": "auto"}),
     },
+    "{folder}: {error}": {
+        "set TMPDIR to a shorter path":
+            "tests/ranks/test_ends.py::test_a_folder_whose_name_is_too_long_for_a_socket_is_told",
+    },
     "processes need a device each": {
         "start {there}": DEVICE, 'or set parallel.device = "cpu"': STARTS,
     },

@@ -35,6 +35,7 @@ def test_a_plan_takes_the_number_of_ranks_alone() -> None:
         (WHOLE | {"RANK": "9" * 5000}, "RANK: expected a whole number from 0"),
         (WHOLE | {"RANK": "4"}, "RANK: 4 is not one of the WORLD_SIZE = 4 ranks"),
         (WHOLE | {"LOCAL_RANK": "one"}, "LOCAL_RANK: expected a whole number"),
+        (WHOLE | {"LOCAL_WORLD_SIZE": "all"}, "LOCAL_WORLD_SIZE: expected a whole number from 1"),
         (WHOLE | {"MASTER_PORT": "70000"}, "MASTER_PORT: expected a whole number from 1 to 65535"),
     ],
 )  # fmt: skip

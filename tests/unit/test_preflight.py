@@ -106,11 +106,15 @@ def test_the_current_folder_is_not_moved_with_what_else_is_in_it(monkeypatch, gi
     for folder in ("here", "here/below"):
         Path(folder, "metrics.jsonl").write_text("an older run")
     monkeypatch.chdir("here/below")
-    with pytest.raises(ConfigError, match=r"the current folder or above .* --output, or resume"):
+    refused = pytest.raises(ConfigError, match=r"current folder or above .* --output, or resume")
+    with refused:
         set_aside(Path(given))
     assert Path("metrics.jsonl").samefile("../../here/below/metrics.jsonl")
     Path("run").mkdir()
     Path("run/metrics.jsonl").write_text("an older run")
+    with monkeypatch.context() as mounted, refused:
+        mounted.setattr(Path, "is_mount", lambda path: path.name == "run")
+        set_aside(Path("run"))
     assert set_aside(Path("run")) == Path("run.1")
 
 
@@ -152,6 +156,8 @@ def test_a_device_that_is_missing_is_told(monkeypatch) -> None:
     assert mistakes(4) == []
     assert "4 processes need a device each and this machine has 2" in mistakes(2)[0]
     assert mistakes(2, LOCAL_WORLD_SIZE="2") == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "a launcher's, which has not started this process")
+    check_before_start(small(), Path("out"))
     device = "auto"
     assert mistakes(0) == []
     assert "start 2" in mistakes(2)[0]

@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import os
 import shlex
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from internsp.app.process.environment import computing_threads
 from internsp.app.process.lifetime import LAUNCHER_VARIABLE, end_with_launcher, is_stopped
 from internsp.app.process.rank_log import last_seen, log_path
 from internsp.app.process.stop import SAVE, StopRequest, status_of
-from internsp.errors import ConfigError
+from internsp.errors import ConfigError, MachineError
 
 GRACE_SECONDS = 60.0
 """Time for a step and a checkpoint after Ctrl-C; then, or at a second Ctrl-C, ranks are killed."""
@@ -67,6 +68,11 @@ def start(run: Run, config: Config, output: Path) -> int:
             for number in range(config.launch.processes):
                 ranks.append(_Rank(number, config, run, output, store.port))
             stop_signal = _supervise(ranks, signals)
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            folder = tempfile.gettempdir()  # of the fork server's socket
+            raise MachineError(f"{folder}: {error}: set TMPDIR to a shorter path") from error
         finally:
             for rank in ranks:
                 rank.kill()

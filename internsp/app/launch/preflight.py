@@ -112,11 +112,15 @@ def _make_file(folder: Path) -> None:
 
 
 def _device(config: Config, output: Path) -> Iterator[InternspError]:
-    return device_mistakes(config, os.environ)
+    return device_mistakes(config, {})
 
 
 def device_mistakes(config: Config, environment: Mapping[str, str]) -> Iterator[InternspError]:
-    """Check that the requested device exists, and that there is one for each local process."""
+    """Check that the requested device exists, and that there is one for each local process.
+
+    Args:
+        environment: that of a launcher's rank; empty for ranks that are started here.
+    """
     wanted = config.parallel.device
     if wanted == "cpu":
         return

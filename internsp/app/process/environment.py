@@ -62,6 +62,7 @@ def launched(environment: Mapping[str, str], joins: bool) -> Launched:
         return Launched(None, None, tuple(problems))
     rank = _number(environment, "RANK", 0, _MOST_RANKS, problems)
     _number(environment, "LOCAL_RANK", 0, _MOST_RANKS, problems)
+    _number(environment, "LOCAL_WORLD_SIZE", 1, _MOST_RANKS, problems)
     _number(environment, "MASTER_PORT", 1, 65535, problems)
     missing = [n for n in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in environment]
     if missing:

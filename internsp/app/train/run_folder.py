@@ -112,7 +112,8 @@ def set_aside(output: Path) -> Path | None:
 
     Raises:
         ConfigError: no run has used ``output``, and it has files that a run would overwrite; or it
-            is the current folder, or above it, and would move with all that the user has there.
+            is the current folder, or above it, and would move with all that the user has there; or
+            a disk is mounted there.
     """
     output = _named(output)
     found = [name for name in _WRITTEN if (output / name).exists()]
@@ -124,10 +125,11 @@ def set_aside(output: Path) -> Path | None:
         )
     if not {"metrics.jsonl", "checkpoints"} & {*found}:
         return None
-    if Path.cwd().is_relative_to(output.resolve()):
+    if Path.cwd().is_relative_to(output.resolve()) or output.is_mount():
         raise ConfigError(
             f"{output} has an older run and is the current folder or above it, which would be "
-            "moved with all its files: choose another train.name or --output, or resume the run"
+            "moved with all its files, or the place of a mounted disk, which cannot be moved: "
+            "choose another train.name or --output, or resume the run"
         )
     target = unused(f"{output}.")
     output.rename(target)
