@@ -282,7 +282,7 @@ def test_a_folder_that_is_not_the_model_is_refused_by_the_tensors_name(tmp_path:
         _, problems = read_config(tmp_path / "run.toml", world_size=1)
         return "\n".join(problem.text for problem in problems)
 
-    assert "pytorch_model.bin is a pickle, which is not read" in mistakes()
+    assert "pytorch_model.bin is not read, and there is no *.safetensors" in mistakes()
     assert 'model_type is "gpt2", model.family = "llama" reads llama' in mistakes(model_type="gpt2")
     assert "scaled (yarn)" in mistakes(rope_scaling={"rope_type": "yarn", "factor": 2.0})
     assert "hidden_act is gelu" in mistakes(hidden_act="gelu")

@@ -22,7 +22,7 @@ from internsp.app.report.metrics import read_metrics
 from internsp.app.session.session import Session
 from internsp.app.train.run import train
 from internsp.app.train.step import StepRunner
-from internsp.errors import StructureError
+from internsp.errors import ConfigError, StructureError
 from internsp.values import load
 from tests.ranks.test_train import TEXT
 from tests.support.batches import train_batch
@@ -174,7 +174,6 @@ def read_whole(folder: Path) -> None:
     norm, embedding = values["model.norm.weight"], values["model.embed_tokens.weight"]
     cases = {
         "in addition to the model's own": {**values, "rotary": norm.clone()},
-        "has no model.norm.weight": {n: v for n, v in values.items() if v is not norm},
         "has several values of": {**values, "lm_head.weight": embedding.clone()},
         "": values,
     }
@@ -246,6 +245,40 @@ def test_a_folder_trains_as_on_one_process_and_as_its_documents_one_by_one(tmp_p
     assert again == run[2:], "the resumed run goes on with the same bits"
     assert [(loss, norm) for _, loss, norm in run] == first["llama"][2]
     assert done["path"], "the report shows the configuration"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        ("a tensor is missing", "1 of its weights are missing"),
+        ("a layer is missing", "9 of its weights are missing"),
+        ("other sizes", "model.embed_tokens.weight has another shape"),
+        ("no number", "rms_norm_eps"),
+    ],
+)
+def test_a_folder_that_transformers_would_fill_or_refuse_is_refused_by_name(
+    spoil: str, said: str, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    write(tmp_path)
+    folder = tmp_path / "llama"
+    changed: dict[str, Any] = {
+        "a layer is missing": {"num_hidden_layers": 4}, "other sizes": {"vocab_size": 300},
+        "no number": {"rms_norm_eps": "x"},
+    }.get(spoil, {})  # fmt: skip
+    if spoil == "a tensor is missing":
+        tensors = load_file(folder / "model.safetensors")
+        save_file({n: v for n, v in tensors.items() if n != "model.norm.weight"},
+                  folder / "model.safetensors")  # fmt: skip
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | changed))
+    with pytest.raises(ConfigError) as caught:
+        HFCausalLM(str(folder), torch.float64, 0)
+    assert said in str(caught.value)
+    if "missing" in spoil:
+        assert f"{folder} has no model." in str(caught.value)
+    assert f"model.path: transformers cannot load {folder}" in str(caught.value)
 
 
 def dropping(rank: int, world: int, folder: Path) -> tuple[list[list[float]], Tensor]:

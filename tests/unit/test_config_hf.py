@@ -85,7 +85,10 @@ def test_a_size_that_config_json_lacks_may_be_given(tmp_path: Path) -> None:
 def test_folders_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, LLAMA)
     (tmp_path / "model/pytorch_model.bin").touch()
-    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is a pickle, which is not read"):
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is not read, and there is no \*\.s"):
+        load_config(path)
+    (tmp_path / "model/pytorch_model.bin").rename(tmp_path / "model/model.safetensors.index.json")
+    with pytest.raises(ConfigError, match=r"index\.json is not read, and there is no \*\.s"):
         load_config(path)
     (tmp_path / "model/config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is no JSON"):

@@ -24,6 +24,7 @@ HELD_OUT = "held-out"
 
 ROWS = ("jsonl", "parquet", "datasets")
 """Sources that have rows of named columns."""
+_OTHER_WEIGHTS = ("bin", "pt", "pth", "gguf", "h5", "msgpack", "safetensors.index.json")
 # Keys of the section model that only the zoo's models read.
 _OF_EXPERTS = (
     "experts", "top_k", "expert_size", "auxiliary", "z_loss", "capacity_factor", "balance_rate",
@@ -192,9 +193,9 @@ def _folder(config: Config) -> Iterator[Problem]:
             given = in_words(getattr(model, key))
             yield Problem((f"model.{key}", "model.path"), f"{given}, but {text}")
     folder = Path(model.path)
-    pickled = sorted(folder.glob("*.bin"))
-    if pickled and not any(folder.glob("*.safetensors")):
-        text = f"{pickled[0]} is a pickle, which is not read: convert the weights to safetensors"
+    others = sorted(file for kind in _OTHER_WEIGHTS for file in folder.glob(f"*.{kind}"))
+    if others and not any(folder.glob("*.safetensors")):
+        text = f"{others[0]} is not read, and there is no *.safetensors: convert the weights to it"
         yield Problem(("model.path",), text)
 
 

@@ -58,6 +58,7 @@ class HFCausalLM(nn.Module):
         path = Path(folder)
         saved = weights and device != "meta" and any(path.glob("*.safetensors"))
         self.unread: Path | None = None
+        why = ""
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True)
 
@@ -71,16 +72,23 @@ class HFCausalLM(nn.Module):
                 why = _not_streamed(self.model, path, dtype)
                 if why:
                     _LOG.warning("every process reads the full model: %s", why)
-                    self.model = AutoModelForCausalLM.from_pretrained(
+                    self.model, told = AutoModelForCausalLM.from_pretrained(
                         path, config=config, dtype=dtype, use_safetensors=True,
-                        local_files_only=True,
+                        local_files_only=True, output_loading_info=True,
                     )  # fmt: skip
+                    missing = {*told["missing_keys"]}  # which transformers draws anew
+                    lost = [n for n, _ in self.model.named_parameters() if n in missing]
+                    if lost:
+                        raise ValueError(f"{len(lost)} of its weights are missing")
                 else:
                     self.unread = path
             else:
                 self.model = build(device)
-        except (ValueError, OSError, KeyError) as error:
-            raise ConfigError(f"model.path: transformers cannot load {folder}: {error}") from error
+        except MemoryError:
+            raise
+        except Exception as error:  # transformers and its packages raise many kinds
+            text = f"{error} ({why})" if why else str(error)
+            raise ConfigError(f"model.path: transformers cannot load {folder}: {text}") from error
         self.model.train()
         self._head = ChunkedHead.of(self.model)
         self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
