@@ -279,3 +279,41 @@ def test_of_a_sequence_longer_than_a_ranks_share_only_token_ids_are_whole_on_a_r
             assert same, (name, made.shape, made.dtype)
     assert layout.positions.shape == layout.labels.shape == (1, layout.sizes[rank])
     assert sum(layout.sizes) == length
+
+
+def differing(rank: int, world: int, folder: Path) -> list[str]:
+    """What is said where this rank is given another configuration, or reads another text."""
+    other = folder / str(rank)
+    other.mkdir()
+    texts = write(other)
+    if rank:
+        (other / "b.jsonl").write_text(json.dumps({"text": texts[-1]}) + "\n")
+    evaluation = {"name": "e", "source": "jsonl", "paths": [str(other / "b.jsonl")]}
+    here = {"source": "jsonl", "paths": [str(other / "a.jsonl")]}
+    changes: list[dict[str, Any]] = [
+        {"train": {"seed": rank}}, {"data": {"pack": bool(rank)}}, {"model": {"heads": 1 + rank}},
+        {"checkpoint": {"every": rank}, "train": {"steps": 1 + rank}},
+        {"data": {"paths": [str(other / "a.jsonl"), str(other / "b.jsonl")]}},
+        {"data": {**here, "evaluation": [evaluation]}, "train": {"eval_batches": 1}},
+    ]  # fmt: skip
+    said = []
+    for change in changes:
+        with pytest.raises(ConfigError) as caught:
+            Session.create(config(folder, {"weight": world}, **change))
+        said.append(str(caught.value))
+    # The same text at other places is none other.
+    Session.create(config(folder, {"weight": world}, data=here))
+    return said
+
+
+def test_ranks_that_are_given_another_configuration_or_text_are_told(tmp_path: Path) -> None:
+    write(tmp_path)
+    first, other = run_ranks(differing, 2, tmp_path)
+    assert first == other
+    wanted = [
+        "train.seed: 0 on rank 0, 1 on rank 1: start every rank", "data.pack: false on rank 0",
+        "model.heads: 1 on rank 0, 2 on rank 1", "train.steps, checkpoint.every: 1 on rank 0, 2",
+        "data: rank 1 has read other text than rank 0", "data: rank 1 has read other text than",
+    ]  # fmt: skip
+    for text, part in zip(first, wanted, strict=True):
+        assert part in text

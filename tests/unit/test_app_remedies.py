@@ -393,7 +393,14 @@ REPORT: Table = {
 OWN = "tests/ranks/test_trainer.py::"
 OWN_RIGHT = OWN + "test_own_model_loss_data_and_optimizer_step_as_on_one_process"
 NO_EFFECT = OWN + "test_what_a_part_of_ones_own_would_leave_without_effect_is_refused"
+ALIKE = (
+    "tests/ranks/test_inputs.py::test_ranks_that_are_given_another_configuration_or_text_are_told"
+)
 SESSION: Table = {
+    "{first} on rank 0, {other} on rank {rank}": {
+        "start every rank with the same configuration": ALIKE,
+    },
+    "has read other text than rank 0": {"give every rank the same files": ALIKE},
     "{settings.name} takes none; set": {
         "set it to 0, here and in groups": accepted(
             optimizer={"name": "torch.optim:Rprop", "weight_decay": 0.0}

@@ -1,4 +1,4 @@
-"""The training data on all ranks: rank 0 makes the tokens of large texts, then all open them."""
+"""What ranks are given: one configuration and one text. Rank 0 makes the tokens of large texts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,36 @@ from internsp.app.config import Config
 from internsp.app.data.batches import DataSource, vocabulary_mistake
 from internsp.app.data.tokenizer import Tokenizer, load_tokenizer
 from internsp.app.data.tokens import Read, prepare
+from internsp.config.words import in_words
+from internsp.errors import ConfigError
 from internsp.failure.objects import Objects
 from internsp.mesh import ParallelMesh
 
+# What may differ: places of files, whose content is compared, and what no launcher's rank reads.
+_OWN = {
+    "data.paths", "data.mixture", "data.evaluation", "data.cache_dir", "data.tokenizer",
+    "model.path", "launch.processes",
+}  # fmt: skip
 _LOOK_SECONDS = 5.0  # between messages to the ranks that wait for tokens
+
+
+def require_same(config: Config) -> None:
+    """Check that all ranks have the same configuration: else they wait for each other without an
+    end, or train with the mean of two batches, seeds or models. Collective.
+
+    Raises:
+        ConfigError: on every rank: it differs.
+    """
+    dumped = config.model_dump(mode="json").items()
+    own = {f"{name}.{key}": value for name, keys in dumped for key, value in keys.items()}
+    everyone = Objects().gather({key: value for key, value in own.items() if key not in _OWN})
+    for rank, theirs in enumerate(everyone):
+        if wrong := [key for key, value in everyone[0].items() if theirs[key] != value]:
+            first, other = (in_words(values[wrong[0]]) for values in (everyone[0], theirs))
+            raise ConfigError(
+                f"{', '.join(wrong[:5])}: {first} on rank 0, {other} on rank {rank}: start every "
+                "rank with the same configuration"
+            )
 
 
 def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
@@ -20,7 +46,7 @@ def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
 
     Raises:
         ConfigError: on every rank: see :meth:`DataSource.create`; or the text has ids that the
-            model's vocabulary lacks.
+            model's vocabulary lacks; or ranks have read other texts.
         InternspError: on every rank: a rank cannot see tokens that rank 0 made.
     """
     loaded: list[Tokenizer] = []
@@ -31,14 +57,21 @@ def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
     prepared = _prepare_tokens(config, tokenizer, mesh)
     made: list[DataSource] = []
 
-    def create() -> None:
+    def create() -> tuple[str, list[str]]:
         own = DataSource.create(
             config.data, global_batch=config.train.global_batch, seed=config.train.seed,
             tokenizer=tokenizer, prepared=prepared,
         )  # fmt: skip
         made.append(own)
+        evaluated = [s.digest() for rows in own.evaluations.values() for s in rows.documents.stores]
+        return own.fingerprint, evaluated
 
-    Objects().on_every(create)
+    read = Objects().on_every(create)
+    if wrong := [rank for rank, found in enumerate(read) if found != read[0]]:
+        raise ConfigError(
+            f"data: rank {wrong[0]} has read other text than rank 0 (of {len(read)} ranks, "
+            f"{len(wrong)} have): give every rank the same files"
+        )
     return made[0]
 
 

@@ -22,7 +22,7 @@ from internsp.app.models.factory import (
 )
 from internsp.app.plan.experts import chosen_experts
 from internsp.app.process.stop import ended_at_once
-from internsp.app.session.inputs import open_source
+from internsp.app.session.inputs import open_source, require_same
 from internsp.app.session.optimizers import check_group_patterns, make_optimizer
 from internsp.app.session.own import Custom, CustomData
 from internsp.app.session.rates import RateFactor
@@ -114,6 +114,7 @@ class Session:
                 device_type=None if parallel.device == "auto" else parallel.device,
                 timeout_seconds=parallel.timeout_seconds,
             )
+        require_same(config)
         source: DataSource | CustomData
         if custom.data is None:
             source = open_source(config, mesh)
