@@ -138,7 +138,7 @@ def hostile_files_are_refused_and_not_executed(rank: int, run: Path) -> None:
         on_first(rank, lambda: forge(folder, data, evil))
         text = refusal(lambda: train(resumed(folder), run / "other"))
         assert text.startswith(f"checkpoint.resume: {folder / MANIFEST} is not a manifest: ")
-        assert text.endswith(f" lies outside {data.name}")
+        assert text.splitlines()[0].endswith(f" lies outside {data.name}")
     with changed(rank, data):
         on_first(rank, lambda: data.write_bytes(evil))
         text = refusal(lambda: train(resumed(folder), run / "other"))

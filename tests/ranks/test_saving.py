@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,16 +19,23 @@ import torch.distributed as dist
 
 from internsp.app.checkpoint import checkpoint, manifest
 from internsp.app.checkpoint.checkpoint import seed_random
-from internsp.app.checkpoint.disk import PARTIAL, discard_partial, steps_in, write_part
+from internsp.app.checkpoint.disk import (
+    PARTIAL,
+    discard_partial,
+    require_seen,
+    steps_in,
+    write_part,
+)
 from internsp.app.checkpoint.files import FilePlan
 from internsp.app.checkpoint.manifest import MANIFEST, write_manifest
 from internsp.app.checkpoint.saver import THREAD, Saver
+from internsp.app.checkpoint.state_folder import save_state
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import read_metrics
 from internsp.app.session.session import Session
 from internsp.app.train.run import train
 from internsp.app.train.step import StepRunner
-from internsp.errors import InternspError
+from internsp.errors import ConfigError, InternspError
 from internsp.failure.objects import Objects
 from internsp.optim.slices import Slices
 from tests.ranks.test_checkpoint import names
@@ -273,3 +281,34 @@ def test_another_batch_goes_on_at_the_next_row_and_random_states_follow_a_rule(
     write_manifest(path, content)
     with pytest.raises(InternspError, match="use the version of numpy with which "):
         checkpoint.load(larger, path)
+
+
+def apart(rank: int, world_size: int, folder: Path) -> list[str]:
+    """What is said where each rank has a disk of its own, on which rank 0 has an older run's logs
+    at last."""
+    said, own, soon = [], folder / str(rank), partial(require_seen, seconds=0.1)
+    given = config({"weight": 2}, train={"steps": 1}, parallel={"weight": 2, "timeout_seconds": 4})
+    for logs in (False, True):
+        if logs and not rank:
+            (own / "logs").mkdir(parents=True, exist_ok=True)
+            (own / "logs" / "rank-00001.log").touch()
+        dist.barrier()
+        told = pytest.raises(InternspError)
+        with patch(f"{Saver.__module__}.require_seen", soon), told as caught:
+            train(given, own)
+        said.append(str(caught.value))
+    assert steps_in(own / "checkpoints") == []
+    refused = pytest.raises(ConfigError, match=r"see rank-00001\.safetensors in .*0/state")
+    with patch(f"{save_state.__module__}.require_seen", soon), refused:
+        save_state(own / "state", {f"of {rank}": torch.zeros(1)}, {})
+    return said
+
+
+def test_ranks_without_a_folder_that_they_share_are_told_before_and_at_a_save(
+    tmp_path: Path,
+) -> None:
+    first, other = run_ranks(apart, 2, tmp_path)
+    assert first == other
+    seen = "rank 0 does not see rank-00001.{} in {}, which another rank has written: give all ranks"
+    assert seen.format("log", tmp_path / "0" / "logs") in first[0]
+    assert "step-000001 was not saved: rank 0: ConfigError: rank 0 does not see" in first[1]

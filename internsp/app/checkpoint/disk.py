@@ -13,7 +13,8 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from internsp.errors import ConfigError
 
 LATEST = "latest"
 PARTIAL = ".partial"
+SEEN_SECONDS = 30.0
 # A save over the same step renames the old folder to "replaced" for a moment, between two renames.
 STEP = re.compile(r"step-([0-9]+)(\.replaced)?")
 _AT_ONCE = 1 << 24  # bytes that are digested, still in the processor's cache, and then written
@@ -118,6 +120,26 @@ def write_part(
         os.fsync(file.fileno())
     sync(folder)
     return {"nbytes": len(data), "sha256": digest.hexdigest()}
+
+
+def require_seen(folder: Path, names: Iterable[str], seconds: float = SEEN_SECONDS) -> None:
+    """Check on one rank that it sees what others have written into ``folder``: on disks of their
+    own, a checkpoint would be committed of which most is elsewhere.
+
+    Args:
+        seconds: how long to wait; a file system over a network may show a new file late.
+
+    Raises:
+        ConfigError: it does not see them.
+    """
+    wanted, deadline = set(names), time.monotonic() + seconds
+    while missing := wanted.difference(os.listdir(folder)):
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"rank 0 does not see {min(missing)} in {folder}, which another rank has written: "
+                "give all ranks one folder that they share (--output)"
+            )
+        time.sleep(0.05)
 
 
 def publish(partial: Path, final: Path, content: str, keep_last: int, keep_every: int) -> None:

@@ -27,7 +27,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from internsp.app.checkpoint.checkpoint import parameter_of, position_of, state_of
-from internsp.app.checkpoint.disk import folder_of, partial_of, publish, write_part
+from internsp.app.checkpoint.disk import (
+    folder_of,
+    partial_of,
+    publish,
+    require_seen,
+    write_part,
+)
 from internsp.app.checkpoint.files import FilePlan
 from internsp.app.checkpoint.manifest import Manifest, canonical
 from internsp.app.session.session import Session
@@ -192,6 +198,7 @@ class Saver:
         whole["values"] = {k: v for _, _, _, values in found for k, v in values.items()}
 
         def commit() -> None:
+            require_seen(partial, whole["files"])
             # Spliced in as text: making the table of tensors anew would hold up training.
             text = canonical(whole).replace(f'"{place}"', self._tensors)
             publish(partial, final, text, kept.keep_last, kept.keep_every)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from internsp.app.checkpoint import manifest
 from internsp.app.checkpoint.checkpoint import check_complete, check_fits
-from internsp.app.checkpoint.disk import sync, write_part
+from internsp.app.checkpoint.disk import require_seen, sync, write_part
 from internsp.app.checkpoint.files import FilePlan, Reader
 from internsp.app.checkpoint.manifest import State, write_manifest
 from internsp.errors import ConfigError
@@ -49,6 +49,7 @@ def save_state(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str,
     found = Objects().on_every(write)
 
     def finish() -> None:
+        require_seen(folder, (name for name, _, _ in found))
         content = State(
             values={name: value for _, _, own in found for name, value in own.items()},
             tensors=plan.tensors,

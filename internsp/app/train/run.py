@@ -79,6 +79,8 @@ def run_session(
         if program is not None and resumed is not None:
             program("resumed", resumed.step)
         with _log(session, folder.path) as log, deterministic(config.train.deterministic):
+            if config.checkpoint.save or config.checkpoint.every:
+                folder.require_shared(session.mesh)
             saver = Saver(session, folder.path / "checkpoints", folder.run)
             shown = Output(session, folder.path, folder.run, log, program, alerts)
             Loop(session, folder, resumed, stop, saver, shown).run()

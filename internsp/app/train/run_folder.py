@@ -16,11 +16,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from internsp.app.checkpoint.checkpoint import Resumed
-from internsp.app.checkpoint.disk import abandon_later, discard_partial, unused
+from internsp.app.checkpoint.disk import (
+    SEEN_SECONDS,
+    abandon_later,
+    discard_partial,
+    require_seen,
+    unused,
+)
 from internsp.app.process.rank_log import log_path
 from internsp.app.train.run_lock import LOCK, OWNER, RunLock
 from internsp.errors import ConfigError
 from internsp.failure.objects import Objects
+from internsp.mesh import ParallelMesh
 
 _WRITTEN = ("metrics.jsonl", "checkpoints", "config.toml", "report.html", "report.json")
 
@@ -67,6 +74,16 @@ class RunFolder:
         self._lock.release(moved_to)
         self._lock = RunLock(self.path, self.run)
         return self.run, [f"the run that was in {self.path} is now in {moved_to}"]
+
+    def require_shared(self, mesh: ParallelMesh) -> None:
+        """Check that rank 0 sees every rank's log here: else no checkpoint is whole. Collective.
+
+        Raises:
+            ConfigError: on every rank: it does not.
+        """
+        logs = [log_path(self.path, rank) for rank in range(mesh.world_size)]
+        names, seconds = [log.name for log in logs], min(SEEN_SECONDS, mesh.timeout_seconds / 2)
+        Objects().on_first(lambda: require_seen(logs[0].parent, names, seconds))
 
     def release(self) -> None:
         """Release the folder's lock; may be called more than once."""
