@@ -69,6 +69,12 @@ CHECKPOINT: Table = {
     "Set them as they were": {
         "Set them as they were": GOES_ON, 'checkpoint.resume = "never"': never_resumes,
     },
+    "so that the order of the data would not continue": {
+        "give it that text": GOES_ON,
+        "or begin a run with its weights (internsp export, then model.path)":
+            "tests/ranks/test_from_folder.py::"
+            "test_a_folder_becomes_the_zoos_model_with_the_same_logits_and_first_step",
+    },
     "but on this machine sequence {here.sequences}": NOT_RUN,  # another version of numpy
     "which this optimizer needs to go on": {
         "resume with its own class": ANY_MESH, 'checkpoint.resume = "never"': never_resumes,

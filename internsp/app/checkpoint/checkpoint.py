@@ -103,7 +103,8 @@ def load(session: Session, path: Path) -> Resumed:
     if content.data.fingerprint != here.fingerprint:
         raise ConfigError(
             f"checkpoint.resume: {chosen} was trained on other text (or another mixture) "
-            "than [data] gives now; the order of the data would not continue"
+            "than [data] gives now, so that the order of the data would not continue: give it that "
+            "text, or begin a run with its weights (internsp export, then model.path)"
         )
     if content.data != here:  # a numpy version that shuffles differently
         raise ConfigError(
