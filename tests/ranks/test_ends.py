@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,11 +197,11 @@ def test_a_rank_that_waits_for_one_that_never_starts_ends_by_a_signal_at_once(
 
 def test_a_folder_whose_name_is_too_long_for_a_socket_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(settings("long").to_toml(), "utf-8")
-    statuses = []
-    for name in ("short", "long" * 30):
-        (tmp_path / name).mkdir()
-        there = {**os.environ, "TMPDIR": str(tmp_path / name)}
+    long, statuses = tmp_path / ("long" * 30), []
+    long.mkdir()
+    for folder in (tempfile.gettempdir(), str(long)):
+        there = {**os.environ, "TMPDIR": folder}
         done = internsp("train", "config.toml", cwd=tmp_path, environment=there, check=False)
         statuses.append(done.returncode)
     assert statuses == [0, 3]
-    assert f"{tmp_path / name}: AF_UNIX path too long: set TMPDIR to a shorter" in done.stderr
+    assert f"{long}: AF_UNIX path too long: set TMPDIR to a shorter" in done.stderr
