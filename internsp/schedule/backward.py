@@ -189,7 +189,9 @@ class Backward(Generic[W]):
         """
         out: list[Action[W]] = []
         if self.enclosing.blocks:
-            self.enclosing.pre_backward_of_unit(unit.block, all_ranks, out)
+            if all_ranks or unit.around < 0:  # else it may run in another block than its own
+                self.enclosing.pre_backward_of_unit(unit.block, all_ranks, out)
+            self.enclosing.reduce_again(unit.around)
         self.pre_backward_of_unit(unit, all_ranks, run, out)
         return out
 
@@ -238,6 +240,8 @@ class Backward(Generic[W]):
             # The head was used between blocks. Its reduction waits for the end: among the blocks'
             # reductions its position would depend on which of their weights are unused (WP-2).
             self._late.add(weight)
+        elif self.enclosing.blocks:
+            self.enclosing.grad_ready(unit)
         return out
 
     def grads_ready(self, unit: Unit[W], weights: Sequence[W]) -> list[Action[W]]:

@@ -4,7 +4,8 @@ The units of a block stand in the order in place of the block. The *rest* of the
 outside of these units, is gathered at the block's pre-forward. Rests have two slots of their own,
 used in turn (one if no block is prefetched), so that a rest may be overwritten at the pre-forward
 of the block after the next one. The gradients of a rest are reduced together at the block's
-post-backward. An empty or replicated rest costs nothing.
+post-backward, and once more at the end of the graph if others come after that: the block runs
+several times, or its modules run elsewhere. An empty or replicated rest costs nothing.
 
 A recompute of the whole block runs the forwards of its units once more before their backwards:
 :meth:`EnclosingBlocks.recompute` gathers them; it does not begin their reductions.
@@ -62,7 +63,8 @@ class EnclosingBlocks(Generic[W]):
         self.open: Enclosing[W] | None = None
         self._lowest = len(blocks)  # number of the last block that this backward has come to
         self._again = False  # the open block's recompute has run units
-        self._reduced: set[int] = set()  # blocks whose rest was reduced, in the present graph
+        # Blocks whose rest was reduced, in the present graph, with all gradients so far.
+        self._reduced: set[int] = set()
 
     def root_pre_forward(self, out: list[Action[W]]) -> None:
         """The model's pre-forward, after the queue's own gathers: gather the first rest."""
@@ -85,6 +87,7 @@ class EnclosingBlocks(Generic[W]):
         out: list[Action[W]] = []
         if self.open is not block:
             self.pre_backward_of_unit(block.last, all_ranks, out)
+        self.reduce_again(block.number)
         return out
 
     def recompute(self, unit: Unit[W]) -> list[Action[W]]:
@@ -108,6 +111,17 @@ class EnclosingBlocks(Generic[W]):
         """No backward runs."""
         self.open, self._lowest = None, len(self.blocks)
         self._reduced.clear()
+
+    def reduce_again(self, number: int) -> None:
+        """A backward of the block comes, or of one of its units: also on a rank without gradients
+        of its rest, that is reduced at the end if it was reduced before."""
+        self._reduced.discard(number)
+
+    def grad_ready(self, unit: Unit[W]) -> None:
+        """A gradient of a weight of a rest is ready: the same if no backward of the block comes."""
+        for block in self.blocks:
+            if block.rest is unit:
+                self.reduce_again(block.number)
 
     def prefetchable(self) -> list[Unit[W]]:
         """Rests that can be gathered before a forward and stay there until it uses them."""

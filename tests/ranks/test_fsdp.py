@@ -245,14 +245,15 @@ def test_norms_and_biases_of_all_blocks_travel_with_the_root() -> None:
         assert sorted(name for names in found for name in names) == sorted(wanted)
 
 
+@pytest.mark.parametrize("units", ["blocks", "nested"])
 @ranks(2)
-def test_blocks_may_run_twice_in_any_order_or_not_at_all(rank: int) -> None:
+def test_blocks_may_run_twice_in_any_order_or_not_at_all(units: str, rank: int) -> None:
     class Wandering(Model):
         turn = 0
 
         def forward(self, ids: Any) -> Any:
             self.turn += 1
-            order = [[2, 0, 0], [1], [0, 1, 2]][self.turn % 3]
+            order = [[2, 0, 0], [1], [0, 1, 2, 0, 1]][self.turn % 3]
             x = self.embed(ids)
             for number in order:
                 x = self.blocks[number](x)
@@ -262,9 +263,9 @@ def test_blocks_may_run_twice_in_any_order_or_not_at_all(rank: int) -> None:
     for fully_shard in (torchs.fully_shard, ours.fully_shard):
         torch.manual_seed(3)
         model = Wandering().double()
-        shard(fully_shard, model, "blocks", mesh_of((2,)))
+        shard(fully_shard, model, units, mesh_of((2,)))
         results.append(steps(model, rank))
-    require_same(results[1], results[0])
+    require_same(results[1], results[0], 1e-11)
 
 
 @pytest.mark.thorough(1)

@@ -278,6 +278,51 @@ def test_losses_of_two_forwards_micro_batches_and_failures_leave_units_right() -
         twin.check_gradients("unsharded before")
 
 
+class Twice(Tiny):
+    """Its layers run twice."""
+
+    def blocks(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.layers):
+            x = layer(x)
+        return x
+
+
+class Elsewhere(Tiny):
+    """A layer's unit runs within another one; the last layer's other weights before all layers."""
+
+    def blocks(self, x: Tensor) -> Tensor:
+        x = x + self.layers[2].gate(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Borrowing(Layer):
+    lender: tuple[Layer, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        for layer in self.lender:
+            x = x + layer.feed(x)
+        return x
+
+
+def _borrowing() -> Elsewhere:
+    model = Elsewhere(Borrowing, layers=3)
+    model.layers[2].lender = (model.layers[0],)
+    return model
+
+
+@ranks(2)
+def test_gradients_that_come_to_a_block_after_its_rest_was_reduced_are_kept() -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    for make in (partial(Twice, Layer, layers=3), _borrowing):
+        for checkpoint, zero in ((None, True), (FULL, False)):
+            trained(
+                Twin(make, mesh, checkpoint, rules=[EACH], unexpected_order="gather"), zero=zero
+            )
+
+
 class Towers(nn.Module):
     """Blocks of a vision tower and of a decoder, and a batch without a picture."""
 
