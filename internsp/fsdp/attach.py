@@ -38,6 +38,7 @@ from internsp.fsdp.units import (
     by_mesh,
     groups_of,
     params_of,
+    require_noted,
     shardings_of,
     units_of,
 )
@@ -178,6 +179,7 @@ def attach(root: Any, compiler: Layer | None = None) -> None:
                 f"{unit.name} was sharded by torch's fully_shard: call internsp.fsdp's, or "
                 "internsp.fsdp.install() before, for all modules of a model"
             )
+    require_noted(root, units)
     modules = modules_of(units)
     if not params_of(units):  # nothing to gather: torch accepts it, too
         for module in modules:

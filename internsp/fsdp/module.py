@@ -8,7 +8,7 @@ the communicator of what is noted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from functools import cache, partial, wraps
 from typing import Any, cast
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register  # noqa: F401
+from torch.distributed.tensor import DTensor
 
 from internsp.dtensor.mixed import raw_grad
 from internsp.dtensor.unfinished import UnfinishedGradient
@@ -27,6 +28,7 @@ from internsp.errors import OrderError, StructureError
 from internsp.fsdp.attach import ATTRIBUTE, at_rest, attach, attached_to, hide, show
 from internsp.fsdp.compiled import compiler_around
 from internsp.fsdp.torchs import ties_checked
+from internsp.fsdp.units import note_parameters
 from internsp.modules.methods import RUNNING, as_forward
 
 _LOG = logging.getLogger("internsp.fsdp")
@@ -189,6 +191,9 @@ def fully_shard(
             f"reshard_after_forward={reshard_after_forward} needs a mesh of all ranks: leave it "
             f"out, and write internsp.fsdp.options(model, near_ranks={reshard_after_forward})"
         )
+    for part in parts_of(module):
+        if isinstance(part, nn.Module):  # else torch refuses it
+            _require_no_hooks(part, ignored_params or ())
     with ties_checked(parts_of(module)):
         made = torch_fully_shard(
             module, mesh=mesh, reshard_after_forward=reshard_after_forward,
@@ -209,6 +214,17 @@ def parts_of(given: Any) -> Sequence[Any]:
     return given if isinstance(given, (list, tuple)) else [given]
 
 
+def _require_no_hooks(module: nn.Module, ignored: Container[nn.Parameter]) -> None:
+    """FSDP2 makes new parameters, and loses these hooks without a word."""
+    for name, parameter in module.named_parameters():
+        hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if hooked and parameter not in ignored and not isinstance(parameter, DTensor):
+            raise StructureError(
+                f"{name} has a gradient hook, which fully_shard() would lose, since it makes new "
+                "parameters: call register_post_accumulate_grad_hook after it"
+            )
+
+
 def _make_ours(module: Any) -> None:
     if not isinstance(module, TorchFSDPModule):
         return  # within another module of the list
@@ -216,6 +232,7 @@ def _make_ours(module: Any) -> None:
     noted._pre_forward_hook_handle.remove()
     noted._post_forward_hook_handle.remove()
     noted._pre_forward = _refuse_torchs
+    note_parameters(cast("Any", module), noted)
     module.__class__ = cast("Any", _class_of(cast("Any", type(module))))
 
 

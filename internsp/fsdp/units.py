@@ -26,6 +26,32 @@ from internsp.structure.dtypes import WeightDtypes
 from internsp.structure.inner import Named
 from internsp.structure.named import NamedUnit, arrange
 
+_KNOWN = "_internsp_known"
+
+
+def note_parameters(module: nn.Module, state: Any) -> None:
+    """Note on torch's ``FSDPState`` the parameters that ``fully_shard`` has seen in ``module``."""
+    known = vars(state).setdefault(_KNOWN, set())
+    known.update((each, name) for each in module.modules() for name in each._parameters)
+
+
+def require_noted(root: nn.Module, units: Sequence[ProgramUnit]) -> None:
+    """Check at the first forward that ``fully_shard`` has seen every trained parameter.
+
+    Raises:
+        StructureError: one was added since. FSDP2 trains it on each rank apart, without a word.
+    """
+    known = {each for unit in units for each in vars(unit.state)[_KNOWN]}
+    sharded = {param.sharded_param for param in params_of(units)}
+    for path, module in root.named_modules():
+        for name, parameter in module._parameters.items():
+            trained = parameter is not None and parameter.requires_grad
+            if trained and (module, name) not in known and parameter not in sharded:
+                raise StructureError(
+                    f"{path}.{name} was added after fully_shard(), so that no rank would share its "
+                    "gradient: build the whole model first, adapters included"
+                )
+
 
 class ProgramUnit(NamedUnit):
     """One call of ``fully_shard``; ``state`` is torch's ``FSDPState`` of it."""

@@ -50,6 +50,8 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "gradient hook": (GradientError, "read .grad when", lambda: _hooked()(batch(0, 0, 0))),
     "step in backward": (GradientError, "gradient hook", lambda: _stepped()(batch(0, 0, 0))),
     "step in a later one": (GradientError, "gradient hook", lambda: _stepped(1)(batch(0, 0, 0))),
+    "gradient hook before": (StructureError, "after it", lambda: _hooked_before()),
+    "adapter": (StructureError, "0.up.bias was added", lambda: _added()(batch(0, 0, 0))),
     "part of a whole unit": (StructureError, "call the unit itself", lambda: _part_of_whole()),
     "theirs inside": (StructureError, "install", lambda: _mixed_up()(batch(0, 0, 0))),
     "near ranks of some": (StructureError, "near_ranks=1", lambda: _near_of_some()),
@@ -95,6 +97,19 @@ def _stepped(after: int = 0) -> Any:
 def _hooked() -> Any:
     model = _model()
     model.head.weight.register_hook(print)
+    return model
+
+
+def _hooked_before() -> None:
+    model = Model()
+    model.head.weight.register_post_accumulate_grad_hook(print)
+    ours.fully_shard(model, mesh=mesh_of((2,)))
+
+
+def _added() -> Any:
+    model = _model()
+    model.blocks[0].up = nn.Sequential(model.blocks[0].up)
+    model.blocks[0].up.bias = nn.Parameter(torch.zeros(3))
     return model
 
 

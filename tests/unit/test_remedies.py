@@ -429,6 +429,15 @@ FSDP: Table = {
             "tests/ranks/test_own_gather.py::test_every_gradient_and_step_is_that_of_what_the_functions_make_of_the_weights",
     },
     "in which nothing is summed": {"give it to fully_shard(ignored_params={...})": WRITTEN},
+    "which fully_shard() would lose": {
+        "call register_post_accumulate_grad_hook after it":
+            f"{PROGRAMS}test_methods_of_an_fsdp_module_do_what_torchs_do",
+    },
+    "was added after fully_shard(), so that no rank would share": {
+        "build the whole model first, adapters included":
+            "tests/ranks/test_dtypes.py::"
+            "test_fp32_adapters_train_over_a_frozen_bf16_base_as_on_one_process",
+    },
 }  # fmt: skip
 TABLES = {
     "fsdp": FSDP, "sp": SP, "pipeline": PIPELINE, "failure": FAILURE, "mesh": MESH,
