@@ -133,12 +133,12 @@ class RunOrder:
         if self.learning is not None:
             self.learning.pre_forward(None)
         if self._queue.slots.strict and self._next < len(order) and not self._may_differ():
+            learn = "'learn' for models that always skip the same blocks, "
             raise OrderError(  # the forward stays open: all ranks recover together
                 f"only {self._next} of {len(order)} blocks ran in this forward on rank "
                 f"{self._rank}: the next in order was {order[self._next].name}. "
-                "Set weight_parallel.unexpected_order = 'learn' for models that always skip the "
-                "same blocks, 'gather' for those that skip others from step to step, on all ranks "
-                "alike"
+                f"Set weight_parallel.unexpected_order = {'' if self.learned else learn}'gather' "
+                "for those that skip others from step to step, on all ranks alike"
             )
         if self._agreement is not None:
             self._agreement.post_blocks("the end", self._next == len(order))
@@ -156,13 +156,15 @@ class RunOrder:
             if self._may_differ():
                 self.learned.leave_order()
                 return
-        which = "which the first step has shown" if self.learned else "as declared"
+        which, learn = "as declared", "'learn' for an order that never changes, "
+        if self.learned:
+            which, learn = "which the first step has shown", ""
         raise OrderError(
             f"block {unit.name} ran on rank {self._rank} where "
             f"{expected.name if expected is not None else 'the end'} was expected, {which}: the "
             "prefetch order would be wrong. Declare the blocks in the order in which they run "
-            "(weight_parallel.blocks), or set weight_parallel.unexpected_order = 'learn' for an "
-            "order that never changes, 'gather' for one that changes on all ranks alike"
+            f"(weight_parallel.blocks), or set weight_parallel.unexpected_order = {learn}'gather' "
+            "for one that changes on all ranks alike"
         )
 
     # backward

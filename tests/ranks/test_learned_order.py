@@ -168,7 +168,7 @@ def test_another_order_later_is_an_error_and_without_gradients_gathered_as_it_co
             twin.backward()
             twin.check_step(optimizers, f"step {step}")
         for order, word in (((0, 1, 2, 3), "layers.1"), ((0, 2), "layers.1"), ((3,), "layers.3")):
-            refuses(twin, order, word, "'gather'")
+            refuses(twin, order, word, "unexpected_order = 'gather'")
             twin.plain.order = order
             evaluate(twin, f"{order}")
             twin.ours.order = twin.plain.order = SWAPPED
