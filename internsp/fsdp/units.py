@@ -48,8 +48,8 @@ def require_noted(root: nn.Module, units: Sequence[ProgramUnit]) -> None:
             trained = parameter is not None and parameter.requires_grad
             if trained and (module, name) not in known and parameter not in sharded:
                 raise StructureError(
-                    f"{path}.{name} was added after fully_shard(), so that no rank would share its "
-                    "gradient: build the whole model first, adapters included"
+                    f"{f'{path}.{name}'.lstrip('.')} was added after fully_shard(), so that no "
+                    "rank would share its gradient: build the whole model first, adapters included"
                 )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from internsp.base.host import GRADIENTS, OPTIMIZER, WEIGHTS, HostLink, HostSum
 from internsp.base.stand_in import copied
+from internsp.errors import StructureError
 from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.optim.methods import Method
 from internsp.optim.slices import Region
@@ -436,9 +437,20 @@ def _over_tensor_ranks(member: Member) -> tuple[Any, ...]:
 
 
 def _counted(member: Member, mesh: ParallelMesh) -> bool:
+    """Whether the norm counts this rank's part: of several copies the first one.
+
+    Raises:
+        StructureError: the norm's sum over tensor ranks would leave parts of it out.
+    """
     part, owned = member.tensor, mesh.shape.experts_over_tensor and member.axis is mesh.experts
     ranks = {mesh.rank} if part is None else {*part.mesh.mesh.flatten().tolist()}
-    first = owned or mesh.tensor_ranks[0] in ranks
+    if not owned and not ranks.issubset(mesh.model_ranks):
+        raise StructureError(
+            f"{member.name} lies on tensor ranks {sorted(ranks)}, other weights on "
+            f"{mesh.tensor_ranks} (this is rank {mesh.rank}), and a ZeroOptimizer's norm is over "
+            "one group of tensor ranks: take a torch optimizer in a plain loop"
+        )
+    first = owned or mesh.tensor_ranks[0] in ranks  # else another rank outside of it counts
     return member.counted and first and (part is None or part.first)
 
 

@@ -5,7 +5,7 @@ Dense weights are sharded over all ranks, an owner's experts over the ranks that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import internsp.fsdp as ours
 from internsp.errors import ConfigError, MeshError, StructureError
-from tests.support.fsdp import Program, compare, require_same, whole
+from tests.support.fsdp import Program, compare, parts, require_same, whole
 from tests.support.ranks import ranks
 
 if not hasattr(_fsdp_common, "ShardPlacementResult"):  # torch 2.11
@@ -233,12 +233,6 @@ def steps(model: Any, rank: int, micro: int = 1, number: int = 3) -> dict[str, T
         optimizer.step()
         optimizer.zero_grad()
     return found | parts(dict(model.named_parameters()))
-
-
-def parts(values: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """This rank's part of each, since owners' plain experts have the same names."""
-    found = {prefix + n: v.to_local().detach().clone() for n, v in values.items() if v is not None}
-    return {name: value for name, value in found.items() if value.numel()}
 
 
 def gradients(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import internsp.fsdp as ours
-from tests.support.fsdp import Program, compare, require_same
+from tests.support.fsdp import Program, compare, parts, require_same
 from tests.support.ranks import ranks
 from tests.support.versions import since
 
@@ -66,14 +66,8 @@ class Made:
         return found
 
 
-def parts(named: Any, prefix: object = "") -> dict[str, Tensor]:
-    """This rank's part of each, if it has one: both runs place them alike."""
-    found = {f"{prefix} {name}": value.to_local().clone() for name, value in named}
-    return {name: value for name, value in found.items() if value.numel()}
-
-
 def gradients(model: nn.Module, prefix: object) -> dict[str, Tensor]:
-    return parts(((name, p.grad) for name, p in model.named_parameters()), prefix)
+    return parts({name: p.grad for name, p in model.named_parameters()}, f"{prefix} ")
 
 
 def steps(made: Made, model: Any, micro: int = 1) -> dict[str, Tensor]:
@@ -90,7 +84,7 @@ def steps(made: Made, model: Any, micro: int = 1) -> dict[str, Tensor]:
         found |= {f"norm {step}": norm.full_tensor(), **gradients(model, step)}
         optimizer.step()
         optimizer.zero_grad()
-    return found | parts((n, p.detach()) for n, p in model.named_parameters())
+    return found | parts(dict(model.named_parameters()))
 
 
 PLACES: dict[str, list[Any]] = {}

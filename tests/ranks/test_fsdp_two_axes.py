@@ -10,10 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 import internsp.fsdp as ours
-from tests.support.fsdp import Program, compare
+from internsp.errors import StructureError
+from internsp.fsdp.attach import plan_of
+from internsp.optim import ZeroOptimizer
+from tests.support.fsdp import Program, compare, parts
 from tests.support.ranks import ranks
 
 SIZE, WIDE = 5, 7  # no multiples of any number of ranks
@@ -81,15 +85,36 @@ def program(data: tuple[int, ...], zero: bool = False, **options: Any) -> Progra
     return run
 
 
-def parts(values: dict[str, Any]) -> dict[str, Tensor]:
-    """This rank's part of each, if it has one: both runs place them alike."""
-    found = {name: value.to_local().detach().clone() for name, value in values.items()}
-    return {name: value for name, value in found.items() if value.numel()}
-
-
 @ranks(4)
 def test_two_axes_of_tensor_ranks_have_the_numbers_of_fsdp2(rank: int) -> None:
     compare(program((1,)), rank=rank)
+
+
+def apart(names: Any) -> Any:
+    """Layers on two meshes of tensor ranks, neither of which has all of them."""
+    mesh = init_device_mesh("cpu", (1, 1, 2, 2), mesh_dim_names=("replicas", "shard", "a", "b"))
+    model: Any = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)).double()
+    for layer, axis in zip(model, ("a", "b"), strict=True):
+        parallelize_module(layer, mesh[axis], ColwiseParallel(output_layouts=Replicate()))
+    for part in (*model, model):
+        names.fully_shard(part, mesh=mesh["replicas", "shard"])
+    model(torch.ones(2, SIZE, dtype=torch.double)).sum().backward()
+    return model
+
+
+def step(names: Any, rank: int) -> dict[str, Tensor]:
+    model = apart(names)
+    torch.optim.AdamW(model.parameters()).step()
+    return parts(dict(model.named_parameters()))
+
+
+@ranks(4)
+def test_an_optimizer_refuses_tensor_ranks_apart_which_a_plain_loop_trains(rank: int) -> None:
+    """Their parts of the norm would be left out."""
+    compare(step, rank=rank)
+    communicator = plan_of(apart(ours), "").communicator
+    with pytest.raises(StructureError, match=r"1\.bias lies on tensor ranks .* plain loop"):
+        ZeroOptimizer(communicator, torch.optim.AdamW)
 
 
 @pytest.mark.thorough(20)

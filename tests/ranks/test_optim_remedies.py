@@ -752,6 +752,8 @@ def test_a_remedy_for_several_ranks_works(name: str, tmp_path: Path) -> None:
 NOT_RUN = {
     "pip install 'internsp[weights]'": "an installation",
     "call it, name rank": "",
+    "one group of tensor ranks: take a torch optimizer in a plain loop":
+        "four ranks: ranks/test_fsdp_two_axes",
 }
 
 

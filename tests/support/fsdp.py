@@ -106,6 +106,13 @@ def whole(values: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
+def parts(values: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """This rank's part of each that has one. Both runs place them alike; plain experts of other
+    owners have the same names."""
+    found = {prefix + n: v.to_local().detach().clone() for n, v in values.items() if v is not None}
+    return {name: value for name, value in found.items() if value.numel()}
+
+
 def steps(
     model: Any, rank: int, number: int = 3, micro: int = 1, clip: float = 0.0
 ) -> dict[str, Tensor]:
