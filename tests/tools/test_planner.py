@@ -293,35 +293,57 @@ def test_tau_counts_pairs_in_order() -> None:
 
 
 def test_own_steps_give_back_the_constants_that_made_them() -> None:
-    base = device_named("cpu")
-    true = replace(base, fitted=replace(base.fitted, products=12.0))
+    true = own.Machine(12.0, byte=1e-9, alone=0.002, beside=0.005, turn=0.004)
     names = ("even", "heavy", "four", "four, sequences over 2")
     cases = [own.Case(name, own.CASES[name], link=[3000.0]) for name in names]
-    for case in cases:
-        device = own.device_of(case, true, 1e-9)
-        case.compute, case.traced = [case.alone(own.device_of(case, true, 0.0))], [0.0]
-        case.ours = [case.predicted(device).total]
-    fitted, handling = own.calibrated(cases[0])
-    assert fitted.fitted.products == pytest.approx(12.0, rel=0.01)
-    assert handling == pytest.approx(1e-9, rel=0.01)
-    told = list(own.table(cases))
+    empty = own.Case("empty", own.EMPTY, link=[100.0])
+    for case in (*cases, empty):
+        case.compute, case.traced = [case.predicted(true, messages=False).total], [0.0]
+        case.ours = [case.predicted(true).total]
+    found = own.calibrated(cases[0], empty, true.turn)
+    assert vars(found) == pytest.approx(vars(true), rel=0.01)
+    told = list(own.table(cases, found))
     assert sum("| +0.0 % |" in line or "| -0.0 % |" in line for line in told) == len(cases)
     cases[1].ours = [2 * cases[1].ours[0]]  # a step that the constants do not explain
-    assert any("| -50.0 % |" in line for line in own.table(cases))
+    assert any("| -50.0 % |" in line for line in own.table(cases, found))
 
 
 def test_a_processor_that_sends_computes_less_and_ranks_share_cores() -> None:
-    base = replace(device_named("cpu"), near_ranks=8)
+    base = own.Machine(0.7)
     pair, four = (own.Case(name, own.CASES[name], link=[8000.0]) for name in ("even", "four"))
-    half = own.device_of(pair, base, 0.25e-9)  # a link of 1 GB/s: half a second for two gigabytes
-    assert half.fitted.slowdown == pytest.approx(1.0)
-    slow = own.device_of(pair, base, 1e-9)  # the processor takes two seconds a gigabyte sent
-    assert slow.near == slow.far == pytest.approx(0.5e9)
+    half = replace(base, byte=0.25e-9)  # a link of 1 GB/s: half a second for two gigabytes
+    assert half.rank(pair).fitted.slowdown == pytest.approx(1.0)
+    slow = replace(base, byte=1e-9)  # the processor takes two seconds a gigabyte sent
+    assert slow.rank(pair).near == slow.rank(pair).far == pytest.approx(0.5e9)
     assert pair.predicted(slow).total > pair.predicted(half).total
-    shared = own.device_of(four, base, 0.0)
-    few = min(1.0, own.CORES / 4)
-    assert shared.fitted.products == pytest.approx(base.fitted.products * few)
-    assert shared.bandwidth == pytest.approx(base.bandwidth * few)
+    shared, few = base.rank(four), min(1.0, own.CORES / 4)
+    assert shared.fitted.products == pytest.approx(0.7 * few)
+    assert shared.bandwidth == pytest.approx(device_named("cpu").bandwidth * few)
+
+
+def test_what_no_width_changes_takes_its_time_for_each_block_and_each_exchange() -> None:
+    base = own.Machine(0.7)
+    even, twice, four, cut = (
+        own.Case(name, own.CASES[name], link=[8e9])
+        for name in ("even", "even, 2 micro-batches", "four", "four, sequences over 2")
+    )
+
+    def added(case: own.Case, machine: own.Machine, messages: bool = True) -> float:
+        return case.predicted(machine, messages).total - case.predicted(base, messages).total
+
+    layers, crowd = 8, 1 / min(1.0, own.CORES / 4)
+    hooks = replace(base, alone=0.001, beside=0.002)
+    assert added(even, hooks, messages=False) == pytest.approx(0.001 * layers)
+    assert added(even, hooks) == pytest.approx(0.002 * layers)
+    assert added(twice, hooks) == pytest.approx(0.002 * layers * 2)
+    assert added(four, hooks) == pytest.approx(0.002 * layers * crowd)
+    turns = replace(base, turn=0.004)
+    assert added(four, turns) == 0
+    assert added(cut, turns) == pytest.approx(0.002 * 4 * layers if crowd > 1 else 0)
+
+
+def test_a_turn_is_what_another_process_of_the_core_takes() -> None:
+    assert 3e-4 < own.turn_of_processes(0.2) < 0.1
 
 
 def test_a_case_plans_the_tokens_that_its_ranks_compute() -> None:

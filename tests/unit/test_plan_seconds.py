@@ -461,6 +461,10 @@ def test_messages_of_traced_parts_come_after_launches_and_leave_the_near_domain(
     assert paces(load, block) == pytest.approx((0.01, 0.016))
     traced = replace(load, habits=replace(plain, traced=True, launches_behind=0.45))
     assert paces(traced, block) == pytest.approx((0.01 + block.tensor[0], 0.0045 + block.tensor[1]))
+    on_host = paces(load, replace(block, on_host=True))  # which computes when it has launched
+    assert on_host == pytest.approx((0.01 + block.at(0), 0.016 + block.at(1)))
+    assert block_seconds(load, device_named("cpu")).on_host
+    assert not block.on_host
     assert sum(ends(traced, device)) == pytest.approx(0.0145)
     passed = Computed.of(traced, device, block, ends(traced, device)).passed
     one_way = 128 * 64 * 2 / (device.far * device.fitted.links) + FAR_HOP  # not its half

@@ -32,6 +32,7 @@ class BlockSeconds:
         sequences: exchanges of parts of sequences that attention waits for.
         experts: exchanges of tokens between experts' ranks.
         slowdown: how much longer computation takes beside a message.
+        on_host: the host computes it, so that launches take its time.
     """
 
     forward: Work
@@ -42,6 +43,7 @@ class BlockSeconds:
     sequences: tuple[float, float]
     experts: tuple[float, float]
     slowdown: float
+    on_host: bool
 
     def slowed(self, at: int) -> float:
         """Seconds by which hidden tensor messages make forward (0) or backward (1) longer."""
@@ -82,7 +84,7 @@ def block_seconds(load: Workload, device: Device) -> BlockSeconds:
     tensor, hidden = _tensor(load, device, whole)
     return BlockSeconds(
         forward, backward, repeated, tensor, hidden, _context(load, device, attends, whole),
-        _experts(load, device, whole), device.fitted.slowdown,
+        _experts(load, device, whole), device.fitted.slowdown, device.kind == "cpu",
     )  # fmt: skip
 
 

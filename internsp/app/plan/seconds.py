@@ -201,9 +201,14 @@ def _micro_batch(load: Workload, block: BlockSeconds, blocks: float) -> Parts:
 
 
 def paces(load: Workload, block: BlockSeconds) -> tuple[float, float]:
-    """Seconds of a block's forward and backward, no less than the host's launches of them."""
+    """Seconds of a block's forward and backward, no less than the host's launches of them.
+
+    What launches on a processor also computes: its seconds are added.
+    """
     habits, host = load.habits, load.habits.launches
     behind = habits.launches_behind * host + (host if block.again.total else 0.0)
+    if block.on_host:
+        return host + block.at(0), behind + block.at(1)
     added = block.tensor if habits.traced else (0.0, 0.0)
     return max(host + added[0], block.at(0)), max(behind + added[1], block.at(1))
 
