@@ -300,8 +300,7 @@ class Runs:
         for step, path in disk.steps_in(output / "checkpoints"):
             try:
                 content = manifest.read(path)
-                if lines := manifest.damage(path, content, content.files):
-                    raise ConfigError(lines[0])
+                manifest.check_files(path, content, content.files)
                 reached = max(reached, step)
                 damaged.discard(path.name)  # written again
             except ConfigError as error:

@@ -49,12 +49,10 @@ class Stand:
         """Resume from the newest valid checkpoint; returns the valid ones and the skipped ones."""
         whole, damaged = [], []
         with suppress(ConfigError):
-            folders, _ = disk.candidates(self.run)
-            for folder in folders:
+            for folder in disk.candidates(self.run):
                 try:
                     content = manifest.read(folder)
-                    if lines := manifest.damage(folder, content, content.files):
-                        raise ConfigError(lines[0])
+                    manifest.check_files(folder, content, content.files)
                     whole.append(folder)
                 except ConfigError:
                     damaged.append(folder)

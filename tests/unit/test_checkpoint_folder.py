@@ -31,7 +31,7 @@ from internsp.app.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     canonical,
-    damage,
+    check_files,
     digest_of,
     read,
     write_manifest,
@@ -54,11 +54,10 @@ def test_the_newest_is_found_by_number_and_not_by_text(tmp_path: Path) -> None:
         save(tmp_path / "checkpoints", step)
     (tmp_path / "checkpoints" / "step-abc").mkdir()
     (tmp_path / "checkpoints" / "step-9999999.partial").mkdir()
-    found, named = candidates(tmp_path)
+    found = candidates(tmp_path)
     assert [path.name for path in found] == ["step-1000000", "step-999999", "step-000005"]
-    assert not named
-    assert candidates(tmp_path / "checkpoints")[0] == found
-    assert candidates(found[2]) == ([found[2]], True)
+    assert candidates(tmp_path / "checkpoints") == found
+    assert candidates(found[2]) == [found[2]]
     with pytest.raises(ConfigError, match="no checkpoint at"):
         candidates(tmp_path / "nothing")
 
@@ -144,7 +143,7 @@ def test_later_checkpoints_are_moved_with_the_rows_beside_them_and_no_more_found
     assert aside is not None
     assert (aside / "metrics.jsonl").read_text() == "rows"
     assert (aside / "step-000015" / "data").read_text() == "15"
-    assert [path.name for path in candidates(tmp_path)[0]] == ["step-000005"]
+    assert [path.name for path in candidates(tmp_path)] == ["step-000005"]
     assert os.readlink(folder / LATEST) == "step-000005"
     save(folder, 10)
     assert abandon_later(folder, 5)[1] == folder / "abandoned-2"
@@ -179,7 +178,14 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
     made = Manifest.model_validate(whole(tmp_path))
     write_manifest(tmp_path, made.model_dump(mode="json"))
     assert read(tmp_path) == made
-    assert damage(tmp_path, made, made.files) == []
+    check_files(tmp_path, made, made.files)
+
+
+def damage(folder: Path, made: Manifest) -> str:
+    """What is told of a folder whose files are not as they were written."""
+    with pytest.raises(ConfigError) as refused:
+        check_files(folder, made, made.files)
+    return str(refused.value)
 
 
 def test_every_flipped_bit_of_manifest_and_file_is_noticed(tmp_path: Path) -> None:
@@ -204,15 +210,13 @@ def test_every_flipped_bit_of_manifest_and_file_is_noticed(tmp_path: Path) -> No
         flipped = bytearray(right)
         flipped[place] ^= 1 << place % 8
         data.write_bytes(flipped)
-        assert damage(tmp_path, made, made.files) == [
-            f"{data} is damaged: its sha256 does not match"
-        ]
+        assert damage(tmp_path, made) == f"{data} is damaged: its sha256 does not match"
     data.write_bytes(right[:-1])
-    assert damage(tmp_path, made, made.files) == [f"{data} has 63 bytes, 64 were written"]
+    assert damage(tmp_path, made) == f"{data} has 63 bytes, 64 were written"
     data.unlink()
-    assert damage(tmp_path, made, made.files) == [f"{data} is missing"]
+    assert damage(tmp_path, made) == f"{data} is missing"
     data.symlink_to("/dev/zero")
-    assert damage(tmp_path, made, made.files) == [f"{data} is not a regular file"]
+    assert damage(tmp_path, made) == f"{data} is not a regular file"
 
 
 def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -317,8 +321,8 @@ def test_a_save_makes_latest_a_link_again_and_keeps_the_folder_that_it_had_becom
     folder = tmp_path / "checkpoints"
     older = written(folder, 5)
     latest = copied(folder)
-    assert candidates(latest) == ([latest], True), "a checkpoint as any other, if it is named"
-    assert candidates(tmp_path) == ([older], False)
+    assert candidates(latest) == [latest], "a checkpoint as any other, if it is named"
+    assert candidates(tmp_path) == [older]
     assert go_on(tmp_path, older, 5) == []
     written(folder, 10)
     assert os.readlink(latest) == "step-000010"
@@ -342,12 +346,12 @@ def test_a_latest_that_names_no_checkpoint_is_refused_and_passed_over(
     folder = tmp_path / "checkpoints"
     older, found = written(folder, 5), written(folder, 6)
     latest = folder / LATEST
-    assert candidates(latest) == ([found], True)
+    assert candidates(latest) == [found]
     latest.unlink()
     latest.symlink_to(target)
     with pytest.raises(ConfigError, match=r"no checkpoint at|manifest\.json is missing"):
-        read(candidates(latest)[0][0])
-    assert candidates(folder)[0] == [found, older]
+        read(candidates(latest)[0])
+    assert candidates(folder) == [found, older]
     assert go_on(tmp_path, found, 6) == []
     written(folder, 10)
     assert os.readlink(latest) == "step-000010"

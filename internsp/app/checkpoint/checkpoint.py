@@ -172,11 +172,7 @@ def check_complete(folder: Path, content: State) -> None:
         ConfigError: on every rank: a file is missing or damaged.
     """
     own = sorted(content.files)[dist.get_rank() :: dist.get_world_size()]
-    found = Objects().on_every(lambda: manifest.damage(folder, content, own))
-    damaged = [line for lines in found for line in lines]
-    if damaged:
-        more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
-        raise ConfigError(damaged[0] + more)
+    Objects().on_every(lambda: manifest.check_files(folder, content, own))
 
 
 def check_fits(content: State, tensors: Mapping[str, Tensor], path: Path) -> None:

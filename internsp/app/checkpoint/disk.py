@@ -50,8 +50,8 @@ def steps_in(checkpoints: Path) -> list[tuple[int, Path]]:
     return [(step, path) for step, _, path in sorted(found, reverse=True)]
 
 
-def candidates(path: Path) -> tuple[list[Path], bool]:
-    """Folders to resume from, the newest first, and whether ``path`` itself is the checkpoint.
+def candidates(path: Path) -> list[Path]:
+    """Folders to resume from, the newest first.
 
     ``path`` is the folder of a checkpoint, of checkpoints, or of a run; or ``latest``.
 
@@ -61,10 +61,10 @@ def candidates(path: Path) -> tuple[list[Path], bool]:
     if path.name == LATEST:
         path = Path(os.path.realpath(path))
     if (path / MANIFEST).exists() or (path / ".metadata").exists() or STEP.fullmatch(path.name):
-        return [path], True
+        return [path]
     for folder in (path, path / "checkpoints"):
         if found := [found for _, found in steps_in(folder)]:
-            return found, False
+            return found
     raise ConfigError(
         f"no checkpoint at {path} (looked for step-*/{MANIFEST} there and in its folder "
         "checkpoints)"
@@ -72,25 +72,22 @@ def candidates(path: Path) -> tuple[list[Path], bool]:
 
 
 def newest_whole(
-    path: Path, found: tuple[list[Path], bool], read: Callable[[Path], Manifest]
+    path: Path, folders: Iterable[Path], read: Callable[[Path], Manifest]
 ) -> tuple[Path, Manifest, list[str]]:
     """The first folder that ``read`` does not refuse, its manifest, and notes on those before it.
 
     Args:
-        found: what :func:`candidates` returns for ``path``.
+        folders: what :func:`candidates` returns for ``path``.
         read: reads a manifest and checks the files that it lists.
 
     Raises:
         ConfigError: there is none.
     """
-    folders, named = found
     skipped: list[str] = []
     for folder in folders:
         try:
             return folder, read(folder), skipped
         except ConfigError as error:
-            if named:
-                raise
             skipped.append(f"checkpoint {folder.name} was passed over: {error}")
     text = f"no complete checkpoint at {path}: give the path of another"
     raise ConfigError("\n  ".join([text, *skipped]))

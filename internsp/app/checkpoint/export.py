@@ -104,12 +104,10 @@ def newest(run: Path) -> tuple[Path, Manifest, Config, list[str]]:
 
     def read(folder: Path) -> Manifest:
         content = manifest.read(folder)
-        if damaged := manifest.damage(folder, content, sorted(content.files)):
-            raise ConfigError(damaged[0])
+        manifest.check_files(folder, content, sorted(content.files))
         return content
 
-    found = candidates(run)
-    folder, content, notes = newest_whole(run, found, read)
+    folder, content, notes = newest_whole(run, candidates(run), read)
     try:
         config = saved_config(content.config)
     except ConfigError as error:

@@ -207,11 +207,8 @@ def read_as(folder: Path, kind: type[Kind]) -> Kind:
     """
     path = folder / MANIFEST
     try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{path} is not a regular file")
-        if status.st_size > MAX_BYTES:
-            raise ConfigError(f"{path} has {status.st_size} bytes, more than any manifest has")
+        if (size := _size_of(path)) > MAX_BYTES:
+            raise ConfigError(f"{path} has {size} bytes, more than any manifest has")
         document = json.loads(path.read_bytes())
         content = document["content"]
         if digest_of(canonical(content)) != document["sha256"]:
@@ -238,23 +235,29 @@ def read_as(folder: Path, kind: type[Kind]) -> Kind:
         raise ConfigError(f"{path} is damaged: it is no manifest") from error
 
 
-def damage(folder: Path, manifest: State, names: Iterable[str]) -> list[str]:
-    """What is wrong with the files ``names``, one message a file; reads each file to its end."""
-    found = []
+def check_files(folder: Path, manifest: State, names: Iterable[str]) -> None:
+    """Check that the files ``names`` are as they were written; reads each to its end.
+
+    Raises:
+        ConfigError: one is missing or damaged; the message names it.
+    """
     for name in names:
         path, record = folder / name, manifest.files[name]
         try:
-            status = path.lstat()
-            if not stat.S_ISREG(status.st_mode):
-                found.append(f"{path} is not a regular file")
-            elif status.st_size != record.nbytes:
-                found.append(f"{path} has {status.st_size} bytes, {record.nbytes} were written")
-            else:
-                with path.open("rb") as file:
-                    if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
-                        found.append(f"{path} is damaged: its sha256 does not match")
+            if (size := _size_of(path)) != record.nbytes:
+                raise ConfigError(f"{path} has {size} bytes, {record.nbytes} were written")
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+                    raise ConfigError(f"{path} is damaged: its sha256 does not match")
         except FileNotFoundError:
-            found.append(f"{path} is missing")
+            raise ConfigError(f"{path} is missing") from None
         except OSError as error:
-            found.append(f"{path} cannot be read: {error.strerror}")
-    return found
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _size_of(path: Path) -> int:
+    """Size of a file, which reading cannot follow elsewhere or wait for."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{path} is not a regular file")
+    return status.st_size
