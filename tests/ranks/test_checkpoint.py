@@ -23,7 +23,7 @@ from internsp.app.checkpoint.manifest import MANIFEST, write_manifest
 from internsp.app.checkpoint.saver import Saver
 from internsp.app.config import Config
 from internsp.app.report.metrics import read_metrics
-from internsp.app.session.rates import RateFactor
+from internsp.app.session.rates import rate_factor
 from internsp.app.session.session import Session
 from internsp.app.train.run import train
 from internsp.app.train.run_lock import RunLock
@@ -236,7 +236,7 @@ def changed_settings_are_used_and_told_or_refused(rank: int, run: Path) -> None:
         *(f"optimizer.{key}" for key in sorted(now)), "train.steps",
     ]  # fmt: skip
     assert "optimizer.lr: 0.003 in the checkpoint, 0.001 from now on" in found.notes
-    factor = RateFactor(settings)
+    factor = rate_factor(settings, settings.train.steps)
     for step in range(2, 5):
         for group in session.optimizer.param_groups:
             assert group["lr"] == 1e-3 * factor(step)

@@ -10,14 +10,15 @@ import torch
 from torch.optim import lr_scheduler as torchs
 
 from internsp.app.config import Config
-from internsp.app.session.rates import RateFactor
+from internsp.app.session.rates import rate_factor
 
 STEPS, WARMUP, DECAY, FLOOR = 30, 5, 8, 0.1
 
 
 def factors(**optimizer: Any) -> list[float]:
     given = {"warmup_steps": WARMUP, "min_lr_ratio": FLOOR, **optimizer}
-    factor = RateFactor(Config.model_validate({"train": {"steps": STEPS}, "optimizer": given}))
+    config = Config.model_validate({"train": {"steps": STEPS}, "optimizer": given})
+    factor = rate_factor(config, STEPS)
     return [factor(step) for step in range(STEPS)]
 
 

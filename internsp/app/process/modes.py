@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -67,25 +66,28 @@ class Profile:
         self._path = folder / {"torch": f"torch-rank{rank}.json"}.get(
             kind, f"memory-rank{rank}.pickle"
         )
-        self._profiler: Any = None
         self._recording: ExitStack | None = None
 
     def before_step(self, step: int) -> None:
         """Start if ``step`` (from 1), which begins now, is the first chosen one."""
-        if step != self._steps[0]:
+        if step != self._steps[0] or self._kind not in ("torch", "memory"):
             return
+        self._recording, path = ExitStack(), str(self._path)  # its last entry is called first
         if self._kind == "torch":
             kinds = [torch.profiler.ProfilerActivity.CPU]
             if accelerator.has_streams(self._device):
                 kinds.append(getattr(torch.profiler.ProfilerActivity, self._device.type.upper()))
-            self._profiler = torch.profiler.profile(activities=kinds, record_shapes=True)
-            self._profiler.start()
-        elif self._kind == "memory":
-            # A recomputation that stops early ends by an exception, which torch 2.11 loses while it
-            # records what its unwinding frees ("returned NULL without setting an exception").
-            self._recording = ExitStack()
-            self._recording.enter_context(set_checkpoint_early_stop(False))
-            torch.cuda.memory._record_memory_history()
+            profiler = torch.profiler.profile(activities=kinds, record_shapes=True)
+            profiler.start()
+            self._recording.callback(profiler.export_chrome_trace, path)
+            self._recording.callback(profiler.stop)
+            return
+        # A recomputation that stops early ends by an exception, which torch 2.11 loses while it
+        # records what its unwinding frees ("returned NULL without setting an exception").
+        self._recording.enter_context(set_checkpoint_early_stop(False))
+        self._recording.callback(torch.cuda.memory._record_memory_history, enabled=None)
+        self._recording.callback(torch.cuda.memory._dump_snapshot, path)
+        torch.cuda.memory._record_memory_history()
 
     def after_step(self, step: int) -> Path | None:
         """Stop if ``step`` was the last chosen one; returns the file written, if any."""
@@ -93,15 +95,9 @@ class Profile:
 
     def close(self) -> Path | None:
         """Stop and write what is being recorded; returns the file written, if any."""
-        if self._profiler is None and self._recording is None:
+        recording, self._recording = self._recording, None
+        if recording is None:
             return None
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._profiler is not None:
-            self._profiler.stop()
-            self._profiler.export_chrome_trace(str(self._path))
-        if self._recording is not None:
-            torch.cuda.memory._dump_snapshot(str(self._path))
-            torch.cuda.memory._record_memory_history(enabled=None)
-            self._recording.close()
-        self._profiler = self._recording = None
+        recording.close()
         return self._path

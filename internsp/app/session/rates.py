@@ -13,8 +13,8 @@ from collections.abc import Callable
 from internsp.app.config import Config
 
 
-class RateFactor:
-    """The learning rate of a step as a factor of ``optimizer.lr``.
+def rate_factor(config: Config, steps: int) -> Callable[[int], float]:
+    """The learning rate of a step, counted from 0, as a factor of ``optimizer.lr``.
 
     ============== =========================================================== =================
     schedule       after the warm-up                                           torch
@@ -27,42 +27,28 @@ class RateFactor:
     inverse_sqrt   ``sqrt(warmup / step)``, not below ``min_lr_ratio``
                    (arXiv 1706.03762)
     ============== =========================================================== =================
+
+    Args:
+        steps: length of the run.
     """
+    optimizer = config.optimizer
+    schedule, warmup, floor = optimizer.schedule, optimizer.warmup_steps, optimizer.min_lr_ratio
+    start = warmup
+    if schedule == "wsd":
+        decay = max(steps // 10, 1) if optimizer.decay_steps is None else optimizer.decay_steps
+        start = max(steps - decay, warmup)
 
-    def __init__(self, config: Config, steps: int | None = None) -> None:
-        """Build the schedule; ``steps`` is the length of the run, if it is not ``train.steps``."""
-        optimizer = config.optimizer
-        self.warmup = optimizer.warmup_steps
-        self.steps = config.train.steps if steps is None else steps
-        self.floor = optimizer.min_lr_ratio
-        given = optimizer.decay_steps
-        self.decay = max(self.steps // 10, 1) if given is None else given
-        shapes: dict[str, Callable[[int], float]] = {
-            "constant": lambda step: 1.0,
-            "linear": lambda step: self._down(self._progress(step, self.warmup)),
-            "cosine": self._cosine,
-            "wsd": lambda step: self._down(self._progress(step, self.steps - self.decay)),
-            "inverse_sqrt": self._inverse_sqrt,
-        }
-        self._shape = shapes[optimizer.schedule]
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if schedule == "constant":
+            return 1.0
+        if schedule == "inverse_sqrt":
+            return max(math.sqrt(max(warmup, 1) / (step + 1)), floor)
+        progress = min(max(step - start, 0) / max(steps - start, 1), 1.0)
+        if schedule == "cosine":
+            cosine = 0.5 * (1 + math.cos(math.pi * progress))
+            return floor + (1 - floor) * cosine
+        return 1.0 + (floor - 1.0) * progress
 
-    def __call__(self, step: int) -> float:
-        """The factor of step ``step``, counted from 0."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        return self._shape(step)
-
-    def _progress(self, step: int, start: int) -> float:
-        """Position of ``step``: 0 at ``start``, 1 at the end of the run."""
-        start = max(start, self.warmup)
-        return min(max(step - start, 0) / max(self.steps - start, 1), 1.0)
-
-    def _down(self, progress: float) -> float:
-        return 1.0 + (self.floor - 1.0) * progress
-
-    def _cosine(self, step: int) -> float:
-        cosine = 0.5 * (1 + math.cos(math.pi * self._progress(step, self.warmup)))
-        return self.floor + (1 - self.floor) * cosine
-
-    def _inverse_sqrt(self, step: int) -> float:
-        return max(math.sqrt(max(self.warmup, 1) / (step + 1)), self.floor)
+    return factor

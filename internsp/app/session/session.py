@@ -25,7 +25,7 @@ from internsp.app.process.stop import ended_at_once
 from internsp.app.session.inputs import open_source, require_same
 from internsp.app.session.optimizers import check_group_patterns, make_optimizer
 from internsp.app.session.own import Custom, CustomData
-from internsp.app.session.rates import RateFactor
+from internsp.app.session.rates import rate_factor
 from internsp.base.accelerator import device_clock
 from internsp.base.trace import Trace
 from internsp.errors import ConfigError
@@ -153,7 +153,7 @@ class Session:
         for optimizer in optimizers:
             optimizer.train()
         schedules = [
-            torch.optim.lr_scheduler.LambdaLR(optimizer, RateFactor(config, steps))
+            torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor(config, steps))
             for optimizer in optimizers
         ]
         return cls(
