@@ -95,7 +95,7 @@ def put_in(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(disk, "publish", early)
     elif mistake:
-        monkeypatch.setattr(manifest, "damage", lambda *_: [])
+        monkeypatch.setattr(manifest, "check_files", lambda *_: None)
 
 
 @pytest.mark.parametrize(

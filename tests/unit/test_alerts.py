@@ -94,7 +94,7 @@ def test_a_command_that_fails_or_hangs_is_told_and_delays_nothing_for_long(
     one.close()
     assert time.monotonic() - began < 0.9
     assert told == []
-    one._running[0].join(10)
+    one._running[0].result(10)
     assert "timed out after" in told[0]
 
 

@@ -78,7 +78,7 @@ def test_documents_are_packed_end_to_end_with_an_end_token_and_their_starts(tmp_
 def test_a_row_is_the_stream_from_its_begin_and_knows_the_documents_that_start_in_it() -> None:
     store = stored([4, 5, 6, 7], [1, 2], [3])
     # In another order than stored, over two stores.
-    found = Documents.create([store, store], np.array([5, 8, 10]), np.array([3, 2, 5]))
+    found = Documents([store, store], np.array([5, 8, 10]), np.array([3, 2, 5]), False)
     rows = Rows(found, 4, seed=0)
     assert [rows.cut(begin).ids.tolist() for begin in (0, 2, 3, 6)] == [
         [1, 2, END, 3], [END, 3, END, 4], [3, END, 4, 5], [5, 6, 7, END],

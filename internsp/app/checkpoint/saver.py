@@ -17,7 +17,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from internsp.app.checkpoint.disk import (
 from internsp.app.checkpoint.files import FilePlan
 from internsp.app.checkpoint.manifest import Manifest, canonical
 from internsp.app.session.session import Session
+from internsp.base.background import in_background
 from internsp.errors import MACHINE_ERRNOS, InternspError, MachineError, NotFiniteError
 from internsp.failure.objects import Objects
 from internsp.optim.finite import NotFinite
@@ -179,7 +180,7 @@ class Saver:
                 values={}, tensors={}, files={},
             ).model_dump(mode="json")  # fmt: skip
 
-        work = in_background(write)
+        work = in_background(write, THREAD)
         try:
             while (yield work) < session.mesh.world_size:
                 pass
@@ -203,7 +204,7 @@ class Saver:
             text = canonical(whole).replace(f'"{place}"', self._tensors)
             publish(partial, final, text, kept.keep_last, kept.keep_every)
 
-        committed = in_background(commit) if session.mesh.rank == 0 else None
+        committed = in_background(commit, THREAD) if session.mesh.rank == 0 else None
         try:
             while (yield committed) < 1:
                 pass
@@ -234,20 +235,6 @@ class Saver:
     def _wait_for(self, work: Future[Any]) -> None:
         """Wait for a thread, but not for a disk that hangs: it must not hold up this rank's end."""
         wait([work], timeout=self._session.config.parallel.timeout_seconds)
-
-
-def in_background(work: Callable[[], Any]) -> Future[Any]:
-    """Run ``work()`` in a thread that holds up no end of the program."""
-    done: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=THREAD, daemon=True).start()
-    return done
 
 
 def _require_finite(found: list[list[str]], step: int) -> None:

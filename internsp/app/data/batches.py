@@ -12,8 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property
-from threading import Thread
+from functools import cached_property, partial
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,6 +24,7 @@ from internsp.app.config import HELD_OUT, Config, DataConfig, DocumentsConfig, M
 from internsp.app.data.order import Documents, Mixture, Row, Rows, counted
 from internsp.app.data.tokenizer import Tokenizer, load_tokenizer
 from internsp.app.data.tokens import Cached, TokenStore, open_stores, parts_of, prepare
+from internsp.base.background import in_background
 from internsp.errors import ConfigError
 
 FILLER = -1
@@ -96,7 +96,7 @@ class Part:
         of = f" of {name!r}" if name else ""
 
         def rows(views: Views, what: str, remedy: str = "") -> Rows:
-            found = Documents.create(stores, *views, given.format != "text")
+            found = Documents(stores, *views, given.format != "text")
             return _rows(found, data, seed, tokenizer, f"{what} text{of}", remedy)
 
         shuffled, evaluated = rows((train[0][order], train[1][order]), "training"), None
@@ -136,7 +136,7 @@ def evaluations(data: DataConfig, tokenizer: Tokenizer, cached: Cached) -> dict[
         stores = open_stores(given, tokenizer, cached)
         lengths = np.concatenate([store.lengths() for store in stores])
         views = np.cumsum(lengths) - lengths, lengths
-        found = Documents.create(stores, *views, given.format != "text")
+        found = Documents(stores, *views, given.format != "text")
         text, remedy = f"text {given.name!r} of data.evaluation", ", or leave its table out"
         made[given.name] = _rows(found, data, 0, tokenizer, text, remedy)
     return made
@@ -298,16 +298,7 @@ class Ahead(Generic[_Made]):
 
     def begin(self, taken: int) -> None:
         """Start to make the result for ``taken``."""
-        made: Future[_Made] = Future()
-
-        def work() -> None:
-            try:
-                made.set_result(self._make(taken))
-            except BaseException as error:  # noqa: BLE001 - raised where the result is taken
-                made.set_exception(error)
-
-        self._begun = taken, made
-        Thread(target=work, name="next batch", daemon=True).start()
+        self._begun = taken, in_background(partial(self._make, taken), "next batch")
 
     def take(self, taken: int) -> _Made:
         """The result for ``taken``, made now if it was not begun; raises what ``make`` raised."""
@@ -353,9 +344,16 @@ def split(
     return (begins[~held], lengths[~held]), (begins[ranked], lengths[ranked])
 
 
-def vocabulary_mistake(config: Config, tokenizer: Tokenizer) -> ConfigError:
-    """The error if the model's vocabulary is smaller than the tokenizer's."""
-    return ConfigError(
-        f"model.vocab_size: {config.model.vocab_size} is less than the {tokenizer.vocab_size} ids "
-        f"of data.tokenizer = {config.data.tokenizer!r}"
-    )
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The tokenizer of a run.
+
+    Raises:
+        ConfigError: the model's vocabulary is smaller; see also :func:`load_tokenizer`.
+    """
+    tokenizer, size = load_tokenizer(config.data.tokenizer), config.model.vocab_size
+    if tokenizer.vocab_size > size:
+        raise ConfigError(
+            f"model.vocab_size: {size} is less than the {tokenizer.vocab_size} ids of "
+            f"data.tokenizer = {config.data.tokenizer!r}"
+        )
+    return tokenizer

@@ -8,7 +8,6 @@ which of several texts each sequence comes from.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -47,29 +46,23 @@ def counted(row: Row) -> int:
     return int(wanted.sum())
 
 
-@dataclass(frozen=True)
 class Documents:
     """Parts of documents, one after another, in an order of their own.
 
-    Attributes:
+    Args:
         stores: the stored tokens, read as if they were concatenated.
-        begins: ``[n]``, start of each document in ``stores``.
-        starts: ``[n + 1]``, start of each document in this order, and the end of the last.
+        begins, lengths: ``[n]``, start of each document in ``stores``, and its number of tokens.
         marked: whether tokens encode if they count (:func:`internsp.app.data.chat.marked`).
+
+    Attributes:
+        starts: ``[n + 1]``, start of each document in this order, and the end of the last.
     """
 
-    stores: tuple[TokenStore, ...]
-    begins: Integers
-    starts: Integers
-    marked: bool = False
-
-    @classmethod
-    def create(
-        cls, stores: Sequence[TokenStore], begins: Integers, lengths: Integers, marked: bool = False
-    ) -> Documents:
-        """Documents in the given order."""
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-        return cls(tuple(stores), begins, starts, marked)
+    def __init__(
+        self, stores: Sequence[TokenStore], begins: Integers, lengths: Integers, marked: bool
+    ) -> None:
+        self.stores, self.begins, self.marked = stores, begins, marked
+        self.starts: Integers = np.append(0, np.cumsum(lengths, dtype=np.int64))
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -135,7 +128,7 @@ class Rows:
             return
         # A remainder of one token gives no sequence.
         pieces = (np.diff(documents.starts) + length - 2) // length
-        self._firsts = np.concatenate([np.zeros(1, np.int64), np.cumsum(pieces, dtype=np.int64)])
+        self._firsts = np.append(0, np.cumsum(pieces, dtype=np.int64))
         self.per_epoch = self.available = int(self._firsts[-1])
 
     def row(self, number: int) -> Row:

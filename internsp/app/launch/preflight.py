@@ -1,6 +1,6 @@
 """Checks before the ranks of a run start: its folder, packages, devices, model, a small text.
 
-Each check yields its mistakes, and all are reported together. What only the run itself can show, a
+All mistakes are reported together. What only the run itself can show, a
 full disk, a lack of memory, a mistake within a large text, it reports with the same messages.
 """
 
@@ -33,11 +33,13 @@ def check_before_start(config: Config, output: Path) -> None:
         ConfigError: mistakes in what the user gave (together with what the machine lacks).
         MachineError: the machine lacks something.
     """
-    found: list[InternspError] = []
-    for check in (_writers, _output, _device, _optimizer, _model, _text):
+    from internsp.app.session.optimizers import class_of
+
+    found = [*_writers(config), *_output(config, output), *device_mistakes(config, {})]
+    for check in (class_of, _model, _text):
         try:
-            found += check(config, output)
-        except InternspError as error:  # raised by a function that the run itself would call
+            check(config)
+        except InternspError as error:
             found.append(error)
     if not found:
         return
@@ -56,11 +58,11 @@ def check_joined(config: Config, output: Path, rank: int) -> None:
         raise error
     if rank:
         return
-    for error in [*_writers(config, output), *_output(config, output)]:
+    for error in [*_writers(config), *_output(config, output)]:
         raise error
 
 
-def _writers(config: Config, output: Path) -> Iterator[InternspError]:
+def _writers(config: Config) -> Iterator[InternspError]:
     if config.report.writers:
         from internsp.app.report.writers import missing_packages
 
@@ -111,10 +113,6 @@ def _make_file(folder: Path) -> None:
     tempfile.TemporaryFile(dir=folder).close()
 
 
-def _device(config: Config, output: Path) -> Iterator[InternspError]:
-    return device_mistakes(config, {})
-
-
 def device_mistakes(config: Config, environment: Mapping[str, str]) -> Iterator[InternspError]:
     """Check that the requested device exists, and that there is one for each local process.
 
@@ -146,14 +144,7 @@ def _devices(wanted: str) -> int:
     return accelerator.device_count(here if wanted == "auto" else wanted) if here != "cpu" else 0
 
 
-def _optimizer(config: Config, output: Path) -> Iterable[InternspError]:
-    from internsp.app.session.optimizers import class_of
-
-    class_of(config)
-    return []
-
-
-def _model(config: Config, output: Path) -> Iterable[InternspError]:
+def _model(config: Config) -> None:
     """Build the model without values: kernels that are missing, patterns that match nothing."""
     from internsp.app.config.tiles import with_tile_count
     from internsp.app.models.factory import build_model, check_stored
@@ -171,22 +162,17 @@ def _model(config: Config, output: Path) -> Iterable[InternspError]:
     take_experts(model, weights, shape.expert, 0)
     if shape.pipeline > 1:
         require_patterns_match(model, weights, shape)
-        return []
-    examine(model, weights, with_tile_count(config, shape.data), shape)
-    return []
+    else:
+        examine(model, weights, with_tile_count(config, shape.data), shape)
 
 
-def _text(config: Config, output: Path) -> Iterable[InternspError]:
+def _text(config: Config) -> None:
     """Read a small text as the ranks will; of a larger one the first document of each path."""
-    from internsp.app.data.batches import DataSource, evaluations, vocabulary_mistake
+    from internsp.app.data.batches import DataSource, evaluations, tokenizer_of
     from internsp.app.data.documents import paths_of
-    from internsp.app.data.tokenizer import load_tokenizer
     from internsp.app.data.tokens import encoded, parts_of
 
-    data, model = config.data, config.model
-    tokenizer = load_tokenizer(data.tokenizer)
-    if tokenizer.vocab_size > model.vocab_size:
-        return [vocabulary_mistake(config, tokenizer)]
+    data, tokenizer = config.data, tokenizer_of(config)
     trained = parts_of(data)
     parts = [part for part in (*trained, *data.evaluation) if part.source != "stdlib"]
     # Nothing is written before a run: all tokens are in memory.
@@ -198,7 +184,6 @@ def _text(config: Config, output: Path) -> Iterable[InternspError]:
         evaluations(data, tokenizer, {})
     else:
         DataSource.create(data, global_batch=1, tokenizer=tokenizer, prepared=({}, []))
-    return []
 
 
 def _size_of(paths: Iterable[str]) -> int:

@@ -128,12 +128,11 @@ class MetricsWriter:
     ) -> None:
         self.path = Path(path)
         self._run = run
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept: list[str] = []
         if resume_step is not None and self.path.exists():
-            _keep_rows_before(self.path, resume_step)
-            self._file = self.path.open("a", encoding="utf-8")
-        else:
-            self._file = self.path.open("w", encoding="utf-8")
+            kept = [line + "\n" for line, row in _rows(self.path) if row.step < resume_step]
+        write_whole("".join(kept), self.path)
+        self._file = self.path.open("a", encoding="utf-8")
         self._last: tuple[int, int, str] | None = None  # step, where its line begins, the line
 
     def write(self, metrics: StepMetrics) -> None:
@@ -191,11 +190,6 @@ def _rows(path: Path) -> list[tuple[str, StepMetrics]]:
                 "remove the line, or start the run under another name"
             ) from error
     return rows
-
-
-def _keep_rows_before(path: Path, step: int) -> None:
-    kept = [line for line, row in _rows(path) if row.step < step]
-    write_whole("".join(line + "\n" for line in kept), path)
 
 
 def write_whole(text: str, path: Path) -> Path:

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from internsp.app.config import Config
-from internsp.app.data.batches import DataSource, vocabulary_mistake
-from internsp.app.data.tokenizer import Tokenizer, load_tokenizer
+from internsp.app.data.batches import DataSource, tokenizer_of
+from internsp.app.data.tokenizer import Tokenizer
 from internsp.app.data.tokens import Read, prepare
 from internsp.config.words import in_words
 from internsp.errors import ConfigError
@@ -50,10 +50,8 @@ def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
         InternspError: on every rank: a rank cannot see tokens that rank 0 made.
     """
     loaded: list[Tokenizer] = []
-    Objects().on_every(lambda: loaded.append(load_tokenizer(config.data.tokenizer)))
+    Objects().on_every(lambda: loaded.append(tokenizer_of(config)))
     (tokenizer,) = loaded
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise vocabulary_mistake(config, tokenizer)
     prepared = _prepare_tokens(config, tokenizer, mesh)
     made: list[DataSource] = []
 

@@ -14,12 +14,14 @@ import shlex
 import shutil
 import statistics
 import subprocess
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 
 from internsp.app.report.metrics import StepMetrics
+from internsp.base.background import in_background
 from internsp.errors import ConfigError
 from internsp.failure.objects import Objects
 
@@ -48,7 +50,7 @@ class Alerts:
     def __init__(self, command: str | None, title: str) -> None:
         self._words, self._title = shlex.split(command or ""), title
         self._sent: dict[str, float] = {}
-        self._running: list[threading.Thread] = []
+        self._running: list[Future[None]] = []
         self.notify: Callable[[str], None] = print
         if self._words and shutil.which(self._words[0]) is None:
             raise ConfigError(
@@ -62,15 +64,11 @@ class Alerts:
             return
         self._sent[kind] = now
         words = [*self._words, f"{self._title}: {text}"]
-        thread = threading.Thread(target=self._run, args=(words,), name="alert", daemon=True)
-        thread.start()
-        self._running.append(thread)
+        self._running.append(in_background(partial(self._run, words), "alert"))
 
     def close(self) -> None:
         """Wait for commands that still run, three seconds at most."""
-        end = time.monotonic() + _LAST_SECONDS
-        for thread in self._running:
-            thread.join(max(0.0, end - time.monotonic()))
+        wait(self._running, _LAST_SECONDS)
 
     def _run(self, words: Sequence[str]) -> None:
         nothing = subprocess.DEVNULL

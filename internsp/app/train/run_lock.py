@@ -35,9 +35,12 @@ class RunLock:
         try:
             self._lock.acquire(blocking=False)
         except Timeout:
+            holder = "another process"
+            with suppress(OSError):
+                holder = one_line(owner.read_text(errors="replace")[:300]) or holder
             raise ConfigError(
-                f"{folder} is in use by {_read(owner) or 'another process'}; wait until it has "
-                "ended or stop it, or choose another train.name or --output"
+                f"{folder} is in use by {holder}; wait until it has ended or stop it, or choose "
+                "another train.name or --output"
             ) from None
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         owner.write_text(
@@ -52,9 +55,3 @@ class RunLock:
         if self._lock.is_locked:
             (folder / OWNER).unlink(missing_ok=True)
             self._lock.release()
-
-
-def _read(owner: Path) -> str:
-    with suppress(OSError):
-        return one_line(owner.read_text(errors="replace")[:300])
-    return ""
