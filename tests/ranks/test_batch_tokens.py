@@ -74,7 +74,7 @@ def test_a_step_takes_rows_in_their_order_until_they_have_the_tokens(
     alone: dict[str, Ran], name: str
 ) -> None:
     settings = config(*ALONE[name])
-    source = DataSource.create(settings.data, global_batch=1, seed=settings.train.seed)
+    source = DataSource(settings.data, global_batch=1, seed=settings.train.seed)
     taken = total = 0
     for row in alone[name].rows:
         assert row.sequences is not None
@@ -128,7 +128,7 @@ def test_a_run_goes_on_at_the_row_that_comes_next(tmp_path: Path, alone: dict[st
     elsewhere.equals(alone["packed"])
     (row,) = batches.rows
     assert row.sequences is None
-    source = DataSource.create(config().data, global_batch=1)
+    source = DataSource(config().data, global_batch=1)
     first = alone["packed"].rows[0].sequences
     assert first is not None
     assert row.tokens == sum(counted(source.row(first + n)) for n in range(8))

@@ -102,7 +102,7 @@ def one_by_one(settings: Config) -> tuple[float, float]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(settings.model.path, dtype=torch.float64)
-    source = DataSource.create(settings.data, global_batch=4, seed=settings.train.seed)
+    source = DataSource(settings.data, global_batch=4, seed=settings.train.seed)
     batch = train_batch(source, 0, slice(0, 4))
     total, count, documents = torch.zeros((), dtype=torch.float64), 0, 0
     for ids, starts in zip(batch.ids, batch.boundaries, strict=True):

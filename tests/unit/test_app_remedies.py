@@ -225,7 +225,7 @@ def data(text: str, **settings: Any) -> Remedy:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "t.txt").write_bytes(os.fsencode(text))
             given = DataConfig(source="text", paths=(folder,), sequence_length=8, **settings)
-            assert train_batch(DataSource.create(given, global_batch=1), 0).ids.numel() > 1
+            assert train_batch(DataSource(given, global_batch=1), 0).ids.numel() > 1
 
     return made
 

@@ -72,7 +72,7 @@ def source(folder: Path, rows: list[dict[str, Any]], **changes: object) -> DataS
         "source": "jsonl", "paths": [str(folder / "rows.jsonl")], "format": "chat", "pack": False,
         "tokenizer": str(folder / "tokenizer"), "sequence_length": 40, "held_out": 0.0, **changes,
     }  # fmt: skip
-    return DataSource.create(DataConfig.model_validate(settings), global_batch=1)
+    return DataSource(DataConfig.model_validate(settings), global_batch=1)
 
 
 def said(row: Row) -> tuple[list[str], list[str]]:

@@ -29,7 +29,7 @@ def own_text(length: int = 64, seed: int = 0, batch: int = 4, **changes: object)
     config = DataConfig(
         source="text", paths=(str(OWN_TEXT),), sequence_length=length, held_out=0.2, **changes
     )
-    return DataSource.create(config, global_batch=batch, seed=seed)
+    return DataSource(config, global_batch=batch, seed=seed)
 
 
 def text_folder(folder: Path, *texts: str) -> DataConfig:
@@ -69,7 +69,7 @@ def stored(*contents: list[int], end: int | None = END) -> TokenStore:
 
 
 def test_documents_are_packed_end_to_end_with_an_end_token_and_their_starts(tmp_path: Path) -> None:
-    source = DataSource.create(text_folder(tmp_path, "abc", "de"), global_batch=1, seed=0)
+    source = DataSource(text_folder(tmp_path, "abc", "de"), global_batch=1, seed=0)
     tokens, starts = tokens_of(packed(source)), packed(source).documents.starts.tolist()
     first, second = [97, 98, 99, END], [100, 101, END]
     assert (tokens, starts) in [(first + second, [0, 4, 7]), (second + first, [0, 3, 7])]
@@ -171,14 +171,14 @@ def test_held_out_batches_spread_over_the_text_and_repeat_only_when_it_is_short(
 
 
 def test_nothing_is_held_out_when_the_share_is_zero(tmp_path: Path) -> None:
-    source = DataSource.create(text_folder(tmp_path, "abcdefgh"), global_batch=1)
+    source = DataSource(text_folder(tmp_path, "abcdefgh"), global_batch=1)
     assert source.evaluated == []
     assert train_batch(source, 0).ids.shape == (1, 4)
 
 
 def test_the_standard_library_starts_quickly_and_is_the_same_every_time() -> None:
     start = time.perf_counter()
-    source = DataSource.create(DataConfig(), global_batch=2)
+    source = DataSource(DataConfig(), global_batch=2)
     seconds = time.perf_counter() - start
     assert seconds < 5  # under one second when nothing else runs
     assert len(packed(source).documents) > 4_000_000
@@ -219,12 +219,12 @@ def test_bytes_and_text_turn_into_each_other_whatever_the_bytes() -> None:
 def test_mistakes_name_the_key_and_the_remedy(change: dict[str, object], message: str) -> None:
     values: dict[str, object] = {"source": "text", "paths": (str(OWN_TEXT),), **change}
     with pytest.raises(ConfigError, match=message):
-        DataSource.create(DataConfig(**values), global_batch=2)
+        DataSource(DataConfig(**values), global_batch=2)
 
 
 def test_empty_text_is_an_error_that_names_where(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no text in"):
-        DataSource.create(text_folder(tmp_path, "", "  "), global_batch=1)
+        DataSource(text_folder(tmp_path, "", "  "), global_batch=1)
 
 
 def test_batches_of_any_sizes_take_every_row_once_and_each_place_is_that_of_its_row() -> None:

@@ -258,7 +258,7 @@ def test_a_vocabulary_that_is_too_small_and_documents_without_a_token_are_refuse
     assert "data.tokenizer finds no token in it" in told(small(data=data))
     with Path("rows.jsonl").open("a") as file:
         file.write('{"text": "' + "a " * 400 + '"}\n')
-    source = DataSource.create(small(data=data | {"held_out": 0.0}).data, global_batch=2)
+    source = DataSource(small(data=data | {"held_out": 0.0}).data, global_batch=2)
     # A document without tokens is skipped with its end token: a batch could hold end tokens only.
     found = source.parts[0].train.documents
     assert found.read(0, len(found)).tolist() == [0] * 400 + [1]

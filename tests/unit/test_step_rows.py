@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import replace
 from itertools import chain
 from math import ceil
 from pathlib import Path
@@ -27,7 +26,7 @@ TEXT = Path(__file__).parents[1] / "data" / "text"
 
 def text(**changes: Any) -> DataSource:
     settings = {"source": "text", "paths": [str(TEXT)], "sequence_length": 300, "held_out": 0.1}
-    return DataSource.create(DataConfig.model_validate({**settings, **changes}), global_batch=4)
+    return DataSource(DataConfig.model_validate({**settings, **changes}), global_batch=4)
 
 
 def chats(folder: Path, **changes: Any) -> DataSource:
@@ -130,7 +129,8 @@ def test_a_global_batch_is_dealt_as_before() -> None:
     place: Any = Place(3, 1, 1)
     train = Config.model_validate({"train": {"global_batch": 12, "micro_batches": 2}}).train
     assert StepRows.of_batch(40, train, place) == (12, [[42, 43], [48, 49]])
-    more = replace(text(), global_batch=12)
+    more = text()
+    more.global_batch = 12
     batch = more.batch([42, 43])
     assert torch.equal(batch.ids, train_batch(more, 40, slice(2, 4)).ids)
 

@@ -56,7 +56,7 @@ def source_of(path: Path, kind: str = "jsonl", **changes: object) -> DataSource:
         "source": "jsonl" if kind == "gz" else kind, "paths": (str(path),), "sequence_length": 16,
         "held_out": 0.1, **changes,
     }  # fmt: skip
-    return DataSource.create(DataConfig(**settings), global_batch=8, seed=3)
+    return DataSource(DataConfig(**settings), global_batch=8, seed=3)
 
 
 def source(path: Path, kind: str = "jsonl", least: int = 0, **changes: object) -> DataSource:
@@ -472,4 +472,4 @@ def test_documents_of_one_token_leave_nothing_to_pad() -> None:
     given = DataConfig(sequence_length=4, held_out=0.0, pack=False)
     ones = TokenStore.in_memory([(np.ones(1, np.uint16), b"x" * 16)] * 3, np.uint16)
     with pytest.raises(ConfigError, match="two tokens of one document but the training text has 3"):
-        Part.create(given, [ones], given, ByteTokenizer(), 0)
+        Part(given, [ones], given, ByteTokenizer(), 0)

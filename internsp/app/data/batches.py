@@ -9,9 +9,8 @@ save, and a rank can read any rows of the global batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Generic, NamedTuple, TypeVar
 
@@ -55,32 +54,25 @@ class Batch(NamedTuple):
         return cls(ids, starts or None, [row.ignored for row in rows])
 
 
-@dataclass(frozen=True)
 class Part:
-    """One of the mixed texts, or the only text.
+    """One of the mixed texts, or the only text, whose documents are split and shuffled.
 
     Attributes:
         name: name in metrics.
         weight: its share, relative to the others' weights.
         train, held_out: its sequences.
+
+    Raises:
+        ConfigError: there is no text, or not enough for one sequence.
     """
 
-    name: str
-    weight: float
-    train: Rows
-    held_out: Rows | None
-
-    @classmethod
-    def create(
-        cls, given: DocumentsConfig, stores: list[TokenStore], data: DataConfig,
+    def __init__(
+        self, given: DocumentsConfig, stores: list[TokenStore], data: DataConfig,
         tokenizer: Tokenizer, seed: int,
-    ) -> Part:  # fmt: skip
-        """Split the documents, and shuffle those of the training part.
-
-        Raises:
-            ConfigError: there is no text, or not enough for one sequence.
-        """
-        name = given.called if isinstance(given, MixturePart) else ""
+    ) -> None:  # fmt: skip
+        self.name, self.weight = "", 1.0
+        if isinstance(given, MixturePart):
+            self.name, self.weight = given.called, given.weight
         lengths = np.concatenate([store.lengths() for store in stores])
         if not len(lengths):
             where = list(given.paths) if given.paths else "the standard library"
@@ -93,17 +85,15 @@ class Part:
             digests = np.concatenate([store.digests for store in stores])
         train, held = split(lengths, digests, data.held_out, 1 if given.format == "text" else 0)
         order = np.random.default_rng([seed, 0]).permutation(len(train[0]))
-        of = f" of {name!r}" if name else ""
+        of = f" of {self.name!r}" if self.name else ""
 
         def rows(views: Views, what: str, remedy: str = "") -> Rows:
             found = Documents(stores, *views, given.format != "text")
             return _rows(found, data, seed, tokenizer, f"{what} text{of}", remedy)
 
-        shuffled, evaluated = rows((train[0][order], train[1][order]), "training"), None
+        self.train, self.held_out = rows((train[0][order], train[1][order]), "training"), None
         if data.held_out:
-            evaluated = rows(held, "held-out", ", raise data.held_out (0: no evaluation)")
-        weight = given.weight if isinstance(given, MixturePart) else 1.0
-        return cls(name, weight, shuffled, evaluated)
+            self.held_out = rows(held, "held-out", ", raise data.held_out (0: no evaluation)")
 
 
 def _rows(
@@ -142,57 +132,41 @@ def evaluations(data: DataConfig, tokenizer: Tokenizer, cached: Cached) -> dict[
     return made
 
 
-@dataclass
 class DataSource:
     """Batches of a :class:`~internsp.app.config.DataConfig`; the same on every rank and every mesh.
+
+    Args:
+        tokenizer: the tokenizer of ``config``, if it is already loaded.
+        prepared: the result of :func:`internsp.app.data.tokens.prepare`; ``None``: call it.
 
     Attributes:
         evaluations: sequences of the texts that are only evaluated on, by name.
         notes: messages for the user about tokens on disk.
+
+    Raises:
+        ConfigError: paths are missing, there is no text, or not enough for one sequence.
+        MachineError: there is no disk space for the tokens of a large text.
+        MissingDependencyError: an optional package is needed; gives the install command.
     """
 
-    parts: tuple[Part, ...]
-    tokenizer: Tokenizer
-    global_batch: int
-    held_out_share: float
-    seed: int
-    notes: tuple[str, ...] = ()
-    evaluations: Mapping[str, Rows] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._mixture = Mixture([part.weight for part in self.parts], self.seed)
-
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         config: DataConfig,
         *,
         global_batch: int,
         seed: int = 0,
         tokenizer: Tokenizer | None = None,
         prepared: tuple[Cached, list[str]] | None = None,
-    ) -> DataSource:
-        """Read or open all texts and split them.
-
-        Args:
-            tokenizer: the tokenizer of ``config``, if it is already loaded.
-            prepared: the result of :func:`internsp.app.data.tokens.prepare`; ``None``: call it.
-
-        Raises:
-            ConfigError: paths are missing, there is no text, or not enough for one sequence.
-            MachineError: there is no disk space for the tokens of a large text.
-            MissingDependencyError: an optional package is needed; gives the install command.
-        """
-        tokenizer = tokenizer or load_tokenizer(config.tokenizer)
-        cached, notes = prepared or prepare(config, tokenizer)
-        parts = tuple(
-            Part.create(given, open_stores(given, tokenizer, cached), config, tokenizer, seed)
+    ) -> None:
+        self.tokenizer = tokenizer = tokenizer or load_tokenizer(config.tokenizer)
+        cached, self.notes = prepared or prepare(config, tokenizer)
+        self.global_batch, self.seed, self._held_out_share = global_batch, seed, config.held_out
+        self.parts = [
+            Part(given, open_stores(given, tokenizer, cached), config, tokenizer, seed)
             for given in parts_of(config)
-        )
-        return cls(
-            parts, tokenizer, global_batch, config.held_out, seed, tuple(notes),
-            evaluations(config, tokenizer, cached),
-        )  # fmt: skip
+        ]
+        self.evaluations = evaluations(config, tokenizer, cached)
+        self._mixture = Mixture([part.weight for part in self.parts], seed)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -204,7 +178,7 @@ class DataSource:
             digest.update(f"{part.weight!r} {len(stores)}".encode())
             for store in stores:
                 digest.update(f"{store.digest()} {len(store.digests)}".encode())
-        digest.update(f"{self.seed} {self.held_out_share!r}".encode())
+        digest.update(f"{self.seed} {self._held_out_share!r}".encode())
         return digest.hexdigest()
 
     def batch(self, numbers: Sequence[int]) -> Batch:
@@ -225,8 +199,8 @@ class DataSource:
         """
         found = 0
         for count in range(1, _MOST_ROWS + 1):
-            part, own = self._mixture.locate(taken + count - 1)
-            found += self.parts[part].train.counted(own)
+            rows, own = self._locate(taken + count - 1)
+            found += rows.counted(own)
             if found >= tokens:
                 return count
         raise ConfigError(
@@ -236,13 +210,17 @@ class DataSource:
 
     def row(self, number: int) -> Row:
         """Row ``number`` in the order of the data."""
-        part, own = self._mixture.locate(number)
-        return self.parts[part].train.row(own)
+        rows, own = self._locate(number)
+        return rows.row(own)
 
     def position_of(self, row: int) -> tuple[int, int]:
         """Where a row begins: its document, and the token within the document."""
-        part, own = self._mixture.locate(row)
-        return self.parts[part].train.position_of(own)
+        rows, own = self._locate(row)
+        return rows.position_of(own)
+
+    def _locate(self, number: int) -> tuple[Rows, int]:
+        part, own = self._mixture.locate(number)
+        return self.parts[part].train, own
 
     def epochs(self, taken: int) -> dict[str, float]:
         """Epochs of each text after ``taken`` rows, by name."""

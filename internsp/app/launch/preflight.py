@@ -183,7 +183,7 @@ def _text(config: Config) -> None:
     elif all(part.source == "stdlib" for part in trained):
         evaluations(data, tokenizer, {})
     else:
-        DataSource.create(data, global_batch=1, tokenizer=tokenizer, prepared=({}, []))
+        DataSource(data, global_batch=1, tokenizer=tokenizer, prepared=({}, []))
 
 
 def _size_of(paths: Iterable[str]) -> int:

@@ -121,28 +121,22 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     return out
 
 
-@dataclass(frozen=True, slots=True)
 class _Scale:
     """Maps data to positions in the drawing; ``log``: logarithmic vertical axis."""
 
-    x: tuple[float, float]
-    y: tuple[float, float]
-    log: bool
-
-    @classmethod
-    def of(cls, series: Sequence[Series], finite: list[Point], zero: bool) -> _Scale:
+    def __init__(self, series: Sequence[Series], finite: list[Point], zero: bool) -> None:
         steps = [p[0] for s in series for p in s.points]
         x0, x1 = min(steps), max(steps)
         if x0 == x1:
             x0, x1 = x0 - 1, x1 + 1
         values = [p[1] for p in finite]
         low, high = min(values), max(values)
-        log = not zero and low > 0 and high / low > 100
-        if log:
+        self.log = not zero and low > 0 and high / low > 100
+        if self.log:
             low, high = math.log10(low), math.log10(high)
         margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
         bottom = 0.0 if zero and low >= 0 else low - margin
-        return cls((x0, x1), (bottom, high + margin), log)
+        self.x, self.y = (x0, x1), (bottom, high + margin)
 
     def at(self, point: Point) -> Point:
         (x0, x1), (y0, y1) = self.x, self.y
@@ -173,7 +167,7 @@ def line_chart(series: Sequence[Series], *, label: str, zero: bool = False) -> M
     finite = [p for s in series for p in s.points if drawable(p[1])]
     if not finite:
         return Markup('<p class="empty">No finite value to draw.</p>')
-    scale = _Scale.of(series, finite, zero)
+    scale = _Scale(series, finite, zero)
     drawn = TEMPLATES.get_template("chart.svg.j2").render(
         width=WIDTH, height=HEIGHT, label=label, left=_LEFT, right=WIDTH - _RIGHT, top=_TOP,
         floor=HEIGHT - _BOTTOM,

@@ -45,7 +45,7 @@ def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
     """Open the training data of a run. Collective.
 
     Raises:
-        ConfigError: on every rank: see :meth:`DataSource.create`; or the text has ids that the
+        ConfigError: on every rank: see :class:`DataSource`; or the text has ids that the
             model's vocabulary lacks; or ranks have read other texts.
         InternspError: on every rank: a rank cannot see tokens that rank 0 made.
     """
@@ -56,7 +56,7 @@ def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
     made: list[DataSource] = []
 
     def create() -> tuple[str, list[str]]:
-        own = DataSource.create(
+        own = DataSource(
             config.data, global_batch=config.train.global_batch, seed=config.train.seed,
             tokenizer=tokenizer, prepared=prepared,
         )  # fmt: skip
