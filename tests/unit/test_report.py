@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from internsp.app.report.page import Report, _charts
+from internsp.app.report.page import Report, _charts, communication_rows, waits_by_place
 from internsp.app.report.svg import (
     MAX_BARS,
     Series,
@@ -22,7 +22,6 @@ from internsp.app.report.svg import (
     smooth,
     ticks,
 )
-from internsp.app.report.tables import communication_rows, waits_by_place
 from internsp.base.trace import Event
 from tests.support import metrics
 

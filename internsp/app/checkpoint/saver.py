@@ -185,7 +185,13 @@ class Saver:
             while (yield work) < session.mesh.world_size:
                 pass
             found = Objects().on_every(lambda: (plan.file, *self._result(work, final), own))
-            _require_finite([names for _, _, names, _ in found], step)
+            broken = {rank: names for rank, (_, _, names, _) in enumerate(found) if names}
+            if broken:
+                names = tuple(dict.fromkeys(name for names in broken.values() for name in names))
+                raise NotFiniteError(
+                    f"weights or optimizer state are {NotFinite(names, tuple(broken))}: no "
+                    f"checkpoint of step {step} is written"
+                )
             whole = Objects().on_first(content)
         except BaseException:
             given_up.set()
@@ -235,13 +241,3 @@ class Saver:
     def _wait_for(self, work: Future[Any]) -> None:
         """Wait for a thread, but not for a disk that hangs: it must not hold up this rank's end."""
         wait([work], timeout=self._session.config.parallel.timeout_seconds)
-
-
-def _require_finite(found: list[list[str]], step: int) -> None:
-    """Check that no rank has found a name of what is not finite."""
-    names = tuple(dict.fromkeys(name for names in found for name in names))
-    if names:
-        broken = NotFinite(names, tuple(rank for rank, names in enumerate(found) if names))
-        raise NotFiniteError(
-            f"weights or optimizer state are {broken}: no checkpoint of step {step} is written"
-        )

@@ -41,7 +41,9 @@ class Init:
             ConfigError: there is no such configuration, or a file of that name exists.
             OSError: the folder cannot be written.
         """
-        known = {one.name.removesuffix(".toml"): one for one in _bundled()}
+        folder = resources.files("internsp") / "bundled"
+        found = (one for one in folder.iterdir() if one.name.endswith(".toml"))
+        known = {one.name.removesuffix(".toml"): one for one in found}
         if self.config not in known:
             raise ConfigError(f"--config: no {self.config}; there are {', '.join(sorted(known))}")
         path = self.to if self.to.suffix == ".toml" else self.to / f"{self.config}.toml"
@@ -205,9 +207,3 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     cells = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
     return ["  ".join(row).rstrip() for row in cells]
-
-
-def _bundled() -> list[Any]:
-    """The configuration files that come with the package."""
-    folder = resources.files("internsp") / "bundled"
-    return [one for one in folder.iterdir() if one.name.endswith(".toml")]

@@ -50,7 +50,6 @@ def combinations(config: Config) -> Iterator[Problem]:
     yield from _pipeline(config)
     yield from _optimizer(config)
     yield from _train(config)
-    yield from _evaluation(config)
     yield from _report(config)
     yield from _unused(config)
 
@@ -210,6 +209,9 @@ def _data(config: Config) -> Iterator[Problem]:
         for keys, text in _documents(data, "data.", data.tokenizer):
             yield Problem(tuple(f"data.{key}" for key in keys), text)
     yield from _tables(data)
+    if data.evaluation and not config.train.eval_batches:
+        text = "set it above 0, or leave the tables out: nothing is evaluated"
+        yield Problem(("train.eval_batches", "data.evaluation"), text)
     if data.tokenizer == "bytes" and config.model.vocab_size < 257:
         text = f"bytes need 257 ids (256 and the end of a document), got {config.model.vocab_size}"
         yield Problem(("model.vocab_size", "data.tokenizer"), text)
@@ -230,6 +232,8 @@ def _tables(data: DataConfig) -> Iterator[Problem]:
             if name in names[:at]:
                 text = f"another is called {name!r}, too: give it a name of its own"
                 found.append((("name",), text))
+            if kind == "evaluation" and name == HELD_OUT:
+                found.append((("name",), f"{name!r} is the name of another figure; choose one"))
             for keys, text in found:
                 yield Problem((f"data.{kind}",), f"table {at + 1}: {keys[0]}: {text}")
 
@@ -256,17 +260,6 @@ def _documents(
             needs = f'{prefix}source = "jsonl", "parquet" or "datasets", and {prefix}format = '
             text = f'of no effect here: it needs {needs}"{format_}"'
             yield (key, "source", "format"), text
-
-
-def _evaluation(config: Config) -> Iterator[Problem]:
-    texts = config.data.evaluation
-    for number, given in enumerate(texts, 1):
-        if given.name == HELD_OUT:
-            text = f"table {number}: {given.name!r} is the name of another figure; choose one"
-            yield Problem(("data.evaluation",), text)
-    if texts and not config.train.eval_batches:
-        text = "set it above 0, or leave the tables out: nothing is evaluated"
-        yield Problem(("train.eval_batches", "data.evaluation"), text)
 
 
 def _memory_and_order(config: Config) -> Iterator[Problem]:

@@ -32,15 +32,17 @@ from internsp.app.report.svg import (
     line_chart,
     number,
 )
-from internsp.app.report.tables import communication_rows, waits_by_place
-from internsp.app.report.timeline import step_times
+from internsp.app.report.timeline import COMMUNICATION, communication, mean_waits, step_times
 from internsp.base.sizes import human
 from internsp.base.trace import Event
 from internsp.errors import ConfigError
 
 _COLORS = ("s1", "s2", "s3", "s4")  # CSS classes for the lines of a chart
 _OFF = 0.02  # share of a step from which a component's prediction is called wrong
+_WORST = 3  # blocks that are told of those that waited for one thing
+_TOGETHER = "together"
 _EVENT = tuple(field.name for field in dataclasses.fields(Event))
+Traces = Mapping[int, Sequence[Event]]
 
 # Control characters, which HTML does not allow, and lone surrogates, which UTF-8 cannot encode.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -69,7 +71,7 @@ class Report:
     metrics: Sequence[StepMetrics]
     mesh: Mapping[str, int]
     memory: Sequence[tuple[str, int]]
-    timeline: Mapping[int, Sequence[Event]]
+    timeline: Traces
     notes: Sequence[str] = ()
     schedule: str = ""
     advice: Sequence[str] = ()
@@ -168,9 +170,7 @@ def _lead(metrics: Sequence[StepMetrics], mesh: Mapping[str, int]) -> str:
     return f"{steps}, {tokens:,} tokens, {duration(seconds)} of training · {degrees}"
 
 
-def _cards(
-    metrics: Sequence[StepMetrics], timeline: Mapping[int, Sequence[Event]]
-) -> dict[str, str]:
+def _cards(metrics: Sequence[StepMetrics], timeline: Traces) -> dict[str, str]:
     """The figures at the top, by name."""
     if not metrics:
         return {}
@@ -208,6 +208,43 @@ def evaluated(metrics: Sequence[StepMetrics]) -> dict[str, list[tuple[int, float
         for name, loss in row.evaluated.items():
             found.setdefault(name, []).append((row.step, loss))
     return found
+
+
+def communication_rows(events: Traces) -> Iterator[dict[str, Any]]:
+    """Hidden and exposed time by kind, and in total; nothing without a trace.
+
+    Means over the ranks, in seconds: a rank without such communication counts as zero. ``worst`` is
+    the exposed time of the rank where it is longest. The last row counts each moment once and has
+    no payload.
+    """
+    found = []
+    for trace in filter(None, events.values()):
+        times = step_times(trace)
+        found.append({**communication(trace), _TOGETHER: (0, 0, times.exposed, times.hidden)})
+    for kind, name in {**COMMUNICATION, _TOGETHER: _TOGETHER}.items():
+        rows = [each[kind] for each in found if kind in each]
+        if kind == _TOGETHER or any(nbytes for _, nbytes, *_ in rows):  # in groups of one: nothing
+            means = [sum(column) / len(found) for column in zip(*rows, strict=True)]
+            yield {
+                **dict(zip(("count", "nbytes", "exposed", "hidden"), means, strict=False)),
+                "name": name,
+                "worst": max((exposed for _, _, exposed, _ in rows), default=0.0),
+                "total": kind == _TOGETHER,
+            }
+
+
+def waits_by_place(events: Traces) -> list[tuple[str, str, float, list[tuple[str, float]]]]:
+    """Waits of the computing thread, longest first: the phase, what for, mean seconds, and the
+    blocks that waited most."""
+    places: dict[tuple[str, str], dict[str, float]] = {}
+    for (kind, unit, phase), seconds in mean_waits(events).items():
+        if seconds > 0:  # else no share of all could be told
+            places.setdefault((phase, COMMUNICATION.get(kind, "")), {})[unit] = seconds
+    rows = [
+        (*place, sum(units.values()), sorted(units.items(), key=lambda item: -item[1])[:_WORST])
+        for place, units in places.items()
+    ]
+    return sorted(rows, key=lambda row: -row[2])
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,8 @@ class Loop:
         if every:
             self.saver.prepare()
         while not self._finished():
-            if self._out_of_data():
+            source = self.session.source
+            if isinstance(source, CustomData) and not source.has_batches(self.runner.sequences):
                 self.output.note(f"the program's data ended after step {self.step}")
                 return None
             log.begin_step(self.step + 1)
@@ -163,11 +164,6 @@ class Loop:
         if train.stop_after_tokens:
             return self.tokens >= train.stop_after_tokens
         return self.step >= train.steps
-
-    def _out_of_data(self) -> bool:
-        """Whether the program's own data (if any) has ended."""
-        source = self.session.source
-        return isinstance(source, CustomData) and not source.has_batches(self.runner.sequences)
 
     def _one_step(self) -> StepMetrics | None:
         """Train one step, and tell of all that was read: of the step before, or of this one, whose
