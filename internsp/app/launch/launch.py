@@ -145,10 +145,6 @@ class _Rank:
         else:
             self.finished, self.outcome.stopped_by = True, message
 
-    def request_stop(self, number: int) -> None:
-        """Send the rank a stop signal when it is ready; more calls send no further signal."""
-        self.stop_sent = self.stop_sent or self.send_signal(number)
-
     def send_signal(self, number: int) -> bool:
         """Send the rank a signal, if it is ready and runs; returns whether it did."""
         if not self.ready or not self.alive or self.process.pid is None:
@@ -210,7 +206,7 @@ def _supervise(ranks: list[_Rank], signals: StopRequest) -> int:
         if signals.number:
             asked_at = min(asked_at, now)
             for rank in alive:
-                rank.request_stop(signals.number)
+                rank.stop_sent = rank.stop_sent or rank.send_signal(signals.number)
         if any(rank.outcome.failed for rank in ranks):
             failed_at = min(failed_at, now)
             for rank in alive:

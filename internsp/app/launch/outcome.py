@@ -96,7 +96,10 @@ def first_cause(outcomes: Sequence[RankOutcome]) -> ChildError | None:
             hint = " (out of memory?)" if name == "SIGKILL" else ""
             text = f"rank {outcome.rank} was ended by {name}{hint}"
             return ChildError(text, ranks=[outcome.rank])
-    later = f"\nLater, rank {failures[0][1]}: {_last_line(failures[0][0])}" if failures else ""
+    later = ""
+    if failures:
+        failure, rank = failures[0]
+        later = f"\nLater, rank {rank}: {failure.text.strip().splitlines()[-1]}"
     for outcome in outcomes:
         if outcome.stopped:
             return ChildError(
@@ -121,7 +124,6 @@ def first_cause(outcomes: Sequence[RankOutcome]) -> ChildError | None:
         text = f"{_ranks(late)} did not stop in time when asked, and had to be ended"
         return ChildError(text, ranks=late)
     if failures:
-        failure, rank = failures[0]
         return ChildError(
             f"rank {rank} failed: {failure.text}\nAnother rank went away without a message.",
             ranks=[rank],
@@ -132,7 +134,3 @@ def first_cause(outcomes: Sequence[RankOutcome]) -> ChildError | None:
 def _ranks(numbers: Sequence[int]) -> str:
     names = ", ".join(str(number) for number in numbers)
     return f"rank {names}" if len(numbers) == 1 else f"ranks {names}"
-
-
-def _last_line(failure: Failure) -> str:
-    return failure.text.strip().splitlines()[-1]

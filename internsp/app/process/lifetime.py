@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -29,22 +27,24 @@ def end_with_launcher() -> None:
 
     Two mechanisms, since each has a gap. The kernel ends this process with its parent, even if it
     is stopped or in a call that holds the interpreter lock (Linux only; the parent of a local rank
-    is the fork server, which itself ends with the launcher:
-        :mod:`internsp.app.launch.fork_server`). A
+    is the fork server, which ends with the launcher: :mod:`internsp.app.launch.fork_server`). A
     thread notices on every system that the launcher itself has ended.
     """
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        gone: Callable[[], object] = parent.join  # waits for a pipe that only the launcher holds
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
-        gone = functools.partial(_wait_for_new_parent, os.getppid())
-    else:
+    launcher, before = multiprocessing.parent_process(), os.getppid()
+    if launcher is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    before = os.getppid()
+
+    def watch() -> None:
+        if launcher is not None:
+            launcher.join()  # waits for a pipe that only the launcher holds
+        while launcher is None and os.getppid() == before:
+            time.sleep(_LOOK_SECONDS)
+        _end()
+
     signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != before:  # the parent ended meanwhile: no signal will come
         _end()
-    threading.Thread(target=_end_after, args=(gone,), name="launcher", daemon=True).start()
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
 def signal_at_parents_end(number: int) -> None:
@@ -88,16 +88,6 @@ def _state(pid: int) -> tuple[str, str]:
     # After the command's name, which is in brackets and may contain brackets itself.
     state, parent, *_ = text.rpartition(")")[2].split()
     return state, parent
-
-
-def _wait_for_new_parent(old: int) -> None:
-    while os.getppid() == old:
-        time.sleep(_LOOK_SECONDS)
-
-
-def _end_after(gone: Callable[[], object]) -> None:
-    gone()
-    _end()
 
 
 def _end() -> None:

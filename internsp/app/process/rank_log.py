@@ -116,11 +116,9 @@ class LastSeen:
 
 def last_seen(path: Path) -> LastSeen | None:
     """Read the first line of a log; ``None`` if the file is missing or has no such line."""
-    try:
-        with path.open("rb") as file:
-            match = _LINE.fullmatch(file.read(_WIDTH - 1).decode("ascii", "replace"))
-    except OSError:
-        return None
+    match = None
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        match = _LINE.fullmatch(file.read(_WIDTH - 1).decode("ascii", "replace"))
     if match is None:
         return None
     step = 0 if match[2] == "-" else int(match[2])
