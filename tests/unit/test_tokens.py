@@ -368,28 +368,25 @@ def test_several_that_make_the_same_tokens_at_once_all_read_them(
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_tokens_that_another_run_makes_meanwhile_stay_unless_they_were_cut(
+def test_tokens_that_were_cut_are_made_anew_and_those_of_another_run_meanwhile_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool
 ) -> None:
-    path, opened, others = write(tmp_path, "jsonl"), tokens._opened, []
+    path, own, others = write(tmp_path, "jsonl"), tokens.encoded, []
+    if cut:
+        source(path)
+        (folder,) = folders(tmp_path)
+        (folder / "digests").write_bytes(b"")
 
-    def looked_too_early(*given: Any) -> TokenStore:
-        """The first look finds nothing; then another run makes the tokens."""
-        try:
-            return opened(*given)
-        except OSError:
-            monkeypatch.setattr(tokens, "_opened", opened)
-            source(path)
-            (folder,) = folders(tmp_path)
-            others.append(folder.stat().st_ino)
-            if cut:
-                (folder / "digests").write_bytes(b"")
-            raise
+    def as_another_run_makes_them(*given: Any) -> Any:
+        yield from own(*given)
+        monkeypatch.setattr(tokens, "encoded", own)
+        source(path)
+        others.append(folders(tmp_path)[0].stat().st_ino)
 
-    monkeypatch.setattr(tokens, "_opened", looked_too_early)
+    monkeypatch.setattr(tokens, "encoded", as_another_run_makes_them)
     wanted = train_batch(source(path), 0).ids
     (folder,) = folders(tmp_path)
-    assert ([folder.stat().st_ino] == others) == (not cut)
+    assert [folder.stat().st_ino] == others
     assert torch.equal(train_batch(source(path), 0).ids, wanted)
     assert len(list(tmp_path.iterdir())) == 2, "nothing is left of what was in the way"
 

@@ -283,6 +283,11 @@ def _made(given: DocumentsConfig, path: Path, folder: Path, read: Read, dtype: A
         store = _opened(given, path, folder)
     except (ValueError, OSError):  # there is none, or it was cut
         try:
+            if folder.exists():
+                cut = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
+                with suppress(FileNotFoundError):  # another run did this
+                    folder.rename(cut)
+                shutil.rmtree(cut, ignore_errors=True)
             _write(given, path, folder, read, dtype)
         except OSError as error:
             kind = MachineError if error.errno in MACHINE_ERRNOS else ConfigError
@@ -310,29 +315,12 @@ def _write(given: DocumentsConfig, path: Path, folder: Path, read: Read, dtype: 
             file.write(digests.data)
         if f".{_state_of(given, path)[0]}." not in folder.name:
             raise ConfigError(f"data.paths: {path} was changed while its tokens were made")
-        while not _placed(given, path, partial, folder):
-            pass
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _placed(given: DocumentsConfig, path: Path, partial: Path, folder: Path) -> bool:
-    """Rename ``partial`` to ``folder``, unless another run has made the same meanwhile; false if
-    what was there was cut: it was moved away."""
-    try:
         partial.rename(folder)
     except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another run has made the same
             raise
-        try:
-            _opened(given, path, folder)
-        except (ValueError, OSError):
-            cut = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
-            with suppress(FileNotFoundError):  # another run did this
-                folder.rename(cut)
-            shutil.rmtree(cut, ignore_errors=True)
-            return False
-    return True
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_pair(folder: Path, read: Read, dtype: np.dtype[Any]) -> NDArray[Any]:
