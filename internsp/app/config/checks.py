@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from internsp.app.config.errors import Problem
-from internsp.app.config.optimizers import OPTIMIZERS
-from internsp.app.config.sections import DocumentsConfig
+from internsp.app.config.sections import OPTIMIZERS, DocumentsConfig
 from internsp.config import hf_folder
 from internsp.config.combinations import mistakes, mistakes_of_blocks
 from internsp.config.degrees import impossible

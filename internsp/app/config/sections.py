@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -11,9 +13,9 @@ from pydantic import (
     model_validator,
 )
 
-from internsp.app.config.optimizers import checked_optimizer, options
-from internsp.base.names import FOLDER_NAME, below
+from internsp.base.names import FOLDER_NAME, below, nearest
 from internsp.config.former import INSTRUCTION
+from internsp.config.functions import _IMPORT_PATH
 from internsp.config.sections import (
     MAX_TIMEOUT_SECONDS,
     Count,
@@ -30,6 +32,33 @@ from internsp.config.sections import (
     Texts,
     Tiny,
 )
+
+OPTIMIZERS = ("adamw", "sgd", "adafactor", "muon")
+"""Optimizers that have names in the configuration."""
+
+
+def checked_optimizer(name: str) -> str:
+    """``name`` if it is a named optimizer or an import path; nothing is imported yet."""
+    if name in OPTIMIZERS or _IMPORT_PATH.fullmatch(name):
+        return name
+    near = nearest(name, OPTIMIZERS)
+    hint = f" (did you mean {near}?)" if near else ""
+    raise ValueError(f'give {", ".join(OPTIMIZERS)}, or a class as "package.module:Class"{hint}')
+
+
+def options(texts: Iterable[str]) -> dict[str, Any]:
+    """The arguments in ``texts``, by name."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        try:
+            given = tomllib.loads(text)
+        except tomllib.TOMLDecodeError:
+            given = {}
+        if len(given) != 1 or "\n" in text:
+            raise ValueError('write an argument as "name = value", a text in quotes')
+        found |= given
+    return found
+
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(ge=0, le=1000)]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from internsp.app.config import Config
-from internsp.app.config.optimizers import OPTIMIZERS, options
+from internsp.app.config.sections import OPTIMIZERS, options
 from internsp.base.accelerator import has_streams
 from internsp.base.names import below
 from internsp.config.functions import resolve
