@@ -145,7 +145,7 @@ def hostile_files_are_refused_and_not_executed(rank: int, run: Path) -> None:
         assert f" was passed over: {data} has {len(evil)} bytes" in text
     # Files that no manifest lists are ignored.
     on_first(rank, lambda: table.write_bytes(evil))
-    assert checkpoint.load(Session.create(config()), folder).step == 6
+    assert checkpoint.load(Session.create(config()), folder).content.step == 6
     dist.barrier()
     on_first(rank, table.unlink)
     assert not mark.exists()
@@ -231,7 +231,7 @@ def changed_settings_are_used_and_told_or_refused(rank: int, run: Path) -> None:
     settings = resumed(path, optimizer=now, train={"steps": 9})
     session = Session.create(settings)
     found = checkpoint.load(session, path)
-    assert (found.step, found.path) == (2, path)
+    assert (found.content.step, found.path) == (2, path)
     assert sorted(note.partition(":")[0] for note in found.notes) == [
         *(f"optimizer.{key}" for key in sorted(now)), "train.steps",
     ]  # fmt: skip

@@ -83,7 +83,7 @@ def onward(rank: int, world: int, folder: str, hops: list[tuple[int, Config]]) -
     for number, settings in hops:
         session = Session.create(settings)
         resumed = checkpoint.load(session, Path(folder) / f"step-{number:06d}")
-        assert resumed.sequences == 36
+        assert resumed.content.data.sequences == 36
         save(session, Path(folder), number + 1, "onward", sequences=36)
 
 

@@ -258,10 +258,10 @@ def test_another_batch_goes_on_at_the_next_row_and_random_states_follow_a_rule(
     wanted = torch.rand(3)
     larger = Session.create(config({}, train={"global_batch": 18}))
     found = checkpoint.load(larger, path)
-    assert (found.step, found.sequences) == (3, 36)
+    assert (found.content.step, found.content.data.sequences) == (3, 36)
     assert torch.equal(torch.rand(3), wanted)
     assert "train.global_batch: 12 in the checkpoint, 18 from now on" in found.notes
-    batch = train_batch(larger.source, found.sequences).ids
+    batch = train_batch(larger.source, found.content.data.sequences).ids
     parts = [train_batch(session.source, 36).ids, train_batch(session.source, 48).ids[:6]]
     assert torch.equal(batch, torch.cat(parts))
     # As if two ranks had saved it.

@@ -309,9 +309,9 @@ def copied(checkpoints: Path) -> Path:
 
 def go_on(run: Path, path: Path, step: int) -> list[str]:
     """The notes of a run that begins in its own folder after it has loaded ``path``."""
-    resumed = Resumed(step=step, sequences=0, tokens=0, path=path, run="run", notes=[])
-    name, notes = RunFolder(run, "run", None)._begin(resumed)
-    assert name == "run"
+    content = Manifest.model_validate({**whole(run), "step": step})
+    name, notes = RunFolder(run, "run", None)._begin(Resumed(path, content, []))
+    assert name == content.run
     return notes
 
 

@@ -13,9 +13,8 @@ import functools
 import hashlib
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,24 +39,16 @@ OWN_BYTES = 2**20
 """Largest buffer of which every rank's own values are saved."""
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """The state from which a run resumes.
+class Resumed(NamedTuple):
+    """The checkpoint from which a run resumes.
 
     Attributes:
-        step: finished steps.
-        sequences: rows of the training text used by these steps.
-        tokens: tokens of those rows that the loss counted.
-        path: the checkpoint's folder.
-        run: id of the run that wrote it.
+        path: its folder.
         notes: messages for the user: settings that changed, damaged checkpoints that were skipped.
     """
 
-    step: int
-    sequences: int
-    tokens: int
     path: Path
-    run: str
+    content: Manifest
     notes: list[str]
 
 
@@ -143,9 +134,7 @@ def load(session: Session, path: Path) -> Resumed:
             f"{content.mesh['world']} ranks saved, {session.mesh.world_size} go on: random states "
             "are derived anew from train.seed, the step and the rank"
         )
-    notes += taken
-    data = content.data
-    return Resumed(content.step, data.sequences, data.tokens, chosen, content.run, notes)
+    return Resumed(chosen, content, [*notes, *taken])
 
 
 def _detached(values: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -140,12 +140,7 @@ def require_seen(folder: Path, names: Iterable[str], seconds: float = SEEN_SECON
 
 
 def publish(partial: Path, final: Path, content: str, keep_last: int, keep_every: int) -> None:
-    """Make ``partial`` the checkpoint ``final`` with its manifest, then remove old ones.
-
-    Args:
-        content: the manifest's content, as ``manifest.canonical`` gives it.
-        keep_last, keep_every: see :func:`thin_out`.
-    """
+    """Make ``partial`` the checkpoint ``final`` with its manifest, then remove old ones."""
     write_manifest(partial, content)
     commit(partial, final)
     thin_out(final.parent, keep_last, keep_every)

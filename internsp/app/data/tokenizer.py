@@ -184,8 +184,6 @@ def load_tokenizer(name: str) -> Tokenizer:
             )
             return LibraryTokenizer(name, own, own.get_vocab(), own.eos_token_id)
     library = required("tokenizers", f"data.tokenizer = {name!r}")
-    if not os.path.isfile(name):
-        raise ConfigError(f"data.tokenizer: there is no file {name!r}")
     with _tokenizer_errors(name, "is not a tokenizer"):
         own = library.Tokenizer.from_file(name)
         known = (own.token_to_id(name) for name in _END_OF_DOCUMENT_NAMES)

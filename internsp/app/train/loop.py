@@ -51,10 +51,10 @@ class Loop:
         self.session, self.config, self.folder = session, session.config, folder
         self.stop, self.saver, self.output = stop, saver, output
         self.resumed_notes = resumed.notes if resumed else []
-        self.done = self.step = resumed.step if resumed else 0
-        self.tokens = resumed.tokens if resumed else 0
+        self.done = self.step = resumed.content.step if resumed else 0
+        self.tokens = resumed.content.data.tokens if resumed else 0
         self.runner = StepRunner(session)
-        self.runner.sequences = resumed.sequences if resumed else 0
+        self.runner.sequences = resumed.content.data.sequences if resumed else 0
         train, mesh = self.config.train, session.mesh
         self.profile = Profile(
             train.profile, train.profile_steps, folder.path / "traces", mesh.rank, mesh.device

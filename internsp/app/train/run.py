@@ -77,7 +77,7 @@ def run_session(
             checkpoint.seed_random(config.train.seed, 0, session.mesh.rank)
         folder.begin(resumed)
         if program is not None and resumed is not None:
-            program("resumed", resumed.step)
+            program("resumed", resumed.content.step)
         with _log(session, folder.path) as log, deterministic(config.train.deterministic):
             if config.checkpoint.save or config.checkpoint.every:
                 folder.require_shared(session.mesh)

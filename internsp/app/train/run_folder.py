@@ -61,11 +61,10 @@ class RunFolder:
         checkpoints = self.path / "checkpoints"
         discard_partial(checkpoints)
         if resumed is not None and _same(resumed.path.parent, checkpoints):
-            names, aside = abandon_later(checkpoints, resumed.step)
-            if not names:
-                return resumed.run, []
-            moved = f"{', '.join(names)} came after step {resumed.step}: now in {aside}"
-            return resumed.run, [moved]
+            step, run = resumed.content.step, resumed.content.run
+            names, aside = abandon_later(checkpoints, step)
+            moved = f"{', '.join(names)} came after step {step}: now in {aside}"
+            return run, [moved] if names else []
         moved_to = set_aside(self.path)
         if moved_to is None:
             return self.run, []
