@@ -76,7 +76,7 @@ def test_mistakes_of_the_file_and_the_options_are_one_report_with_status_2(capsy
     [
         (["trian", "good.toml"], "internsp: unknown command trian; did you mean train?\n"),
         (["good.toml"], "there are train, plan, init, generate, export and report\n"),
-        (["train", "goood.toml"], "goood.toml: 1 mistake\n  no such file"),
+        (["train", "goood.toml"], "goood.toml: 1 mistake\n  cannot be read: No such file"),
         (["train", "good.toml", "extra"], "unexpected argument: extra"),
         (["train", "good.toml", "--parallel.weight", "3"], "3 does not divide the 1 rank"),
         (["train", "good.toml", "--resume", "gone"], "checkpoint.resume: no such checkpoint"),

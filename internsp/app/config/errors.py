@@ -63,13 +63,9 @@ def read_toml(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
         if len(data) <= LARGEST_FILE:
             return tomllib.loads(data.decode("utf-8-sig"))
         problems.append(Problem((), f"more than {LARGEST_FILE} bytes: not a configuration"))
-    except UnicodeDecodeError:
-        problems.append(Problem((), "not a text file in UTF-8"))
-    except FileNotFoundError:
-        problems.append(Problem((), "no such file"))
     except OSError as error:
         problems.append(Problem((), f"cannot be read: {error.strerror}"))
-    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # no UTF-8, a number of thousands of digits
         problems.append(Problem((), f"not valid TOML: {error}"))
     return None
 

@@ -68,11 +68,7 @@ def _checked(messages: Any, field: str, where: str) -> list[Message]:
 
 
 class _Template:
-    """The chat template of a tokenizer.
-
-    Raises:
-        ConfigError: the tokenizer has none.
-    """
+    """The chat template of a tokenizer, which may have none: an error."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         text = None

@@ -44,12 +44,7 @@ class Piece(NamedTuple):
 
 
 class ByteTokenizer:
-    """Each byte is its own id; 256 ends a document.
-
-    Attributes:
-        vocab_size: number of ids.
-        end_of_document: the id put after each document.
-    """
+    """Each byte is its own id; 256 ends a document."""
 
     vocab_size = 257
     end_of_document = 256

@@ -233,9 +233,7 @@ def _late_gathers(step: _Step) -> Iterator[Advice]:
 
 def _reductions(step: _Step) -> Iterator[Advice]:
     """Waits within backward for reduce-scatters, at the limit of those in flight."""
-    inside = 0.0
-    for events in step.traces.values():
-        inside += measure(intersect(*_finishes(events))) / len(step.traces)
+    inside = fmean(measure(intersect(*_finishes(events))) for events in step.traces.values())
     if inside > 0 and step.in_flight < FULL * step.compute:
         limit = step.weights.reductions_in_flight
         yield Advice(
@@ -251,9 +249,7 @@ def _unhidden(step: _Step) -> Iterator[Advice]:
     parameters that come late."""
     published = sum(step.waited("PUBLISH").values())
     first = sum(step.first.values()) if step.weights.overlap else 0.0
-    after = 0.0
-    for events in step.traces.values():
-        after += measure(subtract(*_finishes(events))) / len(step.traces)
+    after = fmean(measure(subtract(*_finishes(events))) for events in step.traces.values())
     waited = {
         "the first gathers of a forward": first, "the last gradients of backward": after,
         "new parameters from the optimizer": published,

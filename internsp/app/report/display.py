@@ -111,12 +111,7 @@ class Display:
     def finish(
         self, files: Mapping[str, str | Path] | None = None, interrupted: bool = False
     ) -> None:
-        """End the display and print the closing summary.
-
-        Args:
-            files: name -> path of what the run wrote.
-            interrupted: whether the run was stopped before its last step.
-        """
+        """End the display and print the closing summary, with ``files`` by their names."""
         self.close()
         word = "stopped" if interrupted else "finished"
         took = duration(time.perf_counter() - self._began)

@@ -68,11 +68,7 @@ class Custom:
             )
 
     def checked_optimizer(self, optimizer: Any) -> ZeroOptimizer:
-        """The optimizer that the program's function returned, if a run can use it.
-
-        Raises:
-            ConfigError: it is not a :class:`internsp.ZeroOptimizer`.
-        """
+        """The optimizer that the program's function returned; another class is an error."""
         if isinstance(optimizer, ZeroOptimizer):
             return optimizer
         raise ConfigError(
@@ -81,11 +77,7 @@ class Custom:
         )
 
     def checked_loss(self, output: Any) -> Tensor:
-        """The value that the program's loss returned, if backward can start from it.
-
-        Raises:
-            ConfigError: it is no scalar, or does not depend on any weight.
-        """
+        """The value that the program's loss returned; an error if no backward can start from it."""
         if not isinstance(output, Tensor) or output.dim():
             shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ConfigError(
