@@ -220,7 +220,7 @@ def _key(given: DocumentsConfig, tokenizer: Tokenizer) -> str:
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=6).hexdigest()
 
 
-def _state_of(given: DocumentsConfig, path: Path) -> tuple[str, int]:
+def state_of(given: DocumentsConfig, path: Path) -> tuple[str, int]:
     """Digest of the names, sizes and modification times of a path's files, and their bytes."""
     digest, total = hashlib.blake2b(digest_size=6), 0
     index = [path.with_suffix(".idx")] if given.source == "tokens" else []
@@ -257,7 +257,7 @@ def prepare(
         for path in paths_of(given):
             if given.source == "stdlib" or (str(path), key) in found:
                 continue
-            state, size = _state_of(given, path)
+            state, size = state_of(given, path)
             if size >= CACHED_BYTES or data.cache_dir is not None:
                 folder = _folder(data, path, f"{key}.{state}")
                 found[str(path), key] = folder
@@ -313,7 +313,7 @@ def _write(given: DocumentsConfig, path: Path, folder: Path, read: Read, dtype: 
             digests = _write_pair(partial, read, np.dtype(dtype))
         with _durable(partial / "digests") as file:
             file.write(digests.data)
-        if f".{_state_of(given, path)[0]}." not in folder.name:
+        if f".{state_of(given, path)[0]}." not in folder.name:
             raise ConfigError(f"data.paths: {path} was changed while its tokens were made")
         partial.rename(folder)
     except OSError as error:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -170,30 +170,17 @@ def _text(config: Config) -> None:
     """Read a small text as the ranks will; of a larger one the first document of each path."""
     from internsp.app.data.batches import DataSource, evaluations, tokenizer_of
     from internsp.app.data.documents import paths_of
-    from internsp.app.data.tokens import encoded, parts_of
+    from internsp.app.data.tokens import encoded, parts_of, state_of
 
     data, tokenizer = config.data, tokenizer_of(config)
     trained = parts_of(data)
     parts = [part for part in (*trained, *data.evaluation) if part.source != "stdlib"]
+    texts = [(part, path) for part in parts for path in paths_of(part)]
     # Nothing is written before a run: all tokens are in memory.
-    if _size_of(path for part in parts for path in part.paths) > _SMALL_TEXT:
-        for part in parts:
-            for path in paths_of(part):
-                next(iter(encoded(part, tokenizer, path)), None)
+    if sum(state_of(*text)[1] for text in texts) > _SMALL_TEXT:
+        for part, path in texts:
+            next(iter(encoded(part, tokenizer, path)), None)
     elif all(part.source == "stdlib" for part in trained):
         evaluations(data, tokenizer, {})
     else:
         DataSource(data, global_batch=1, tokenizer=tokenizer, prepared=({}, []))
-
-
-def _size_of(paths: Iterable[str]) -> int:
-    """Bytes of the files in and below ``paths``; stops counting above ``_SMALL_TEXT``."""
-    total = 0
-    for path in map(Path, paths):
-        files = path.rglob("*") if path.is_dir() else [path]
-        for file in files:
-            with suppress(OSError):  # reported when it is read
-                total += file.stat().st_size
-            if total > _SMALL_TEXT:
-                return total
-    return total

@@ -219,9 +219,7 @@ def form_of(model: ModelConfig) -> Any:
 def device_type(config: Config) -> str:
     """The device type on which a run of this configuration would compute on this host."""
     chosen = config.parallel.device
-    if chosen == "auto":
-        return accelerator.default_device_type()
-    return chosen
+    return accelerator.default_device_type() if chosen == "auto" else chosen
 
 
 def generate(

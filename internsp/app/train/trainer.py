@@ -15,13 +15,13 @@ from torch import nn
 from internsp.app.config import Config, load_config
 from internsp.app.launch.launch import start
 from internsp.app.launch.preflight import check_before_start, check_joined, errors_in_words
+from internsp.app.models.factory import device_type
 from internsp.app.process.environment import launched
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import StepMetrics
 from internsp.app.session.own import Custom, Data, Loss
 from internsp.app.session.session import Session
 from internsp.app.train import run
-from internsp.base import accelerator
 from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
@@ -247,10 +247,8 @@ def _launcher_rank() -> tuple[int | None, int | None]:
 
 def _init_single_process(config: Config) -> None:
     """Create a process group of this process alone."""
-    device = config.parallel.device
-    kind = accelerator.default_device_type() if device == "auto" else device
     dist.init_process_group(
-        dist.get_default_backend_for_device(torch.device(kind)),
+        dist.get_default_backend_for_device(torch.device(device_type(config))),
         store=dist.HashStore(), rank=0, world_size=1,
         timeout=timedelta(seconds=config.parallel.timeout_seconds),
     )  # fmt: skip
