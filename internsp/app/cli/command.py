@@ -327,7 +327,3 @@ def _stray(command: Any, unknown: Sequence[str]) -> list[Problem]:
 
 def _name(word: str) -> str:
     return word.removeprefix("--").partition("=")[0].replace("-", "_")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

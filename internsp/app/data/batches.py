@@ -73,22 +73,22 @@ class Part:
         self.name, self.weight = "", 1.0
         if isinstance(given, MixturePart):
             self.name, self.weight = given.called, given.weight
-        lengths = np.concatenate([store.lengths() for store in stores])
+        lengths, marked = np.concatenate([s.lengths() for s in stores]), given.format != "text"
         if not len(lengths):
             where = list(given.paths) if given.paths else "the standard library"
-            why = "" if given.format == "text" else " in which the assistant says anything"
+            why = " in which the assistant says anything" * marked
             raise ConfigError(
                 f"data: there is no text in {where}{why}, or data.tokenizer finds no token in it"
             )
         digests = None
         if round(data.held_out * len(lengths)):
             digests = np.concatenate([store.digests for store in stores])
-        train, held = split(lengths, digests, data.held_out, 1 if given.format == "text" else 0)
+        train, held = split(lengths, digests, data.held_out, 0 if marked else 1)
         order = np.random.default_rng([seed, 0]).permutation(len(train[0]))
         of = f" of {self.name!r}" if self.name else ""
 
         def rows(views: Views, what: str, remedy: str = "") -> Rows:
-            found = Documents(stores, *views, given.format != "text")
+            found = Documents(stores, *views, marked)
             return _rows(found, data, seed, tokenizer, f"{what} text{of}", remedy)
 
         self.train, self.held_out = rows((train[0][order], train[1][order]), "training"), None
