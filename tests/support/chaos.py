@@ -138,8 +138,10 @@ def _repeats_a_batch() -> None:
 
     def wrong(session: Any, path: Path) -> Any:
         found = load(session, path)
-        object.__setattr__(found, "sequences", found.sequences - session.config.train.global_batch)
-        return found
+        data = found.content.data
+        earlier = data.sequences - session.config.train.global_batch
+        data = data.model_copy(update={"sequences": earlier})
+        return found._replace(content=found.content.model_copy(update={"data": data}))
 
     module.checkpoint.load = wrong
 

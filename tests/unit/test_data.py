@@ -213,7 +213,7 @@ def test_bytes_and_text_turn_into_each_other_whatever_the_bytes() -> None:
         ({"paths": ("gone/a",)}, "data.paths: gone/a cannot be read: No such file or directory"),
         ({"sequence_length": 100_000}, r"takes 100000 tokens but the training text has \d+"),
         ({"held_out": 0.001}, "held-out text has .* raise data.held_out"),
-        ({"tokenizer": "gone.json"}, "no file 'gone.json'"),
+        ({"tokenizer": "gone.json"}, "'gone.json' is not a tokenizer: No such file"),
     ],
 )
 def test_mistakes_name_the_key_and_the_remedy(change: dict[str, object], message: str) -> None:

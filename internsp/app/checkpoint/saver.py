@@ -172,14 +172,6 @@ class Saver:
             names = dict.fromkeys(parameter_of(n) for n in plan.not_finite(memory, plain))
             return write_part(partial, plan.file, memory.numpy().data, given_up), list(names)
 
-        def content() -> dict[str, Any]:
-            return Manifest(
-                step=step, run=self._run, mesh=session.mesh.shape.degrees(),
-                config=session.config.model_dump(mode="json"),
-                data=position_of(session, sequences, tokens), loss_scaler=scale,
-                values={}, tensors={}, files={},
-            ).model_dump(mode="json")  # fmt: skip
-
         work = in_background(write, THREAD)
         try:
             while (yield work) < session.mesh.world_size:
@@ -192,7 +184,6 @@ class Saver:
                     f"weights or optimizer state are {NotFinite(names, tuple(broken))}: no "
                     f"checkpoint of step {step} is written"
                 )
-            whole = Objects().on_first(content)
         except BaseException:
             given_up.set()
             self._wait_for(work)
@@ -201,10 +192,16 @@ class Saver:
                 partial.rmdir()  # succeeds on the last rank
             raise
         kept, place = session.config.checkpoint, secrets.token_hex(16)
-        whole |= {"files": {name: record for name, record, _, _ in found}, "tensors": place}
-        whole["values"] = {k: v for _, _, _, values in found for k, v in values.items()}
 
         def commit() -> None:
+            whole = Manifest(
+                step=step, run=self._run, mesh=session.mesh.shape.degrees(),
+                config=session.config.model_dump(mode="json"),
+                data=position_of(session, sequences, tokens), loss_scaler=scale,
+                values={}, tensors={}, files={},
+            ).model_dump(mode="json")  # fmt: skip
+            whole |= {"files": {name: record for name, record, _, _ in found}, "tensors": place}
+            whole["values"] = {k: v for _, _, _, values in found for k, v in values.items()}
             require_seen(partial, whole["files"])
             # Spliced in as text: making the table of tensors anew would hold up training.
             text = canonical(whole).replace(f'"{place}"', self._tensors)
