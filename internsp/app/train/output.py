@@ -53,31 +53,27 @@ class Output:
             ConfigError, MissingDependencyError: on every rank: see :class:`Writers`.
         """
         self._alerts.notify = self.note
-        rows: list[StepMetrics] = []
-        if self._session.mesh.rank == 0:
-            rows = self._open_first(done, tokens)
+        session, train, rows = self._session, self._session.config.train, list[StepMetrics]()
+        if session.mesh.rank == 0:
+            (self._folder / "config.toml").write_text(session.config.to_toml(), "utf-8")
+            first = done + 1 if done else None
+            self._metrics = MetricsWriter(self._folder / "metrics.jsonl", first, self._run)
+            self._display = Display(
+                session.steps, title=train.name, log_every=train.log_every, done_steps=done,
+                total_tokens=train.stop_after_tokens, done_tokens=tokens,
+            )  # fmt: skip
+            size = f"{session.parameters / 1e6:.2f}M parameters"
+            self._display.note(f"{size}, {session.mesh.describe()}")
+            rows = read_metrics(self._metrics.path) if done else []
         for note in notes:
             self.note(note)
-        if self._session.config.report.writers:
+        if session.config.report.writers:
             try:
                 Objects().on_first(lambda: self._open_writers(rows))
             except BaseException:
                 self.close()
                 raise
         return rows[-1].skipped_steps or 0 if rows else 0
-
-    def _open_first(self, done: int, tokens: int) -> list[StepMetrics]:
-        session, train = self._session, self._session.config.train
-        (self._folder / "config.toml").write_text(session.config.to_toml(), "utf-8")
-        first = done + 1 if done else None
-        self._metrics = MetricsWriter(self._folder / "metrics.jsonl", first, self._run)
-        self._display = Display(
-            session.steps, title=train.name, log_every=train.log_every, done_steps=done,
-            total_tokens=train.stop_after_tokens, done_tokens=tokens,
-        )  # fmt: skip
-        size = f"{session.parameters / 1e6:.2f}M parameters"
-        self._display.note(f"{size}, {session.mesh.describe()}")
-        return read_metrics(self._metrics.path) if done else []
 
     def _open_writers(self, rows: Sequence[StepMetrics]) -> None:
         config = self._session.config

@@ -232,16 +232,12 @@ class StepRunner:
 
     def _next(self, taken: int) -> tuple[StepRows, list[Batch]]:
         """The rows of the step after ``taken`` rows, and each micro-batch of them."""
-        rows = self._rows(taken)
-        return rows, [self.session.source.batch(own) for own in rows.micro_batches]
-
-    def _rows(self, taken: int) -> StepRows:
         config, mesh, source = self.session.config, self.session.mesh, self.session.source
-        wanted = config.train.batch_tokens
-        if not wanted:
-            return StepRows.of_batch(taken, config.train, mesh)
-        assert isinstance(source, DataSource), "Custom.check refuses a program's own"
-        return StepRows.of_tokens(taken, source.rows_with(wanted, taken), config, mesh)
+        rows = StepRows.of_batch(taken, config.train, mesh)
+        if wanted := config.train.batch_tokens:
+            assert isinstance(source, DataSource), "Custom.check refuses a program's own"
+            rows = StepRows.of_tokens(taken, source.rows_with(wanted, taken), config, mesh)
+        return rows, [source.batch(own) for own in rows.micro_batches]
 
     def _layout(self, batch: Batch, numbers: Sequence[int] | None = None) -> SequenceLayout:
         """The sequence layout of a batch.
