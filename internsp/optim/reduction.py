@@ -146,10 +146,8 @@ class ZeroReducer:
             else:
                 for member in autograd_gradients.keys() & bucket.offsets.keys():
                     self._add_autograd_gradient(bucket, member, autograd_gradients[member])
-        # A parameter that no rank used is not stepped; frozen ones need no agreement.
-        used_replicated, used_sharded = replicated.used(
-            lambda m: None if m.requires_grad else False
-        )
+        # A parameter that no rank used is not stepped.
+        used_replicated, used_sharded = replicated.used(lambda _: None)
         members: zip[tuple[Member, bool]] = zip(replicated.members, used_replicated, strict=True)
         used: set[Member] = {m for m, u in members if u}
         used |= {w for w, u in zip(replicated.sharded, used_sharded, strict=True) if u}

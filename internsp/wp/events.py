@@ -334,6 +334,8 @@ class Events:
         members = self._replicated.all_parameters()
         for member, now in zip(members, trained(members), strict=True):
             member.frozen = not now
+            if now:
+                self._replicated.trained.add(member)
         self._chunk.consumer.backward_begins()
 
     def _exchanges_early(self) -> bool:

@@ -21,7 +21,7 @@ from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
 from internsp.schedule.terms import Parcel
 from internsp.wp.collectives import Handle
-from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, trained
+from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import SMALL, ReplicatedParameters
 
@@ -172,11 +172,9 @@ class PlainLoop:
     def known_use(self, member: Member) -> bool | None:
         """Whether ``member``, which this rank has not used, counts as used; ``None``: ask others.
 
-        False if it is frozen. True where ``.grad`` exists: adding zeros to that is right, whether
-        another rank used ``member`` or not.
+        True where ``.grad`` exists: adding zeros to that is right, whether another rank used
+        ``member`` or not.
         """
-        if not member.requires_grad:
-            return False
         return None if member.parameter.grad is None else True
 
     def _finalize_gradients(self) -> None:
@@ -203,20 +201,19 @@ class PlainLoop:
                 flat.wait()
         used_replicated, used_sharded = replicated.used(self.known_use)
         members, values = replicated.members, replicated.values()
-        read = zip(members, used_replicated, trained(members), values, strict=True)
-        for member, used, wanted, value in read:
-            if used and wanted:
+        for member, used, value in zip(members, used_replicated, values, strict=True):
+            if used:
                 _accumulate(member, self.value_of(member, value))
         _copy_shared_gradients(replicated.sharded)
         hosted: list[tuple[ShardedParameter, Tensor]] = []
         sharded = replicated.sharded
         had_gradient, waiting = state.reducer.had_gradient, self.waiting
-        for weight, used, wanted in zip(sharded, used_sharded, trained(sharded), strict=True):
+        for weight, used in zip(sharded, used_sharded, strict=True):
             if weight in waiting:
                 continue
             had_gradient.pop(weight, None)
             total = self.sums.pop(weight, weight.reduced.pop())
-            if used and wanted and total is not None:
+            if used and total is not None:
                 value = self.value_of(weight, total)
                 if state.link is not None and weight.hosted:
                     value = value.to(grad_dtype(weight.parameter))
@@ -229,6 +226,7 @@ class PlainLoop:
         for weight, value in hosted:
             _accumulate(weight, value)
         replicated.reset()
+        replicated.trained.update(waiting)
 
 
 def _sum_dtype(weight: ShardedParameter) -> torch.dtype:

@@ -33,6 +33,7 @@ class ReplicatedParameters:
         sharded: the chunk's sharded parameters, which have flags only.
         flat: the flat gradient; ``None`` until it is first needed.
         given: indices of the parameters of which this rank has a gradient.
+        trained: parameters that were trained in some backward since :meth:`reset`.
         numel: number of the flat gradient's elements before the flags.
         events: where the program is in its passes (:meth:`bind`).
         streams: whether the device has streams, so that :meth:`take_turn` does something.
@@ -49,6 +50,7 @@ class ReplicatedParameters:
         self.numel = 0
         self._views: Sequence[Tensor] = ()  # of the flat gradient, one a parameter
         self.given: set[int] = set()
+        self.trained: set[Member] = set()
         self._mine: list[bool] = []  # this rank's flags in the last reduction
         self._sent, self._there = list[bool](), torch.empty(0)  # the last copied to the device
         self._current, self._turns = current_stream(mesh.device), StreamTurns()
@@ -164,14 +166,16 @@ class ReplicatedParameters:
         """After the reduction: which replicated and which sharded parameters some rank used.
 
         For parameters that this rank has not used, the flags of other ranks tell. Reading them
-        makes the host wait for the device, so they are read only if the answer matters.
+        makes the host wait for the device, so they are read only if the answer matters: no rank has
+        used what was frozen in every backward.
 
         Args:
             settled: for a parameter that this rank did not use, an answer that is right whatever
                 other ranks did; ``None``: their flags are needed.
         """
         pairs = zip(self.all_parameters(), self._mine, strict=True)
-        known = [mine or settled(member) for member, mine in pairs]
+        asked = self.trained
+        known = [mine or ((m in asked or m.requires_grad) and settled(m)) for m, mine in pairs]
         flags = self._everyones() if None in known else [bool(flag) for flag in known]
         return flags[: len(self.members)], flags[len(self.members) :]
 
@@ -183,5 +187,6 @@ class ReplicatedParameters:
     def reset(self) -> None:
         """Set the flat gradient to zero: no parameter has a gradient."""
         self.given.clear()
+        self.trained.clear()
         if self.flat is not None:
             self.flat.zero_()

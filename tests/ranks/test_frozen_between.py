@@ -1,8 +1,12 @@
-"""A weight that is frozen between a forward and its backward has no ``.grad``, as in torch."""
+"""Weights that are frozen within a step have the gradients that they have in torch: none of a
+backward before which they were frozen, and all of those before."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from internsp.optim import ZeroOptimizer
 from tests.support.compare import check, close, gradients
@@ -50,3 +54,41 @@ def test_a_zero_optimizer_has_none_of_it_either() -> None:
     wanted = {name: g for name, g in gradients(twin.plain).items() if g is not None}
     assert 0 < len(wanted) < len(gradients(twin.plain))
     check(optimizer.gather_gradients(), wanted, "frozen in the only backward")
+
+
+class Routed(Tiny):
+    """With an expert for rows that begin with 0."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.expert = nn.Linear(6, 6)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x, routed = self.embed(ids), ids[:, :1, None] == 0
+        if routed.any():
+            x = x + routed * self.expert(x)
+        logits = self.head(self.norm(self.blocks(x)))
+        assert labels is not None
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["plain loop", "ZeroOptimizer"])
+@ranks(2)
+def test_what_is_frozen_after_a_backward_without_sync_keeps_its_gradient(stepped: bool) -> None:
+    """Also where other ranks alone have used it."""
+    twin = Twin(Routed, mesh_of(2))
+    optimizer = stepped and ZeroOptimizer(twin.communicator, torch.optim.SGD, lr=0.1)
+    everybody, mine = twin.batch()
+    everybody[0][:, 0] = torch.tensor([0, 0, 1, 1])  # the second rank does not use the expert
+    with twin.communicator.no_sync():
+        for model, batch in zip((twin.plain, twin.ours), (everybody, mine), strict=True):
+            model(*batch).backward()
+            for part in (model.expert, model.layers[0], model.norm):
+                part.requires_grad_(False)
+    twin.backward()
+    if optimizer:
+        optimizer.step()
+        torch.optim.SGD(twin.plain.parameters(), lr=0.1).step()
+        twin.check_parameters("frozen within the step")
+    else:
+        twin.check_gradients("frozen within the step")
