@@ -195,6 +195,8 @@ class Hooks:
         before = partial(self._pre_forward, block)
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(partial(self._post_forward, block))
+        # Also where it fails, or torch stops a recompute early: the inputs hold graph and model.
+        module.register_forward_hook(partial(self._drop_inputs, block), always_call=True)
         if isinstance(block, Unit):
             trigger = hooked.trigger if hooked.trigger is not None else module
             trigger.register_forward_pre_hook(partial(self._at_prefetch_trigger, block))
@@ -257,6 +259,9 @@ class Hooks:
             if tensor.requires_grad and not tensor.is_leaf:
                 call = partial(self._pre_backward, block, forward, run)
                 register_gradient_hook(tensor, call, before)
+
+    def _drop_inputs(self, block: Block, module: nn.Module, args: Any, output: Any) -> None:
+        self._inputs.pop(block, None)
 
     def _pre_backward(
         self,

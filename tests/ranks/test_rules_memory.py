@@ -1,17 +1,19 @@
 """WP-1, WP-4, WP-6: unsharded weights live in slots, a slot has one holder at a time.
 
-Reductions in flight are bounded.
+Reductions in flight are bounded; a pass that is over holds no activations.
 """
 
 from __future__ import annotations
 
 import gc
+import weakref
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint as checkpoints
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import PoolError
@@ -245,3 +247,28 @@ def test_reductions_in_flight_are_bounded_and_slots_have_one_holder() -> None:
         assert limit * sum(gradients) - max(gradients) < most <= limit * sum(gradients)
         assert pooled.allocations == buffers, "later steps take buffers from the pool"
         assert len(pending) == 0
+
+
+class Checkpointed(Tiny):
+    """With checkpoints of the program's own, whose recomputes torch stops early."""
+
+    def blocks(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoints.checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@ranks(2)
+def test_nothing_is_held_of_a_recompute_that_stopped_early_or_a_forward_that_failed() -> None:
+    """What a block was given has the graph of all before it, and by that the whole model."""
+    twin = Twin(Checkpointed, mesh_of_two())
+    inputs: list[weakref.ref[Tensor]] = []
+    for layer in twin.ours.layers:  # type: ignore[union-attr]
+        layer.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+    twin.backward()
+    failing = twin.ours.layers[2].w1.register_forward_pre_hook(lambda *_: 1 / 0)  # type: ignore[union-attr]
+    raises(ZeroDivisionError, partial(twin.ours, *twin.batch()[1]))
+    failing.remove()
+    gc.collect()
+    assert len(inputs) == 2 * 4 + 3
+    assert [number for number, each in enumerate(inputs) if each() is not None] == []
