@@ -327,15 +327,17 @@ class Events:
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _note_frozen(self) -> None:
-        """Note at the begin of a backward which parameters were frozen since the forward.
-
-        They get no gradient, as under autograd.
+        """Note at the begin of a backward which parameters are frozen: they get no gradient, as
+        under autograd. Others may get one, also where they were frozen in the last forward: it may
+        be of an earlier graph.
         """
         members = self._replicated.all_parameters()
         for member, now in zip(members, trained(members), strict=True):
             member.frozen = not now
             if now:
                 self._replicated.trained.add(member)
+        for weight in self._replicated.sharded:
+            weight.trained |= not weight.frozen
         self._chunk.consumer.backward_begins()
 
     def _exchanges_early(self) -> bool:

@@ -275,7 +275,8 @@ class ShardedParameter(ModelParameter):
             weight group of one.
         reduce_dtype: dtype of its reductions now.
         gradient_bytes: bytes of the padded gradient in that dtype.
-        trained: whether it required a gradient when the last forward began, on all ranks.
+        trained: whether it required a gradient when the last forward began, or the backward that
+            runs, on all ranks: it has a reduction.
         needs_wait: whether its gather comes from other ranks or the host, and is waited for.
         needs_gather: false if the shard already is the unsharded weight.
         autocasts: whether an active autocast decides the compute dtype (a linear layer's weight).

@@ -92,3 +92,17 @@ def test_what_is_frozen_after_a_backward_without_sync_keeps_its_gradient(stepped
         twin.check_parameters("frozen within the step")
     else:
         twin.check_gradients("frozen within the step")
+
+
+@ranks(2)
+def test_what_is_frozen_for_one_forward_has_the_gradient_of_the_graph_before() -> None:
+    """As a discriminator's is, where both losses of a step have one backward."""
+    twin = Twin(Tiny, mesh_of(2))
+    for model, batch in zip((twin.plain, twin.ours), twin.batch(), strict=True):
+        loss = model(*batch)
+        for part in (model.layers[1], model.head):
+            part.requires_grad_(False)
+        loss = loss + 2 * model(*batch)
+        model.requires_grad_(True)
+        loss.backward()
+    twin.check_gradients("frozen for one forward")
