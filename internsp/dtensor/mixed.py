@@ -148,7 +148,7 @@ class ParameterTensor(DTensor):
         Raises:
             GradientError: the gradient of a plain tensor would be a ``DTensor``.
             StructureError: torch cannot compute this with plain tensors, or on shards; or the
-                result is random and would differ between ranks.
+                result is random and would differ between ranks, or is written into a copy.
         """
         options = kwargs or {}
         if func in _RANDOM:
@@ -163,6 +163,8 @@ class ParameterTensor(DTensor):
                 raise
             raise refusal from error
         kind = type(found)
+        if kind is ParameterValue and found is _write_target(func, args, options):
+            _require_own_memory(func, args, options, found)
         if kind is DTensor or kind is Tensor or kind is tuple or kind is list:
             return _result(func, args, options, found)
         return found
@@ -259,6 +261,21 @@ def _require_not_random(func: Any, args: Any, options: Any) -> None:
             "elements that several ranks hold would differ. Draw full tensors, the same on all "
             "ranks (a generator of one seed), and write them by p.data = values or within "
             "internsp.full_params(model, write='shards'); or fill the model by internsp.initialize"
+        )
+
+
+def _require_own_memory(func: Any, args: Any, options: Any, written: Any) -> None:
+    """Refuse a write into a view that torch has made of a gathered copy: ``p[1].zero_()``."""
+    base = written._base
+    if not isinstance(base, ParameterTensor):
+        return
+    theirs, ours = (t._local_tensor.untyped_storage() for t in (written, base))
+    parameter = written._member.parameter._local_tensor.untyped_storage()
+    if ours.data_ptr() == parameter.data_ptr() != theirs.data_ptr():
+        raise StructureError(
+            f"{_describe_call(func, args, options)}: it is a view across the shards, which torch "
+            "copies, so that the parameter would keep its values. Write all of its values by "
+            "p.data = values, or a part of them within internsp.full_params(model, write='shards')"
         )
 
 

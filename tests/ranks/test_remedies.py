@@ -640,6 +640,10 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
         "within internsp.full_params(model, write='shards')": partial(written, within_full_params),
         "fill the model by internsp.initialize": initialized,
     },
+    "it is a view across the shards": {
+        "p.data = values": partial(written, by_data),
+        "within internsp.full_params(model, write='shards')": partial(written, within_full_params),
+    },
     "with a plain tensor (of shape": {
         "Do it in that forward": partial(right, TermWithin),
         ".full_tensor() of the parameter or of the value computed from it": MIXED_RIGHT,

@@ -271,6 +271,28 @@ def test_random_numbers_that_every_rank_would_draw_for_itself_are_refused() -> N
             nn.init.constant_(parameter, 0.5)  # the same on every rank
 
 
+PARTS: tuple[Callable[[Any], Any], ...] = (
+    lambda p: p[1].zero_(),
+    lambda p: p.data[1].mul_(2),
+    lambda p: nn.init.zeros_(p.narrow(0, 0, 2)),
+)
+
+
+@ranks(2)
+def test_a_write_into_rows_which_torch_gathers_into_a_copy_is_refused() -> None:
+    twin = Twin(Tiny, mesh_of(2))
+    parameters: list[Any] = [model.layers[0].w1.weight for model in (twin.ours, twin.plain)]
+    ours = parameters[0]
+    with torch.no_grad():
+        for write in PARTS:
+            told = ("layers.0.w1.weight", "full_params", "rank")
+            raises(StructureError, partial(write, ours), *told)
+        for parameter in parameters:
+            parameter[:, 1].zero_()  # of all ranks' rows
+            parameter.detach().clone()[1].zero_()  # a copy of the program's own
+    twin.check_parameters("columns are written", 1e-9)
+
+
 NAME = "layers.0.w1.weight"
 MASTERS: dict[str, tuple[dict[str, Any], bool]] = {
     "by itself": ({}, False), "fused": ({}, True),
