@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any
@@ -115,6 +116,25 @@ def require_grouped(trainable: Iterable[Member], group_index: Mapping[Member, in
             f"trainable parameters in no group: {', '.join(missing)}; add them (to param_groups, "
             "or later by add_param_group), or freeze them (requires_grad_(False))"
         )
+
+
+def require_unchanged(
+    groups: Sequence[dict[str, Any]], group_index: Mapping[Member, int], rank: int
+) -> None:
+    """Check that groups hold as many parameters as they were given, which the buckets follow.
+
+    Raises:
+        ValueError: a program has changed a group's list.
+    """
+    given = Counter(group_index.values())
+    for index, group in enumerate(groups):
+        if len(group["params"]) != given[index]:
+            raise ValueError(
+                f"param_groups[{index}] was given {given[index]} parameters and holds "
+                f"{len(group['params'])} on rank {rank}, while its optimizer steps those that it "
+                "was given: freeze what is not to be stepped (requires_grad_(False)), add others "
+                "by add_param_group"
+            )
 
 
 def _parameters(group: dict[str, Any], what: str) -> list[nn.Parameter]:

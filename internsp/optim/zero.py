@@ -26,6 +26,7 @@ from internsp.optim.groups import (
     members_of,
     optimizer_groups,
     require_grouped,
+    require_unchanged,
     trainable_members,
 )
 from internsp.optim.guarded import guard_parameter
@@ -653,6 +654,8 @@ def step_together(optimizers: Sequence[ZeroOptimizer], log: bool = True) -> None
 
 def _step_together(optimizers: Sequence[ZeroOptimizer], log: bool) -> None:
     for optimizer in optimizers:
+        rank = optimizer._communicator.mesh.rank
+        require_unchanged(optimizer.param_groups, optimizer._group_index, rank)
         settle(optimizer)
         optimizer.finish_reductions()
         # Parameters that no forward has used since the last step may still be in their all-gather,

@@ -277,6 +277,33 @@ def in_no_group(_: Path) -> Pair:
     ]  # fmt: skip
 
 
+@row("freeze what is not to be stepped (requires_grad_(False)), add others by add_param_group")
+def taken_out_of_a_group(_: Path) -> Pair:
+    twin = tiny()
+    zero = ZeroOptimizer(twin.communicator, SGD, lr=0.1)
+    twin.ours(*twin.batch()[1]).backward()
+    held = zero.param_groups[0]["params"]
+    zero.param_groups[0]["params"] = held[:-1]
+
+    def freeze() -> None:
+        zero.param_groups[0]["params"] = held
+        held[-1].requires_grad_(False)
+        zero.zero_grad()
+        before = held[-1].detach().clone()
+        train(twin, zero)
+        assert torch.equal(held[-1].to_local(), before.to_local())
+
+    def add() -> None:
+        other = tiny()
+        *rest, last = other.ours.parameters()
+        last.requires_grad_(False)
+        later = ZeroOptimizer(other.communicator, SGD, param_groups=rest, lr=0.1)
+        later.add_param_group({"params": [last.requires_grad_(True)]})
+        train(other, later)
+
+    return zero.step, [freeze, add]
+
+
 @row("takes gradients from backward only; change the loss instead")
 def set_gradient(_: Path) -> Pair:
     twin = tiny()
