@@ -3,11 +3,16 @@ backward before which they were frozen, and all of those before."""
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+from internsp.fsdp import fully_shard
 from internsp.optim import ZeroOptimizer
 from tests.support.compare import check, close, gradients
 from tests.support.meshes import mesh_of
@@ -106,3 +111,22 @@ def test_what_is_frozen_for_one_forward_has_the_gradient_of_the_graph_before() -
         model.requires_grad_(True)
         loss.backward()
     twin.check_gradients("frozen for one forward")
+
+
+@ranks(2)
+def test_a_unit_that_sums_while_others_reduce_keeps_what_it_had_before_it_was_frozen(
+    rank: int,
+) -> None:
+    plain: Any = Routed().double()
+    ours = copy.deepcopy(plain)
+    for unit in (*ours.layers, ours):
+        fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
+    ids = torch.tensor([[0, 3, 5], [1, 2, 4]])  # the second rank does not use the expert
+    ours.set_requires_gradient_sync(False, recurse=False)  # but its blocks reduce
+    for _ in range(2):
+        (plain(ids, ids) / 2).backward()  # the mean of two ranks
+        ours(ids[rank, None], ids[rank, None]).backward()
+        plain.expert.requires_grad_(False)
+        ours.expert.requires_grad_(False)
+        ours.set_requires_gradient_sync(True)
+    check(gradients(ours), gradients(plain), "frozen between")
