@@ -39,6 +39,8 @@ CASES = {
     "four": Options(preset="four"),
     "even, 2 micro-batches": Options(preset="even", micro_batches=2),
     "four, sequences over 2": Options(preset="four", sequence_ranks=2),
+    "four, sequences over 4": Options(preset="four", sequence_ranks=4),
+    "even, 4 blocks": Options(preset="even", layers=4),
     "light, width 256": Options(preset="light", hidden=256),
     "light, width 1024": Options(preset="light", hidden=1024),
     "tiny": Options(preset="tiny"),  # for tests; its figures mean nothing

@@ -233,10 +233,11 @@ class StepRunner:
     def _next(self, taken: int) -> tuple[StepRows, list[Batch]]:
         """The rows of the step after ``taken`` rows, and each micro-batch of them."""
         config, mesh, source = self.session.config, self.session.mesh, self.session.source
-        rows = StepRows.of_batch(taken, config.train, mesh)
         if wanted := config.train.batch_tokens:
             assert isinstance(source, DataSource), "Custom.check refuses a program's own"
             rows = StepRows.of_tokens(taken, source.rows_with(wanted, taken), config, mesh)
+        else:
+            rows = StepRows.of_batch(taken, config.train, mesh)
         return rows, [source.batch(own) for own in rows.micro_batches]
 
     def _layout(self, batch: Batch, numbers: Sequence[int] | None = None) -> SequenceLayout:
