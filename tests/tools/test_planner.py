@@ -319,6 +319,8 @@ def test_a_processor_that_sends_computes_less_and_ranks_share_cores() -> None:
     shared, few = base.rank(four), min(1.0, own.CORES / 4)
     assert shared.fitted.products == pytest.approx(0.7 * few)
     assert shared.bandwidth == pytest.approx(device_named("cpu").bandwidth * few)
+    half_of_it = own.on_share(device_named("cpu"), 0.5)  # whose gloo computes, too
+    assert half_of_it.near == pytest.approx(device_named("cpu").near / 2)
 
 
 def test_what_no_width_changes_takes_its_time_for_each_block_and_each_exchange() -> None:

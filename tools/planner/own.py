@@ -127,9 +127,10 @@ def share(ranks: int) -> float:
 
 
 def on_share(device: Device, part: float) -> Device:
-    """``device`` where a rank has ``part`` of what it had."""
+    """``device`` where a rank has ``part`` of what it had; of its links too: gloo computes."""
     fitted = replace(device.fitted, products=device.fitted.products * part)
-    return replace(device, fitted=fitted, bandwidth=device.bandwidth * part)
+    shared = replace(device, fitted=fitted, bandwidth=device.bandwidth * part)
+    return shared.with_links(device.near * part, device.far * part)
 
 
 @dataclass(frozen=True)
