@@ -100,6 +100,7 @@ def test_mistakes_of_the_file_and_the_options_are_one_report_with_status_2(capsy
             "--schedule: --search prints no schedule; leave one of them out",
         ),
         (["generate", "gone", "--seed", str(1 << 70)], "--seed: 1180591620717411303424 is out"),
+        (["generate", "gone", "--temperature", "1e-320"], "--temperature: 1e-320 is out of range"),
         (["generate", "gone", "--prompt", "a\udcff"], "--prompt: character 2 is not UTF-8"),
     ],
 )

@@ -101,7 +101,7 @@ class Generate:
         """
         wrong = {
             "tokens": self.tokens < 0,
-            "temperature": not 0 <= self.temperature < float("inf"),
+            "temperature": self.temperature != 0 and not 1e-6 <= self.temperature < float("inf"),
             "top_k": self.top_k is not None and self.top_k < 1,
             "seed": abs(self.seed) >= 1 << 63,
             "top_p": self.top_p is not None and not 0 < self.top_p <= 1,
