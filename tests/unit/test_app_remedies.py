@@ -498,8 +498,8 @@ CLI: Table = {
     "each has an answer of its own": {"give one": BY_COMMAND},
     "it belongs to": {"give that, too": BY_COMMAND},
     "prints no schedule": {"leave one of them out": BY_COMMAND},
-    "whose constants are fitted": {
-        "give --device NAME":
+    "to be fitted": {
+        "give folders of runs, and --device NAME":
             CALIBRATED + "test_the_file_says_what_it_was_made_of_and_is_read",
     },
     "on which seconds are compared": {"give --device NAME": BY_COMMAND},

@@ -210,6 +210,7 @@ def test_what_cannot_be_fitted_is_told(
     with pytest.raises(ConfigError, match="h100-sxm has no peak of fp64; add it in a file"):
         calibrate([read_run(run)], H100)
     asked = ["plan", str(run / "config.toml"), "--calibrate", str(run)]
-    assert main(asked) == 2
-    assert "give --device NAME" in capsys.readouterr().err
+    for wrong in (asked, [*asked[:-1], "--device", "cpu"]):  # no device, and no folder
+        assert main(wrong) == 2
+        assert "give folders of runs, and --device NAME" in capsys.readouterr().err
     assert main([*asked, "--device", "h100-sxm", "--search"]) == 2

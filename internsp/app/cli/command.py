@@ -58,8 +58,8 @@ class _Plan:
     write: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """With --search: file for the best configuration. With --calibrate: file for the device."""
     calibrate: Annotated[
-        tuple[Path, ...], tyro.conf.arg(metavar="DIR...", help_behavior_hint="")
-    ] = ()
+        tuple[Path, ...] | None, tyro.conf.arg(metavar="DIR...", help_behavior_hint="")
+    ] = None
     """Fit --device to the steps that these runs measured, and write it to a file."""
 
 
@@ -139,7 +139,7 @@ def _check_options(command: _Plan) -> None:
         "--calibrate": command.calibrate, "--search": command.search or None,
         "--longest": command.longest,
     }  # fmt: skip
-    given = [option for option, value in asked.items() if value]
+    given = [option for option, value in asked.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: each has an answer of its own; give one")
     there = {*given, "--device"} if command.device else {*given}
@@ -164,11 +164,11 @@ def _plan(command: _Plan, config: Config, size: int) -> None:
 
         device = device_named(command.device, command.device_file)
         config, known = on_device(config, device), [device]
-    if command.calibrate:
+    if command.calibrate is not None:
         from internsp.app.plan.calibrate import print_calibration
 
-        if not known:
-            raise ConfigError("--calibrate: give --device NAME, whose constants are fitted")
+        if not known or not command.calibrate:
+            raise ConfigError("--calibrate: give folders of runs, and --device NAME to be fitted")
         print_calibration(config, size, known[0], command.calibrate, command.write)
     elif command.search:
         from internsp.app.plan.searched import print_search
