@@ -195,7 +195,7 @@ class Hooks:
         before = partial(self._pre_forward, block)
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(partial(self._post_forward, block))
-        # Also where it fails, or torch stops a recompute early: the inputs hold graph and model.
+        # Also where it fails, or torch stops a recompute early: they hold the graph and the model.
         module.register_forward_hook(partial(self._drop_inputs, block), always_call=True)
         if isinstance(block, Unit):
             trigger = hooked.trigger if hooked.trigger is not None else module
@@ -244,7 +244,7 @@ class Hooks:
     def _post_forward(self, block: Block, module: nn.Module, args: Any, output: Any) -> None:
         """A block's post-forward: register its pre-backward hook, on the tensors of its output."""
         forward, run = self._events.post_forward(block)
-        before = self._inputs.pop(block, {})
+        before = self._inputs.get(block, {})
         if not torch.is_grad_enabled():
             return
         if not isinstance(output, Tensor) and not tensors(output):

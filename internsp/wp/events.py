@@ -235,7 +235,7 @@ class Events:
             self.reset()
         self.backward, self._forward = task, forward
         self._nested = False
-        self._note_frozen()
+        self._note_trained()
         self._autocast.root_pre_backward()
         self._chunk.queue.backward.root_pre_backward(self._exchanges_early())
         self.contents.check()
@@ -275,7 +275,7 @@ class Events:
         if not self._chunk.queue.progress.split:
             self.backward = torch._C._current_graph_task_id()
             self._nested, self._forward = True, None
-            self._note_frozen()
+            self._note_trained()
             self._queue_post_backward_callback()
 
     def root_post_backward(self) -> None:
@@ -326,10 +326,11 @@ class Events:
         end = PostBackwardCallback(self.root_post_backward, self.recovery.report_backward_failure)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def _note_frozen(self) -> None:
-        """Note at the begin of a backward which parameters are frozen: they get no gradient, as
-        under autograd. Others may get one, also where they were frozen in the last forward: it may
-        be of an earlier graph.
+    def _note_trained(self) -> None:
+        """Note at the begin of a backward which parameters are trained.
+
+        Those that are frozen get no gradient, as under autograd. Others may get one, also where the
+        last forward found them frozen: it may be of an earlier graph.
         """
         members = self._replicated.all_parameters()
         for member, now in zip(members, trained(members), strict=True):

@@ -174,8 +174,10 @@ class ReplicatedParameters:
                 other ranks did; ``None``: their flags are needed.
         """
         pairs = zip(self.all_parameters(), self._mine, strict=True)
-        asked = self.trained
-        known = [mine or ((m in asked or m.requires_grad) and settled(m)) for m, mine in pairs]
+        known = [
+            mine or ((member in self.trained or member.requires_grad) and settled(member))
+            for member, mine in pairs
+        ]
         flags = self._everyones() if None in known else [bool(flag) for flag in known]
         return flags[: len(self.members)], flags[len(self.members) :]
 

@@ -95,8 +95,7 @@ class Case:
             "parallel": {"weight": sizes.ranks, "sequence": sizes.sequence_ranks, "device": "cpu"},
             "train": {
                 "global_batch": sizes.batch * groups * sizes.micro_batches,
-                "micro_batches": sizes.micro_batches,
-                "dtype": "bfloat16",
+                "micro_batches": sizes.micro_batches, "dtype": "bfloat16",
             },
         }
         config = Config.model_validate(values)
