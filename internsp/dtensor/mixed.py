@@ -55,6 +55,28 @@ raw_grad: Any = Tensor.grad
 """``Tensor``'s own ``.grad``, of any class: what autograd has put there, without any check."""
 
 
+class _Traced:
+    """What a parameter belongs to in a function that is compiled: it serves all of their kind."""
+
+    name = "a parameter in a compiled function"
+    meet = None
+
+    @property
+    def aliases(self) -> dict[int, Any]:
+        """Noted nowhere."""
+        return {}
+
+    def __getattr__(self, name: str) -> Any:
+        raise StructureError(
+            "a function that torch.compile compiles needs of a parameter, or its result, what only "
+            "internsp knows (gradients of full_tensor(), .data =, writes into a part): leave that "
+            "out of the function"
+        )
+
+
+_TRACED = _Traced()
+
+
 class ParameterTensor(DTensor):
     """A parameter, or a value computed from parameters."""
 
@@ -117,6 +139,14 @@ class ParameterTensor(DTensor):
         ``dcp.async_save`` copies from there (seen with torch 2.13).
         """
         return 0
+
+    @classmethod
+    def __tensor_unflatten__(cls, *parts: Any) -> Tensor:  # type: ignore[override]
+        """What ``torch.compile`` traces in the place of a parameter, and what a compiled function
+        returns: of the same class, or torch would refuse the parameter itself."""
+        made: Any = DTensor.__tensor_unflatten__(*parts)
+        made.__class__, made._member = cls, _TRACED
+        return made  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A copy belongs to no communicator: an ordinary ``DTensor`` (parameter)."""
@@ -267,7 +297,8 @@ def _require_not_random(func: Any, args: Any, options: Any) -> None:
 def _require_own_memory(func: Any, args: Any, options: Any, written: Any) -> None:
     """Refuse a write into a view that torch has made of a gathered copy: ``p[1].zero_()``."""
     base = written._base
-    if not isinstance(base, ParameterTensor):
+    computed = isinstance(base, ParameterValue) and base._member is _TRACED
+    if computed or not isinstance(base, ParameterTensor):
         return
     theirs, ours = (t._local_tensor.untyped_storage() for t in (written, base))
     parameter = written._member.parameter._local_tensor.untyped_storage()

@@ -148,10 +148,9 @@ class ShardParameter(ParameterTensor):
             CollectiveError: some rank of its group does not call it.
             StructureError: in a forward, where the sum is not known.
         """
-        reads = self._member.reads
         has_gradient = torch.is_grad_enabled() and self.requires_grad
-        if grad_placements is None and reads is not None and has_gradient:
-            found = reads.full_tensor(self._member)
+        if grad_placements is None and has_gradient and self._member.reads is not None:
+            found = self._member.reads.full_tensor(self._member)
             if found is not None:
                 return found
         return self._full_tensor(grad_placements)
@@ -174,8 +173,8 @@ class ShardParameter(ParameterTensor):
         found: Any = super()._redistribute(*args, **options)
         if not all(placement.is_replicate() for placement in found.placements):
             return found  # type: ignore[no-any-return]
-        memory = found._local_tensor.untyped_storage().data_ptr()
-        if memory != self._local_tensor.untyped_storage().data_ptr():
+        memory = found._local_tensor.untyped_storage()._cdata  # what is compiled has no address
+        if memory != self._local_tensor.untyped_storage()._cdata:
             return found  # type: ignore[no-any-return]
         return found.clone()  # type: ignore[no-any-return]
 

@@ -97,7 +97,7 @@ class UnfinishedGradient(DTensor):
         raise self._read_error()
 
     to_local = full_tensor = redistribute = _refuse
-    __deepcopy__ = __reduce_ex__ = _refuse
+    __deepcopy__ = __reduce_ex__ = __tensor_flatten__ = _refuse
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<unfinished gradient of shape {tuple(self.shape)}: {self._message}>"

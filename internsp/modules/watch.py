@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from internsp.base.autograd import compiled
+from internsp.base.autograd import compiled, not_compiled
 from internsp.dtensor.mixed import read_each
 from internsp.dtensor.parameter import ShardParameter
 from internsp.dtensor.placed import dtensor_like
@@ -65,6 +65,7 @@ def _hooked(member: Member) -> GradientError:
     )
 
 
+@not_compiled
 def before_step(
     communicator_ref: Callable[[], ISPCommunicator | None],
     like_parameters: dict[type, frozenset[str]],
@@ -122,6 +123,7 @@ def before_step(
     return after_closure(prepare, args, kwargs)
 
 
+@not_compiled
 def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Post-hook of every torch optimizer's step: unsharded weights that it made stale are not used
     again."""

@@ -18,7 +18,7 @@ from internsp.dtensor.asked import asked
 from internsp.dtensor.mixed import raw_grad
 from internsp.dtensor.parameter import ShardParameter
 from internsp.dtensor.unfinished import UnfinishedGradient
-from internsp.errors import GradientError
+from internsp.errors import GradientError, StructureError
 from internsp.wp.parameter import Member
 
 
@@ -104,6 +104,12 @@ class GuardedParameter(ShardParameter):
         """As ``DTensor.redistribute``, after waiting for the parameter all-gather."""
         self._member.wait_until_ready()
         return super().redistribute(*args, **options)
+
+    def __tensor_flatten__(self) -> Any:
+        raise StructureError(
+            f"{self._member.name} was given on rank {self._rank} to a function that torch.compile "
+            "compiles, past what its ZeroOptimizer waits for: give it weight.detach()"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """An ordinary ``DTensor`` parameter, which belongs to no optimizer; waits for the parameter

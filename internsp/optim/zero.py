@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from internsp.base.accelerator import HostCopy
+from internsp.base.autograd import not_compiled
 from internsp.base.host import OPTIMIZER
 from internsp.base.stand_in import OptimizerClass, settings_of
 from internsp.dtensor.parameter import StepCount
@@ -173,6 +174,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """``loss`` times the loss scale (fp32 or wider); ``loss`` itself without a scaler."""
         return loss if self.loss_scaler is None else self.loss_scaler.scaled(loss)
 
+    @not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the reductions, clip, update, and start the parameter all-gathers. Collective;

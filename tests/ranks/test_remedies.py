@@ -640,6 +640,11 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
         "within internsp.full_params(model, write='shards')": partial(written, within_full_params),
         "fill the model by internsp.initialize": initialized,
     },
+    "a function that torch.compile compiles needs of a parameter": {
+        "leave that out of the function":
+            "tests/ranks/test_compiled_functions.py::"
+            "test_functions_of_parameters_are_compiled_in_one_graph",
+    },
     "it is a view across the shards": {
         "p.data = values": partial(written, by_data),
         "within internsp.full_params(model, write='shards')": partial(written, within_full_params),
