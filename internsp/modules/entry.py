@@ -13,6 +13,7 @@ from functools import partial, wraps
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from internsp.base.autograd import (
@@ -111,7 +112,9 @@ def _unsharding_all(block: nn.Module, inner: Forward) -> Forward:
             weights.require_copies(module)
         before = input_tensors((args, kwargs))
         handle = BlockHandle(own, sharded, shared)
-        unsharded = views(handle, *[weight.parameter for weight in own])
+        # Also under no_grad: a block may record a part by itself, as a reversible one in backward.
+        with torch.enable_grad():
+            unsharded = views(handle, *[weight.parameter for weight in own])
         plain = _plain(held, unsharded)
         handed = [dict(inside) for inside in plain]
         try:

@@ -85,6 +85,51 @@ def test_a_block_follows_autocast_and_frozen_weights_without_a_trace() -> None:
         by_turns(Twin(partial(Tiny, Scaled), mesh, dtype=torch.float32, **options))
 
 
+class Again(Block):
+    """Given a gradient, it runs itself again and backward, as blocks of a reversible model do."""
+
+    def forward(self, x: Tensor, gradient: Tensor | None = None) -> Tensor:
+        if gradient is None:
+            return super().forward(x)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            super().forward(x).backward(gradient)
+        assert x.grad is not None
+        return x.grad
+
+
+class Reversible(torch.autograd.Function):
+    """Keeps a block's input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor) -> Any:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.block(*ctx.saved_tensors, gradient)
+
+
+class OfReversible(Tiny):
+    def blocks(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = Reversible.apply(layer, x)
+        return x
+
+
+@ranks(2)
+def test_a_block_that_records_a_part_under_no_grad_has_its_gradients() -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    twin = Twin(partial(OfReversible, Again), mesh, **ALL)
+    twin.trace.enabled = False
+    for step in range(2):
+        twin.backward()
+        twin.check_gradients(f"step {step}")
+        twin.zero_grad()
+
+
 class Stage(nn.Module):
     """The modules between two splits of a pipeline."""
 
