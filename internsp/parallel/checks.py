@@ -29,7 +29,7 @@ class RootChecks:
     no value is missing                      no
     the same parameters are frozen           by the store, after a change
     parts of the same batch                  16 bytes; confirmed as backward ends
-    equal token counts                       once, with a mean and ``compare_ranks``
+    equal token counts                       once, with a graph, a mean and ``compare_ranks``
     =======================================  ======================================================
 
     Args:

@@ -87,16 +87,17 @@ def require_same_model(
 
 
 def token_count_check(mesh: ParallelMesh) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
-    """Checks in the first forward that all ranks have equal shapes, for a mean loss (design.md 6).
+    """Checks in the first forward with a graph that all ranks have equal shapes, for a mean loss
+    (design.md 6). What is generated or evaluated has no gradient, and may differ.
 
     Returns:
-        A function of a forward's arguments. Its first call is collective over the stage and blocks;
-        it raises a :class:`LayoutError` on every rank if the ranks have different token counts.
+        A function of a forward's arguments. Its first call with a graph is collective over the
+        stage and blocks; it raises a :class:`LayoutError` on every rank if token counts differ.
     """
     checked: list[bool] = []
 
     def check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if checked:
+        if checked or not torch.is_grad_enabled():
             return
         checked.append(True)
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]

@@ -149,6 +149,8 @@ def test_a_mean_loss_is_averaged_and_unequal_counts_are_refused_everywhere(rank:
     train(Twin(MeanLoss, mesh, reduction="mean"), OPTIMIZERS["sgd"], 1, "mean")
     unequal = Twin(MeanLoss, mesh, reduction="mean")
     ids = torch.zeros(1 + rank, 3, dtype=torch.int64)
+    with torch.no_grad():  # an evaluation
+        close(unequal.ours(ids, ids), unequal.plain(ids, ids), "an evaluation of unequal counts")
     raises(LayoutError, lambda: unequal.ours(ids, ids), "[3, 6]", "reduction = 'sum'")
 
 
