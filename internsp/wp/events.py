@@ -220,7 +220,9 @@ class Events:
         if self.weight_part:
             return
         task = torch._C._current_graph_task_id()
-        if task == self.backward:
+        # Another task within a backward that has not failed: a function or a hook runs a backward.
+        inner = self.backward >= 0 and not self._nested and not self.recovery.cause
+        if task == self.backward or inner:
             self._enter_graph(forward)
         else:
             self._begin_backward(task, forward)

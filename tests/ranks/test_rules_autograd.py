@@ -149,6 +149,65 @@ def test_checkpointing_written_by_the_user_around_and_inside_blocks_is_right() -
             assert twin.communicator.recovery.failures == 0
 
 
+class Kept(torch.autograd.Function):
+    """Runs a block in a graph of its own, and that graph's backward in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = block(ctx.x)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.y.backward(gradient)
+        return None, ctx.x.grad
+
+
+class OfKept(Tiny):
+    def blocks(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:3]:
+            x = Kept.apply(layer, x)
+        return self.layers[3](x)
+
+
+class Equilibrium(Tiny):
+    """Its first block's gradient is that of a fixed point, found in a hook."""
+
+    def blocks(self, x: Tensor) -> Tensor:
+        z = self.layers[0](x)
+        start = z.detach().requires_grad_()
+        end = 0.1 * self.layers[0](start)
+
+        def solved(gradient: Tensor) -> Tensor:
+            total = gradient
+            for _ in range(2):
+                (found,) = torch.autograd.grad(end, start, total, retain_graph=True)
+                total = gradient + found
+            return total
+
+        z.register_hook(solved)
+        for layer in self.layers[1:]:
+            z = layer(z)
+        return z
+
+
+@ranks(2)
+def test_a_backward_within_a_backward_keeps_every_gradient() -> None:
+    """That of a function or a hook, through a graph of the forward."""
+    mesh = mesh_of(2)
+    for twin in (
+        Twin(OfKept, mesh), Twin(OfKept, mesh, **ALL),
+        Twin(Equilibrium, mesh, unexpected_order="gather", **ALL),
+    ):  # fmt: skip
+        for step in range(2):
+            twin.backward()
+            twin.backward()
+            twin.check_gradients(f"step {step}")
+            twin.zero_grad()
+
+
 class Custom:
     """An output type that hooks cannot search for tensors."""
 
