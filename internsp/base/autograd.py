@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -219,7 +219,11 @@ def pre_backward_node(tensor: Tensor, before: InputTensors) -> Any:
     Args:
         before: the call's :func:`input_tensors`.
     """
-    return base_node(tensor, before) or tensor.grad_fn
+    base, node = base_node(tensor, before), cast("Any", tensor.grad_fn)
+    # A view that a custom function made has other inputs, to which backward may come first.
+    while base is not None and node is not base and len(node.next_functions) == 1:
+        ((node, _),) = node.next_functions
+    return base if node is base else tensor.grad_fn
 
 
 def base_node(tensor: Tensor, before: InputTensors) -> Any:

@@ -130,6 +130,33 @@ def test_a_block_that_records_a_part_under_no_grad_has_its_gradients() -> None:
         twin.zero_grad()
 
 
+class WithLoss(torch.autograd.Function):
+    """Returns its input, and gives a loss of the block its gradient, as routers of experts do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Any:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones((), dtype=gradient.dtype)
+
+
+class Routed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return WithLoss.apply(y, self.w1(x).square().sum())  # type: ignore[no-any-return]
+
+
+@ranks(2)
+def test_backward_may_come_to_a_loss_of_a_block_before_its_output() -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    twin = Twin(partial(Tiny, Routed), mesh, **ALL)
+    twin.trace.enabled = False
+    twin.backward()
+    twin.check_gradients()
+
+
 class Stage(nn.Module):
     """The modules between two splits of a pipeline."""
 
