@@ -287,7 +287,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         To be read: a value's elements may be changed in place, other writes are refused.
         """
-        return MappingProxyType(self._state().by_parameter())
+        found: Any = self._state().by_parameter()
+        for parameter, values in found.items():
+            found[parameter] = MappingProxyType(values)
+        return MappingProxyType(found)
 
     @state.setter
     def state(self, value: Any) -> None:

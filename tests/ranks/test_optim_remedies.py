@@ -111,6 +111,8 @@ def state_anew(_: Path) -> Pair:
     train(twin, optimizer)
     with pytest.raises(TypeError):
         optimizer.state[next(iter(optimizer.state))] = {}
+    with pytest.raises(TypeError):  # it would be dropped
+        next(iter(optimizer.state.values()))["exp_avg"] = None
     with pytest.raises(AttributeError):
         optimizer.state.clear()
 
