@@ -148,8 +148,9 @@ def _sharding(
     if hasattr(parameter._local_tensor, "fsdp_pre_all_gather"):
         raise StructureError(
             f"{owners[0].full_name} is a {type(parameter._local_tensor).__name__} with "
-            "fsdp_pre_all_gather, which internsp.fsdp does not call: hold a plain parameter, and "
-            "give both functions to a rule of internsp.WeightParallelConfig (pre_all_gather, "
+            "fsdp_pre_all_gather, which internsp.fsdp does not call: hold a plain parameter "
+            "(torchao: enable_fsdp_float8_all_gather=False, the same values), and give both "
+            "functions to a rule of internsp.WeightParallelConfig (pre_all_gather, "
             "post_all_gather; docs/howto/rules.md), or take internsp.fsdp.options(quantize=...)"
         )
     compute, reduce = param.param_dtype or parameter.dtype, param.reduce_dtype
