@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from internsp.base.accelerator import backends_of
 from internsp.errors import MeshError
@@ -130,6 +129,9 @@ def _forget_meshes() -> None:
     It gives results on a mesh the ``DeviceMesh`` of an earlier one that equals it, so that groups
     by which DTensors are found may not end with the mesh for which they were made.
     """
+    # At the top it would load torch.compile, a second of each program's start.
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     _clear_sharding_prop_cache()
 
 

@@ -297,6 +297,7 @@ def test_parallelize_loads_neither_the_application_nor_sequences_and_few_lines()
         "import sys, internsp\n"
         "assert 'torch' not in sys.modules\n"
         "internsp.parallelize\n"
+        "assert 'torch._dynamo' not in sys.modules  # a second of each program's start\n"
         "for name, module in sorted(sys.modules.items()):\n"
         "    if name.partition('.')[0] == 'internsp': print(name, module.__file__)\n"
     )
