@@ -103,6 +103,7 @@ def _unsharding_all(block: nn.Module, inner: Forward) -> Forward:
     sharded = [weight for weight in found if weight.unit.block >= 0]
     shared = [weight for weight in found if weight.unit.block < 0]
     copied = [(m, weights) for m, weights in zip(modules, held, strict=True) if weights.copies]
+    opened = held[0].scope.opened
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -117,6 +118,7 @@ def _unsharding_all(block: nn.Module, inner: Forward) -> Forward:
             unsharded = views(handle, *[weight.parameter for weight in own])
         plain = _plain(held, unsharded)
         handed = [dict(inside) for inside in plain]
+        opened.number += 1
         try:
             for module, inside in zip(modules, plain, strict=True):
                 module.__dict__["_parameters"] = inside
@@ -124,6 +126,7 @@ def _unsharding_all(block: nn.Module, inner: Forward) -> Forward:
                 weights.fill_copies(module, module._parameters)
             output = inner(*args, **kwargs)
         finally:
+            opened.number -= 1
             for module, inside in zip(modules, outside, strict=True):
                 module.__dict__["_parameters"] = inside
             for module, weights in copied:

@@ -220,6 +220,12 @@ Unsharded = dict[Member, tuple[Tensor, ParameterHandle]]
 """The views that were made in one forward, by weight."""
 
 
+class OpenForwards:
+    """How many forwards run in which any code may read parameters of a chunk."""
+
+    number = 0
+
+
 @dataclass(eq=False, slots=True)
 class Scope:
     """The forward of a block, or of the model, in which any code may read parameters.
@@ -227,6 +233,7 @@ class Scope:
     Attributes:
         module, name: the module whose forward this is, and its name (empty for the model).
         communicator: the chunk's.
+        opened: counts the chunk's forwards that run.
         block: whether the forward is a block's. Weights outside of the blocks stay in their slots,
             so that for them it does not matter where backward enters.
         recomputed: whether activation checkpointing runs the forward again.
@@ -238,6 +245,7 @@ class Scope:
     module: nn.Module
     name: str
     communicator: ISPCommunicator
+    opened: OpenForwards
     block: bool = True
     recomputed: bool = False
     unsharded: Unsharded | None = None
@@ -321,11 +329,6 @@ class Weights(dict[str, Any]):
         tensor = view(handle)
         unsharded[weight] = tensor, handle
         return tensor
-
-    @property
-    def reading(self) -> bool:
-        """Whether the module's own forward runs, or its block's if that unshards all weights."""
-        return self.unsharded is not None or self.module._parameters is not self
 
     def read_all(self) -> tuple[ParameterHandle, dict[str, Any]]:
         """Views of all weights, of one node: for a forward that reads each of them once.
@@ -484,7 +487,7 @@ def _unsharding(module: nn.Module, held: Weights, inner: Forward) -> Forward:
     saves, known = _PLAIN.get(type(module), (False, None))
     simple = getattr(inner, "__func__", None) is known is not None
     simple = simple and set(held) <= {"weight", "bias"} and not held.copies
-    copied = held if held.copies else None
+    copied, opened = held if held.copies else None, held.scope.opened
     own = module.__dict__
 
     @wraps(inner)
@@ -498,10 +501,12 @@ def _unsharding(module: nn.Module, held: Weights, inner: Forward) -> Forward:
             return inner(*args, **kwargs)  # the block's scope keeps the views
         if simple:  # the function that it calls sees plain tensors
             handle, own["_parameters"] = held.read_all()
+            opened.number += 1  # a torch function mode may read parameters
             try:
                 output = inner(*args, **kwargs)
             finally:
                 own["_parameters"] = held
+                opened.number -= 1
                 shared = handle.release()
             if saves and shared:  # the output is one new tensor
                 node = pre_backward_node(output, {})
@@ -512,6 +517,7 @@ def _unsharding(module: nn.Module, held: Weights, inner: Forward) -> Forward:
             copied.require_copies(module)
         before = input_tensors((args, kwargs))
         outside, held.unsharded = held.unsharded, {}
+        opened.number += 1
         try:
             if copied is not None:
                 copied.fill_copies(module, held)
@@ -521,6 +527,7 @@ def _unsharding(module: nn.Module, held: Weights, inner: Forward) -> Forward:
             raise
         finally:
             unsharded, held.unsharded = held.unsharded, outside
+            opened.number -= 1
             if copied is not None:
                 copied.restore_copies(module)
         if not unsharded:
@@ -566,6 +573,7 @@ def _in_scope(module: nn.Module, scope: Scope, inner: Forward) -> Forward:
             copied.require_copies(module)
         before = input_tensors((args, kwargs))
         outside, scope.unsharded = scope.unsharded, {}
+        scope.opened.number += 1
         taken: list[Taken] = []
         try:
             if copied is not None:
@@ -573,6 +581,7 @@ def _in_scope(module: nn.Module, scope: Scope, inner: Forward) -> Forward:
             output = inner(*args, **kwargs)
         finally:
             unsharded, scope.unsharded = scope.unsharded, outside
+            scope.opened.number -= 1
             if scope.taken:
                 taken, scope.taken = scope.taken, []
                 put_back(taken)

@@ -8,15 +8,13 @@ has its own, since it has its own data; the parameter's gradient is their sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from internsp.base.autograd import in_backward
 from internsp.errors import StructureError
-from internsp.modules.parameters import ParameterHandle, Scope, view
-from internsp.modules.wrapping import Wrapping
+from internsp.modules.parameters import OpenForwards, ParameterHandle, view
 from internsp.wp.parameter import Member, ReplicatedParameter
 
 
@@ -25,12 +23,12 @@ class ForwardReads:
 
     Args:
         communicator: the chunk's (:class:`internsp.wp.communicator.ISPCommunicator`).
-        scopes: all scopes of the chunk.
+        opened: counts the forwards of the chunk that run.
         split: a pipeline's schedule splits the chunk's backward.
     """
 
-    def __init__(self, communicator: Any, scopes: Sequence[Scope], split: bool) -> None:
-        self._communicator, self._scopes, self._split = communicator, scopes, split
+    def __init__(self, communicator: Any, opened: OpenForwards, split: bool) -> None:
+        self._communicator, self._opened, self._split = communicator, opened, split
 
     def full_tensor(self, member: Member) -> Tensor | None:
         """The unsharded parameter, whose gradient is summed over ranks; ``None`` past a forward.
@@ -72,7 +70,8 @@ class ForwardReads:
         """Whether a forward of the chunk runs, or a recompute, and there are ranks to sum over."""
         if member.parameter.device_mesh.size() == 1:  # type: ignore[attr-defined]
             return False
-        return self._communicator.events.inside or in_backward() or any(map(_open, self._scopes))
+        inside: bool = self._communicator.events.inside
+        return inside or self._opened.number > 0 or in_backward()
 
     def _require_sum(self, member: Member) -> None:
         """Check that the sum over the parameter's mesh is its gradient.
@@ -94,14 +93,6 @@ class ForwardReads:
                 "Read the weight from its module (self.weight is the unsharded tensor there), or "
                 "detach() it where no gradient is needed"
             )
-
-
-def _open(scope: Scope) -> bool:
-    return (
-        scope.unsharded is not None
-        or Wrapping.of(scope.module).running
-        or any(weights.reading for weights in scope.members)
-    )
 
 
 class _ReplicaHandle(ParameterHandle):

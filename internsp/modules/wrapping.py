@@ -97,11 +97,6 @@ class Wrapping:
         wrapping: Wrapping = found
         return wrapping
 
-    @property
-    def running(self) -> bool:
-        """Whether the module's forward runs, within its layers."""
-        return self._running is not None
-
     def add(self, layer: Layer, nests: bool = False) -> None:
         """Put ``layer`` around the module's ``forward`` and the layers that it has.
 

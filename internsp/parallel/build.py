@@ -24,7 +24,7 @@ from internsp.failure.recovery import StageRecovery
 from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.modules.casts import find_casts, register_casts
 from internsp.modules.hooks import BlockHooks, register_hooks
-from internsp.modules.parameters import Scope, attach, put
+from internsp.modules.parameters import OpenForwards, Scope, attach, put
 from internsp.modules.reads import ForwardReads
 from internsp.modules.supported import copies_of
 from internsp.modules.watch import keep_parameters_in_place
@@ -172,7 +172,7 @@ def build(
         consensus,
     )
     scopes = Scopes(model, structure, examined.recomputed, communicator)
-    _bind(communicator, roots, ForwardReads(communicator, scopes.all, examined.split), own)
+    _bind(communicator, roots, ForwardReads(communicator, scopes.opened, examined.split), own)
     _put(model, shardings, members, scopes)
     _register(model, structure, config, checkpoint, communicator, enclosing, scopes, activations)
     return communicator
@@ -413,6 +413,7 @@ class Scopes:
 
     Attributes:
         root, blocks, enclosing: of the model, of the units, of blocks that hold units.
+        opened: how many run.
     """
 
     def __init__(
@@ -423,8 +424,9 @@ class Scopes:
         communicator: ISPCommunicator,
     ) -> None:
         self._structure = structure
+        self.opened = opened = OpenForwards()
         self.enclosing = [
-            Scope(block.module, block.name, communicator, recomputed=block.layer in recomputed)
+            Scope(block.module, block.name, communicator, opened, True, block.layer in recomputed)
             for block in structure.enclosing
         ]
         self.recomputes = [
@@ -432,20 +434,12 @@ class Scopes:
         ]
         self.blocks = [
             Scope(
-                block.module,
-                block.name,
-                communicator,
-                recomputed=recomputes
-                or (block.around >= 0 and self.enclosing[block.around].recomputed),
+                block.module, block.name, communicator, opened, True,
+                recomputes or (block.around >= 0 and self.enclosing[block.around].recomputed),
             )
             for block, recomputes in zip(structure.blocks, self.recomputes, strict=True)
-        ]
-        self.root = Scope(model, "", communicator, block=False)
-
-    @property
-    def all(self) -> list[Scope]:
-        """Those of the units, of the model, of blocks that hold units."""
-        return [*self.blocks, self.root, *self.enclosing]
+        ]  # fmt: skip
+        self.root = Scope(model, "", communicator, opened, block=False)
 
     def of(self, owner: ParameterOwner) -> Scope:
         """The scope in which a parameter may be read: the model's if several blocks share it."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -219,6 +221,30 @@ def test_reads_whose_gradient_no_rank_would_sum_are_refused_by_name(
         twin = Twin(partial(WithoutGradient, layers=2), mesh_of(weight), **config)
         twin.backward()
         twin.check_gradients(f"as the refusal proposes, {config}")
+
+
+def calls(read: Callable[[], Any]) -> int:
+    """How many functions of Python ``read`` calls."""
+    seen: list[str] = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: seen.append(event))
+    try:
+        read()
+    finally:
+        sys.setprofile(before)
+    return seen.count("call")
+
+
+@ranks(2)
+def test_a_read_takes_no_more_calls_in_a_model_of_more_blocks() -> None:
+    """Forwards that run are counted, not looked for in all modules: programs read all parameters in
+    a loop."""
+    found = []
+    for layers in (2, 6):
+        weight: Any = Twin(partial(Tiny, layers=layers), mesh_of(2)).ours.head.weight
+        weight.to_local()
+        found.append(calls(weight.to_local))
+    assert 0 < found[0] == found[1]
 
 
 class Explicit(Apart):
