@@ -8,7 +8,6 @@ recompute, backward) follows from where a hook fires (WP-9).
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from internsp.base.autograd import (
     NO_TASK,
@@ -41,10 +36,9 @@ from internsp.errors import GradientError, StructureError
 from internsp.modules.entry import unshard_at_block_entry
 from internsp.modules.parameters import Scope, weights_of, wrap_forward, wrap_scope
 from internsp.modules.watch import (
+    STEPPED,
     after_load,
-    after_step,
     before_load,
-    before_step,
     require_no_gradient_hooks,
 )
 from internsp.modules.wrapping import Layer, Wrapping
@@ -169,10 +163,7 @@ def register_hooks(
     # Between two passes: no version counter shows what an optimizer writes (foreach, fused), and
     # its all-gathers must have ended before a state_dict reads the shards (WP-3, WP-11).
     root.register_state_dict_pre_hook(lambda *_: communicator.wait_until_ready())
-    alive = weakref.ref(communicator)
-    # Never removed: a finalizer could run while torch iterates over its hooks.
-    register_optimizer_step_pre_hook(partial(before_step, alive, {}))
-    register_optimizer_step_post_hook(after_step)
+    STEPPED[communicator] = {}
 
 
 class Hooks:

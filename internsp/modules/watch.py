@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from internsp.base.autograd import compiled, not_compiled
 from internsp.dtensor.mixed import read_each
@@ -65,18 +70,15 @@ def _hooked(member: Member) -> GradientError:
     )
 
 
+STEPPED: WeakKeyDictionary[ISPCommunicator, dict[type, frozenset[str]]] = WeakKeyDictionary()
+"""By each model's communicator, what :func:`internsp.modules.steps.place_scalars` knows."""
+
+
 @not_compiled
 def before_step(
-    communicator_ref: Callable[[], ISPCommunicator | None],
-    like_parameters: dict[type, frozenset[str]],
-    optimizer: torch.optim.Optimizer,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Pre-hook of every torch optimizer's step: refuse or wait, if it steps our parameters.
-
-    Args:
-        like_parameters: what :func:`internsp.modules.steps.place_scalars` knows.
 
     Returns:
         The arguments of the step, where the gradients come from a closure among them.
@@ -84,8 +86,8 @@ def before_step(
     Raises:
         StructureError: the optimizer was created before ``parallelize``, and would step nothing.
     """
-    communicator = communicator_ref()
-    if communicator is None:
+    communicators = list(STEPPED)
+    if not communicators:
         return None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
@@ -98,10 +100,18 @@ def before_step(
     ids = {id(p) for p in parameters if isinstance(p, ShardParameter)}
     if not ids:  # as of the slices that a ZeroOptimizer steps, bucket by bucket
         return None
+    for communicator in communicators:
+        args, kwargs = _before_step_of(communicator, ids, optimizer, args, kwargs)
+    return args, kwargs
+
+
+def _before_step_of(
+    communicator: ISPCommunicator, ids: Set[int], optimizer: Any, args: Any, kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     members = communicator.replicated.all_parameters()
     stepped = [member.parameter for member in members if id(member.parameter) in ids]
     if not stepped:  # it writes no shard that a gather in flight reads
-        return None
+        return args, kwargs
     from internsp.modules.steps import (
         after_closure,
         lay_out_alike,
@@ -113,14 +123,14 @@ def before_step(
         communicator.placeholders.require_finished(stepped)
         if not communicator.state.consumer.is_optimizer:  # which steps slices of its own
             lay_out_alike(optimizer, stepped)
-            place_scalars(optimizer, communicator.replicated.scalars, like_parameters)
+            place_scalars(optimizer, communicator.replicated.scalars, STEPPED[communicator])
         if communicator.state.handles or communicator.events.full_params_in:
             communicator.events.require_shards()
             communicator.state.wait_for_gathers()
 
     refuse_optimizer(optimizer, stepped)
     prepare()
-    return after_closure(prepare, args, kwargs)
+    return after_closure(prepare, args, kwargs) or (args, kwargs)
 
 
 @not_compiled
@@ -130,6 +140,11 @@ def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for counter in {p._member.stepped for p in parameters if isinstance(p, ShardParameter)}:
         counter.steps += 1
+
+
+# Once for all models: one for each would stay, and be called, when its model is gone.
+register_optimizer_step_pre_hook(before_step)
+register_optimizer_step_post_hook(after_step)
 
 
 def before_load(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer
 from torch.utils import checkpoint as checkpoints
 
 from internsp.config import ActivationCheckpointConfig
@@ -75,6 +76,16 @@ def count_blocks(
     assert not twin.communicator.state.handles, "a gather is waited for once, and then forgotten"
     # Outside the slots no storage of an unsharded block is left.
     assert live_storages(block) <= allowed
+
+
+@ranks(2)
+def test_models_made_again_leave_no_hooks_of_optimizers() -> None:
+    """Each would be called in every step, of any model, to the end of the process."""
+    hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+    before, mesh = [*map(len, hooks)], mesh_of_two()
+    for _ in range(3):
+        Twin(Tiny, mesh)
+    assert [*map(len, hooks)] == before
 
 
 SLOTS: tuple[tuple[int, bool, Any, int, str], ...] = (
