@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -218,14 +218,11 @@ class OptimizerState:
                 for name, value in matrix.state.items()
                 if not _has_elements(value) or value.shape != matrix.shape
             }
-        mine = {
-            member: {n: v.cpu() if isinstance(v, Tensor) else v for n, v in state.items()}
-            for member, state in mine.items()
-        }
+        mine = {m: {n: _sent(v) for n, v in state.items()} for m, state in mine.items()}
         found: dict[str, State] = {}
         for each in Objects(mesh.stage_group).gather(mine):
             found |= each
-        return found
+        return {m: {n: _received(v) for n, v in state.items()} for m, state in found.items()}
 
     def load_gathered(self, states: dict[Member, State]) -> None:
         """Load this rank's part of ``states``; values are copied. Parameters without state there
@@ -301,6 +298,23 @@ class OptimizerState:
                         f"{name} of {member.name} is of shape {list(first.shape)}, the given state "
                         f"has {shape}"
                     )
+
+
+class _Number(NamedTuple):
+    """A tensor of one number on its way: pickled as a tensor it takes a hundred times as long."""
+
+    value: Any
+    dtype: torch.dtype
+
+
+def _sent(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.cpu() if value.dim() else _Number(value.item(), value.dtype)
+
+
+def _received(value: Any) -> Any:
+    return torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Number) else value
 
 
 def _has_elements(value: Any) -> bool:
