@@ -102,9 +102,11 @@ def params_of(units: Sequence[ProgramUnit]) -> list[Any]:
 def by_mesh(units: Sequence[ProgramUnit]) -> list[list[Any]]:
     """torch's ``FSDPParam`` of every parameter, by the ranks over which they are sharded; first
     those of dense weights, which have as many ranks as others or more, tensor ranks counted."""
-    found: dict[str, list[Any]] = {}
-    for param in params_of(units):
-        found.setdefault(str(param.mesh_info.mesh.mesh.tolist()), []).append(param)
+    params, found = params_of(units), dict[str, list[Any]]()
+    # Of each mesh once: torch computes its ranks anew, which takes longer than all else here.
+    ranks = {mesh: str(mesh.mesh.tolist()) for mesh in {p.mesh_info.mesh for p in params}}
+    for param in params:
+        found.setdefault(ranks[param.mesh_info.mesh], []).append(param)
     return sorted(found.values(), key=lambda own: -max(p._spmd_mesh.size() for p in own))
 
 

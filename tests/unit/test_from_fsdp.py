@@ -8,12 +8,14 @@ import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp import _fully_shard, sharded_grad_scaler, wrap
 
+from internsp.fsdp.units import by_mesh
 from tests.support.from_fsdp import TEXT, WORDS, Row, code_in, option, rows, wrong_option
 from tests.support.versions import since
 
@@ -158,3 +160,14 @@ def test_options_that_a_note_or_the_text_names_exist() -> None:
 )  # fmt: skip
 def test_a_wrong_option_is_found(code: str) -> None:
     assert wrong_option(code)
+
+
+def test_the_ranks_of_a_mesh_are_asked_for_once() -> None:
+    """torch computes them anew each time, which took a tenth of the first forward's set-up."""
+    mesh = mock.Mock()
+    ranks = type(mesh).mesh = mock.PropertyMock(return_value=torch.arange(2))
+    info, size = mock.Mock(mesh=mesh), mock.Mock(size=lambda: 2)
+    params = [mock.Mock(mesh_info=info, _spmd_mesh=size) for _ in range(4)]
+    unit: Any = mock.Mock(groups=[mock.Mock(fsdp_params=params)])
+    assert by_mesh([unit]) == [params]
+    assert ranks.call_count == 1
