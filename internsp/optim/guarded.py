@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
 from internsp.dtensor.asked import asked
 from internsp.dtensor.mixed import raw_grad
@@ -128,9 +127,9 @@ class GuardedParameter(ShardParameter):
         knows no subclasses)."""
 
         def plain(value: Any) -> Any:
-            if not isinstance(value, GuardedParameter):
-                return value
-            value._member.wait_until_ready()
-            return DTensor(value._local_tensor, value._spec, requires_grad=value.requires_grad)
+            if isinstance(value, GuardedParameter):
+                value._member.wait_until_ready()
+                return DTensor(value._local_tensor, value._spec, requires_grad=value.requires_grad)
+            return [*map(plain, value)] if isinstance(value, (list, tuple)) else value
 
-        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+        return func(*map(plain, args), **{n: plain(v) for n, v in (kwargs or {}).items()})

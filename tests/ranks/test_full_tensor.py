@@ -27,6 +27,7 @@ from tests.support.few import some
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
+from tests.support.versions import since
 
 FULL = ActivationCheckpointConfig(mode="full")
 REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
@@ -245,6 +246,19 @@ def test_a_read_takes_no_more_calls_in_a_model_of_more_blocks() -> None:
         weight.to_local()
         found.append(calls(weight.to_local))
     assert 0 < found[0] == found[1]
+
+
+@pytest.mark.skipif(not since("2.12"), reason="calls of a mode come on top")
+@ranks(2)
+def test_a_parameter_of_a_zero_optimizer_is_operated_on_with_few_more_calls() -> None:
+    twin = Twin(partial(Tiny, layers=2), mesh_of(2))
+    weight: Any = twin.ours.head.weight
+    weight.detach()
+    before = calls(weight.detach)
+    ZeroOptimizer(twin.communicator, torch.optim.SGD, lr=0.1)
+    weight.detach()
+    assert before < calls(weight.detach) <= before + 30
+    assert torch.equal(*(n.full_tensor() for n in torch._foreach_norm([weight, weight.detach()])))
 
 
 class Explicit(Apart):
