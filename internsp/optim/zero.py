@@ -712,7 +712,7 @@ def _verdict(optimizers: Sequence[ZeroOptimizer], log: bool) -> Verdict | None:
     found_inf = total.isfinite().logical_not().to(torch.float32) if first.skip_not_finite else None
     # State that a skipped step makes need not be what an optimizer has before its first step:
     # torch's SGD takes a momentum that nothing has filled.
-    begins = any(b.begins(each.used) for each in reducers for b in each.bucket_of.values())
+    begins = any(b.begins(each._reducer.used) for each in optimizers for b in each._buckets)
     if found_inf is not None and begins and first.skipped:
         for reducer in reducers:
             reducer.used.clear()

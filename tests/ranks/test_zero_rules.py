@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +15,12 @@ from torch import nn
 from internsp.config import WeightParallelConfig
 from internsp.errors import GradientError, StaleWeightError
 from internsp.optim import ZeroOptimizer, step_together
+from internsp.optim.bucket import Bucket
 from internsp.parallel.parallelize import parallelize
 from internsp.wp.collectives import Collectives
 from tests.support.late import publish_late
 from tests.support.meshes import mesh_of
-from tests.support.models import Tiny, raises
+from tests.support.models import Tiny, Twin, raises
 from tests.support.ranks import ranks, run_ranks
 from tests.support.zero import Case, alone, batch, furthest, little, setup, share, train, whole
 
@@ -442,3 +445,18 @@ def test_schedules_that_look_for_a_momentum_take_it() -> None:
     for group in s.optimizer.param_groups:
         assert group["betas"] == theirs.param_groups[0]["betas"]
         assert group["lr"] == theirs.param_groups[0]["lr"]
+
+
+@ranks(2)
+def test_a_fused_step_looks_at_each_bucket_once_for_what_begins() -> None:
+    """Once for each parameter of a bucket would grow with the square of the model's blocks, since
+    one bucket has their norms and biases."""
+    twin = Twin(partial(Tiny, layers=3), mesh_of(2))
+    optimizer = ZeroOptimizer(twin.communicator, torch.optim.AdamW, lr=0.1, fused=True)
+    for state in ("made", "there"):
+        twin.backward()
+        own = Bucket.begins
+        with mock.patch.object(Bucket, "begins", autospec=True, side_effect=own) as looks:
+            optimizer.step()
+        assert 1 <= looks.call_count <= len(optimizer._buckets), state
+    assert max(len(bucket.segments) for bucket in optimizer._buckets) > 3
