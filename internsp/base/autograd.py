@@ -8,16 +8,13 @@ vmap, create_graph) in which weights cannot be gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence
-from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from internsp.errors import GradientError, StructureError
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 # The autograd graph task that runs on this thread, or NO_TASK; from it follows the phase (WP-9).
 # Called at every use of a weight, so without a Python function around it.
@@ -98,18 +95,6 @@ def refuse_compiled(name: str) -> None:
         StructureError: always.
     """
     raise compiled(name)
-
-
-def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which compiled code calls as it is: the compiler does not trace it."""
-    as_it_is = torch._disable_dynamo(function)
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        # `as_it_is` would load the compiler.
-        return (as_it_is if torch.compiler.is_dynamo_compiling() else function)(*args, **kwargs)
-
-    return call
 
 
 def refuse_transformed(name: str, compiles: bool) -> None:

@@ -56,15 +56,12 @@ raw_grad: Any = Tensor.grad
 
 
 class _Traced:
-    """What a parameter belongs to in a function that is compiled: it serves all of their kind."""
+    """What a parameter belongs to in a function that is compiled for all of its kind."""
 
-    name = "a parameter in a compiled function"
-    meet = None
+    name, meet = "a parameter in a compiled function", None
 
-    @property
-    def aliases(self) -> dict[int, Any]:
-        """Noted nowhere."""
-        return {}
+    def __init__(self) -> None:
+        self.aliases: dict[int, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         raise StructureError(
@@ -72,9 +69,6 @@ class _Traced:
             "internsp knows (gradients of full_tensor(), .data =, writes into a part): leave that "
             "out of the function"
         )
-
-
-_TRACED = _Traced()
 
 
 class ParameterTensor(DTensor):
@@ -145,7 +139,7 @@ class ParameterTensor(DTensor):
         """What ``torch.compile`` traces in the place of a parameter, and what a compiled function
         returns: of the same class, or torch would refuse the parameter itself."""
         made: Any = DTensor.__tensor_unflatten__(*parts)
-        made.__class__, made._member = cls, _TRACED
+        made.__class__, made._member = cls, _Traced()
         return made  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -297,7 +291,7 @@ def _require_not_random(func: Any, args: Any, options: Any) -> None:
 def _require_own_memory(func: Any, args: Any, options: Any, written: Any) -> None:
     """Refuse a write into a view that torch has made of a gathered copy: ``p[1].zero_()``."""
     base = written._base
-    computed = isinstance(base, ParameterValue) and base._member is _TRACED
+    computed = isinstance(base, ParameterValue) and isinstance(base._member, _Traced)
     if computed or not isinstance(base, ParameterTensor):
         return
     theirs, ours = (t._local_tensor.untyped_storage() for t in (written, base))

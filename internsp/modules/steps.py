@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from internsp.errors import StructureError
+from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member
 
 
@@ -114,17 +115,38 @@ def _names_like(member: Member, optimizer: torch.optim.Optimizer) -> frozenset[s
         ) from error
 
 
-def after_closure(
-    prepare: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of a step, whose closure is followed by ``prepare``; ``None`` without one.
+def prepared(
+    communicator: ISPCommunicator,
+    optimizer: torch.optim.Optimizer,
+    stepped: Sequence[nn.Parameter],
+    known: dict[type, frozenset[str]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Prepare a step of ``optimizer`` that is about to write ``stepped`` of one model.
 
     Args:
+        known: see :func:`place_scalars`.
         args: the optimizer, then the closure, unless ``kwargs`` has it.
+
+    Returns:
+        The arguments of the step, whose closure, if there is one, is followed by the same.
     """
+
+    def prepare() -> None:
+        communicator.placeholders.require_finished(stepped)
+        if not communicator.state.consumer.is_optimizer:  # which steps slices of its own
+            lay_out_alike(optimizer, stepped)
+            place_scalars(optimizer, communicator.replicated.scalars, known)
+        if communicator.state.handles or communicator.events.full_params_in:
+            communicator.events.require_shards()
+            communicator.state.wait_for_gathers()
+
+    refuse_optimizer(optimizer, stepped)
+    prepare()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
-        return None
+        return args, kwargs
 
     def closed() -> Any:
         loss = closure()

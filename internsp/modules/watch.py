@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from internsp.base.autograd import compiled, not_compiled
+from internsp.base.autograd import compiled
 from internsp.dtensor.mixed import read_each
 from internsp.dtensor.parameter import ShardParameter
 from internsp.dtensor.placed import dtensor_like
@@ -74,7 +74,7 @@ STEPPED: WeakKeyDictionary[ISPCommunicator, dict[type, frozenset[str]]] = WeakKe
 """By each model's communicator, what :func:`internsp.modules.steps.place_scalars` knows."""
 
 
-@not_compiled
+@torch._disable_dynamo  # of a step that a program compiles, it runs as it is
 def before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -101,39 +101,17 @@ def before_step(
     if not ids:  # as of the slices that a ZeroOptimizer steps, bucket by bucket
         return None
     for communicator in communicators:
-        args, kwargs = _before_step_of(communicator, ids, optimizer, args, kwargs)
+        members = communicator.replicated.all_parameters()
+        stepped = [member.parameter for member in members if id(member.parameter) in ids]
+        if stepped:  # else it writes no shard that a gather in flight reads
+            from internsp.modules.steps import prepared
+
+            known = STEPPED[communicator]
+            args, kwargs = prepared(communicator, optimizer, stepped, known, args, kwargs)
     return args, kwargs
 
 
-def _before_step_of(
-    communicator: ISPCommunicator, ids: Set[int], optimizer: Any, args: Any, kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    members = communicator.replicated.all_parameters()
-    stepped = [member.parameter for member in members if id(member.parameter) in ids]
-    if not stepped:  # it writes no shard that a gather in flight reads
-        return args, kwargs
-    from internsp.modules.steps import (
-        after_closure,
-        lay_out_alike,
-        place_scalars,
-        refuse_optimizer,
-    )
-
-    def prepare() -> None:
-        communicator.placeholders.require_finished(stepped)
-        if not communicator.state.consumer.is_optimizer:  # which steps slices of its own
-            lay_out_alike(optimizer, stepped)
-            place_scalars(optimizer, communicator.replicated.scalars, STEPPED[communicator])
-        if communicator.state.handles or communicator.events.full_params_in:
-            communicator.events.require_shards()
-            communicator.state.wait_for_gathers()
-
-    refuse_optimizer(optimizer, stepped)
-    prepare()
-    return after_closure(prepare, args, kwargs) or (args, kwargs)
-
-
-@not_compiled
+@torch._disable_dynamo
 def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Post-hook of every torch optimizer's step: unsharded weights that it made stale are not used
     again."""

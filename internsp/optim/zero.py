@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from internsp.base.accelerator import HostCopy
-from internsp.base.autograd import not_compiled
 from internsp.base.host import OPTIMIZER
 from internsp.base.stand_in import OptimizerClass, settings_of
 from internsp.dtensor.parameter import StepCount
@@ -174,7 +173,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """``loss`` times the loss scale (fp32 or wider); ``loss`` itself without a scaler."""
         return loss if self.loss_scaler is None else self.loss_scaler.scaled(loss)
 
-    @not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the reductions, clip, update, and start the parameter all-gathers. Collective;
@@ -188,6 +186,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             What ``closure`` returned (its loss), ``None`` without one: as torch's optimizers do.
             The norm is :attr:`grad_norm`.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _as_it_is(self, closure)
         loss = None
         if closure is not None:  # others wait for this rank in the step, whatever it does then
             recoveries = [self._communicator.recovery]
@@ -641,6 +641,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.grad_norm, self.skipped, self.not_finite = norm, skipped, why
         self.skipped_steps += skipped
         self.skipped_in_a_row = 0 if why is None else self.skipped_in_a_row + 1
+
+
+@torch._disable_dynamo
+def _as_it_is(optimizer: ZeroOptimizer, closure: Callable[[], Any] | None) -> Any:
+    """The step that a program has compiled: it communicates, and is not traced."""
+    return optimizer.step(closure)
 
 
 @torch.no_grad()
