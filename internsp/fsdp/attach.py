@@ -186,8 +186,6 @@ def attach(root: Any, compiler: Layer | None = None) -> None:
             vars(module)[ATTRIBUTE] = None
         return
     mesh, config, notes = _mesh(units), _config(root, units), list[str]()
-    for param in params_of(units):  # ours copies loaded values into the shard
-        param._post_load_hook_handle.remove()  # before hooks are searched for what they hold
     try:
         shardings = shardings_of(root, units, config)
         with compilers_taken(root, units, compiler, notes) as compilers:
@@ -206,6 +204,7 @@ def attach(root: Any, compiler: Layer | None = None) -> None:
         before = adopt(member, param.sharded_param, sharding.owners, memory)
         if before is not None:
             moved[before] = member
+        param._post_load_hook_handle.remove()  # ours copies loaded values into the shard
         param._sharded_param_data = memory.new_empty(0)  # torch's is ours, or freed
     follow(moved)
     register_casts(_casts(units))
