@@ -238,7 +238,7 @@ def _steps_alike(
         if kept:
             settings |= stepped(cls, settings, kept, whole[0], True)
         one, other = (torch.cat([t.flatten() for t in tensors]) - start for tensors in own)
-        if (one - other).abs().max() > within * one.abs().max() + floor:
+        if not (one - other).abs().max() <= within * one.abs().max() + floor:  # nor if it is NaN
             return False
     return True
 
