@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.utils import _to_kwargs
 
 from internsp.base.autograd import refuse_transformed
@@ -27,6 +27,8 @@ from internsp.config import WeightParallelConfig
 from internsp.errors import MeshError, StructureError
 from internsp.fsdp.compiled import compilers_taken
 from internsp.fsdp.torchs import (
+    extension,
+    gathered,
     gives_zeros,
     input_buffers,
     mesh_over,
@@ -201,11 +203,12 @@ def attach(root: Any, compiler: Layer | None = None) -> None:
     moved: dict[Tensor, ShardedParameter] = {}
     for param, sharding in shardings.items():  # the program's parameter is the library's
         member, memory = member_of(communicator, param), param._sharded_param_data
+        memory = memory if sharding.options.custom_gather is None else None
         before = adopt(member, param.sharded_param, sharding.owners, memory)
         if before is not None:
             moved[before] = member
         param._post_load_hook_handle.remove()  # ours copies loaded values into the shard
-        param._sharded_param_data = memory.new_empty(0)  # torch's is ours, or freed
+        param._sharded_param_data = torch.empty(0)  # torch's is ours, or freed
     follow(moved)
     register_casts(_casts(units))
     if mesh.device.type != "cpu":  # FSDP2's root moves its inputs, as DDP does
@@ -336,10 +339,18 @@ def show(module: Any) -> None:
         group.lazy_init()
         for param in group.fsdp_params if group.is_sharded else ():
             given = param.sharded_param
+            spec = unsharded_spec(param)  # of a part of it, on a program's other ranks
             with torch.no_grad():
-                whole: Tensor = given.full_tensor().to(param.param_dtype or given.dtype)
-                if spec := unsharded_spec(param):  # a part of it, on a program's other ranks
-                    whole = distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None)
+                if extended := extension(param):
+                    whole = gathered(param, extended)
+                    if spec is not None:
+                        whole = DTensor.from_local(whole, spec.mesh, spec.placements)
+                else:
+                    whole = given.full_tensor().to(param.param_dtype or given.dtype)
+                    if spec is not None:
+                        whole = distribute_tensor(
+                            whole, spec.mesh, spec.placements, src_data_rank=None
+                        )
             shown = nn.Parameter(whole, given.requires_grad)
             setattr(shown, SHOWN, True)
             param._setattr_on_modules(shown)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from internsp.errors import ConfigError
+from internsp.errors import ConfigError, StructureError
 from internsp.fsdp.attach import ATTRIBUTE, attach, plan_of
 from internsp.fsdp.module import FSDPModule
 
@@ -39,8 +39,9 @@ def zero_optimizer(
             parameter is not sharded, or one that is trained is in no group, or one of several
             optimizers has state.
         ConfigError: the mesh has no replicas: the state is over all ranks without this.
-        StructureError: a setter was called that needs ``.grad``, or gives weights other divisors:
-            experts on a mesh of their own need the factor of the others.
+        StructureError: a trained parameter has a class of its own; or a setter was called that
+            needs ``.grad``, or gives weights other divisors: experts on a mesh of their own need
+            the factor of the others.
     """
     from internsp.optim.methods import is_known_whole_matrix  # few programs need them
     from internsp.optim.zero import ZeroOptimizer
@@ -61,6 +62,12 @@ def zero_optimizer(
         )
     if others and any(each.state for each in every):
         raise ValueError("zero_optimizer: give several optimizers before their first steps")
+    for member in found.communicator.replicated.sharded:
+        if member.encoding is not None and member.encoding.slot_nbytes and member.requires_grad:
+            raise StructureError(
+                f"zero_optimizer: {member.name} has fsdp_pre_all_gather, and what its class holds "
+                "is not known, of which other ranks would step parts: keep the optimizer as it is"
+            )
     found.require_unchanged()
     groups = list(optimizer.param_groups)
     for other in others:

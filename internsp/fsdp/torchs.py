@@ -6,9 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor, Shard
+
+from internsp.schedule.extended import ExtendedGather
 
 _SHARDED = "_internsp_sharded"
 """An attribute of a program's parameter in whose place ``fully_shard`` has put a sharded one."""
@@ -70,6 +74,37 @@ def mesh_over(param: Any) -> DeviceMesh:
     others = [mesh[name] for name in mesh.mesh_dim_names if name not in given]
     others = [other for other in others if other.size() > 1]
     return DeviceMesh._concatenate([data, *others]) if others else data
+
+
+def extension(param: Any) -> ExtendedGather | None:
+    """The all-gather functions of a parameter's class, called as torch calls them; ``None`` if it
+    has none."""
+    if not hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+        return None
+
+    def pre() -> tuple[Sequence[Tensor], object]:
+        sent, told = param.all_gather_inputs, param._extensions_data
+        sizes = told.all_gather_input_sizes
+        return [t.view(n) for t, n in zip(sent, sizes, strict=True)], told.all_gather_metadata
+
+    def post(gathered: tuple[Tensor, ...], metadata: object) -> Tensor:
+        local, dtype = param._sharded_local_tensor, param.param_dtype or param.orig_dtype
+        made, _ = local.fsdp_post_all_gather(gathered, metadata, dtype)
+        # Rows of padding are left out; classes define it, since FSDP2 calls it.
+        return torch.as_strided(made, param._orig_size, param._contiguous_orig_stride, 0)
+
+    return ExtendedGather(pre, post)
+
+
+def gathered(param: Any, functions: ExtendedGather) -> Tensor:
+    """What ``functions`` make of a parameter's shards, in memory of its own. Collective."""
+    sent, metadata = functions.pre()
+    everyone = []
+    for part in sent:
+        mine = part.reshape(-1, *part.shape[1:])
+        rows = DTensor.from_local(mine.view(torch.uint8), param.shard_mesh_from_root, [Shard(0)])
+        everyone.append(rows.full_tensor().view(part.dtype))
+    return functions.post(tuple(everyone), metadata)
 
 
 def gives_zeros(group: Any) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
-from internsp.fsdp.torchs import param_groups, unsharded_spec
+from internsp.fsdp.torchs import extension, param_groups, unsharded_spec
 from internsp.structure.assign import (
     ParameterOwner,
     ParameterSharding,
@@ -147,13 +147,13 @@ def _sharding(
     owners: tuple[ParameterOwner, ...], config: WeightParallelConfig,
 ) -> ParameterSharding:  # fmt: skip
     parameter = param.sharded_param
-    if hasattr(parameter._local_tensor, "fsdp_pre_all_gather"):
+    extended, near = extension(param), unit.near_ranks(param)
+    if extended is not None and (near or param.offload_to_cpu or not config.memory_pool):
         raise StructureError(
             f"{owners[0].full_name} is a {type(parameter._local_tensor).__name__} with "
-            "fsdp_pre_all_gather, which internsp.fsdp does not call: hold a plain parameter "
-            "(torchao: enable_fsdp_float8_all_gather=False, the same values), and give both "
-            "functions to a rule of internsp.WeightParallelConfig (pre_all_gather, "
-            "post_all_gather; docs/howto/rules.md), or take internsp.fsdp.options(quantize=...)"
+            "fsdp_pre_all_gather, of which no slices are kept, no shard in host memory, and no "
+            "memory of its own: leave out reshard_after_forward as a number of ranks, "
+            "CPUOffloadPolicy and internsp.fsdp.options(memory_pool=False)"
         )
     compute, reduce = param.param_dtype or parameter.dtype, param.reduce_dtype
     if compute.itemsize == 1 and compute.is_floating_point:
@@ -166,14 +166,16 @@ def _sharding(
     dtypes = WeightDtypes(compute, reduce, parameter.grad_dtype or parameter.dtype)
     # FSDP2 shards norms and biases, too. The root's launch at the model's entry takes them along,
     # in the place of one of a few bytes for each block in forward, in backward and for gradients.
-    if parameter.ndim < 2 and parameter.numel() * compute.itemsize <= config.coalesce_bytes:
+    coalesce = config.coalesce_bytes if extended is None else -1
+    if parameter.ndim < 2 and parameter.numel() * compute.itemsize <= coalesce:
         unit = root
     options = WeightOptions(
-        config.coalesce_bytes, ("weights",) if param.offload_to_cpu else (),
-        unit.near_ranks(param) or config.near_ranks, config.quantize,
+        coalesce, ("weights",) if param.offload_to_cpu else (),
+        near or (config.near_ranks if extended is None else 0), config.quantize, extended,
     )  # fmt: skip
     block = unit.number if unit.kind == "block" else -1
     linear = getattr(owners[0].module, "autocasts", isinstance(owners[0].module, nn.Linear))
+    linear = linear and extended is None
     dim = param.fsdp_placement.dim
     return ParameterSharding(like, owners, unit.name, block, dim, False, linear, dtypes, options)
 

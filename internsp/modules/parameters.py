@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from internsp.base.autograd import (
     InputTensors,
@@ -167,6 +168,8 @@ class Views(torch.autograd.Function):
                 continue
             if weight.tensor is not None:
                 ready[i] = gradient = weight.tensor.local_gradient(gradient)
+            elif type(gradient) is not Tensor and is_traceable_wrapper_subclass(gradient):
+                ready[i] = gradient = _plain_values(gradient)
             # ``inputs=`` may leave a leaf out; ``torch.autograd.grad`` captures it (WP-9), and then
             # torch will not say whether it executes the leaf.
             try:
@@ -176,6 +179,13 @@ class Views(torch.autograd.Function):
                 answers[i + 1] = _captured(weight, gradient)
         handle.on_grad_ready(ready)
         return tuple(answers)
+
+
+def _plain_values(gradient: Tensor) -> Tensor:
+    """``gradient``, of a class of its own, as a plain tensor, which reductions add."""
+    plain = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    plain.copy_(gradient)
+    return plain
 
 
 def _captured(weight: Member, gradient: Tensor) -> Tensor:

@@ -189,7 +189,12 @@ def _make_parameters(
             member: Member = ReplicatedParameter(each.name, each.parameter, mesh, dtypes.compute)
         else:
             axis = mesh.experts if each.expert else mesh.dense
-            member = ShardedParameter(
+            kind = ShardedParameter
+            if each.options.custom_gather is not None and each.options.custom_gather.of_one_rank:
+                from internsp.wp.extended import ExtendedParameter  # few models have any
+
+                kind = ExtendedParameter
+            member = kind(
                 each.name, each.parameter, ShardLayout.create(each.shape, each.dim, axis.size),
                 axis, mesh.device, dtypes.compute, each.autocasts, dtypes.reduce,
                 each.options.offload, link,
@@ -220,14 +225,16 @@ def _make_units(
             planned.unshard_at_entry and library, planned.around,
             within=within and f"{within}.",
         )  # fmt: skip
+        for weight in planned.weights if library else ():
+            member = by_name[weight.name]
+            member.slices, member.encoding = weight.slices, weight.encoding
+            member.needs_gather = weight.needs_gather
         unit.assign_bytes(
             [
                 Group([by_name[weight.name] for weight in group.weights], group.start, group.end)
                 for group in (planned.groups if library else ())
             ]
         )
-        for weight in planned.weights if library else ():
-            by_name[weight.name].slices = weight.slices
     return units
 
 
@@ -282,7 +289,7 @@ def _make_chunk(
     reducer = GradientReducer(reductions, trace, buffers, sums)
     return Chunk(
         units, gathers[mesh.dense], gathers, between, pool, reducer, queue, trace,
-        _make_encoder(mesh, config, examined, units), link, activations,
+        _make_encoder(mesh, config, units), link, activations,
         _make_near(mesh, units, pool, over),
     )  # fmt: skip
 
@@ -327,20 +334,13 @@ def _make_near(
 
 
 def _make_encoder(
-    mesh: ParallelMesh, config: WeightParallelConfig, examined: Examined, units: Units
+    mesh: ParallelMesh, config: WeightParallelConfig, units: Units
 ) -> Encoder | None:
-    planned = {w.name: w.encoding for unit in examined.plan.units for w in unit.weights}
-    encodings = {
-        weight: encoding
-        for unit in units.all
-        for weight in unit.weights
-        if (encoding := planned[weight.name]) is not None
-    }
-    if not encodings:
+    if all(weight.encoding is None for unit in units.all for weight in unit.weights):
         return None
     from internsp.wp.encode import Encoder
 
-    return Encoder(encodings, mesh.device, config.memory_pool)
+    return Encoder(mesh.device, config.memory_pool)
 
 
 def _activation_offload(

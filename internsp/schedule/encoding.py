@@ -47,6 +47,11 @@ class Encoding(Protocol):
     def work_dtype(self) -> torch.dtype:
         """Dtype of the scratch buffers."""
 
+    @property
+    def slot_nbytes(self) -> int | None:
+        """Bytes of the unsharded weight in its slot, which :meth:`decode` gets flat; ``None``: its
+        elements, in the dtype that it is used in."""
+
     def used_in(self, dtype: torch.dtype) -> Encoding:
         """The encoding of the same weight where autocast has it computed in ``dtype``."""
 
@@ -77,6 +82,7 @@ class QuantizedShard:
     numel: int
     work_dtype: torch.dtype
     compute_dtype: torch.dtype
+    slot_nbytes = None
 
     def __post_init__(self) -> None:
         if self.compute_dtype not in SCALES:

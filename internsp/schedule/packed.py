@@ -22,7 +22,7 @@ weight that ``post`` has filled is used as the shard's gradient (straight-throug
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,8 @@ class CustomAllGather:
 
     pre: Callable[[Tensor], object]
     post: Callable[[Tensor | tuple[Tensor, ...], Tensor], object]
+    of_one_rank = False
+    """A weight group of one sends nothing, and calls neither."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Callable[..., object] | str]) -> CustomAllGather:
@@ -60,35 +62,13 @@ class CustomAllGather:
         pre, post = (resolve(settings[key], f"weight_parallel.rules: {key}") for key in keys)
         return cls(pre, post)
 
-
-@dataclass(frozen=True)
-class PackedShard:
-    """A shard as the tensors that ``custom.pre`` returns for it.
-
-    Attributes:
-        name: of the weight, for errors.
-        custom: the user's functions.
-        parts: shape, dtype, first byte and number of bytes of each tensor.
-        nbytes: bytes that are sent for the shard.
-        single_tensor: ``pre`` returned a tensor, not a tuple.
-    """
-
-    name: str
-    custom: CustomAllGather
-    parts: tuple[tuple[torch.Size, torch.dtype, int, int], ...]
-    nbytes: int
-    single_tensor: bool
-    scratch = ()
-    work_dtype = torch.uint8
-
-    @classmethod
-    def of(
-        cls, name: str, custom: CustomAllGather, layout: ShardLayout, dtype: torch.dtype,
-        compute_dtype: torch.dtype,
-    ) -> PackedShard:  # fmt: skip
-        """The layout, from calls of the functions on the meta device, before anything runs.
+    def encoding(
+        self, name: str, layout: ShardLayout, dtype: torch.dtype, compute_dtype: torch.dtype
+    ) -> PackedShard:
+        """How shards travel, from calls of the functions on the meta device, before anything runs.
 
         Args:
+            name: of the weight, for errors.
             dtype: of the shard.
             compute_dtype: of the unsharded weight.
 
@@ -100,23 +80,81 @@ class PackedShard:
         """
         shard = torch.empty(layout.shard_shape, dtype=dtype, device="meta")
         try:
-            returned = custom.pre(shard)
+            returned = self.pre(shard)
         except Exception as error:
             raise StructureError(
-                f"{import_path(custom.pre)}, the pre_all_gather of {name}, raised "
+                f"{import_path(self.pre)}, the pre_all_gather of {name}, raised "
                 f"{type(error).__name__} ({error}) for a shard {list(shard.shape)} on the meta "
                 "device, by which its bytes are counted: return tensors of the right shapes and "
                 "dtypes there, too"
             ) from error
-        parts, at = [], 0
-        for tensor in _tensors(name, custom, returned):
-            size = tensor.numel() * tensor.element_size()
-            parts.append((tensor.shape, tensor.dtype, at, size))
-            at += -(-size // _ALIGNMENT) * _ALIGNMENT
-        made = cls(name, custom, tuple(parts), at, isinstance(returned, Tensor))
+        parts = Parts.of(_tensors(name, self, returned))
+        made = PackedShard(name, self, parts, isinstance(returned, Tensor))
         whole = (layout.size, *layout.shard_shape)
         made._require_filled(torch.empty(whole, dtype=compute_dtype, device="meta"))
         return made
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Tensors as bytes, one after another.
+
+    Attributes:
+        kinds: shape and dtype of each.
+        ranges: first byte and number of bytes of each.
+        nbytes: of all.
+    """
+
+    kinds: tuple[tuple[torch.Size, torch.dtype], ...]
+    ranges: tuple[tuple[int, int], ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Parts:
+        """The bytes of tensors like ``tensors``."""
+        ranges, at = [], 0
+        for tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            ranges.append((at, size))
+            at += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return cls(kinds_of(tensors), tuple(ranges), at)
+
+    def write(self, tensors: Iterable[Tensor], flat: Tensor) -> None:
+        """Copy ``tensors`` into ``flat`` ``[nbytes]``."""
+        for tensor, (_, dtype), (start, size) in zip(
+            tensors, self.kinds, self.ranges, strict=True
+        ):
+            flat[start : start + size].view(dtype).copy_(tensor.reshape(-1))
+
+    def read(self, flat: Tensor) -> Iterator[Tensor]:
+        """Views of ``flat`` ``[..., nbytes]``: of each tensor ``[..., *shape]``."""
+        for (shape, dtype), (start, size) in zip(self.kinds, self.ranges, strict=True):
+            yield flat[..., start : start + size].view(dtype).view((*flat.shape[:-1], *shape))
+
+
+@dataclass(frozen=True)
+class PackedShard:
+    """A shard as the tensors that ``custom.pre`` returns for it.
+
+    Attributes:
+        name: of the weight, for errors.
+        custom: the user's functions.
+        parts: the tensors.
+        single_tensor: ``pre`` returned a tensor, not a tuple.
+    """
+
+    name: str
+    custom: CustomAllGather
+    parts: Parts
+    single_tensor: bool
+    scratch = ()
+    work_dtype = torch.uint8
+    slot_nbytes = None
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`internsp.schedule.encoding.Encoding`."""
+        return self.parts.nbytes
 
     def used_in(self, dtype: torch.dtype) -> PackedShard:
         """See :class:`internsp.schedule.encoding.Encoding`. ``post`` fills any dtype."""
@@ -131,16 +169,14 @@ class PackedShard:
         """
         given = self.custom.pre(shard)
         returned = _tensors(self.name, self.custom, given)
-        found = [(tensor.shape, tensor.dtype) for tensor in returned]
-        wanted = [(shape, dtype) for shape, dtype, _, _ in self.parts]
-        if found != wanted or isinstance(given, Tensor) != self.single_tensor:
+        found = kinds_of(returned)
+        if found != self.parts.kinds or isinstance(given, Tensor) != self.single_tensor:
             raise StructureError(
                 f"{import_path(self.custom.pre)}, the pre_all_gather of {self.name}, gave "
-                f"{_describe(found)} and has given {_describe(wanted)} of a shard on the meta "
-                "device: shapes and dtypes must not depend on values"
+                f"{describe(found)} and has given {describe(self.parts.kinds)} of a shard on the "
+                "meta device: shapes and dtypes must not depend on values"
             )
-        for tensor, (_, dtype, start, size) in zip(returned, self.parts, strict=True):
-            sent[start : start + size].view(dtype).copy_(tensor.reshape(-1))
+        self.parts.write(returned, sent)
 
     @torch.no_grad()
     def decode(self, received: Tensor, out: Tensor) -> None:
@@ -149,20 +185,17 @@ class PackedShard:
         Raises:
             StructureError: ``custom.post`` returned something that is not the unsharded weight.
         """
-        parts = tuple(
-            received[:, start : start + size].view(dtype).view(len(received), *shape)
-            for shape, dtype, start, size in self.parts
-        )
+        parts = tuple(self.parts.read(received))
         returned = self.custom.post(parts[0] if self.single_tensor else parts, out)
         if returned is None or returned is out:
             return
-        wanted = [(out.shape, out.dtype)]
-        given = [(returned.shape, returned.dtype)] if isinstance(returned, Tensor) else []
+        wanted = kinds_of([out])
+        given = kinds_of([returned]) if isinstance(returned, Tensor) else ()
         if not isinstance(returned, Tensor) or given != wanted:
-            kind = _describe(given) or type(returned).__name__
+            kind = describe(given) or type(returned).__name__
             raise StructureError(
                 f"{self._post} returned {kind} where the unsharded weight is "
-                f"{_describe(wanted)} [ranks, rows, ...]: write it into the second argument, or "
+                f"{describe(wanted)} [ranks, rows, ...]: write it into the second argument, or "
                 "return a tensor of this shape and dtype"
             )
         out.copy_(returned)
@@ -170,9 +203,10 @@ class PackedShard:
     def _require_filled(self, out: Tensor) -> None:
         """Check that ``custom.post`` fills ``out``, which is on the meta device."""
         received = torch.empty(len(out), self.nbytes, dtype=torch.uint8, device="meta")
-        gets = f"a tensor {[len(out), *self.parts[0][0]]}"
+        first = [len(out), *self.parts.kinds[0][0]]
+        gets = f"a tensor {first}"
         if not self.single_tensor:
-            gets = f"a tuple of {len(self.parts)}, the first {[len(out), *self.parts[0][0]]}"
+            gets = f"a tuple of {len(self.parts.kinds)}, the first {first}"
         try:
             with _Writes(out) as writes:
                 self.decode(received, out)
@@ -255,5 +289,11 @@ def _tensors(name: str, custom: CustomAllGather, returned: object) -> tuple[Tens
     return parts
 
 
-def _describe(kinds: list[tuple[torch.Size, torch.dtype]]) -> str:
+def kinds_of(tensors: Iterable[Tensor]) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    """Shape and dtype of each of ``tensors``."""
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+
+
+def describe(kinds: Iterable[tuple[torch.Size, torch.dtype]]) -> str:
+    """``kinds`` in words, for errors."""
     return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in kinds)

@@ -23,6 +23,7 @@ from internsp.structure.dtypes import WeightDtypes
 from internsp.structure.rules import BLOCK_KEYS, MODULE_KEYS, NO_RULES, Rules
 
 if TYPE_CHECKING:  # loaded where a rule names functions
+    from internsp.schedule.extended import ExtendedGather
     from internsp.schedule.packed import CustomAllGather
 
 WEIGHT_KEYS = frozenset(PlanRule.model_fields) - BLOCK_KEYS - MODULE_KEYS - {"match"}
@@ -57,15 +58,15 @@ class WeightOptions:
         offload: which of its shard, gradient sum and optimizer state are in host memory.
         near_ranks: near ranks that keep slices of it after the first gather of a step.
         quantize: to what its shards are quantized for the all-gather: ``none``, ``int8``, ``fp8``.
-        custom_gather: a user's functions that pack the shard before its all-gather and unpack the
-            gathered bytes after it.
+        custom_gather: a user's functions, or those of the weight's class, that pack the shard
+            before its all-gather and unpack the gathered bytes after it.
     """
 
     coalesce_bytes: int
     offload: tuple[str, ...]
     near_ranks: int
     quantize: str
-    custom_gather: CustomAllGather | None = None
+    custom_gather: CustomAllGather | ExtendedGather | None = None
 
     @classmethod
     def of(

@@ -263,15 +263,15 @@ def _weight_layout(
     small = size > 1 and layout.padded_numel * compute.itemsize <= options.coalesce_bytes
     encoding: Encoding | None = None
     name, dtype = assignment.name, parameter.dtype
-    if options.custom_gather is not None and size > 1:
-        from internsp.schedule.packed import PackedShard
-
-        encoding = PackedShard.of(name, options.custom_gather, layout, dtype, compute)
+    own = options.custom_gather
+    if own is not None and (size > 1 or own.of_one_rank):
+        encoding = own.encoding(name, layout, dtype, compute)
     elif options.quantize != "none" and assignment.block >= 0 and size > 1 and not small:
         from internsp.schedule.encoding import QuantizedShard
 
-        own = torch.promote_types(dtype, torch.float32)
-        encoding = QuantizedShard(name, options.quantize, layout.shard_numel, own, compute)
+        work = torch.promote_types(dtype, torch.float32)
+        encoding = QuantizedShard(name, options.quantize, layout.shard_numel, work, compute)
+    held = None if encoding is None else encoding.slot_nbytes
     slices = options.near_ranks if assignment.block >= 0 and size > 1 else 0
     near = reduce_near if reduce_near < size else 0  # a group that is near itself sums at once
     groups = size // _near_group("reduce", near, assignment, size) if near else 1
@@ -281,10 +281,10 @@ def _weight_layout(
         gather_bytes=(size - 1) * (shard_bytes if encoding is None else encoding.nbytes),
         reduce_bytes=(size - groups) * layout.shard_numel * sent.itemsize,
         far_bytes=(groups - 1) * layout.shard_numel * wide.itemsize,
-        slot_bytes=aligned(layout.padded_numel * compute.itemsize),
+        slot_bytes=aligned(held or layout.padded_numel * compute.itemsize),
         shard_bytes=layout.shard_numel * dtype.itemsize,
         trainable=parameter.requires_grad,
-        needs_gather=size > 1 or compute != dtype or WEIGHTS in options.offload,
+        needs_gather=size > 1 or compute != dtype or WEIGHTS in options.offload or held is not None,
         coalesced=small,
         encoding=encoding,
         gradient_bytes=layout.padded_numel * sent.itemsize,

@@ -137,11 +137,10 @@ class Contents:
         if self._state.pool.device.type != "cpu":
             return
         state, contents = self._state, self._state.queue.slots.contents
-        encoded = state.encoder.encodings if state.encoder is not None else ()
         for weight, dtype in contents.items():
             comparable = (
                 dtype == weight.compute_dtype
-                and weight not in encoded
+                and weight.encoding is None
                 and weight not in state.handles  # its gather is in flight
                 and weight.ready is None  # or an optimizer's all-gather of its new values is
             )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -19,17 +17,13 @@ class Encoder:
     """Encodes shards of one chunk before their all-gathers, and decodes what has arrived.
 
     Args:
-        encodings: of each weight that does not travel as its values.
         reuse: ``weight_parallel.memory_pool``.
 
     Attributes:
         buffers: the all-gathers' inputs and outputs, and scratch; allocated in the first step only.
     """
 
-    def __init__(
-        self, encodings: Mapping[ShardedParameter, Encoding], device: torch.device, reuse: bool
-    ) -> None:
-        self.encodings = encodings
+    def __init__(self, device: torch.device, reuse: bool) -> None:
         self.buffers = Buffers(device, reuse)
         self._in_flight: dict[ShardedParameter, tuple[Encoding, Tensor, Tensor]] = {}
 
@@ -38,7 +32,8 @@ class Encoder:
 
         Both are flat and uint8.
         """
-        encoding = self.encodings[weight].used_in(weight.compute_dtype)
+        assert weight.encoding is not None, "of such weights alone"
+        encoding = weight.encoding.used_in(weight.compute_dtype)
         sent = self._acquire(encoding.nbytes, torch.uint8)
         scratch = [self._acquire(numel, encoding.work_dtype) for numel in encoding.scratch]
         encoding.encode(shard.view(weight.layout.shard_shape), sent, scratch)
@@ -56,9 +51,10 @@ class Encoder:
         """
         encoding, sent, received = self._in_flight.pop(weight)
         streams.before_overwrite(weight)  # wait for readers of the slot's previous contents
-        layout = weight.layout
-        shards = weight.in_slot.flat.view(layout.size, *layout.shard_shape)
-        encoding.decode(received.view(layout.size, -1), shards)
+        layout, out = weight.layout, weight.in_slot.flat
+        if encoding.slot_nbytes is None:
+            out = out.view(layout.size, *layout.shard_shape)
+        encoding.decode(received.view(layout.size, -1), out)
         streams.written(weight)
         self.buffers.release(sent)
         self.buffers.release(received)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from internsp.base.bits import bits_of
 from internsp.base.host import GRADIENTS, WEIGHTS, HostLink
 from internsp.base.trace import Work
 from internsp.dtensor.mixed import read_each, without_torch_function
@@ -32,6 +33,7 @@ from internsp.schedule.layout import ShardLayout
 from internsp.wp.reduced import ReducedGradient
 
 if TYPE_CHECKING:  # these hold weights; a weight only names them
+    from internsp.schedule.encoding import Encoding
     from internsp.wp.communicator import WPCommunicator
     from internsp.wp.replicated import ReplicatedParameters
     from internsp.wp.slots import Unit
@@ -282,11 +284,13 @@ class ShardedParameter(ModelParameter):
         autocasts: whether an active autocast decides the compute dtype (a linear layer's weight).
         unit: the unit in which it is gathered: its block, or one outside of the blocks.
         slices: number of near ranks that keep slices of it after a step's first gather, or 0.
+        encoding: how its shard travels, if not as its values.
         used_version: version and dtype of its contents in the slot; ``None`` if there are none.
         in_slot: views of its bytes in the slot (:meth:`internsp.wp.slots.Slot.acquire`).
     """
 
     slices = 0
+    encoding: Encoding | None = None
     unit: Unit
     in_slot: SlotViews
 
@@ -343,6 +347,14 @@ class ShardedParameter(ModelParameter):
     def slot_nbytes(self) -> int:
         """Bytes of the padded unsharded weight in the configured compute dtype."""
         return self.layout.padded_numel * self.base_compute_dtype.itemsize
+
+    def views_in(self, place: Tensor) -> SlotViews:
+        """Views of its bytes in a slot, ``place``, in the compute dtype."""
+        nbytes = self.layout.padded_numel * self.compute_dtype.itemsize
+        flat = place[:nbytes].view(self.compute_dtype)
+        count = self.layout.shard_numel
+        own = bits_of(flat.narrow(0, self.rank * count, count))
+        return SlotViews(flat, self.layout.unsharded_view(flat), own)
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Gather it in ``dtype`` from now on, and reduce its gradients in it unless configured."""

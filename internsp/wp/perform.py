@@ -189,7 +189,7 @@ class Chunk:
                 output = weight.in_slot.flat
                 if near is not None:
                     shard = near.slice_of(weight)
-                elif self.encoder is not None and weight in self.encoder.encodings:
+                elif self.encoder is not None and weight.encoding is not None:
                     weight.used_version = weight.current_version()
                     shard = weight.fresh()
                     if self.link is not None and weight.hosted:
@@ -263,7 +263,7 @@ class Chunk:
         weight = weights[0]
         # A gather within the near group moves slices of what was decoded before.
         far = self.near is None or self.near.from_whole_group(weight)
-        if far and self.encoder is not None and weight in self.encoder.encodings:
+        if far and self.encoder is not None and weight.encoding is not None:
             self.encoder.decode(weight, self.pool.slots[weight.unit.slot].streams)
         if self.near is not None:
             self.near.save_slices(weights)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from internsp.base.accelerator import Arrival, CurrentStream, StreamTurns, current_stream
-from internsp.base.bits import bits_of
 from internsp.schedule import terms as schedule
 from internsp.schedule.chunk import aligned
 from internsp.schedule.terms import Group
@@ -204,14 +203,10 @@ class Slot:
         key = (weight, weight.compute_dtype)
         found = self.views.get(key)
         if found is None:
-            nbytes = weight.layout.padded_numel * weight.compute_dtype.itemsize
             # Not an inference tensor: training uses views that an evaluation made, too.
             with torch.inference_mode(False):
-                flat = self._bytes(unit, weight)[:nbytes].view(weight.compute_dtype)
-                count = weight.layout.shard_numel
-                own = bits_of(flat.narrow(0, weight.rank * count, count))
-                found = SlotViews(flat, weight.layout.unsharded_view(flat), own)
-                self.views[key] = found
+                found = weight.views_in(self._bytes(unit, weight))
+            self.views[key] = found
         return found
 
     def _bytes(self, unit: Unit, weight: ShardedParameter) -> Tensor:

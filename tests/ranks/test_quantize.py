@@ -65,9 +65,8 @@ class Rounding:
 
 
 def quantized_names(twin: Twin) -> set[str]:
-    encoder = twin.communicator.state.encoder
-    assert encoder is not None
-    return {weight.name for weight in encoder.encodings}
+    sharded = twin.communicator.replicated.sharded
+    return {weight.name for weight in sharded if weight.encoding is not None}
 
 
 CASES: tuple[tuple[str, dict[str, Any], ActivationCheckpointConfig | None], ...] = (
@@ -197,7 +196,8 @@ def piped(rank: int, world_size: int, case: Case) -> tuple[float, float, bool]:
     names = {
         weight.name
         for communicator in pipeline.communicators
-        for weight in (communicator.state.encoder.encodings if communicator.state.encoder else ())
+        for weight in communicator.replicated.sharded
+        if weight.encoding is not None
     }
     every: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(every, names)
