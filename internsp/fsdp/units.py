@@ -148,6 +148,8 @@ def _sharding(
 ) -> ParameterSharding:  # fmt: skip
     parameter = param.sharded_param
     extended, near = extension(param), unit.near_ranks(param)
+    if not near and unit.kind == "block":
+        near = config.near_ranks
     if extended is not None and (near or param.offload_to_cpu or not config.memory_pool):
         raise StructureError(
             f"{owners[0].full_name} is a {type(parameter._local_tensor).__name__} with "
@@ -171,7 +173,7 @@ def _sharding(
         unit = root
     options = WeightOptions(
         coalesce, ("weights",) if param.offload_to_cpu else (),
-        near or (config.near_ranks if extended is None else 0), config.quantize, extended,
+        near, config.quantize, extended,
     )  # fmt: skip
     block = unit.number if unit.kind == "block" else -1
     linear = getattr(owners[0].module, "autocasts", isinstance(owners[0].module, nn.Linear))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,23 +46,17 @@ class ExtendedGather:
         this rank's tensors in the place of those of all.
 
         Raises:
-            StructureError: the unsharded weight has another shape or dtype, or a class from which
-                plain tensors cannot be taken.
+            StructureError: the unsharded weight is of a class from which plain tensors cannot be
+                taken.
         """
         sent, metadata = self.pre()
         rows = [part.reshape(-1, *part.shape[1:]) for part in sent]
         made = self.post(tuple(torch.cat([part] * layout.size) for part in rows), metadata)
-        kind = type(made).__name__
-        if made.shape != layout.shape:
-            raise StructureError(
-                f"fsdp_post_all_gather of {name} made a {kind} {list(made.shape)}: the unsharded "
-                f"weight is {list(layout.shape)}"
-            )
         plain = tuple(_plain(made))
         for tensor in plain:
             if type(tensor) is not Tensor or not tensor.is_contiguous():
                 raise StructureError(
-                    f"fsdp_post_all_gather of {name} made a {kind}, in which a "
+                    f"fsdp_post_all_gather of {name} made a {type(made).__name__}, in which a "
                     f"{type(tensor).__name__} is not a plain contiguous tensor, as those are that "
                     "a slot holds: give the class __tensor_flatten__ and __tensor_unflatten__, and "
                     "contiguous tensors"
@@ -137,7 +130,7 @@ class ExtendedShard:
         parts.write(tensors, flat)
 
 
-def _plain(value: Any) -> Iterator[Tensor]:
+def _plain(value: Tensor) -> Iterator[Tensor]:
     """The plain tensors that make up ``value``."""
     if not is_traceable_wrapper_subclass(value):
         yield value
@@ -154,7 +147,7 @@ def _alone(part: Tensor) -> Tensor:
     return part.new_empty(0).set_(storage, 0, part.shape, part.stride())
 
 
-def _over(value: Any, plain: Iterator[Tensor]) -> Any:
+def _over(value: Tensor, plain: Iterator[Tensor]) -> Tensor:
     """A tensor like ``value``, made up of ``plain``."""
     if not is_traceable_wrapper_subclass(value):
         return next(plain)

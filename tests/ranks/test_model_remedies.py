@@ -367,6 +367,10 @@ PACKED = (
 RETURNED = (
     "tests/ranks/test_own_gather.py::test_a_weight_that_is_returned_is_copied_into_its_slot"
 )
+EXTENDED = (
+    "tests/ranks/test_fsdp_extensions.py::"
+    "test_classes_that_gather_themselves_train_as_under_fsdp2"
+)
 SCHEDULE: Table = {
     "the pre_all_gather of {name}, gave a": {
         "give a tensor":
@@ -379,6 +383,10 @@ SCHEDULE: Table = {
         "or return a tensor of this shape and dtype": RETURNED,
     },
     "the same for every rank. It": {"write every rank's own rows": PACKED},
+    "is not a plain contiguous tensor, as those are": {
+        "give the class __tensor_flatten__ and __tensor_unflatten__": EXTENDED,
+        "and contiguous tensors": EXTENDED,
+    },
     "for a shard {list(shard.shape)} on the meta device": {
         "return tensors of the right shapes and dtypes there": PACKED
     },

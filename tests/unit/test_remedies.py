@@ -377,6 +377,10 @@ NAMES: Table = {
 }
 PROGRAMS = "tests/ranks/test_fsdp_programs.py::"
 OWNED = "tests/ranks/test_fsdp_experts.py::"
+EXTENDED = (
+    "tests/ranks/test_fsdp_extensions.py::"
+    "test_classes_that_gather_themselves_train_as_under_fsdp2"
+)
 WRITTEN = "tests/ranks/test_fsdp_errors.py::test_what_a_refusal_says_to_write_works"
 OWN = "tests/ranks/test_own_communicator.py::"
 ZERO = "tests/ranks/test_fsdp_zero.py::test_steps_are_those_of_fsdp2_with_half_of_the_state"
@@ -423,10 +427,11 @@ FSDP: Table = {
     "is shared with a module that another call": {
         "use fully_shard([module_a, module_b])": f"{PROGRAMS}test_parts_of_a_model_run_alone"
     },
-    "with fsdp_pre_all_gather": {
-        "hold a plain parameter": WRITTEN,
-        "and give both functions to a rule":
-            "tests/ranks/test_own_gather.py::test_every_gradient_and_step_is_that_of_what_the_functions_make_of_the_weights",
+    "of which no slices are kept, no shard in host memory": {
+        "leave out reshard_after_forward as a number of ranks": EXTENDED,
+    },
+    "zero_optimizer: {member.name} has fsdp_pre_all_gather": {
+        "keep the optimizer as it is": EXTENDED,
     },
     "in which nothing is summed": {"give it to fully_shard(ignored_params={...})": WRITTEN},
     "which fully_shard() would lose": {
