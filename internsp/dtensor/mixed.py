@@ -38,6 +38,10 @@ _RANDOM = frozenset({
         "trunc_normal_", "uniform_", "xavier_normal_", "xavier_uniform_",
     )),
 })  # fmt: skip
+# Of what ranks have yet to add up, or of one row: each rank would get another number.
+_NUMBERS = frozenset({
+    Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__complex__,
+})  # fmt: skip
 # Their results stay as they are: these run other operations, or return gradients.
 _UNCHANGED = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
@@ -172,11 +176,14 @@ class ParameterTensor(DTensor):
         Raises:
             GradientError: the gradient of a plain tensor would be a ``DTensor``.
             StructureError: torch cannot compute this with plain tensors, or on shards; or the
-                result is random and would differ between ranks, or is written into a copy.
+                result is random or this rank's part of a number, and would differ between ranks,
+                or is written into a copy.
         """
         options = kwargs or {}
         if func in _RANDOM:
             _require_not_random(func, args, options)
+        elif func in _NUMBERS:
+            _require_whole(func, args[0])
         try:
             found = without_torch_function(func, types, args, options)
         except InternspError:
@@ -285,6 +292,18 @@ def _require_not_random(func: Any, args: Any, options: Any) -> None:
             "elements that several ranks hold would differ. Draw full tensors, the same on all "
             "ranks (a generator of one seed), and write them by p.data = values or within "
             "internsp.full_params(model, write='shards'); or fill the model by internsp.initialize"
+        )
+
+
+def _require_whole(func: Any, value: Any) -> None:
+    """Refuse a number of this rank's part. A truth value passes: ``assert p.isfinite().all()``."""
+    mesh, kinds = value._spec.mesh, value._spec.placements
+    if value.dtype != torch.bool and any(
+        mesh.size(i) > 1 and not kind.is_replicate() for i, kind in enumerate(kinds)
+    ):
+        raise StructureError(
+            f"{_describe_call(func, (value,), {})}, which is of this rank's part, and not of all: "
+            "write .full_tensor() before it, on all ranks together; or .to_local() for the part"
         )
 
 

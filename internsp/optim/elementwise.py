@@ -177,7 +177,7 @@ def _require_independent(
 def _plain_loop(cls: OptimizerClass) -> str:
     return (
         f"Take it without a ZeroOptimizer: {name_of(cls)}(model.parameters(), ...) in a plain loop"
-        ", if it sums over ranks what it takes from values: item() of a shard's sum is this rank's"
+        ", if it sums over ranks what it takes from gradients: item() of a sum is this rank's part"
     )
 
 

@@ -97,6 +97,35 @@ def test_parameters_mixed_with_plain_tensors_are_refused_and_the_remedies_are_ri
         still_right(twin, "mixtures")
 
 
+@ranks(2)
+def test_a_number_of_a_part_is_refused_and_one_of_the_whole_is_right(rank: int) -> None:
+    numbers: dict[str, Callable[[Any], Any]] = {
+        "item": lambda p: p.norm().item(),
+        "item of the largest": lambda p: p.detach().max().item(),
+        "float": lambda p: float(p.detach().sum()),
+        "int": lambda p: int((p.detach() * 1000).sum()),
+        "complex": lambda p: complex(p.square().sum()),
+        "index": lambda p: [*range(99)][(p != 0).sum()],
+    }
+    for mesh, config in sizes():
+        twin = Twin(partial(Tiny, layers=2), mesh, **config)
+        ours, plain = twin.ours.embed.weight, twin.plain.embed.weight
+        whole = ours.full_tensor()
+        for name, call in numbers.items():
+            wanted = call(plain)
+            assert abs(call(whole) - wanted) <= 1e-12 * abs(wanted), name
+            if all(each.is_replicate() for each in ours.placements) or mesh.shape.weight == 1:
+                assert abs(call(ours) - wanted) <= 1e-12 * abs(wanted), name
+            else:
+                raises(
+                    StructureError, partial(call, ours), "embed.weight", f"on rank {rank}",
+                    ".full_tensor() before it", ".to_local() for the part",
+                )  # fmt: skip
+        assert ours[3, 1].item() == plain[3, 1].item(), "an element is gathered"
+        assert ours.isfinite().all()
+        still_right(twin, "numbers")
+
+
 def pickled(value: Tensor) -> Any:
     file = io.BytesIO()
     torch.save(value, file)

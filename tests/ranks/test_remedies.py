@@ -583,6 +583,7 @@ MIXED = "tests/ranks/test_reads_mixed.py::"
 MIXED_RIGHT = MIXED + (
     "test_parameters_mixed_with_plain_tensors_are_refused_and_the_remedies_are_right"
 )
+NUMBERS = MIXED + "test_a_number_of_a_part_is_refused_and_one_of_the_whole_is_right"
 VECTORS = MIXED + ("test_what_works_goes_on_working_and_vectors_of_parameters_are_right_or_refused")
 READS = "tests/ranks/test_reads.py::test_weights_read_past_their_modules_are_right"
 REFUSED = "tests/ranks/test_reads_refused.py::"
@@ -644,6 +645,9 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
         "leave that out of the function":
             "tests/ranks/test_compiled_functions.py::"
             "test_functions_of_parameters_are_compiled_in_one_graph",
+    },
+    "which is of this rank's part, and not of all": {
+        "write .full_tensor() before it": NUMBERS, "or .to_local() for the part": NUMBERS,
     },
     "it is a view across the shards": {
         "p.data = values": partial(written, by_data),
