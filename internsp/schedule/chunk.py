@@ -61,7 +61,8 @@ class WeightLayout:
     gradient_bytes: int = 0
     """Bytes of its padded, unsharded gradient in the dtype in which it is reduced."""
     unsharded_bytes: int = 0
-    """Bytes of the padded, unsharded weight in the dtype in which it is gathered."""
+    """Bytes of the padded, unsharded weight in the dtype in which it is gathered, or as its class
+    holds it."""
 
     def coalescing_key(self) -> tuple[object, ...]:
         """What must be equal for weights to share collectives."""
@@ -89,7 +90,8 @@ class WeightLayout:
     def sum_bytes(self) -> int:
         """Bytes of its unsharded gradient summed over micro-batches, in fp32 or wider."""
         size = (self.dtypes.gather or torch.float32).itemsize
-        return self.unsharded_bytes // size * max(size, torch.float32.itemsize)
+        elements = self.gradient_bytes // (self.dtypes.reduce or torch.float32).itemsize
+        return elements * max(size, torch.float32.itemsize)
 
     def reduction_bytes(self, summed: bool) -> int:
         """Most bytes of the buffers of its reduction: what is sent and received, and in two levels

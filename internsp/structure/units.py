@@ -272,6 +272,7 @@ def _weight_layout(
         work = torch.promote_types(dtype, torch.float32)
         encoding = QuantizedShard(name, options.quantize, layout.shard_numel, work, compute)
     held = None if encoding is None else encoding.slot_nbytes
+    whole = held or layout.padded_numel * compute.itemsize
     slices = options.near_ranks if assignment.block >= 0 and size > 1 else 0
     near = reduce_near if reduce_near < size else 0  # a group that is near itself sums at once
     groups = size // _near_group("reduce", near, assignment, size) if near else 1
@@ -281,7 +282,7 @@ def _weight_layout(
         gather_bytes=(size - 1) * (shard_bytes if encoding is None else encoding.nbytes),
         reduce_bytes=(size - groups) * layout.shard_numel * sent.itemsize,
         far_bytes=(groups - 1) * layout.shard_numel * wide.itemsize,
-        slot_bytes=aligned(held or layout.padded_numel * compute.itemsize),
+        slot_bytes=aligned(whole),
         shard_bytes=layout.shard_numel * dtype.itemsize,
         trainable=parameter.requires_grad,
         needs_gather=size > 1 or compute != dtype or WEIGHTS in options.offload or held is not None,
@@ -292,5 +293,5 @@ def _weight_layout(
         dtypes=WeightDtypes(dtype, compute, sent, assignment.autocasts),
         offload=frozenset(options.offload),
         slices=_near_group("near_ranks", slices, assignment, size) if slices else 0,
-        unsharded_bytes=layout.padded_numel * compute.itemsize,
+        unsharded_bytes=whole,
     )
