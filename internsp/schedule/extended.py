@@ -110,6 +110,7 @@ class ExtendedShard:
         self._write(self.parts, tensors, sent, "fsdp_pre_all_gather")
 
     @torch.no_grad()
+    @torch.inference_mode(False)  # training may read what an evaluation has gathered
     def decode(self, received: Tensor, out: Tensor) -> None:
         """See :class:`internsp.schedule.encoding.Encoding`.
 

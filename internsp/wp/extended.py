@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from internsp.dtensor.placed import local_values
 from internsp.wp.parameter import ShardedParameter, SlotViews
@@ -33,7 +34,8 @@ class ExtendedParameter(ShardedParameter):
         """See :class:`ShardedParameter`: in its class."""
         made = self._extended.unsharded
         assert made is not None, "gathered before"
-        return made.detach()
+        with torch.inference_mode(False):  # in which a class cannot be detached
+            return made.detach()
 
     @property
     def _extended(self) -> ExtendedShard:
@@ -44,8 +46,11 @@ class ExtendedParameter(ShardedParameter):
         return self._flat
 
     def load(self, values: Tensor) -> None:
-        """See :class:`ModelParameter`."""
-        local = local_values(self.name, values, self.parameter)
-        local = self.own(values) if local is None else local
+        """See :class:`ModelParameter`. What the program took before keeps the old values."""
         with torch.no_grad():
+            for alias in [known() for known in list(self.aliases.values())]:
+                if isinstance(alias, DTensor):  # its class does not say where its memory lies
+                    alias._local_tensor = alias._local_tensor.clone()
+            local = local_values(self.name, values, self.parameter)
+            local = self.own(values) if local is None else local
             self.parameter._local_tensor.copy_(local.detach())  # type: ignore[attr-defined]

@@ -243,6 +243,24 @@ def test_states_pass_between_both_and_whole_weights_are_of_the_class(rank: int) 
             assert all(map(torch.equal, whole[0][1], whole[1][1])), kind
 
 
+@ranks(2)
+def test_values_that_are_swapped_come_back(rank: int) -> None:
+    model = _made(ours, "held", 3)
+    before = model(batch(0, 0, rank)).detach()
+    trained = [p for p in model.parameters() if p.dtype == torch.double]
+    kept = [parameter.data for parameter in trained]
+    for parameter in trained:
+        parameter.data = parameter.detach() * 2
+    with torch.inference_mode():
+        other = model(batch(0, 0, rank))
+    assert not torch.allclose(other, before)
+    for parameter, old in zip(trained, kept, strict=True):
+        parameter.data = old
+    found = model(batch(0, 0, rank))
+    assert torch.equal(found, before)
+    found.sum().backward()  # of what an evaluation in inference mode has gathered before
+
+
 # what is refused
 
 
