@@ -184,6 +184,57 @@ def loop(rank: int, world: int, folder: Path) -> Found:
     return found | saved, model.lm_head.weight
 
 
+def torchao(rank: int, world: int, folder: Path, kind: str) -> Found:
+    """Three steps of layers whose weights gather themselves: float8, or NF4 under LoRA."""
+    from torchao import float8
+
+    from tests.support.fsdp import Model
+
+    torch.manual_seed(0)
+    model: Any = Model(64, blocks=2)
+    if kind == "float8":
+        config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+        for block in model.blocks:
+            float8.convert_to_float8_training(block, config=config)
+    else:
+        for block in model.blocks:
+            block.up, block.down = Adapted(block.up), Adapted(block.down)
+    for part in (*model.blocks, model):
+        torchs.fully_shard(part, mesh=init_device_mesh("cpu", (world,)))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    found: dict[str, Tensor] = {}
+    for step in range(3):
+        draw = torch.Generator().manual_seed(world * step + rank)
+        loss = model(torch.randint(0, 19, (2, 16), generator=draw)).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        found[f"loss {step}"] = loss.detach()
+        gradients = [*enumerate(parameter.grad for parameter in trained)]
+        found |= whole({f"gradient {step} {n}": gradient for n, gradient in gradients})
+        optimizer.step()
+        optimizer.zero_grad()
+        if kind == "float8":
+            float8.precompute_float8_dynamic_scale_for_fsdp(model)
+    return found, model.blocks[0].up.weight
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer of 4-bit codes with an adapter."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        from torchao.quantization.quantize_.workflows.nf4 import nf4_tensor
+
+        self.linear, codes = nf4_tensor.linear_nf4, nf4_tensor.to_nf4(layer.weight.detach(), 64, 4)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.down = nn.Linear(layer.in_features, 4, bias=False)
+        self.up = nn.Linear(4, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x, self.weight) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
 class Client(NamedTuple):
     run: Callable[[int, int, Path], Found]
     needs: tuple[str, ...]
@@ -202,6 +253,8 @@ CLIENTS = {
     "torchtitan experts": Client(EXPERTS, TITAN, 1e-3, 4),  # its experts compute in bf16
     "torchtitan tensor ranks": Client(MIXED, TITAN, world=4),
     "torchtitan, all DTensor": Client(FULL, TITAN, world=4),
+    "torchao float8": Client(partial(torchao, kind="float8"), ("torchao",), 1e-6),
+    "torchao NF4": Client(partial(torchao, kind="nf4"), ("torchao",), 1e-6),
     "loop": Client(loop, ("transformers",), 1e-12),
 }
 
