@@ -19,9 +19,9 @@ from internsp.errors import StructureError
 from internsp.experts.dispatch import Exchanged
 from internsp.experts.exchange import OwnerGroup
 from internsp.experts.owners import dispatched, of_transformers
-from internsp.experts.totals import RouterRanks
 from internsp.failure.comm_context import CommContext
 from internsp.mesh import ParallelMesh
+from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.hf.attach import copy_configs
 
 _NUMBERS = itertools.count(1)
@@ -41,7 +41,8 @@ def attach_experts(
     if mesh.pipeline > 1:
         _require_no_losses(model)
     if mesh.stage_group.size() > 1:
-        ranks = RouterRanks(mesh.stage_group, trace, Reporter(naming=context.awaiting))
+        naming = Reporter(naming=context.awaiting)
+        ranks = ExchangeGroup.of(mesh.stage_group, trace, naming)
         for module in model.modules():
             if hasattr(module, "router_ranks"):
                 module.router_ranks = ranks  # type: ignore[assignment]

@@ -15,55 +15,28 @@ one after another. The way back, and gradients, have no numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from internsp.base.handles import HandleTable
-from internsp.base.in_flight import MessagesInFlight, Reporter, phase_of
-from internsp.base.trace import Trace
+from internsp.base.in_flight import phase_of
 from internsp.errors import CollectiveError
+from internsp.sp.exchange import ExchangeGroup
 
 _INDEX = torch.int32  # of experts' numbers in a message
 
 
-@dataclass(eq=False)
-class OwnerGroup:
+class OwnerGroup(ExchangeGroup):
     """The ranks that own different experts of a model, and the messages in flight between them.
 
-    Attributes:
-        process_group: the mesh's ``expert_group``.
-        trace: records ``A2A`` for each message and ``A2A_WAIT`` for each wait.
-        rank, size: of the group.
-        reporter: counts launches, and names the block and phase where a message fails.
+    Its ``reporter`` counts launches, and names the block and phase where a message fails.
     """
 
-    process_group: dist.ProcessGroup
-    trace: Trace
-    rank: int
-    size: int
-    reporter: Reporter
-    in_flight: MessagesInFlight = field(init=False)
-    handle: int = field(init=False)
-
     def __post_init__(self) -> None:
-        self.in_flight = MessagesInFlight(self.trace, self.reporter)
+        super().__post_init__()
         self.handle = _GROUPS.add(self)
-
-    def all_to_all(
-        self, received: Tensor, send: Tensor, receive_counts: list[int], send_counts: list[int]
-    ) -> Any:
-        """Start an all-to-all of elements and return its work handle (a benchmark overrides it)."""
-        return dist.all_to_all_single(
-            received, send, receive_counts, send_counts, group=self.process_group, async_op=True
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnerGroup:
-        """Return itself: a copied model communicates over the same group."""
-        return self
 
 
 _GROUPS: HandleTable[OwnerGroup] = HandleTable("group of ranks that own experts")

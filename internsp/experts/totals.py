@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from internsp.base.in_flight import Reporter
-from internsp.base.trace import Trace
-
-
-@dataclass(eq=False)
-class RouterRanks:
-    """The ranks whose tokens one router's losses and balance are about: those of a stage.
-
-    Attributes:
-        reporter: names a sum that fails.
-    """
-
-    process_group: dist.ProcessGroup
-    trace: Trace
-    reporter: Reporter
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RouterRanks:
-        """Return itself: a copied model communicates over the same group."""
-        return self
+from internsp.sp.exchange import ExchangeGroup
 
 
 class Total:
@@ -37,7 +16,7 @@ class Total:
     """
 
     @torch.compiler.disable
-    def __init__(self, values: Tensor, ranks: RouterRanks | None) -> None:
+    def __init__(self, values: Tensor, ranks: ExchangeGroup | None) -> None:
         self._total, self._ranks, self._work = values, ranks, None
         if ranks is not None:
             self._total = values.clone()

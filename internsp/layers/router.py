@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from internsp.base.autograd import in_backward
-from internsp.experts.totals import RouterRanks, Total
+from internsp.experts.totals import Total
+from internsp.sp.exchange import ExchangeGroup
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Router(nn.Module):
         bias = torch.empty(experts, dtype=torch.float32, **options) if balance_rate else None
         self.register_buffer("bias", bias)
         self.loss: Callable[[], Tensor] | None = None
-        self.router_ranks: RouterRanks | None = None
+        self.router_ranks: ExchangeGroup | None = None
         self.loss_scale: Callable[[], Tensor | float] | None = None
         self.reset_parameters()
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class ExchangeGroup:
-    """A process group of sequence ranks with its trace, and the exchanges that are in flight on it.
+    """A process group with its trace, and the exchanges that are in flight on it.
 
     It lives as long as the modules that use it.
 
