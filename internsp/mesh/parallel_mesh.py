@@ -10,7 +10,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from numbers import Real
 from types import TracebackType
@@ -32,7 +32,6 @@ from internsp.mesh.shape import AxisShape, MeshShape
 _AXIS_GROUPS = ("weight", "gradient", "replica", "zero", "zero_replica")
 
 
-@dataclass(frozen=True, eq=False)
 class WeightAxis:
     """One rank's coordinates on an axis over which weights are sharded, with its process groups.
 
@@ -51,42 +50,29 @@ class WeightAxis:
             "tensor", "weight")`` where layers are tensor parallel.
 
     A weight carries its axis: its layout, messages, sums, norm and checkpoint follow from it.
+
+    Args:
+        inside: this rank's index in its stage.
+        stage: global ranks ``[ranks of the stage, tensor]``.
+        groups: process groups that exist, by name: making the axis is not collective.
     """
 
-    name: str
-    size: int
-    rank: int
-    replicas: int
-    replica_rank: int
-    zero: int
-    zero_rank: int
-    expert: int
-    expert_rank: int
-    weight_group: dist.ProcessGroup
-    gradient_group: dist.ProcessGroup
-    replica_group: dist.ProcessGroup
-    zero_group: dist.ProcessGroup
-    zero_replica_group: dist.ProcessGroup
-    param_mesh: DeviceMesh
-
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         name: str,
         shape: AxisShape,
         inside: int,
         stage: torch.Tensor,
         groups: dict[str, dist.ProcessGroup],
         device_type: str,
-    ) -> WeightAxis:
-        """Make the axis from process groups that exist. Not collective.
-
-        Args:
-            inside: this rank's index in its stage.
-            stage: global ranks ``[ranks of the stage, tensor]``.
-            groups: process groups by name.
-        """
-        replica_rank, expert_rank, rank = shape.coordinates(inside)
+    ) -> None:
+        self.name, self.size, self.replicas = name, shape.size, shape.replicas
+        self.zero, self.expert = shape.zero, shape.expert
+        self.replica_rank, self.expert_rank, self.rank = shape.coordinates(inside)
+        self.zero_rank = self.replica_rank % shape.zero
+        self.weight_group, self.gradient_group = groups["weight"], groups["gradient"]
+        self.replica_group = groups["replica"]
+        self.zero_group, self.zero_replica_group = groups["zero"], groups["zero_replica"]
         between = "expert" if shape.expert > 1 else "tensor"
         names = ["replica", between, "weight"]
         # Tensor ranks come before weight ranks: a layer is sharded over them first.
@@ -94,14 +80,9 @@ class WeightAxis:
         grid = grid.reshape(shape.replicas, -1, shape.size)
         if grid.shape[1] == 1:
             names, grid = ["replica", "weight"], grid[:, 0]
-        mesh = DeviceMesh.from_group(
+        self.param_mesh = DeviceMesh.from_group(
             [groups[n] for n in names], device_type, mesh=grid, mesh_dim_names=tuple(names)
         )
-        by_field = {f"{n}_group": groups[n] for n in _AXIS_GROUPS}
-        return cls(
-            name, shape.size, rank, shape.replicas, replica_rank, shape.zero,
-            replica_rank % shape.zero, shape.expert, expert_rank, param_mesh=mesh, **by_field,
-        )  # fmt: skip
 
     def data_ranks(self) -> list[int]:
         """Global ranks over which gradients of this rank's weights are summed, its own among
@@ -216,14 +197,14 @@ class ParallelMesh:
         self.stage_ranks = _group_with(rank, shape.ranks("stage"))
         self.model_ranks = _group_with(rank, shape.ranks("model"))
         stage = shape.grid[self.pipeline_rank]
-        self.dense = WeightAxis.create("weight", shape.dense, inside, stage, groups, device.type)
+        self.dense = WeightAxis("weight", shape.dense, inside, stage, groups, device.type)
         self.experts = self.dense
         if shape.separate:
             own = {name: groups[f"expert_{name}"] for name in _AXIS_GROUPS}
             own["expert"] = groups["expert"]
             if shape.experts_over_tensor:
                 inside, stage = inside * self.tensor + self.tensor_rank, stage.reshape(-1, 1)
-            self.experts = WeightAxis.create(
+            self.experts = WeightAxis(
                 "expert_weight", shape.experts, inside, stage, own, device.type
             )
         dense, experts = self.dense, self.experts
