@@ -15,7 +15,7 @@ be skipped when it was not used.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from internsp.base.host import GRADIENTS, OPTIMIZER, WEIGHTS, HostLink, HostSum
 from internsp.base.stand_in import copied
 from internsp.errors import StructureError
-from internsp.mesh import ParallelMesh, WeightAxis
+from internsp.mesh import ParallelMesh
 from internsp.optim.methods import Method
 from internsp.optim.slices import Region
 from internsp.optim.verdict import Verdict
@@ -80,13 +80,17 @@ class ParameterAllGather:
                 member.ready = None
 
 
-@dataclass(eq=False)
 class Bucket:
     """One unit's parameters of one kind, in one flat buffer.
 
     A kind is: dtype, axis, the tensor ranks that hold different values, what is offloaded, the
-    other stages with which a weight is tied, and the class of the optimizer. :meth:`create` moves
-    the parameters' storage into ``flat``.
+    other stages with which a weight is tied, and the class of the optimizer. The constructor moves
+    the parameters' storage into ``flat``, without communication.
+
+    Args:
+        members: of one kind.
+        group_index: index of each parameter's group in ``param_groups``.
+        order: when forward needs it, among all buckets.
 
     Attributes:
         axis: the weight axis, over whose ZeRO group ``flat`` is cut into slices.
@@ -107,71 +111,49 @@ class Bucket:
             offloaded.
         inner: the optimizer of the segments; ``None`` when the slice is all padding, or where each
             matrix's state lies with its owner (:mod:`internsp.optim.matrices`).
-        group_index: index of each parameter's group in ``param_groups``.
         groups: the indices of the groups that ``inner`` has, in its order.
-        order: when forward needs it, among all buckets.
+        host_state: offloaded state in host memory: by the state's name, a 1-D tensor as long as
+            ``master``.
     """
 
-    name: str
-    axis: WeightAxis
-    method: Method
-    replicated: bool
-    counted: bool
-    flat: Tensor
-    offsets: dict[Member, int]
-    gaps: list[tuple[int, int]]
-    owned: Tensor
-    master: Tensor
-    segments: list[Segment]
-    offload: frozenset[str] = frozenset()
-    link: HostLink | None = None
-    host_sum: HostSum | None = None
-    gradient: Tensor | None = None
-    inner: torch.optim.Optimizer | None = None
-    group_index: dict[Member, int] = field(default_factory=dict)
-    groups: list[int] = field(default_factory=list)
-    order: int = 0
-    host_state: dict[str, Tensor] = field(default_factory=dict)
-    """Offloaded state in host memory: by the state's name, a 1-D tensor as long as ``master``."""
-
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         name: str,
         members: list[Member],
         group_index: dict[Member, int],
         mesh: ParallelMesh,
         method: Method,
+        order: int,
         link: HostLink | None = None,
-    ) -> Bucket:
-        """Lay ``members`` (of one kind) out in one buffer and move their storage there. No
-        communication."""
+    ) -> None:
+        self.name, self.method, self.group_index, self.order = name, method, group_index, order
         dtype, axis = members[0].dtype, members[0].axis
         numels = [member.storage.numel() for member in members]
         starts, length = laid_out(numels, dtype.itemsize, axis.zero)
-        offsets = dict(zip(members, starts, strict=True))
+        self.axis, self.offsets = axis, dict(zip(members, starts, strict=True))
         filled = [start + numel for start, numel in zip(starts, numels, strict=True)]
-        gaps = list(zip(filled, [*starts[1:], length * axis.zero], strict=True))
-        offload = members[0].offload
-        link = link if offload else None
-        memory = offload, link, mesh.device
-        flat = _zeros(WEIGHTS, memory, length * axis.zero, dtype)
-        for member, start in offsets.items():
+        self.gaps = list(zip(filled, [*starts[1:], length * axis.zero], strict=True))
+        self.offload = members[0].offload
+        self.link = link = link if self.offload else None
+        memory = self.offload, link, mesh.device
+        self.flat = flat = _zeros(WEIGHTS, memory, length * axis.zero, dtype)
+        for member, start in self.offsets.items():
             part = flat[start : start + member.storage.numel()]
             member.relocate(part.view(member.storage.shape))
-        owned = flat[axis.zero_rank * length : (axis.zero_rank + 1) * length]
+        self.owned = flat[axis.zero_rank * length : (axis.zero_rank + 1) * length]
         wide = torch.promote_types(dtype, torch.float32)
-        master = owned
+        self.master = self.owned
         if wide != dtype:
-            master = _zeros(OPTIMIZER, memory, length, wide)
-            master.copy_(owned)
-        total = HostSum(link, length, wide) if link and GRADIENTS in offload else None
-        replicated = not isinstance(members[0], ShardedParameter)
-        segments = _segments(offsets, master)
-        return cls(
-            name, axis, method, replicated, _counted(members[0], mesh), flat, offsets,
-            gaps, owned, master, segments, offload, link, total, group_index=group_index,
-        )  # fmt: skip
+            self.master = _zeros(OPTIMIZER, memory, length, wide)
+            self.master.copy_(self.owned)
+        self.host_sum = HostSum(link, length, wide) if link and GRADIENTS in self.offload else None
+        self.replicated = not isinstance(members[0], ShardedParameter)
+        self.counted = _counted(members[0], mesh)
+        self.segments = _segments(self.offsets, self.master)
+        self.gradient: Tensor | None = None
+        self.inner: torch.optim.Optimizer | None = None
+        self.groups: list[int] = []
+        self.host_state: dict[str, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -493,8 +475,6 @@ def make_buckets(
         for kind in dict.fromkeys(kinds):
             same = [m for m, k in zip(trained, kinds, strict=True) if k == kind]
             link = communicator.state.link
-            made = Bucket.create(name, same, group_index, mesh, kind[-1], link)
-            made.order = order
-            buckets.append(made)
+            buckets.append(Bucket(name, same, group_index, mesh, kind[-1], order, link))
     assert len(placed) == len(members), "optimizer_groups() refuses any other parameter"
     return buckets
