@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from internsp.failure.comm_context import CommContext
 from internsp.failure.rank_report import RankReport, RankState, WaitedCollective, find_fatal_cause
 from internsp.mesh import ParallelMesh
 
+T = TypeVar("T")
 _LOG = logging.getLogger("internsp.failure")
 CHECK_SECONDS = 0.5
 MOST_READ = 64
@@ -88,7 +89,8 @@ class FailureGuard:
     def begin_pass(self) -> None:
         """Start the thread at the first pass; withdraw the report of an earlier refusal."""
         if self._stop is None and len(self._ranks) > 1:
-            self._stop = _start_thread(self)
+            name = "internsp-failure-guard"
+            self._stop = call_every(CHECK_SECONDS, self, FailureGuard.check, name)
         if self._own_report is not None and self._own_report.state is RankState.REFUSED:
             self._set_own_report(None)
 
@@ -302,14 +304,24 @@ def abort_collectives(group: dist.ProcessGroup) -> None:
             dist.distributed_c10d._abort_process_group(group)
 
 
-def _start_thread(guard: FailureGuard) -> Callable[[], Any]:
-    """Start a daemon thread that ends with its guard or with the process; returns its stop."""
-    stop = threading.Event()
-    thread = threading.Thread(
-        target=_run, args=(weakref.ref(guard), stop), name="internsp-failure-guard", daemon=True
-    )
+def call_every(
+    seconds: float, owner: T, call: Callable[[T], None], name: str
+) -> Callable[[], Any]:
+    """Call ``call(owner)`` every ``seconds`` on a daemon thread, which ends with ``owner`` or with
+    the process; returns its stop."""
+    stop, reference = threading.Event(), weakref.ref(owner)
+
+    def run() -> None:
+        while not stop.wait(seconds):
+            alive = reference()
+            if alive is None:
+                return
+            call(alive)
+            del alive
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
-    return weakref.finalize(guard, _stop_thread, thread, stop)
+    return weakref.finalize(owner, _stop_thread, thread, stop)
 
 
 def _stop_thread(thread: threading.Thread, stop: threading.Event) -> None:
@@ -317,15 +329,6 @@ def _stop_thread(thread: threading.Thread, stop: threading.Event) -> None:
     stop.set()
     if thread is not threading.current_thread():
         thread.join(timeout=2.0)
-
-
-def _run(reference: weakref.ref[FailureGuard], stop: threading.Event) -> None:
-    while not stop.wait(CHECK_SECONDS):
-        guard = reference()
-        if guard is None:
-            return
-        guard.check()
-        del guard
 
 
 def close_connections(group: dist.ProcessGroup, peers: Iterable[int] | None = None) -> None:

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from internsp.failure.guard import close_connections
+from internsp.failure.guard import call_every, close_connections
 
 _CHECK_SECONDS = 0.1
 
@@ -49,10 +47,7 @@ class Messages:
             counts.clear()
         if not self._checking:
             self._checking = True
-            given = (weakref.ref(self), threading.Event())
-            threading.Thread(
-                target=_check_loop, args=given, name="internsp-messages", daemon=True
-            ).start()
+            call_every(_CHECK_SECONDS, self, Messages.check, "internsp-messages")
 
     def track(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         """Return ``ops``, changed so that :meth:`check` can end a wait for one of them."""
@@ -135,13 +130,3 @@ class _TrackedOp:
         peer = {"group_dst" if self.__name__ == "isend" else "group_src": self.group_peer}
         work = self._launch(tensor, group=self.group, tag=self._tag, **peer)
         return self._messages.record_launch(self.__name__, self, work, tensor)
-
-
-def _check_loop(reference: weakref.ref[Messages], pause: threading.Event) -> None:
-    """Body of a thread that calls ``Messages.check`` regularly as long as the object is alive."""
-    while not pause.wait(_CHECK_SECONDS):
-        messages = reference()
-        if messages is None:
-            return
-        messages.check()
-        del messages
