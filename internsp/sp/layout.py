@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -189,11 +190,13 @@ class SequenceLayout:
         sizes = tuple(map(count_positions, ranges))
         held = ranges[rank]
         index = indices(held, ids.device)
-        targets = _Targets(
-            ids, starts, _check_ignored(ignored, batch, length, labels), ignore_index
-        )
+        without = _check_ignored(ignored, batch, length, labels)
         if labels is None:
-            mine, total = targets.labels(index), targets.total()
+            targets = partial(_next_tokens, ids, starts, without, ignore_index)
+            mine = targets(index)
+            ends = ((at, min(at + _COUNTED, length)) for at in range(0, length, _COUNTED))
+            pieces = (torch.arange(*span, device=ids.device) for span in ends)
+            total = int(sum((targets(piece) != ignore_index).sum() for piece in pieces))
         else:
             mine = select_ranges(labels, held).to(torch.int64)
             total = int((labels != ignore_index).sum())
@@ -299,39 +302,27 @@ def _check_ignored(
     return ignored
 
 
-@dataclass(frozen=True)
-class _Targets:
-    """The tokens of a batch that the token before them predicts.
+def _next_tokens(
+    ids: Tensor,
+    starts: Sequence[Sequence[int]],
+    ignored: Sequence[Sequence[tuple[int, int]]],
+    ignore_index: int,
+    index: Tensor,
+) -> Tensor:
+    """``[B, s]`` int64: the token that each position of ``index`` predicts, the next one.
 
-    All tokens except the first of each document, tokens in ignored ranges, and tokens whose id is
-    ``ignore_index``.
+    Not predicted are the first token of each document, tokens in ignored ranges, and tokens whose
+    id is ``ignore_index``.
     """
-
-    ids: Tensor
-    starts: Sequence[Sequence[int]]
-    ignored: Sequence[Sequence[tuple[int, int]]]
-    ignore_index: int
-
-    def labels(self, index: Tensor) -> Tensor:
-        """``[B, s]`` int64: the token that each position of ``index`` predicts."""
-        following = index + 1
-        last = following == self.ids.shape[1]
-        within = following.masked_fill(last, 0)
-        rows = []
-        first = {row: _last_start(row, within) == within for row in set(map(tuple, self.starts))}
-        for ids, starts, ignored in zip(self.ids, self.starts, self.ignored, strict=True):
-            not_predicted = last | first[tuple(starts)]
-            if ignored:
-                edges = torch.tensor(ignored, device=index.device).flatten()
-                not_predicted |= torch.searchsorted(edges, within, right=True) % 2 == 1
-            rows.append(ids[within].to(torch.int64).masked_fill(not_predicted, self.ignore_index))
-        return torch.stack(rows)
-
-    def total(self) -> int:
-        """Number of predicted tokens of the whole batch, a piece of the sequence at a time."""
-        length, device = self.ids.shape[1], self.ids.device
-        pieces = (
-            torch.arange(start, min(start + _COUNTED, length), device=device)
-            for start in range(0, length, _COUNTED)
-        )
-        return int(sum((self.labels(piece) != self.ignore_index).sum() for piece in pieces))
+    following = index + 1
+    last = following == ids.shape[1]
+    within = following.masked_fill(last, 0)
+    rows = []
+    first = {row: _last_start(row, within) == within for row in set(map(tuple, starts))}
+    for row_ids, own, ranges in zip(ids, starts, ignored, strict=True):
+        not_predicted = last | first[tuple(own)]
+        if ranges:
+            edges = torch.tensor(ranges, device=index.device).flatten()
+            not_predicted |= torch.searchsorted(edges, within, right=True) % 2 == 1
+        rows.append(row_ids[within].to(torch.int64).masked_fill(not_predicted, ignore_index))
+    return torch.stack(rows)

@@ -60,8 +60,7 @@ def reads() -> Iterator[Counter[str]]:
 ZERO = {"base/accelerator.py: read": 1}
 # These lie on the host: the inner optimizer's counts of steps, and a batch before it is copied.
 HOST = {
-    "optim/bucket.py: step", "optim/streamed.py: step", "sp/layout.py: total",
-    "sp/layout.py: create",
+    "optim/bucket.py: step", "optim/streamed.py: step", "sp/layout.py: create",
 }  # fmt: skip
 # The tokens of the step, before the weights change, its norm, and all figures together at its end.
 TRAINER = {"base/accelerator.py: read": 3}
