@@ -42,7 +42,7 @@ from internsp.pipeline.schedules import (
     schedule_kind,
     schedule_order,
 )
-from internsp.pipeline.simulate import check_order, compute_actions, simulate_actions
+from internsp.pipeline.simulate import check_order, compute_actions, simulate_with_launches
 from internsp.pipeline.stage import ISPPipelineStage
 from internsp.pipeline.tied import CopyNames, copy_shared_modules, find_tied, make_tied_weights
 from internsp.schedule.chunk import Schedule
@@ -321,7 +321,7 @@ class Pipeline:
             runs: how often the step runs the schedule.
         """
         plans = [communicator.plan for communicator in self.communicators]
-        return simulate_actions([*self.actions] * runs, plans, overlap)
+        return simulate_with_launches([*self.actions] * runs, plans, overlap)[0]
 
     @property
     def stage_wait_seconds(self) -> float:

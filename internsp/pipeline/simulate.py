@@ -77,22 +77,17 @@ class _ChunkSimulator(Simulator):
         self.record(self.queue.reductions.finish(last=self.exchanges))
 
 
-def simulate_actions(
+def simulate_with_launches(
     actions: Sequence[ComputeAction], plans: Sequence[ChunkLayout], overlap: bool
-) -> Schedule:
-    """Gathers and reductions of one rank in one step; slots are empty at its beginning.
+) -> tuple[Schedule, list[tuple[int, int]]]:
+    """Gathers and reductions of one rank in one step, and how many of each an action launches.
+
+    Slots are empty at its beginning.
 
     Args:
         actions: this rank's actions, from :func:`compute_actions`.
         plans: the plans of this rank's chunks.
     """
-    return simulate_with_launches(actions, plans, overlap)[0]
-
-
-def simulate_with_launches(
-    actions: Sequence[ComputeAction], plans: Sequence[ChunkLayout], overlap: bool
-) -> tuple[Schedule, list[tuple[int, int]]]:
-    """Like :func:`simulate_actions`; also the numbers of gathers and reductions of each action."""
     out = Schedule()
     chunks = [_ChunkSimulator(plan, overlap, out) for plan in plans]
     launched = []

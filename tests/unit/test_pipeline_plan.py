@@ -23,7 +23,6 @@ from internsp.pipeline.schedules import ScheduleAction as Act
 from internsp.pipeline.simulate import (
     check_order,
     compute_actions,
-    simulate_actions,
     simulate_with_launches,
 )
 from internsp.schedule.chunk import ChunkLayout, UnitLayout, WeightLayout
@@ -188,7 +187,8 @@ def gathers(name: str, blocks: int, keep: bool = False) -> int:
     order, chunks = order_of(name)
     stages = SCHEDULES[name].stages_of(0, 2, chunks)
     places = compute_actions(computations(order, 0), stages, dict.fromkeys(stages, True))
-    return simulate_actions(places, [chunk(blocks, keep) for _ in stages], True).count("AG")
+    plans = [chunk(blocks, keep) for _ in stages]
+    return simulate_with_launches(places, plans, True)[0].count("AG")
 
 
 def test_gathers_of_a_step_are_those_counted_by_hand() -> None:
@@ -219,7 +219,7 @@ def lines(
         for i in range(blocks)
     )
     plan = ChunkLayout(rule, units, None, None, 2)
-    return simulate_actions(places, [plan] * len(stages), True).lines(kinds)
+    return simulate_with_launches(places, [plan] * len(stages), True)[0].lines(kinds)
 
 
 def test_a_pass_gathers_for_the_next_one_before_its_own_last_use() -> None:
