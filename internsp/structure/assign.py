@@ -136,18 +136,13 @@ class ParameterSharding:
         return tuple(own_part(self.parameter).shape)
 
 
-def names_by_module(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """The fully qualified names of each module; several where modules share it."""
-    found: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        found.setdefault(module, []).append(name)
-    return found
-
-
 def owners_of(model: nn.Module) -> dict[nn.Parameter, tuple[ParameterOwner, ...]]:
     """The modules that hold each parameter, in the order of registration."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
     found: dict[nn.Parameter, tuple[ParameterOwner, ...]] = {}
-    for module, (module_name, *others) in names_by_module(model).items():
+    for module, (module_name, *others) in names.items():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 owner = ParameterOwner(module_name, module, name, tuple(others))

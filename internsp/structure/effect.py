@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -63,10 +64,15 @@ def require_effect(
     for matched in structure.rules.matched:
         if matched.origin != FROM_CONFIG:
             continue
-        for key, why in _without_effect_in_rule(matched, facts):
+        own = [s for s in shardings if any(matched.applies_to(o.full_name) for o in s.owners)]
+        blocks = [i for i, b in enumerate(structure.blocks) if matched.applies_to(b.name)]
+        found = (matched, facts, own, blocks)
+        for key, why in chain(_acts_on_nothing(*found), _changes_nothing(*found)):
             raise StructureError(f"{matched}: {key} {why}")
-    if own_communicator:
-        _require_of_own(structure)
+        # A user's communicator decides when weights are gathered and freed.
+        for key in sorted(matched.rule.options().keys() & {*BLOCK_KEYS, "near_ranks"}):
+            if own_communicator:
+                raise StructureError(f"{matched}: {key} {OWN_DECIDES}")
 
 
 @dataclass(frozen=True)
@@ -177,15 +183,6 @@ def _numel(sharding: ParameterSharding) -> int:
     return torch.Size(sharding.shape).numel()
 
 
-def _without_effect_in_rule(matched: MatchedRule, facts: _Facts) -> Iterator[tuple[str, str]]:
-    """Keys of a configured rule that have no effect, and why."""
-    own = [s for s in facts.shardings if any(matched.applies_to(o.full_name) for o in s.owners)]
-    units = facts.structure.blocks
-    blocks = [i for i, block in enumerate(units) if matched.applies_to(block.name)]
-    yield from _acts_on_nothing(matched, facts, own, blocks)
-    yield from _changes_nothing(matched, facts, own, blocks)
-
-
 def _acts_on_nothing(
     matched: MatchedRule, facts: _Facts, own: Sequence[ParameterSharding], blocks: Sequence[int]
 ) -> Iterator[tuple[str, str]]:
@@ -253,11 +250,3 @@ def _changes_nothing(
         follows = key == "forward_prefetch" and facts.structure.head is not None
         if options.get(key) and set(blocks) == {last} and not follows:
             yield key, "has no effect: no block comes after the matched one; leave it out"
-
-
-def _require_of_own(structure: Structure) -> None:
-    """Refuse rules of what a user's communicator decides: when weights are gathered and freed."""
-    for matched in structure.rules.matched:
-        keys = matched.rule.options().keys() & {*BLOCK_KEYS, "near_ranks"}
-        for key in sorted(keys) if matched.origin == FROM_CONFIG else ():
-            raise StructureError(f"{matched}: {key} {OWN_DECIDES}")

@@ -184,7 +184,9 @@ def chunk_layout(
             name, weights, where, block, again, trigger_at, unshard_at_entry, around
         )
     embedding = units.get(structure.embedding[0]) if structure.embedding else None
-    head = _head_unit(structure, shardings, units)
+    named = structure.head and structure.head[0]
+    owned = (a.unit for a in shardings if any(o.module_name == named for o in a.owners))
+    head = next((units[unit] for unit in owned if unit), None)  # tied: the embedding's
     return ChunkLayout(
         policy,
         tuple(units[b.name] for b in structure.blocks),
@@ -237,18 +239,6 @@ def _near_group(key: str, near: int, assignment: ParameterSharding, size: int) -
             "(for near_ranks, keep_unsharded keeps blocks unsharded)"
         )
     return near
-
-
-def _head_unit(
-    structure: Structure, shardings: Sequence[ParameterSharding], units: dict[str, UnitLayout]
-) -> UnitLayout | None:
-    """The unit of the head's weight; the embedding's, if the two are tied."""
-    if structure.head is None:
-        return None
-    for assignment in shardings:
-        if assignment.unit and any(o.module_name == structure.head[0] for o in assignment.owners):
-            return units[assignment.unit]
-    return None
 
 
 def _weight_layout(
