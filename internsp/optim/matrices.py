@@ -290,17 +290,8 @@ class Round:
             pieces: returns what is sent of a matrix, given the number of elements of this rank's
                 piece: ``number`` tensors of ``dtype``.
         """
-        size, own = self.collectives.size, self.own(active)
-        parts: list[Tensor] = []
-        sent, received = [0] * size, [0] * size
-        for matrix in active:
-            numel = self.piece_numel(matrix)
-            sent[matrix.owner] = numel * number
-            if numel:
-                parts += pieces(matrix, numel)
-        for peer, (_, count) in own.pieces.items() if own is not None else ():
-            received[peer] = count * number
-        return self._all_to_all(active, parts, received, sent, number, dtype)
+        parts = [t for m in active if (n := self.piece_numel(m)) for t in pieces(m, n)]
+        return self._all_to_all(active, parts, number, dtype, back=False)
 
     def scatter(
         self, own_values: Tensor | None, dtype: torch.dtype, active: Sequence[Matrix]
@@ -310,28 +301,31 @@ class Round:
         Args:
             own_values: the matrix that this rank owns, 1-D; ``None``: it owns none that takes part.
         """
-        size, own = self.collectives.size, self.own(active)
-        parts, sent, received = [], [0] * size, [0] * size
-        for matrix in active:
-            received[matrix.owner] = self.piece_numel(matrix)
+        own, parts = self.own(active), []
         if own is not None:
             assert own_values is not None, "its owner has stepped it"
-            for peer, (first, count) in sorted(own.pieces.items()):
-                sent[peer] = count
-                parts.append(own_values[first : first + count])
-        return self._all_to_all(active, parts, received, sent, 1, dtype)
+            spans = (span for _, span in sorted(own.pieces.items()))
+            parts = [own_values[first : first + count] for first, count in spans]
+        return self._all_to_all(active, parts, 1, dtype, back=True)
 
     def _all_to_all(
         self,
         active: Sequence[Matrix],
         parts: Sequence[Tensor],
-        received: list[int],
-        sent: list[int],
         number: int,
         dtype: torch.dtype,
+        back: bool,
     ) -> PendingExchange:
+        """Send ``number`` tensors of each piece to its owner, or ``back`` to its slice."""
         empty = active[0].bucket.master.new_empty(0, dtype=dtype)
         packed = torch.cat(list(parts)) if parts else empty
+        of_pieces, of_own = ([0] * self.collectives.size for _ in range(2))
+        for matrix in active:
+            of_pieces[matrix.owner] = self.piece_numel(matrix) * number
+        own = self.own(active)
+        for peer, (_, count) in own.pieces.items() if own is not None else ():
+            of_own[peer] = count * number
+        received, sent = (of_pieces, of_own) if back else (of_own, of_pieces)
         # In a group of one nothing is sent.
         arrived = packed
         if self.collectives.size > 1:
