@@ -636,12 +636,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         mean = 1.0 / self._reducer.divides_by
         return mean if self.loss_scaler is None else mean / self.loss_scaler.scale
 
-    def _record_step(self, norm: float, skipped: bool, why: NotFinite | None) -> None:
-        """Record a step's result in the public attributes."""
-        self.grad_norm, self.skipped, self.not_finite = norm, skipped, why
-        self.skipped_steps += skipped
-        self.skipped_in_a_row = 0 if why is None else self.skipped_in_a_row + 1
-
 
 @torch._disable_dynamo
 def _as_it_is(optimizer: ZeroOptimizer, closure: Callable[[], Any] | None) -> Any:
@@ -660,26 +654,22 @@ def step_together(optimizers: Sequence[ZeroOptimizer], log: bool = True) -> None
         log: whether rank 0 logs a step that is skipped.
     """
     with reporting_refusals([optimizer._communicator.recovery for optimizer in optimizers]):
-        _step_together(optimizers, log)
-
-
-def _step_together(optimizers: Sequence[ZeroOptimizer], log: bool) -> None:
-    for optimizer in optimizers:
-        rank = optimizer._communicator.mesh.rank
-        require_unchanged(optimizer.param_groups, optimizer._group_index, rank)
-        settle(optimizer)
-        optimizer.finish_reductions()
-        # Parameters that no forward has used since the last step may still be in their all-gather,
-        # and the slices are about to change.
-        optimizer._communicator.wait_until_ready()
-        optimizer._communicator.state.wait_for_gathers()
-    verdict = _verdict(optimizers, log)
-    for optimizer in optimizers:
-        if verdict is not None:
-            optimizer._update(verdict)
-        # torch's learning-rate schedules warn if `step` was never called.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        optimizer._reducer.clear()
+        for optimizer in optimizers:
+            rank = optimizer._communicator.mesh.rank
+            require_unchanged(optimizer.param_groups, optimizer._group_index, rank)
+            settle(optimizer)
+            optimizer.finish_reductions()
+            # Parameters that no forward has used since the last step may still be in their
+            # all-gather, and the slices are about to change.
+            optimizer._communicator.wait_until_ready()
+            optimizer._communicator.state.wait_for_gathers()
+        verdict = _verdict(optimizers, log)
+        for optimizer in optimizers:
+            if verdict is not None:
+                optimizer._update(verdict)
+            # torch's learning-rate schedules warn if `step` was never called.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            optimizer._reducer.clear()
 
 
 def _verdict(optimizers: Sequence[ZeroOptimizer], log: bool) -> Verdict | None:
@@ -750,7 +740,9 @@ class _Result:
         """
         settle(self._first)
         norm, skipped, why = self._read
-        optimizer._record_step(norm, skipped, why)
+        optimizer.grad_norm, optimizer.skipped, optimizer.not_finite = norm, skipped, why
+        optimizer.skipped_steps += skipped
+        optimizer.skipped_in_a_row = 0 if why is None else optimizer.skipped_in_a_row + 1
         if optimizer is self._first:
             if optimizer.loss_scaler is not None:
                 optimizer.loss_scaler.update(skipped)

@@ -442,7 +442,7 @@ ARGUED: dict[str, tuple[str, ...]] = {
         "wp/parameter.py: ReplicatedParameter.unshard: wait_until_ready",
     ),
     "each forward reads every parameter, and so waits for its new values, before the next step": (
-        "optim/zero.py: _step_together: wait_until_ready",
+        "optim/zero.py: step_together: wait_until_ready",
         "optim/zero.py: ZeroOptimizer._adopt: wait_until_ready",
         "optim/zero.py: ZeroOptimizer.load_state_dict: wait_until_ready",
         "optim/zero.py: ZeroOptimizer._switch: wait_until_ready",
