@@ -161,10 +161,8 @@ class FailureGuard:
             mine, unchanged = self._current_report()
             if mine is None:
                 return
-            if unchanged:
-                self._publish(mine)
-            elif self._wait_published:
-                self._withdraw()
+            if unchanged or self._wait_published:
+                self._tell_wait(mine if unchanged else None)
             signals = [self._signal_key(mine.epoch, name) for name in self._names]
             told = [self._store.get(key).decode() for key in signals if self._store.check([key])]
             failed = [int(rank) for rank in told if rank]
@@ -243,17 +241,12 @@ class FailureGuard:
         texts = [found.decode() for found in self._store.multi_get(keys)]
         return [RankReport.loads(text) for text in texts if text]
 
-    def _publish(self, mine: RankReport) -> None:
+    def _tell_wait(self, mine: RankReport | None) -> None:
+        """Publish that this rank waits; ``None``: it does not any more."""
         with self._lock:
+            self._wait_published = mine is not None
             if self._own_report is None:
-                self._wait_published = True
                 self._write_report(mine)
-
-    def _withdraw(self) -> None:
-        with self._lock:
-            self._wait_published = False
-            if self._own_report is None:
-                self._write_report(None)
 
     # called on both threads
 

@@ -240,8 +240,10 @@ class StageRecovery(Recovery):
     def _at_exit(self, error: BaseException | None) -> None:
         """See :meth:`Recovery._at_exit`."""
         super()._at_exit(error)
-        if error is not None and _holds_store(self._mesh.rank) and self._mesh.shape.stage_size > 1:
-            # The other ranks must read the cause now, while this process still holds the store.
+        elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        holds_store = self._mesh.rank == 0 and not elsewhere  # most likely
+        if error is not None and holds_store and self._mesh.shape.stage_size > 1:
+            # The other ranks must read the cause now: the store ends with this process.
             self.guard.abort_collectives()
             time.sleep(2 * CHECK_SECONDS)
 
@@ -272,8 +274,3 @@ def reporting_refusals(
         if isinstance(error, RuntimeError) and is_consequence(error):
             raise recoveries[0]._comm_context.record_failure(what, error) from error
         raise
-
-
-def _holds_store(rank: int) -> bool:
-    """Whether this process most likely holds the ranks' store, which then ends with it."""
-    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
