@@ -43,9 +43,9 @@ def token_loss(
 
     Args:
         hidden: ``[B, s, H]``, this rank's positions.
-        head: a callable ``[B, c, H] -> [B, c, V]``, or a module with ``open()``, which returns such
-            a callable and a guard; the guard is applied to the result and unshards the head's
-            weight again in backward.
+        head: a callable ``[B, c, H] -> [B, c, V]``, or a module with ``unshard_once()``, which
+            returns such a callable and a guard; the guard is applied to the result and unshards
+            the head's weight again in backward.
         labels: ``[B, s]`` int64, aligned with ``hidden``; ``ignore_index`` does not count.
         chunk_tokens: tokens of a chunk over all rows; at least one position is taken.
         output: what is done with the head's output before the loss. ``local``: nothing; ``gather``:
@@ -69,22 +69,18 @@ def token_loss(
         raise LayoutError(
             f"Labels must be [B, s] = {list(hidden.shape[:2])}, got {list(labels.shape)}."
         )
-    exchange_group = None
-    if output != "local" and group is not None:
-        exchange_group = ExchangeGroup.of(group, trace)
-        if exchange_group.size == 1:
-            exchange_group = None
-    chunks = _chunk_lengths(hidden.shape, layout, exchange_group, chunk_tokens)
-    rank = (
-        exchange_group.rank if exchange_group is not None else 0 if layout is None else layout.rank
-    )
+    exchange = None if output == "local" or group is None else ExchangeGroup.of(group, trace)
+    if exchange is not None and exchange.size == 1:
+        exchange = None
+    chunks = _chunk_lengths(hidden.shape, layout, exchange, chunk_tokens)
+    rank = exchange.rank if exchange is not None else 0 if layout is None else layout.rank
     project, guard = head.unshard_once() if hasattr(head, "unshard_once") else (head, _same)
     mine = [lengths[rank] for lengths in chunks]
     total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
     # split, not slices: its backward writes each gradient once.
     pieces = zip(hidden.split(mine, 1), labels.split(mine, 1), chunks, strict=True)
     for states, targets, lengths in pieces:
-        run = partial(_chunk_loss, project, output, exchange_group, lengths, ignore_index)
+        run = partial(_chunk_loss, project, output, exchange, lengths, ignore_index)
         total = total + checkpoint(
             run, states, targets, use_reentrant=False, preserve_rng_state=False
         )
