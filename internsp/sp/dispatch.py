@@ -22,7 +22,7 @@ from functools import lru_cache
 from internsp.errors import ConfigError
 from internsp.mesh.sequence import SequenceAxes
 from internsp.sp.heads import Span, even_sizes, spans
-from internsp.sp.ranges import MaskSpec, Ranges, count_positions
+from internsp.sp.ranges import MaskSpec, Ranges, count_positions, union
 
 FIXED_BALANCE = "zigzag"  # numbers of positions do not depend on the documents
 BALANCES = ("auto", "contiguous", "zigzag", "level")
@@ -65,7 +65,7 @@ def fixed_sizes(length: int, axes: SequenceAxes) -> tuple[int, ...]:
 def ring_ranges(ranges: Sequence[Ranges], axes: SequenceAxes) -> tuple[Ranges, ...]:
     """The ranges with which each rank of a ring computes: those of all ranks of its heads group."""
     return tuple(
-        merged([span for rank in axes.sharing(part) for span in ranges[rank]])
+        union(span for rank in axes.sharing(part) for span in ranges[rank])
         for part in range(axes.ring)
     )
 
@@ -90,12 +90,12 @@ def imbalance(held: Sequence[Ranges], spec: MaskSpec) -> float:
 
 
 def _contiguous(length: int, ring: int, spec: MaskSpec) -> tuple[Ranges, ...]:
-    return tuple(merged([span]) for span in spans(even_sizes(length, ring)))
+    return tuple(union([span]) for span in spans(even_sizes(length, ring)))
 
 
 def _zigzag(length: int, ring: int, spec: MaskSpec) -> tuple[Ranges, ...]:
     chunks = spans(even_sizes(length, 2 * ring))
-    return tuple(merged([chunks[i], chunks[-1 - i]]) for i in range(ring))
+    return tuple(union([chunks[i], chunks[-1 - i]]) for i in range(ring))
 
 
 def _by_cost(length: int, ring: int, spec: MaskSpec) -> tuple[Ranges, ...]:
@@ -110,7 +110,7 @@ def _by_cost(length: int, ring: int, spec: MaskSpec) -> tuple[Ranges, ...]:
         mine[rank].append(chunks[index])
         if count + 1 < _CHUNKS_PER_RANK:  # all ranks get equally many chunks
             heapq.heappush(heap, (total + costs[index], count + 1, rank))
-    return tuple(merged(sorted(held)) for held in mine)
+    return tuple(union(held) for held in mine)
 
 
 def cost(chunk: Span, spec: MaskSpec) -> int:
@@ -146,16 +146,3 @@ def _split_positions(held: Ranges, ranks: int) -> list[Ranges]:
             at += stop - start
         found.append(tuple(mine))
     return found
-
-
-def merged(held: Sequence[Span]) -> Ranges:
-    """The same positions in the same order, in as few ranges as possible, none empty."""
-    found: list[Span] = []
-    for start, stop in held:
-        if start == stop:
-            continue
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return tuple(found)
