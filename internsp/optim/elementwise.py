@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,24 +39,16 @@ def name_of(cls: OptimizerClass) -> str:
     return getattr(cls, "__name__", str(cls))
 
 
-Check = Callable[[OptimizerClass, torch.device, dict[str, Any]], None]
+@contextmanager
+def reproducible(device: torch.device) -> Iterator[None]:
+    """Context in which what is random is alike on all ranks, which all must find the same; the
+    program's random state stays."""
+    there = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(there, device_type=device.type):
+        torch.manual_seed(0)
+        yield
 
 
-def _reproducible(check: Check) -> Check:
-    """``check`` with what is random alike on all ranks, which all must find the same; the program's
-    random state stays."""
-
-    @wraps(check)
-    def call(cls: OptimizerClass, device: torch.device, defaults: dict[str, Any]) -> None:
-        there = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(there, device_type=device.type):
-            torch.manual_seed(0)
-            check(cls, device, defaults)
-
-    return call
-
-
-@_reproducible
 def require_elementwise(
     cls: OptimizerClass, device: torch.device, defaults: dict[str, Any]
 ) -> None:
@@ -83,7 +75,6 @@ def require_elementwise(
         raise TypeError(_not_elementwise_message(cls, why))
 
 
-@_reproducible
 def require_whole_matrix(
     cls: OptimizerClass, device: torch.device, defaults: dict[str, Any]
 ) -> None:

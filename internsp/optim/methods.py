@@ -17,6 +17,7 @@ from internsp.optim.elementwise import (
     base_names,
     default_settings,
     name_of,
+    reproducible,
     require_elementwise,
     require_whole_matrix,
 )
@@ -115,7 +116,8 @@ def methods_of(
         key = chosen, is_known_whole_matrix(chosen) if declared is None else bool(declared)
         if key not in checked:
             check = require_whole_matrix if key[1] else require_elementwise
-            check(chosen, device, arguments)
+            with reproducible(device):
+                check(chosen, device, arguments)
             slice_optimizer: OptimizerClass | None = chosen
             if key[1]:
                 # A subclass may step in another way than the functions of optim/muon.py do.

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from internsp.optim.elementwise import require_elementwise, require_whole_matrix
+from internsp.optim.elementwise import (
+    reproducible,
+    require_elementwise,
+    require_whole_matrix,
+)
+from internsp.optim.methods import methods_of
 
 CPU = torch.device("cpu")
 
@@ -116,5 +121,21 @@ def test_a_random_class_is_judged_alike_on_all_ranks_and_leaves_the_programs_sta
     for seed in range(3):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        require_whole_matrix(Noisy, CPU, {"lr": 0.01})
+        with reproducible(CPU):
+            require_whole_matrix(Noisy, CPU, {"lr": 0.01})
         assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_optimizers_classes_are_judged_with_one_seed(whole: bool) -> None:
+    seeds = []
+
+    class Drawing(Noisy if whole else SGD):  # type: ignore[misc]
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            seeds.append(torch.initial_seed())
+            super().step()
+
+    torch.manual_seed(7)
+    methods_of([{}], Drawing, whole, {"lr": 0.01}, CPU)
+    assert (seeds[0], torch.initial_seed()) == (0, 7)
