@@ -32,13 +32,12 @@ def split_blocker(outputs: Iterable[Tensor], inputs: Iterable[Any], shared: Coll
     """
     roots = [node for node in map(_get_grad_fn_or_grad_acc, outputs) if node is not None]
     wanted = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
-    paths = _InputPaths({_get_grad_fn_or_grad_acc(t) for t in wanted})
-    paths.walk(roots)
+    off_path = _weights_off_path(roots, {_get_grad_fn_or_grad_acc(t) for t in wanted})
     for root in roots:
-        if paths.weights[root]:
-            names = _first_and_count(paths.weights[root])
+        if off_path[root]:
+            names = _first_and_count(off_path[root])
             return f"{names} is used by an output through which no gradient reaches the input"
-    for node, weights in paths.weights.items():
+    for node, weights in off_path.items():
         if weights and any(t.untyped_storage().data_ptr() in shared for t in _saved(node)):
             return (
                 f"{_first_and_count(weights)} gets its gradient through {node.name()}, which does "
@@ -55,49 +54,37 @@ def shared_slot_storages(communicator: ISPCommunicator) -> set[int]:
     return set().union(*(slot.storages() for slot in slots))
 
 
-class _InputPaths:
-    """Which nodes are on a path from the input, and which weights the other nodes depend on.
-
-    Attributes:
-        weights: for each node the names of the weights that it depends on; empty for a node on a
-            path from the input.
-    """
-
-    def __init__(self, inputs: set[Node]) -> None:
-        self._inputs = inputs
-        self._on_path: set[Node] = set()
-        self.weights: dict[Node, frozenset[str]] = {}
-
-    def walk(self, roots: Iterable[Node]) -> None:
-        """Visit all nodes that ``roots`` depend on, each after the nodes that it depends on."""
-        stack = [(root, False) for root in roots]
-        seen: set[Node] = set()
-        while stack:
-            node, done = stack.pop()
-            if done:
-                self._classify(node)
-            elif node not in seen:
-                seen.add(node)
-                stack.append((node, True))
-                if weights_behind(node) is None:  # a weight's unshard depends on the weight alone
-                    stack += [(fn, False) for fn, _ in node.next_functions if fn is not None]
-
-    def _classify(self, node: Node) -> None:
+def _weights_off_path(roots: Iterable[Node], inputs: set[Node]) -> dict[Node, frozenset[str]]:
+    """For each node that ``roots`` depend on, the names of the weights that it depends on; empty
+    for a node on a path from ``inputs``."""
+    on_path: set[Node] = set()
+    found: dict[Node, frozenset[str]] = {}
+    stack = [(root, False) for root in roots]
+    seen: set[Node] = set()
+    while stack:  # each node is decided after the nodes that it depends on
+        node, done = stack.pop()
         edges = [(fn, nr) for fn, nr in node.next_functions if fn is not None]
-        if node in self._inputs or any(fn in self._on_path for fn, _ in edges):
-            self._on_path.add(node)
-            self.weights[node] = frozenset()
-        elif weights_behind(node) is not None:
-            self.weights[node] = frozenset()  # added by the edges that lead to it
-        else:
-            self.weights[node] = frozenset().union(*(self._behind_edge(fn, nr) for fn, nr in edges))
+        if not done and node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            if weights_behind(node) is None:  # a weight's unshard depends on the weight alone
+                stack += [(fn, False) for fn, _ in edges]
+        elif done:
+            found[node] = frozenset()
+            if node in inputs or any(fn in on_path for fn, _ in edges):
+                on_path.add(node)
+            elif weights_behind(node) is None:  # else added by the edges that lead to it
+                behind = (_behind_edge(fn, nr, found) for fn, nr in edges)
+                found[node] = frozenset().union(*behind)
+    return found
 
-    def _behind_edge(self, node: Node, output: int) -> frozenset[str]:
-        weights = weights_behind(node)
-        if weights is None:
-            return self.weights[node]
-        trained = node.next_functions[output][0] is not None
-        return frozenset({weights[output].name} if trained else ())
+
+def _behind_edge(node: Node, output: int, found: dict[Node, frozenset[str]]) -> frozenset[str]:
+    weights = weights_behind(node)
+    if weights is None:
+        return found[node]
+    trained = node.next_functions[output][0] is not None
+    return frozenset({weights[output].name} if trained else ())
 
 
 def _saved(node: Node) -> Iterator[Tensor]:
