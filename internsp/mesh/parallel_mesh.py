@@ -260,12 +260,8 @@ class ParallelMesh:
             MeshError: on every rank, when a degree does not fit or ranks disagree, or when no
                 process group exists and ``RANK`` is not set.
         """
-        _check_timeout(timeout_seconds)
-        if not dist.is_initialized():
-            _initialize(device_type, timeout_seconds)
-        device = device_of(device_type)
         degrees = weight, sequence, pipeline, zero, expert_weight, expert, tensor, ring, near
-        return cls._create(lambda: (*degrees, near_experts), device, timeout_seconds)
+        return cls._create(lambda: (*degrees, near_experts), device_type, timeout_seconds)
 
     @classmethod
     def from_device_mesh(
@@ -313,10 +309,6 @@ class ParallelMesh:
             MeshError: on every rank: an axis is named twice, does not exist or is not named, the
                 mesh lacks ranks, or they do not ascend along an axis; and as :meth:`create`.
         """
-        _check_timeout(timeout_seconds)
-        kind = getattr(device_mesh, "device_type", None)
-        if not dist.is_initialized():
-            _initialize(kind, timeout_seconds)
         axes = {
             "weight": weight, "replicas": replicas, "sequence": sequence, "pipeline": pipeline,
             "tensor": tensor,
@@ -328,11 +320,12 @@ class ParallelMesh:
             own = ring, near, near_experts, order
             return (*degrees, zero, expert_weight, expert, tensors, *own)
 
-        return cls._create(request, device_of(kind), timeout_seconds)
+        kind = getattr(device_mesh, "device_type", None)
+        return cls._create(request, kind, timeout_seconds)
 
     @classmethod
     def _create(
-        cls, request: Callable[[], RequestedDegrees], device: torch.device, timeout_seconds: float
+        cls, request: Callable[[], RequestedDegrees], device_type: str | None, seconds: float
     ) -> ParallelMesh:
         """Make the requested mesh if all ranks request the same one and it is possible.
 
@@ -341,7 +334,10 @@ class ParallelMesh:
         Raises:
             MeshError: on every rank otherwise.
         """
-        world, rank = dist.get_world_size(), dist.get_rank()
+        _check_timeout(seconds)
+        if not dist.is_initialized():
+            _initialize(device_type, seconds)
+        device, world, rank = device_of(device_type), dist.get_world_size(), dist.get_rank()
         try:
             requested = request()
             shape = MeshShape(world, *requested)  # type: ignore[arg-type]
@@ -353,9 +349,9 @@ class ParallelMesh:
         if many:
             collect_garbage()
         shape = replace(shape, machines=dict(enumerate(machines)))
-        groups = make_groups(shape, timedelta(seconds=timeout_seconds))
+        groups = make_groups(shape, timedelta(seconds=seconds))
         _connect(shape, groups, device)
-        return cls(shape, rank, device, groups, timeout_seconds)
+        return cls(shape, rank, device, groups, seconds)
 
     def close(self) -> None:
         """End the mesh's process groups, and with them their threads and connections.
