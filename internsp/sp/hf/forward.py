@@ -201,7 +201,11 @@ class ForwardHooks:
             )
         documents = self.finds_documents and mask is None and not self._makes_cache(given)
         packed = find_packed_sequence_indices(positions.expand(batch, -1)) if documents else None
-        rows = self._documents(packed, mask, length, shifted)
+        rows = counted = None
+        if self.axes.ring > 1:  # documents and padding; None if the mask is another one
+            if self.model.training and shifted is not None:  # only the loss counts
+                counted = torch.ne(shifted, IGNORE_INDEX)
+            rows = documents_of(packed, mask, length, counted)
         ranges = self._ranges(length, rows, layout)
         shard = SequenceShard(
             ranges, self.group.rank, self.axes, batch, positions, mask, packed, rows
@@ -228,17 +232,6 @@ class ForwardHooks:
             )
         self.axes.require_layout(layout.axes)
         return layout.ranges
-
-    def _documents(
-        self, packed: Tensor | None, mask: Any, length: int, shifted: Tensor | None
-    ) -> Rows | None:
-        """Documents and padding, for a ring; None without a ring, or if the mask is another one."""
-        if self.axes.ring == 1:
-            return None
-        counted = None
-        if self.model.training and shifted is not None:  # only the loss counts
-            counted = torch.ne(shifted, IGNORE_INDEX)
-        return documents_of(packed, mask, length, counted)
 
     def _makes_cache(self, given: dict[str, Any]) -> bool:
         """Whether the model would make a cache, and so would not look for documents."""
