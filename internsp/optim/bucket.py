@@ -57,7 +57,7 @@ class Segment:
     @cached_property
     def region(self) -> Region:
         """The index ranges of the segment in the unsharded parameter."""
-        return Region.of(self.member, self.offset, self.offset + self.tensor.numel())
+        return Region(self.member, self.offset, self.offset + self.tensor.numel())
 
 
 class ParameterAllGather:

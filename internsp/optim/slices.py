@@ -15,7 +15,6 @@ mesh reads its own ranges of it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -35,9 +34,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...], int]
 """Offsets, sizes, and the index of the box's first element in the slice."""
 
 
-@dataclass(frozen=True)
 class Region:
-    """The part of an unsharded parameter that a flat range of its storage covers.
+    """The part of an unsharded parameter that the elements ``start`` to ``stop`` of a member's
+    storage cover.
 
     Attributes:
         shape: of the unsharded parameter.
@@ -46,27 +45,20 @@ class Region:
         offsets: each box's offsets in the unsharded parameter.
     """
 
-    shape: torch.Size
-    dim: int
-    boxes: list[Box]
-    offsets: list[tuple[int, ...]]
-
-    @classmethod
-    def of(cls, member: Member, start: int, stop: int) -> Region:
-        """The region of the elements ``start`` to ``stop`` of the member's storage."""
+    def __init__(self, member: Member, start: int, stop: int) -> None:
         parameter: Any = member.parameter
         _, origin = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
-        dim = member.layout.dim if isinstance(member, ShardedParameter) else 0
-        found = boxes(tuple(member.storage.shape), start, stop)
-        offsets = []
-        for own, _, _ in found:
+        self.shape: torch.Size = parameter.shape
+        self.dim = member.layout.dim if isinstance(member, ShardedParameter) else 0
+        self.boxes = boxes(tuple(member.storage.shape), start, stop)
+        self.offsets: list[tuple[int, ...]] = []
+        for own, _, _ in self.boxes:
             at = list(own)
             if at:
-                at.insert(dim, at.pop(0))
-            offsets.append(tuple(a + o for a, o in zip(at, origin, strict=True)))
-        return cls(parameter.shape, dim, found, offsets)
+                at.insert(self.dim, at.pop(0))
+            self.offsets.append(tuple(a + o for a, o in zip(at, origin, strict=True)))
 
     def box_views(self, values: Tensor) -> dict[tuple[int, ...], Tensor]:
         """Views of the boxes of ``values`` (1-D, the range), by their offsets."""
