@@ -98,7 +98,7 @@ class Bucket:
         replicated: whether they are replicated parameters, whose gradients are all-reduced over all
             ranks before they reach the bucket.
         counted: whether the gradient norm counts this rank's: not the copies of a tied weight on
-            later stages, nor those of what tensor ranks hold alike on all but the first.
+            later stages, nor those of what several ranks hold alike on all but the first.
         flat: the parameters' storage, padded to a multiple of the ZeRO degree.
         gaps: padding within ``flat``, as ranges of elements.
         owned: this rank's slice of ``flat``.
@@ -148,7 +148,8 @@ class Bucket:
             self.master.copy_(self.owned)
         self.host_sum = HostSum(link, length, wide) if link and GRADIENTS in self.offload else None
         self.replicated = not isinstance(members[0], ShardedParameter)
-        self.counted = _counted(members[0], mesh)
+        alone = axis.replica_rank < axis.zero and (axis.rank == 0 or not self.replicated)
+        self.counted = _counted(members[0], mesh) and alone
         self.segments = _segments(self.offsets, self.master)
         self.gradient: Tensor | None = None
         self.inner: torch.optim.Optimizer | None = None

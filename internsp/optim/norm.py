@@ -42,11 +42,11 @@ def norm_and_flags(
     places, last = marks.places, marks.stop - marks.start - 1
     for bucket in buckets:
         if bucket.segments and (gradient := bucket.gradient) is not None:
-            norms, counts = _norms(bucket, gradient), _counts(bucket)
+            norms = _norms(bucket, gradient)
             for segment, norm in zip(bucket.segments, norms, strict=True):
                 at = places.get(segment.member, last)
                 each[at] = norm if each[at] is nothing else each[at] + norm
-            counted += norms if counts else ()
+            counted += norms if bucket.counted else ()
     codes = 1 + len(marks.all)
     found = nothing.new_zeros(codes + len(marks.ranks))
     found[0] = torch.stack(counted).square().sum()
@@ -71,16 +71,6 @@ def _norms(bucket: Bucket, gradient: Tensor) -> Sequence[Tensor]:
     if link is None:
         return torch._foreach_norm(parts, 2, wide)
     return [torch.linalg.vector_norm(part, dtype=wide) for part in link.iterate_on_device(parts)]
-
-
-def _counts(bucket: Bucket) -> bool:
-    """Whether this rank counts its slice: others may have the same."""
-    axis = bucket.axis
-    return (
-        bucket.counted
-        and axis.replica_rank < axis.zero
-        and (axis.rank == 0 or not bucket.replicated)
-    )
 
 
 def clip_factor(norm: N, max_norm: float | None) -> N | float:
