@@ -80,10 +80,14 @@ class PipelineRecovery(Recovery):
         self.running = False
         if error is None:
             return
-        root = _root_cause(error)
+        root = error  # the error that a chunk has raised, which torch wraps in two of its own
+        while root.__cause__ is not None:
+            root = root.__cause__
         first = self.report_failure(f"{type(root).__name__}: {root}")
         came_first = first == self._text(self.cause)
-        self._failed_in_collective = is_consequence(root) and not _between_stages(root)
+        frames = {frame.name for frame in traceback.extract_tb(root.__traceback__)}
+        between_stages = not _BETWEEN_STAGES.isdisjoint(frames)
+        self._failed_in_collective = is_consequence(root) and not between_stages
         for communicator in self._communicators:  # other ranks of the stage may wait in any chunk
             if came_first:
                 communicator.recovery.report_failure(self.cause)
@@ -187,16 +191,3 @@ class PipelineRecovery(Recovery):
         mesh = self._mesh
         groups = (mesh.pipeline_group, *mesh.pass_groups, mesh.stage_group)
         self._end(f"the pipeline has ended: {first}", groups)
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    """The error that a chunk has raised, which torch wraps in two errors of its own."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _between_stages(error: BaseException) -> bool:
-    """Whether ``error`` was raised while waiting for another stage."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return not _BETWEEN_STAGES.isdisjoint(frame.name for frame in frames)

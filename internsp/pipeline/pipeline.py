@@ -220,7 +220,9 @@ class Pipeline:
             sharded = {id(weight.parameter) for weight in communicator.replicated.sharded}
             recomputed = any(unit.recomputed for unit in communicator.blocks)
             whole_blocks = weights.compile or checkpoint.tiles != 1 or recomputed
-            form = partial(meta_stage_args, module, width, hidden_dtype(module, config))
+            named = config.compute_dtype
+            hidden = DTYPES[named] if named is not None else next(module.parameters()).dtype
+            form = partial(meta_stage_args, module, width, hidden)
             stages.append(
                 ISPPipelineStage(
                     module,
@@ -236,7 +238,8 @@ class Pipeline:
                 )
             )
         ids_shape = None if shape is None else torch.Size(shape[:2])
-        criterion = criterion or _output_as_loss
+        # A new tensor, since torch detaches the loss in place.
+        criterion = criterion or (lambda output, batch: output * 1)
         return cls(kind, mesh, stages, micro_batches, all_hooks, criterion, ids_shape, tied)
 
     def step(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -456,12 +459,6 @@ class Pipeline:
         return loss
 
 
-def _output_as_loss(output: Any, batch: MicroBatch) -> Tensor:
-    # A new tensor, since torch detaches the loss in place.
-    loss: Tensor = output * 1
-    return loss
-
-
 def require_patterns_match(
     model: Any, config: WeightParallelConfig, shape: MeshShape
 ) -> None:
@@ -544,13 +541,6 @@ def can_split_backward(chunk: nn.Module, sharded: set[int], whole_blocks: bool) 
     )
 
 
-def hidden_dtype(chunk: nn.Module, config: WeightParallelConfig) -> torch.dtype:
-    """Dtype of the hidden states between chunks: the dtype in which weights compute."""
-    if config.compute_dtype is not None:
-        return DTYPES[config.compute_dtype]
-    return next(chunk.parameters()).dtype
-
-
 def embedding_width(model: SplittableModel) -> int:
     """Features of the hidden states, by the embedding of a token without values.
 
@@ -573,7 +563,11 @@ def embedding_width(model: SplittableModel) -> int:
 def meta_stage_args(
     chunk: Chunk, width: int, dtype: torch.dtype, ids_shape: torch.Size
 ) -> dict[str, Any]:
-    """A stage's inputs and outputs on the meta device, which replace torch's shape inference."""
+    """A stage's inputs and outputs on the meta device, which replace torch's shape inference.
+
+    Args:
+        dtype: of hidden states between chunks, in which weights compute.
+    """
     rows, length = ids_shape
     ids = torch.empty(ids_shape, dtype=torch.int64, device="meta")
     hidden = meta_hidden(rows, length, width, dtype)
