@@ -23,9 +23,8 @@ then summed in fp32 or wider.
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -114,14 +113,6 @@ class ExchangeGroup:
         self._pair(buffer)
         return self.process_group.send([buffer], peer, tag)
 
-    def next_tag(self) -> int:
-        """Return the tag of the next messages between pairs of ranks.
-
-        All exchange groups of one process group share the counter, so that a receive that was
-        posted and then given up never matches a later message.
-        """
-        return next(_TAGS.setdefault(self.process_group, itertools.count(1))) % _MOST_TAGS
-
     def batch_isend_irecv(
         self, operations: Sequence[tuple[bool, Tensor, int, int]]
     ) -> Sequence[Any]:
@@ -162,8 +153,6 @@ class ExchangeGroup:
         return self
 
 
-_TAGS: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-_MOST_TAGS = 1 << 30
 _GROUPS: weakref.WeakKeyDictionary[ExchangeGroup, None] = weakref.WeakKeyDictionary()
 
 

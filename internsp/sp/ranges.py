@@ -86,20 +86,15 @@ def _row_calls(
         row_calls: list[KernelCall] = []
         for key_offset, key in keys_by_document.get(bisect_right(ends, query[0]), ()):
             for call in _piece_calls(row, at, query, key_offset, key, spec):
-                before = row_calls[-1] if row_calls else None
-                if before is not None and _adjacent(before, call):
+                before = row_calls[-1] if row_calls else call
+                # Full calls of the same queries, with adjacent keys, can be one.
+                adjacent = (before.kind, before.q, before.k[1]) == (FULL, call.q, call.k[0])
+                if adjacent and call.kind == FULL:
                     joined = before.k[0], call.k[1]
                     row_calls[-1] = KernelCall(row, call.q, joined, FULL, before.distance)
                 else:
                     row_calls.append(call)
         yield from row_calls
-
-
-def _adjacent(before: KernelCall, call: KernelCall) -> bool:
-    """Whether two full calls have the same queries and adjacent keys, and can be one call."""
-    return (before.kind, call.kind) == (FULL, FULL) and (before.q, before.k[1]) == (
-        call.q, call.k[0],
-    )  # fmt: skip
 
 
 def _piece_calls(

@@ -9,11 +9,15 @@ the last time: the one that followed then.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from internsp.errors import LayoutError
@@ -21,6 +25,10 @@ from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.gloo.stages import QKV, peers_of
 from internsp.sp.heads import HeadPlan
 
+# All exchange groups of one process group share the counter, so that a receive that was posted and
+# then given up never matches a later message.
+_TAGS: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+_MOST_TAGS = 1 << 30
 # An exception may leave an exchange without a wait; beyond this count the oldest is dropped.
 _MOST_IN_FLIGHT = 64
 
@@ -88,10 +96,6 @@ class ExchangeShape:
         """Shape of all positions of this rank's heads: ``[S, B, heads, d]``."""
         return sum(self.lengths), self.batch, self.head_count(role, self.rank), self.depth
 
-    def local_shape(self, role: str, rank: int) -> tuple[int, ...]:
-        """Shape of this rank's positions of the heads of ``rank``: ``[s, B, heads, d]``."""
-        return self.own_length, self.batch, self.head_count(role, rank), self.depth
-
 
 class ExchangeKey(NamedTuple):
     """Names one exchange: which attention, which stage, which phase.
@@ -142,7 +146,7 @@ class PeerExchange:
 
     def __post_init__(self) -> None:
         group, shape = self.group, self.shape
-        self._tag = group.next_tag()
+        self._tag = next(_TAGS.setdefault(group.process_group, count(1))) % _MOST_TAGS
         roles = self.key.roles
         like: dict[str, Any] = {"dtype": shape.dtype, "device": "cpu"}
         if self.key.gathers:
@@ -169,7 +173,8 @@ class PeerExchange:
     def from_peer(self, peer: int) -> dict[str, Tensor]:
         """What was received from ``peer``, by role: views ``[B, s, heads, d]``."""
         roles = self.key.roles
-        shapes = [self.shape.local_shape(role, peer) for role in roles]
+        own, batch, depth = self.shape.own_length, self.shape.batch, self.shape.depth
+        shapes = [(own, batch, self.shape.head_count(role, peer), depth) for role in roles]
         parts = self.received[peer].split([torch.Size(shape).numel() for shape in shapes])
         return {
             role: part.view(shape).transpose(0, 1)

@@ -195,10 +195,14 @@ class SequenceParallelKernel:
                 "sequence = 1"
             )
         if shard.packed is not None:
-            mask_function = _within_documents(
-                mask_function, shard.positions.expand(batch_size, -1), shard.packed
-            )
-            allow_is_causal_skip = False
+            # transformers has functions for this, whose names differ between its versions.
+            documents, positions = shard.packed, shard.positions.expand(batch_size, -1)
+            rule, allow_is_causal_skip = mask_function, False
+
+            def mask_function(row: Any, head: Any, query: Any, key: Any) -> Any:
+                seen = rule(row, head, positions[row, query], positions[row, key])
+                return (documents[row, query] == documents[row, key]) & seen
+
         make = partial(
             plain_mask(self.plain_name),
             batch_size=batch_size,
@@ -382,24 +386,6 @@ def plain_mask(name: str) -> Any:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     return ALL_MASK_ATTENTION_FUNCTIONS[name]
-
-
-def _within_documents(rule: Any, positions: Tensor, packed: Tensor) -> Any:
-    """Restrict a mask's rule to packed documents: a token sees its own document only.
-
-    ``transformers`` has functions for this, whose names differ between its versions.
-
-    Args:
-        rule: a function of (row, head, query, key), each an index or a tensor of indices.
-        positions: ``[B, S]``, each token's position in its document.
-        packed: ``[B, S]``, the number of each token's document.
-    """
-
-    def inside(row: Any, head: Any, query: Any, key: Any) -> Any:
-        spec = rule(row, head, positions[row, query], positions[row, key])
-        return (packed[row, query] == packed[row, key]) & spec
-
-    return inside
 
 
 def _holds_token_tensor(function: Any, depth: int = 6) -> bool:

@@ -147,11 +147,11 @@ class ForwardHooks:
                 "the model is given neither input_ids [B, S] nor inputs_embeds [B, S, hidden], one "
                 "of which is cut over the sequence group"
             )
-        size = self.group.size
+        size, kept = self.group.size, given.get("logits_to_keep")
         whole = (
             given.get("past_key_values") is not None
             or given.get("use_cache") is True
-            or not _keeps_all_logits(given.get("logits_to_keep"))
+            or not (kept is None or (isinstance(kept, int) and kept == 0))
             or bool(given.get("output_attentions"))
             or bool(self.model.config.output_attentions)
             or tokens.shape[1] < size
@@ -372,8 +372,3 @@ def _scale_gradient(value: Any, factor: float) -> Any:
         scaled.register_hook(lambda gradient: gradient * factor)
         return scaled.view_as(scaled)  # a program's hooks and retain_grad() see it unscaled
     return value
-
-
-def _keeps_all_logits(value: Any) -> bool:
-    """Whether ``logits_to_keep`` asks for all logits."""
-    return value is None or (isinstance(value, int) and value == 0)
