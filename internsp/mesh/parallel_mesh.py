@@ -334,7 +334,11 @@ class ParallelMesh:
         Raises:
             MeshError: on every rank otherwise.
         """
-        _check_timeout(seconds)
+        if not isinstance(seconds, Real) or not 0 < seconds <= MAX_TIMEOUT_SECONDS:  # or NaN
+            raise MeshError(
+                f"timeout_seconds = {seconds!r} must be above 0 and at most {MAX_TIMEOUT_SECONDS} "
+                "(30 days): the clocks of collectives overflow beyond it, and wait without an end"
+            )
         if not dist.is_initialized():
             _initialize(device_type, seconds)
         device, world, rank = device_of(device_type), dist.get_world_size(), dist.get_rank()
@@ -350,7 +354,12 @@ class ParallelMesh:
             collect_garbage()
         shape = replace(shape, machines=dict(enumerate(machines)))
         groups = make_groups(shape, timedelta(seconds=seconds))
-        _connect(shape, groups, device)
+        # NCCL makes a communicator in a group's first call, unless the default group was bound to a
+        # device, and all its ranks must make that call: with a window or documents not all send.
+        if accelerator.backends_of(None).get(device.type) != "gloo":
+            for name, ranks in (("ring", shape.ring), ("pipeline", shape.pipeline)):
+                if ranks > 1:
+                    dist.all_reduce(torch.zeros(1, device=device), group=groups[name])
         return cls(shape, rank, device, groups, seconds)
 
     def close(self) -> None:
@@ -549,18 +558,6 @@ def make_groups(
     return groups
 
 
-def _connect(shape: MeshShape, groups: dict[str, dist.ProcessGroup], device: torch.device) -> None:
-    """Make the communicators of groups in which ranks send to each other. Collective; blocks.
-
-    NCCL makes one in a group's first call, unless the default group was bound to a device, and all
-    ranks of the group must make that call: with a window or documents not all send.
-    """
-    if accelerator.backends_of(None).get(device.type) != "gloo":
-        for name, ranks in (("ring", shape.ring), ("pipeline", shape.pipeline)):
-            if ranks > 1:
-                dist.all_reduce(torch.zeros(1, device=device), group=groups[name])
-
-
 def _initialize(device_type: str | None, timeout_seconds: float) -> None:
     if "RANK" not in os.environ:
         raise MeshError(
@@ -596,14 +593,6 @@ def _require_sends(shape: MeshShape, device: torch.device) -> None:
             f"{degree}={getattr(shape, degree)} sends tensors of {device} from rank to rank, which "
             "gloo cannot: leave out init_process_group, or call it with torch's backend for "
             f'{device.type}, or make the mesh with device_type="cpu"'
-        )
-
-
-def _check_timeout(seconds: float) -> None:
-    if not isinstance(seconds, Real) or not 0 < seconds <= MAX_TIMEOUT_SECONDS:  # or NaN
-        raise MeshError(
-            f"timeout_seconds = {seconds!r} must be above 0 and at most {MAX_TIMEOUT_SECONDS} (30 "
-            "days): the clocks of collectives overflow beyond it, and wait without an end"
         )
 
 
