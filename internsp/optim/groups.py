@@ -40,7 +40,11 @@ def optimizer_groups(
             is trainable but in no group (its gradient would never be used or dropped).
     """
     trainable = trainable_members(communicator)
-    given = _in_model_order(communicator, trainable) if param_groups is None else list(param_groups)
+    # In the order of ``model.parameters()``: state is matched by it, and which parameters are
+    # replicated differs between meshes.
+    in_order, known = dict.fromkeys(communicator.parameters_of.values()), {*trainable}
+    every = [member.parameter for member in in_order if member in known]
+    given = every if param_groups is None else list(param_groups)
     if not given and communicator.mesh.pipeline == 1:
         raise ValueError(
             "ZeroOptimizer: the model has no trainable parameter: unfreeze some "
@@ -59,16 +63,6 @@ def optimizer_groups(
         groups.append({**group, "params": [member.parameter for member in chosen]})
     require_grouped(trainable, group_index)
     return groups or [{"params": []}], group_index
-
-
-def _in_model_order(communicator: ISPCommunicator, members: Sequence[Member]) -> list[nn.Parameter]:
-    """Their parameters in the order of ``model.parameters()``.
-
-    State is matched by that order, and which parameters are replicated differs between meshes.
-    """
-    in_order = dict.fromkeys(communicator.parameters_of.values())
-    chosen = set(members)
-    return [member.parameter for member in in_order if member in chosen]
 
 
 def members_of(
