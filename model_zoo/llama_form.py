@@ -62,9 +62,12 @@ def exported_tensors(
         shapes: the shapes of the zoo's tensors, by name.
         kind: ``model_type`` of the folder; an ``internlm2`` is not exported, but read.
     """
-    if kind == "internlm2":
+    if kind == "internlm2":  # as its authors name them
+        own = {"embed": "model.tok_embeddings", "head": "output"}
         for source, shape in shapes.items():
-            yield ExportedTensor(_internlm2_name(source), source, shape, identity)
+            module, _, leaf = source.rpartition(".")
+            name = f"{own.get(module, f'model.{module}')}.{leaf}"
+            yield ExportedTensor(name, source, shape, identity)
         return
     sizes = Sizes.of(config)
     for source, shape in shapes.items():
@@ -112,13 +115,6 @@ def joined_tensors(
                 for one, rows in zip(stored, (share * size, size, size), strict=True)
             ]
     return found
-
-
-def _internlm2_name(name: str) -> str:
-    """The name of a tensor of the zoo's InternLM2 in the folders of its authors."""
-    module, _, kind = name.rpartition(".")
-    own = {"embed": "model.tok_embeddings", "head": "output"}
-    return f"{own.get(module, f'model.{module}')}.{kind}"
 
 
 def identity(tensor: Tensor) -> Tensor:

@@ -54,10 +54,6 @@ class Clock(Protocol):
         """Seconds from one mark to another, whenever the clock was restarted. May block."""
 
 
-def _unmarked() -> None:
-    """The time in a step that is not measured."""
-
-
 class Trace:
     """Events in the order in which they were recorded. ``record`` costs nothing when disabled.
 
@@ -120,7 +116,7 @@ class Trace:
         self._waits, self.exposed = [], 0.0
         if self.clock is not None:
             self.measures = measured or self.enabled
-            self.now = self.clock.mark if self.measures else _unmarked
+            self.now = self.clock.mark if self.measures else lambda: None
             if self.enabled:
                 self.clock.restart()
 

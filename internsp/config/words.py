@@ -106,7 +106,7 @@ def _mistakes(
             yield "", str(first.get("ctx", {}).get("error", first["msg"]))
         elif first["type"] == "missing" and not place:
             yield key, "is missing"
-        elif section := _section(field):
+        elif isinstance(section := field.annotation, type) and issubclass(section, BaseModel):
             if first["type"] == "model_type":
                 yield key, f"expected a section, got {in_words(values[key])}"
             else:
@@ -211,12 +211,6 @@ def table_class(cls: type[BaseModel], key: str) -> type[BaseModel] | None:
     """The class of the tables that a key holds; ``None`` if it holds none."""
     of = typing.get_args(cls.model_fields[key].annotation)
     return next((c for c in of if isinstance(c, type) and issubclass(c, BaseModel)), None)
-
-
-def _section(field: FieldInfo) -> type[BaseModel] | None:
-    """The class of a section within a section."""
-    cls = field.annotation
-    return cls if isinstance(cls, type) and issubclass(cls, BaseModel) else None
 
 
 def metavar(annotation: Any) -> str:

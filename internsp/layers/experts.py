@@ -171,16 +171,12 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., width]`` -> ``[..., width]``."""
         tokens = x.reshape(-1, x.shape[-1])
-        routes = self.router(tokens)
-        made, (attach, shared) = self.experts(
-            tokens, routes.index, routes.weights, lambda: self._meanwhile(routes, tokens)
-        )
+        routes: Routes = self.router(tokens)
+
+        def meanwhile() -> tuple[Callable[[Tensor], Tensor], Tensor | None]:  # needs no experts
+            attach = self.router.settle(routes)
+            return attach, None if self.shared_experts is None else self.shared_experts(tokens)
+
+        made, (attach, shared) = self.experts(tokens, routes.index, routes.weights, meanwhile)
         made = attach(made)
         return (made if shared is None else made + shared).view_as(x)
-
-    def _meanwhile(
-        self, routes: Routes, tokens: Tensor
-    ) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
-        """What needs no experts: the router's losses, the shared experts."""
-        attach = self.router.settle(routes)
-        return attach, None if self.shared_experts is None else self.shared_experts(tokens)

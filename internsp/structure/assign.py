@@ -253,21 +253,14 @@ def _sharding(
             unit = first.full_name
         elif number >= 0:
             unit = structure.enclosing[number].name
-    dim = _shard_dim(parameter, first, rule_options)
-    autocasts = getattr(first.module, "autocasts", isinstance(first.module, nn.Linear))
-    return ParameterSharding(parameter, owners, unit, block, dim, own, autocasts, dtypes, options)
-
-
-def _shard_dim(
-    parameter: nn.Parameter, first: ParameterOwner, rule_options: Mapping[str, Any]
-) -> int:
-    """The sharded dimension: a rule's, the module's own (``shard_dim``), or the first."""
     dim: int = rule_options.get("shard_dim", getattr(first.module, "shard_dim", 0))
     if not -parameter.ndim <= dim < parameter.ndim:
         raise LayoutError(
             f"cannot shard dimension {dim} of {first.full_name}, of shape {list(parameter.shape)}"
         )
-    return dim % parameter.ndim
+    dim %= parameter.ndim
+    autocasts = getattr(first.module, "autocasts", isinstance(first.module, nn.Linear))
+    return ParameterSharding(parameter, owners, unit, block, dim, own, autocasts, dtypes, options)
 
 
 def is_expert(

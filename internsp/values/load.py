@@ -81,7 +81,11 @@ def load_weights(
     part.synchronize(own_error=caught[0] if caught else None)
     if files is not None:
         with part.collective_section():
-            _read_shards(part, files, wanted)
+            for _, entries in part.units():
+                for entry in entries:
+                    if name := wanted.get(entry.name):
+                        part.write(entry, _read_own(files, name, entry), exact=True)
+                part.free()
     else:
         missing = _scatter(part, source or {}, wanted)  # type: ignore[arg-type]
     for communicator in part.communicators:
@@ -306,14 +310,6 @@ def _shape_error(part: ModelPart, entry: Entry[Any], found: Any, where: str) -> 
         f"{entry.name} on rank {part.mesh.rank} has the shape {list(entry.value.shape)}, {where} "
         f"has {list(found)}"
     )
-
-
-def _read_shards(part: ModelPart, files: _Files, wanted: dict[str, str]) -> None:
-    for _, entries in part.units():
-        for entry in entries:
-            if name := wanted.get(entry.name):
-                part.write(entry, _read_own(files, name, entry), exact=True)
-        part.free()
 
 
 def _read_own(files: _Files, name: str, entry: Entry[Any]) -> Tensor:
