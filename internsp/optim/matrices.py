@@ -385,26 +385,22 @@ class MatrixSteps:
                     alike.setdefault((name, *made.send_spec), []).append(made)
                     self.matrices.append(made)
         for (group_name, *_), matrices in alike.items():
-            self._form_rounds(matrices, groups[group_name], load[group_name])
+            # Rounds of about the same cost; a matrix goes to who owns the fewest elements so far.
+            owned = load[group_name]
+            order = sorted(matrices, key=lambda m: -m.cost)  # stable: then as in the model
+            for first in range(0, len(order), len(owned)):
+                members = order[first : first + len(owned)]
+                free = sorted(owned, key=lambda peer: (owned[peer], peer))
+                largest = sorted(members, key=lambda m: -m.numel)
+                for matrix, peer in zip(largest, free, strict=False):
+                    matrix.owner = peer
+                    owned[peer] += matrix.numel
+                self.rounds.append(Round(len(self.rounds), members, groups[group_name]))
         for round_ in self.rounds[made_before:]:
             own = round_.own(round_.matrices)
             if own is not None and not own.state_sliced:
                 own.make_optimizer(settings[own.group])
                 self.own.append(own)
-
-    def _form_rounds(
-        self, matrices: list[Matrix], collectives: Collectives, load: dict[int, int]
-    ) -> None:
-        """Form rounds of matrices of about the same cost. Each matrix goes to the rank that owns
-        the fewest elements so far."""
-        order = sorted(matrices, key=lambda matrix: -matrix.cost)  # stable: then as in the model
-        for first in range(0, len(order), len(load)):
-            members = order[first : first + len(load)]
-            free = sorted(load, key=lambda peer: (load[peer], peer))
-            for matrix, peer in zip(sorted(members, key=lambda m: -m.numel), free, strict=False):
-                matrix.owner = peer
-                load[peer] += matrix.numel
-            self.rounds.append(Round(len(self.rounds), members, collectives))
 
     def step(
         self,
