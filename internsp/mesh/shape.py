@@ -216,11 +216,6 @@ class MeshShape:
         """Number of replicas over which the optimizer state of dense weights is sharded."""
         return self.dense.zero
 
-    @property
-    def is_spread(self) -> bool:
-        """Whether the ranks are known to be on several machines."""
-        return len({*(self.machines or {}).values()}) > 1
-
     def degrees(self) -> dict[str, int]:
         """Degrees by name, to print; those of experts only if they have an axis of their own."""
         found = {

@@ -144,7 +144,7 @@ def chunk_layout(
         if assignment.unit is not None:
             members.setdefault(assignment.unit, []).append(assignment)
     near = config.reduce if isinstance(config.reduce, int) else 0
-    if config.reduce == "auto" and shape.is_spread:
+    if config.reduce == "auto" and shape.machines:
         from internsp.structure.near import near_of  # few models need it
 
         near = near_of(shardings, shape)
