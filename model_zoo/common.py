@@ -75,10 +75,10 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, device: Device, dtype: torch.dtype | None) -> None:
         super().__init__()
         sizes = Sizes.of(config)
-        intermediate = sizes.intermediate
-        self.w1 = ParallelLinearWithCommExt(sizes.hidden, intermediate, config.bias, device, dtype)
-        self.w3 = ParallelLinearWithCommExt(sizes.hidden, intermediate, config.bias, device, dtype)
-        self.w2 = ParallelLinearWithCommExt(intermediate, sizes.hidden, config.bias, device, dtype)
+        hidden, wide, options = sizes.hidden, sizes.intermediate, (config.bias, device, dtype)
+        self.w1 = ParallelLinearWithCommExt(hidden, wide, *options)
+        self.w3 = ParallelLinearWithCommExt(hidden, wide, *options)
+        self.w2 = ParallelLinearWithCommExt(wide, hidden, *options)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, s, hidden]`` to ``[B, s, hidden]``."""
@@ -303,7 +303,8 @@ class CausalLM(nn.Module):
             if module.endswith((".wo", ".w2")) or kind == "down":
                 std /= (2 * self.config.layers) ** 0.5
             own = torch.Generator(device=generator.device)
-            own.manual_seed(_seed(name, generator.initial_seed()))
+            digest = hashlib.sha256(f"{generator.initial_seed()}:{name}".encode()).digest()
+            own.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # it takes 63 bits
             values = torch.empty(tensor.shape, dtype=torch.float32, device=generator.device)
             tensor.copy_(values.normal_(0.0, std, generator=own))
 
@@ -312,11 +313,6 @@ def canonical_name(name: str) -> str:
     """``name`` without the path elements that wrappers insert."""
     wrappers = ("_orig_mod", "_checkpoint_wrapped_module")
     return ".".join(part for part in name.split(".") if part not in wrappers)
-
-
-def _seed(name: str, seed: int) -> int:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1  # manual_seed takes 63 bits
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:

@@ -52,10 +52,8 @@ def why_not(config: ModelConfig) -> str:
     """Why this model is none of transformers' families; empty if it is one."""
     if config.qkv_bias or config.bias:
         return "its linear layers have biases (model.qkv_bias, model.bias)"
-    if config.family == "mixtral":
-        return llama_form.why_not(config)
     shared = config.expert_width if config.shared_size is None else config.shared_size
-    if not shared or shared % config.expert_width:
+    if config.family == "deepseek" and (not shared or shared % config.expert_width):
         return f"its shared experts ({shared} features) are no multiple of {config.expert_width}"
     return llama_form.why_not(config)
 

@@ -47,7 +47,13 @@ def attentions(model: nn.Module) -> dict[nn.Module, str]:
 def refusals(model: nn.Module) -> list[Refused]:
     """Why the model does not support sequence parallelism: modules and reasons, or empty."""
     inner = find_pretrained_model(model)
-    found = [*_check_wrapper(model, inner), *_check_model(inner)]
+    found = [*_check_model(inner)]
+    if inner is not model and not type(model).__module__.startswith("peft."):
+        wraps = (
+            f"{type(model).__name__} wraps a {type(inner).__name__}, and what it computes with "
+            "this rank's part of its output is not known: give parallelize() the model itself"
+        )
+        found.insert(0, Refused("", wraps))
     names = attentions(model)
     flagged: set[nn.Module] = set()
     for name, module in reversed(list(model.named_modules())):  # children before parents
@@ -60,15 +66,6 @@ def refusals(model: nn.Module) -> list[Refused]:
             flagged.add(module)
             found.append(Refused(name, reason))
     return found
-
-
-def _check_wrapper(model: nn.Module, inner: Any) -> Iterator[Refused]:
-    if inner is not model and not type(model).__module__.startswith("peft."):
-        yield Refused(
-            "",
-            f"{type(model).__name__} wraps a {type(inner).__name__}, and what it computes with "
-            "this rank's part of its output is not known: give parallelize() the model itself",
-        )
 
 
 def _check_model(inner: Any) -> Iterator[Refused]:
