@@ -193,12 +193,9 @@ def require_own_experts(
     for sharding in shardings:
         if not sharding.expert:
             continue
-        declared = 1
-        for path in (*ancestors(sharding.owners[0].module_name), ""):
-            own = getattr(model.get_submodule(path), "expert_ranks", None)
-            if own is not None:
-                declared = own
-                break
+        around = map(model.get_submodule, (*ancestors(sharding.owners[0].module_name), ""))
+        own = (getattr(module, "expert_ranks", None) for module in around)
+        declared = next((ranks for ranks in own if ranks is not None), 1)
         if declared == expert:
             continue
         name = sharding.name
@@ -349,8 +346,5 @@ def _first_around(module_name: str, number_of: Mapping[str, int]) -> int:
 
     Each name is looked up, since models have thousands of blocks.
     """
-    found = []
-    while module_name:
-        found.append(number_of.get(module_name, -1))
-        module_name = module_name.rpartition(".")[0]
-    return min((number for number in found if number >= 0), default=-1)
+    around = (name for name in ancestors(module_name) if name in number_of)
+    return min(map(number_of.__getitem__, around), default=-1)

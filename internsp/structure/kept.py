@@ -25,19 +25,15 @@ def choose_kept_blocks(
             size applies to the other blocks.
     """
     others = [block for block in range(len(sizes)) if block not in decided]
-    chosen = _choose(config, [sizes[block] for block in others], depth)
-    return frozenset(others[i] for i in chosen) | {block for block in decided if decided[block]}
-
-
-def _choose(config: WeightParallelConfig, sizes: Sequence[int], depth: int) -> Sequence[int]:
-    keep = config.keep_unsharded
-    if keep == "all":
-        return range(len(sizes))
-    if isinstance(keep, str):
+    keep, others_sizes = config.keep_unsharded, [sizes[block] for block in others]
+    chosen: Sequence[int] = range(len(others))  # "all"
+    if not isinstance(keep, str):
+        chosen = evenly_spread(len(others), keep or 0)
+    elif keep != "all":
         budget = size_in_bytes(keep)
         assert budget is not None, "the configuration has checked it"
-        return blocks_within(sizes, depth, budget)
-    return evenly_spread(len(sizes), keep or 0)
+        chosen = blocks_within(others_sizes, depth, budget)
+    return frozenset(others[i] for i in chosen) | {block for block in decided if decided[block]}
 
 
 def evenly_spread(blocks: int, count: int) -> tuple[int, ...]:
