@@ -188,8 +188,3 @@ def partition_costs(costs: Sequence[float], parts: int, tail: float = 0.0) -> li
 
 def _multiplications(module: nn.Module) -> float:
     return float(sum(p.numel() for p in module.parameters() if p.dim() > 1))
-
-
-def meta_hidden(rows: int, length: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Hidden states ``[rows, length, width]`` on the meta device, as torch's stages take shapes."""
-    return torch.empty(rows, length, width, dtype=dtype, device="meta", requires_grad=True)

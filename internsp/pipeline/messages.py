@@ -65,9 +65,6 @@ class Messages:
         """Close the connection of a message that is waited for if its peer has failed before it."""
         with contextlib.suppress(RuntimeError):
             self._also_check()
-        self._check_waiting()
-
-    def _check_waiting(self) -> None:
         message, before = self._waiting, self._last_checked
         self._last_checked = message
         if message is None or message is not before:

@@ -27,7 +27,7 @@ from internsp.layers import ParallelEmbeddingWithCommExt, ParallelLinearWithComm
 from internsp.layers.linear import GroupedLinearWithCommExt
 from internsp.mesh import MeshShape, ParallelMesh
 from internsp.parallel.parallelize import parallelize, recomputed_blocks
-from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, meta_hidden, split_model
+from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, split_model
 from internsp.pipeline.failure import PipelineRecovery
 from internsp.pipeline.hooks import (
     ComputeAction,
@@ -570,7 +570,7 @@ def meta_stage_args(
     """
     rows, length = ids_shape
     ids = torch.empty(ids_shape, dtype=torch.int64, device="meta")
-    hidden = meta_hidden(rows, length, width, dtype)
+    hidden = torch.empty(rows, length, width, dtype=dtype, device="meta", requires_grad=True)
     wide = torch.promote_types(dtype, torch.float32)
     loss = torch.empty((), dtype=wide, device="meta", requires_grad=True)
     return {

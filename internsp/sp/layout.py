@@ -71,10 +71,6 @@ class Documents:
         """``lengths``; only one row where all rows are equal."""
         return self.lengths[:1] if len(set(self.lengths)) == 1 else self.lengths
 
-    def to(self, device: torch.device | str) -> Documents:
-        """The same documents, with ``cu_seqlens`` on ``device``."""
-        return replace(self, cu_seqlens=copy_to(device, self.cu_seqlens))
-
 
 @dataclass(frozen=True, eq=False)
 class SequenceLayout:
@@ -234,13 +230,14 @@ class SequenceLayout:
 
     def to(self, device: torch.device | str) -> SequenceLayout:
         """The same layout with its tensors on ``device``."""
+        cu_seqlens = copy_to(device, self.documents.cu_seqlens)
         return replace(
             self,
             input_ids=copy_to(device, self.input_ids),
             all_ids=copy_to(device, self.all_ids),
             positions=copy_to(device, self.positions),
             labels=copy_to(device, self.labels),
-            documents=self.documents.to(device),
+            documents=replace(self.documents, cu_seqlens=cu_seqlens),
             row_keys=None if self.row_keys is None else copy_to(device, self.row_keys),
         )
 
