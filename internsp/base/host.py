@@ -15,7 +15,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,34 +40,21 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 """Copies, each as (destination, source)."""
 
 
-class CopyHandle(Protocol):
-    """Handle of copies in flight."""
+class CopyHandle:
+    """Handle of copies that ``stream`` has queued; without one the host itself has made them."""
+
+    def __init__(self, device: torch.device, stream: torch.Stream | None = None) -> None:
+        self._device, self._event = device, None if stream is None else stream.record_event()
 
     def wait(self) -> None:
         """Make the current stream wait for the copies. Does not block the host of a device."""
+        if self._event is not None:
+            torch.accelerator.current_stream(self._device.index).wait_event(self._event)
 
     def synchronize(self) -> None:
         """Block the host until the copies have ended."""
-
-
-class _CompletedHandle:
-    """Handle of copies by the host itself, which have ended when the call returns."""
-
-    def wait(self) -> None:
-        """Nothing to do."""
-
-    synchronize = wait
-
-
-class _EventHandle:
-    def __init__(self, device: torch.device, stream: torch.Stream) -> None:
-        self._device, self._event = device, stream.record_event()
-
-    def wait(self) -> None:
-        torch.accelerator.current_stream(self._device.index).wait_event(self._event)
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
 
 
 class HostLink:
@@ -87,8 +73,8 @@ class HostLink:
         self.allocated: Counter[str] = Counter()
         self._copies_to_host: deque[tuple[CopyHandle, object, Callable[[], None] | None]] = deque()
         self._staging: Tensor | None = None
-        self._last_to_device: CopyHandle = _CompletedHandle()  # the last that reads host memory
-        self._last_to_host: CopyHandle = _CompletedHandle()  # the last that writes it
+        self._last_to_device = CopyHandle(device)  # the last that reads host memory
+        self._last_to_host = CopyHandle(device)  # the last that writes it
 
     def empty(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A host tensor, pinned if the device has streams; counted as ``what`` while it lives."""
@@ -208,7 +194,7 @@ class HostLink:
     def _run(self, stream: torch.Stream | None, work: Callable[[], None]) -> CopyHandle:
         with self._on(stream):
             work()
-        return _CompletedHandle() if stream is None else _EventHandle(self.device, stream)
+        return CopyHandle(self.device, stream)
 
     def _on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         if stream is None or self._current is None:
