@@ -35,8 +35,6 @@ from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ShardedParameter
 from internsp.wp.perform import Chunk
 
-_Memory = tuple[frozenset[str], HostLink | None, torch.device]
-
 
 @dataclass(eq=False)
 class Segment:
@@ -135,8 +133,13 @@ class Bucket:
         self.gaps = list(zip(filled, [*starts[1:], length * axis.zero], strict=True))
         self.offload = members[0].offload
         self.link = link = link if self.offload else None
-        memory = self.offload, link, mesh.device
-        self.flat = flat = _zeros(WEIGHTS, memory, length * axis.zero, dtype)
+
+        def zeros(what: str, numel: int, dtype: torch.dtype) -> Tensor:
+            if link is not None and what in self.offload:
+                return link.zeros(what, (numel,), dtype)
+            return torch.zeros(numel, dtype=dtype, device=mesh.device)
+
+        self.flat = flat = zeros(WEIGHTS, length * axis.zero, dtype)
         for member, start in self.offsets.items():
             part = flat[start : start + member.storage.numel()]
             member.relocate(part.view(member.storage.shape))
@@ -144,7 +147,7 @@ class Bucket:
         wide = torch.promote_types(dtype, torch.float32)
         self.master = self.owned
         if wide != dtype:
-            self.master = _zeros(OPTIMIZER, memory, length, wide)
+            self.master = zeros(OPTIMIZER, length, wide)
             self.master.copy_(self.owned)
         self.host_sum = HostSum(link, length, wide) if link and GRADIENTS in self.offload else None
         self.replicated = not isinstance(members[0], ShardedParameter)
@@ -390,13 +393,6 @@ class Bucket:
             return total
         values = [v for state in self.inner.state.values() for v in state.values()]
         return total + sum(v.nbytes for v in values if isinstance(v, Tensor) and v.dim())
-
-
-def _zeros(what: str, like: _Memory, numel: int, dtype: torch.dtype) -> Tensor:
-    offload, link, device = like
-    if link is not None and what in offload:
-        return link.zeros(what, (numel,), dtype)
-    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def _segments(offsets: dict[Member, int], master: Tensor) -> list[Segment]:
