@@ -6,9 +6,9 @@ process group, so that it can be printed, counted and checked before anything ru
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -131,7 +131,13 @@ def schedule_order(kind: ScheduleKind, ranks: int, chunks: int, micro_batches: i
     Raises:
         ValueError, AssertionError: raised by torch if the numbers do not fit the schedule.
     """
-    stages = [_StageOutline(s, ranks, chunks) for s in kind.stages_of(0, ranks, chunks)]
+    # The attributes of a stage that torch's schedules read when they make their order.
+    outline: dict[str, Any] = {
+        "submod": nn.Identity(), "num_stages": ranks * chunks, "group_size": ranks,
+        "group_rank": 0, "stage_index_to_group_rank": {},
+    }  # fmt: skip
+    own = kind.stages_of(0, ranks, chunks)
+    stages = [SimpleNamespace(stage_index=stage, **outline) for stage in own]
     made: Any
     if kind.single:
         made = kind.cls(stages[0], micro_batches, loss_fn=_no_loss)
@@ -178,19 +184,6 @@ def _flatten(action: Any) -> list[ScheduleAction]:
 
 def _no_loss(*_: Any) -> torch.Tensor:
     raise AssertionError("an outline is never run")
-
-
-class _StageOutline:
-    """The attributes of a stage that torch's schedules read when they make their order."""
-
-    submod: Callable[..., Any] = nn.Identity()
-
-    def __init__(self, stage: int, ranks: int, chunks: int) -> None:
-        self.stage_index = stage
-        self.num_stages = ranks * chunks
-        self.group_size = ranks
-        self.group_rank = 0
-        self.stage_index_to_group_rank: dict[int, int] = {}
 
 
 def initialized(schedule: Any) -> str:
