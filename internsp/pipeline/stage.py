@@ -301,13 +301,8 @@ class ISPPipelineStage(PipelineStage):
         ops = super()._get_init_p2p_neighbors_ops()
         return [op for op in ops if op.group_peer != self.group_rank]
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """See torch's."""
-        return self._tracked(super().get_fwd_recv_ops(fwd_chunk_id))
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """See torch's."""
-        return self._tracked(super().get_bwd_recv_ops(bwd_chunk_id))
+    def _get_recv_ops(self, recv_infos: Any) -> list[dist.P2POp]:
+        return self._tracked(super()._get_recv_ops(recv_infos))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """See torch's."""
