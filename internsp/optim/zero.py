@@ -550,11 +550,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # Matrices are sent while slices are stepped.
         slices = partial(self._update_slices, settings, verdict)
         self._matrices.step(self._reducer.used, settings, slices)
-        self._step_groups(settings)
-        self._communicator.events.contents.hand_over(state=True)
-
-    def _step_groups(self, settings: list[dict[str, Any]]) -> None:
-        """Find what the optimizers keep in their groups after this step, the same on all ranks."""
+        # What the optimizers keep in their groups after this step is the same on all ranks.
         used = {self._group_index[m] for m in self._reducer.used if m in self._group_index}
         device = self._communicator.mesh.device
         for index, method in enumerate(self._methods):
@@ -564,6 +560,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     method.cls, settings[index], method.kept, like, stepped
                 )
                 self.param_groups[index].update(values)
+        self._communicator.events.contents.hand_over(state=True)
 
     def _switch(self, mode: str) -> None:
         """Call ``mode``, ``train`` or ``eval``, of the optimizers whose groups it changes."""
