@@ -58,9 +58,8 @@ def refusals(model: nn.Module) -> list[Refused]:
     flagged: set[nn.Module] = set()
     for name, module in reversed(list(model.named_modules())):  # children before parents
         below = [m for m in module.modules() if m is not module]
-        if any(m in names or m in flagged for m in below):
-            if module not in names:
-                continue
+        if module not in names and any(m in names or m in flagged for m in below):
+            continue
         reason = _attention_reason(module) if module in names else _module_reason(module)
         if reason is not None:
             flagged.add(module)
