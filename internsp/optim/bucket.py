@@ -346,12 +346,6 @@ class Bucket:
                 part = flat[segment.offset : segment.offset + segment.tensor.numel()]
                 own[segment.start : segment.stop].copy_(part)
 
-    def zero_gradient(self, member: Member) -> None:
-        """Set this rank's part of ``member``'s gradient to zero."""
-        if self.link is not None:
-            self.link.synchronize()
-        self.zero_range(self.reduced, member)
-
     def zero_range(self, slice_: Tensor, member: Member) -> None:
         """Set the part of ``member`` in ``slice_``, a slice like ``gradient``, to zero."""
         for segment in self.segments:

@@ -6,12 +6,10 @@ is not finite, the norm is not finite on any rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from internsp.failure.objects import Objects
 from internsp.mesh import ParallelMesh
@@ -77,12 +75,3 @@ class Marks:
         bad = [mark for mark, flag in zip(self.all, flags, strict=True) if flag]
         names = dict.fromkeys(mark for mark in bad if isinstance(mark, str))
         return NotFinite(tuple(names), tuple(sorted(m for m in bad if isinstance(m, int))))
-
-
-def not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Whether some element of some tensor is not finite, as a tensor: the host does not wait."""
-    found = torch.zeros((), dtype=torch.bool, device=device)
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            found |= ~tensor.isfinite().all().to(device)
-    return found

@@ -23,7 +23,6 @@ from internsp.dtensor.mixed import raw_grad, read_each
 from internsp.dtensor.unfinished import gradients_lost
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
-from internsp.optim.finite import not_finite
 from internsp.optim.tied import ZeroGradients
 from internsp.schedule.terms import Parcel
 from internsp.wp.collectives import Handle
@@ -127,9 +126,8 @@ class ZeroReducer:
         self._state.reduce_accumulated()
         autograd_gradients = self._take_autograd_gradients()
         # Before the all-reduce: only here is known on which rank values that are not finite arose.
-        self.local_not_finite |= not_finite(
-            [replicated.gradient()[: replicated.numel]], self._mesh.device
-        )
+        finite = replicated.gradient()[: replicated.numel].isfinite().all()
+        self.local_not_finite |= ~finite  # as a tensor: the host does not wait
         collectives = self._state.collectives
         flat = self._replicated_handle(
             replicated.reduce(self._state.reducer.had_gradient, collectives)
@@ -230,7 +228,9 @@ class ZeroReducer:
             self.used.discard(member)
         bucket = self.bucket_of[member]
         if bucket.gradient is not None:
-            bucket.zero_gradient(member)
+            if bucket.link is not None:
+                bucket.link.synchronize()
+            bucket.zero_range(bucket.reduced, member)
         discard_sums(self._state, self._communicator.replicated, member, used)
         for exchange in (*self._in_flight, *self._replica_sums):
             if member in exchange.bucket.offsets:

@@ -477,7 +477,7 @@ ARGUED: dict[str, tuple[str, ...]] = {
         "wp/communicator.py: ISPCommunicator.before_close: wait_until_ready",
         "wp/events.py: Events.reset: synchronize",
         "optim/reduction.py: ZeroReducer.discard: wait",
-        "optim/bucket.py: Bucket.zero_gradient: synchronize",
+        "optim/reduction.py: ZeroReducer.drop_gradient: synchronize",
     ),
     "read by torch's functional collectives, which the fake does not see": (
         "optim/guarded.py: GuardedParameter.full_tensor: wait_until_ready",
