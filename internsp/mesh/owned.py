@@ -79,14 +79,12 @@ class OwnedGroups:
     do groups of other backends, whose end may be collective.)
     """
 
-    def __init__(self, groups: Iterable[dist.ProcessGroup]) -> None:
+    def __init__(self, groups: Iterable[dist.ProcessGroup], meshes: Iterable[object]) -> None:
+        for mesh in meshes:  # neither changed nor kept alive
+            weakref.finalize(mesh, _nothing, self).atexit = False
         self._groups = list(dict.fromkeys(groups))
-        self._garbage = weakref.finalize(self, _end_after_collection, self._groups)
-        self._garbage.atexit = False  # the process ends its threads itself
-
-    def keep_for(self, user: object) -> None:
-        """Live as long as ``user``, which is neither changed nor kept alive."""
-        weakref.finalize(user, _nothing, self).atexit = False
+        # The process ends its threads itself.
+        weakref.finalize(self, _end_after_collection, self._groups).atexit = False
 
     def add(self, group: dist.ProcessGroup) -> None:
         """Take over one more group."""

@@ -215,9 +215,8 @@ class ParallelMesh:
         self.zero_replica_group, self.param_mesh = dense.zero_replica_group, dense.param_mesh
         self.expert, self.expert_rank = experts.expert, experts.expert_rank
         self.expert_group = groups["expert"]
-        self._owned = OwnedGroups(groups.values())
-        for axis in self.axes:  # DTensors find the groups by their names
-            self._owned.keep_for(axis.param_mesh)
+        # DTensors find the groups by their names.
+        self._owned = OwnedGroups(groups.values(), [axis.param_mesh for axis in self.axes])
 
     @classmethod
     def create(
