@@ -76,11 +76,6 @@ class Structure:
         """Index of each enclosing block by its name."""
         return {around.name: number for number, around in enumerate(self.enclosing)}
 
-    @property
-    def divided_block(self) -> str:
-        """Name of the first block that is divided; empty: there is none."""
-        return self.enclosing[0].name if self.enclosing else ""
-
     def recomputes(self, block: int, chosen: Collection[int]) -> bool:
         """Whether the unit of index ``block`` is checkpointed, where the blocks ``chosen`` are."""
         unit = self.blocks[block]

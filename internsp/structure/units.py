@@ -133,10 +133,10 @@ def chunk_layout(
     if shape.pipeline == 1:
         require_effect(shardings, structure, config, shape, own_communicator)
     policy = make_policy(config, structure)
-    if structure.divided_block and (split or config.compile):
+    if structure.enclosing and (split or config.compile):
         what = "a backward computed in two parts" if split else "weight_parallel.compile"
         raise ConfigError(
-            f"{structure.divided_block} has a unit that is not a block (unit in "
+            f"{structure.enclosing[0].name} has a unit that is not a block (unit in "
             f"weight_parallel.rules), which {what} does not support: leave the rule out"
         )
     members: dict[str, list[ParameterSharding]] = {b.name: [] for b in structure.blocks}
