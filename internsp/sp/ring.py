@@ -101,11 +101,6 @@ class _Block:
         own_k, own_v = (x.view(s) for x, s in zip(flat.split(sizes), shapes, strict=True))
         return cls(spans, own_k, own_v, flat)
 
-    @property
-    def kv(self) -> tuple[Tensor, Tensor]:
-        """Keys and values."""
-        return self.k, self.v
-
     def flat(self) -> Tensor:
         """Keys and values as one flat tensor, as they are sent."""
         if self.storage is not None:
@@ -116,10 +111,9 @@ class _Block:
         """The part of the block that covers ``spans``."""
         if spans == self.spans:
             return self
-        local_spans = [self.local_span(span) for span in spans]
-        return _Block(spans, *(
-            torch.cat([x[:, start:stop] for start, stop in local_spans], 1) for x in self.kv
-        ))  # fmt: skip
+        local = [slice(*self.local_span(span)) for span in spans]
+        parts = (torch.cat([x[:, one] for one in local], 1) for x in (self.k, self.v))
+        return _Block(spans, *parts)
 
     def add(self, other: _Block) -> None:
         """Add a part of the block, in place."""
@@ -283,7 +277,8 @@ def _backward_impl(
         calls, block = transfers.step(number)
         total = own
         if block is not None and number:
-            total = _Block(block.spans, *(torch.zeros_like(x, dtype=acc_dtype) for x in block.kv))
+            zeros = (torch.zeros_like(x, dtype=acc_dtype) for x in (block.k, block.v))
+            total = _Block(block.spans, *zeros)
         if block is not None and q.numel():
             attend.backward(grad, out, lse, block.k, block.v, calls, dq, total.k, total.v)
         sends, receives = [], []

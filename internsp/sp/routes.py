@@ -217,15 +217,11 @@ class _Rings:
     inner: int
     direction: int
 
-    @property
-    def outer(self) -> int:
-        return len(self.needed_spans) // self.inner
-
     def rank_at(self, block: int, step: int, way: int = 1) -> int:
         """The rank that computes with ``block`` in ``step``; ``way`` -1: the block of a rank."""
         (ring, place), (o, i) = divmod(block, self.inner), divmod(step, self.inner)
-        turn = way * self.direction
-        return (ring + turn * o) % self.outer * self.inner + (place + turn * i) % self.inner
+        turn, outer = way * self.direction, len(self.needed_spans) // self.inner
+        return (ring + turn * o) % outer * self.inner + (place + turn * i) % self.inner
 
     def moves(self) -> Iterator[_Move]:
         """What all ranks send; parts without positions are left out."""
