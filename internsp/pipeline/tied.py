@@ -196,11 +196,6 @@ class TiedWeight:
         """This rank's copies, each with what holds its gradient."""
         return [(c.state.consumer.tied, member) for c, member in self.own_copies]
 
-    @property
-    def trained(self) -> bool:
-        """Whether this rank's copies are trained."""
-        return any(store.trains(member) for store, member in self.own_gradients)
-
     def __str__(self) -> str:
         return " and ".join(map(str, self.copies))
 
@@ -233,7 +228,7 @@ class TiedWeights:
 
         Blocks at the end. If the step raises, the copies' gradients are those from before it.
         """
-        trained = [weight for weight in self.weights if weight.trained]
+        trained = [w for w in self.weights if any(s.trains(m) for s, m in w.own_gradients)]
         copies = [pair for weight in trained for pair in weight.own_gradients]
         stores = list(dict.fromkeys(store for store, _ in copies))
         try:
