@@ -122,18 +122,13 @@ class Matrix:
         assert self.inner is not None, "on its owner"
         return self.inner, self.inner.param_groups[0]["params"][0]
 
-    @property
-    def _storage_shape(self) -> tuple[int, ...]:
-        at = self.dim
-        return (self.shape[at], *self.shape[:at], *self.shape[at + 1 :]) if self.shape else ()
-
     def from_storage(self, flat: Tensor) -> Tensor:
         """The matrix in its shape, contiguous, from its elements in the order of storage."""
-        return (
-            flat.view(self._storage_shape).movedim(0, self.dim).contiguous()
-            if self.shape
-            else flat[0]
-        )
+        if not self.shape:
+            return flat[0]
+        at, shape = self.dim, self.shape
+        stored = flat.view(shape[at], *shape[:at], *shape[at + 1 :])
+        return stored.movedim(0, at).contiguous()
 
     def to_storage(self, matrix: Tensor) -> Tensor:
         """The reverse of :meth:`from_storage`: 1-D, in the order of storage."""
