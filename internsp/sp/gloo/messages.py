@@ -165,11 +165,6 @@ class PeerExchange:
                 if buffer.numel():  # neither end has a message without elements
                     self._works.append(group.irecv(buffer, peer, self._tag))
 
-    def matches(self, key: ExchangeKey, shape: ExchangeShape) -> bool:
-        """Whether the posted receives are those of the exchange ``key``."""
-        own = self.key
-        return (own.what, own.gathers, self.shape) == (key.what, key.gathers, shape)
-
     def from_peer(self, peer: int) -> dict[str, Tensor]:
         """What was received from ``peer``, by role: views ``[B, s, heads, d]``."""
         roles = self.key.roles
@@ -274,8 +269,9 @@ class PeerExchanges:
         self._in_flight.pop(exchange, None)
 
     def _find_preposted(self, key: ExchangeKey, shape: ExchangeShape) -> PeerExchange | None:
+        wanted = key.what, key.gathers, shape
         posted = (each for each in self._in_flight if not each.started)
-        return next((exchange for exchange in posted if exchange.matches(key, shape)), None)
+        return next((e for e in posted if (e.key.what, e.key.gathers, e.shape) == wanted), None)
 
     def _post(self, group: ExchangeGroup, key: ExchangeKey, shape: ExchangeShape) -> PeerExchange:
         while len(self._in_flight) >= _MOST_IN_FLIGHT:
