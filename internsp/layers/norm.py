@@ -97,14 +97,17 @@ class RMSNorm(nn.Module):
         """``[..., size]`` to ``[..., size]`` in the same dtype. Does not block."""
         weight = self.weight
         if self._apex is not None and x.is_cuda:
-            # The mixed kernel needs a weight at least as wide as x, and returns the weight's dtype.
-            same = weight.to(torch.promote_types(x.dtype, weight.dtype))
-            return self._apex(x, same, (self.size,), self.eps).to(x.dtype)
+            return self._fused(self._apex, x, weight)
         if x.is_cuda and weight.dtype == x.dtype:
             # torch's CUDA kernel is fused and accumulates in fp32: no wide copy is kept.
             return F.rms_norm(x, (self.size,), weight, self.eps).to(x.dtype)
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(wide), (self.size,), weight.to(wide), self.eps).to(x.dtype)
+
+    def _fused(self, kernel: ApexKernel, x: Tensor, weight: Tensor) -> Tensor:
+        # The mixed kernel needs a weight at least as wide as x, and returns the weight's dtype.
+        weight = weight.to(torch.promote_types(x.dtype, weight.dtype))
+        return kernel(x, weight, (self.size,), self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Size, eps and implementation, for ``repr``."""
