@@ -108,10 +108,8 @@ def _order(
             f"{tuple(axis for axis in sizes if axis in weight | sequence)!r}), or sequences"
         )
 
-    def nesting_key(axis: str) -> tuple[bool, ...]:
-        inner = axis in weight | sequence, axis in weight & sequence
-        return axis in tensor, axis not in pipeline, *inner
-
-    order = sorted(sizes, key=nesting_key)  # stable: axes with equal keys keep the mesh's order
+    either, both = weight | sequence, weight & sequence
+    # Stable: axes with equal keys keep the mesh's order.
+    order = sorted(sizes, key=lambda a: (a in tensor, a not in pipeline, a in either, a in both))
     ranks = device_mesh.mesh.permute([list(sizes).index(axis) for axis in order])
     return tuple(ranks.flatten().tolist())

@@ -90,13 +90,13 @@ def _kept_blocks(
     from internsp.structure.kept import choose_kept_blocks  # few programs keep blocks
 
     kept = choose_kept_blocks(config, sizes, depth, decided)
-    if isinstance(config.keep_unsharded, str) and any(sizes) and whole:
-        if not any(block not in decided for block in kept):
-            raise ConfigError(
-                f'weight_parallel.keep_unsharded = "{config.keep_unsharded}" has no effect: it '
-                f"holds none of the blocks, the smallest of which takes {human(min(sizes))}; give "
-                "more, a number of blocks, or leave it out"
-            )
+    none = isinstance(config.keep_unsharded, str) and not kept - decided.keys()
+    if none and any(sizes) and whole:
+        raise ConfigError(
+            f'weight_parallel.keep_unsharded = "{config.keep_unsharded}" has no effect: it '
+            f"holds none of the blocks, the smallest of which takes {human(min(sizes))}; give "
+            "more, a number of blocks, or leave it out"
+        )
     return kept
 
 
