@@ -239,7 +239,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     found[member.name] = member.wrap(part).full_tensor() * self._gradient_factor()
         return found
 
-    @torch.no_grad()
     def train(self) -> None:
         """``train()`` of schedule-free optimizers: parameters become those that are trained.
 
@@ -247,7 +246,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._switch("train")
 
-    @torch.no_grad()
     def eval(self) -> None:
         """``eval()`` of schedule-free optimizers: parameters become their averages. As
         :meth:`train`."""
@@ -562,6 +560,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self.param_groups[index].update(values)
         self._communicator.events.contents.hand_over(state=True)
 
+    @torch.no_grad()
     def _switch(self, mode: str) -> None:
         """Call ``mode``, ``train`` or ``eval``, of the optimizers whose groups it changes."""
         settings, device = self._settings(), self._communicator.mesh.device
