@@ -81,7 +81,7 @@ class OwnedGroups:
 
     def __init__(self, groups: Iterable[dist.ProcessGroup], meshes: Iterable[object]) -> None:
         for mesh in meshes:  # neither changed nor kept alive
-            weakref.finalize(mesh, _nothing, self).atexit = False
+            weakref.finalize(mesh, lambda _: None, self).atexit = False
         self._groups = list(dict.fromkeys(groups))
         # The process ends its threads itself.
         weakref.finalize(self, _end_after_collection, self._groups).atexit = False
@@ -131,10 +131,6 @@ def _forget_meshes() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
-
-
-def _nothing(owned: OwnedGroups) -> None:
-    """Called when the user of these groups is freed."""
 
 
 def _end_after_collection(groups: list[dist.ProcessGroup]) -> None:

@@ -194,8 +194,8 @@ class ParallelMesh:
         self.pipeline_group = groups["pipeline"]
         self.tensor_group, self.model_group = groups["tensor"], groups["model"]
         self.tensor_ranks: list[int] = shape.grid[self.pipeline_rank, inside].tolist()
-        self.stage_ranks = _group_with(rank, shape.ranks("stage"))
-        self.model_ranks = _group_with(rank, shape.ranks("model"))
+        self.stage_ranks = next(r for r in shape.ranks("stage") if rank in r)
+        self.model_ranks = next(r for r in shape.ranks("model") if rank in r)
         stage = shape.grid[self.pipeline_rank]
         self.dense = WeightAxis("weight", shape.dense, inside, stage, groups, device.type)
         self.experts = self.dense
@@ -519,10 +519,6 @@ class ParallelMesh:
                 f"expert weight {e.size} (ZeRO over {e.zero})"
             )
         return line
-
-
-def _group_with(rank: int, groups: list[list[int]]) -> list[int]:
-    return next(group for group in groups if rank in group)
 
 
 def make_groups(

@@ -24,13 +24,7 @@ of the tensor's head dimension."""
 Rotation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 """A linear function of projected queries or keys ``[B, s, h, d]`` that treats all heads alike (a
 rotary embedding), and its adjoint. Both keep the shape."""
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
-NO_ROTATION: Rotation = (_identity, _identity)
+NO_ROTATION: Rotation = (lambda x: x, lambda x: x)
 
 
 def even_sizes(total: int, size: int) -> tuple[int, ...]:

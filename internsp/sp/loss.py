@@ -74,7 +74,9 @@ def token_loss(
         exchange = None
     chunks = _chunk_lengths(hidden.shape, layout, exchange, chunk_tokens)
     rank = exchange.rank if exchange is not None else 0 if layout is None else layout.rank
-    project, guard = head.unshard_once() if hasattr(head, "unshard_once") else (head, _same)
+    project, guard = head, lambda total: total
+    if hasattr(head, "unshard_once"):
+        project, guard = head.unshard_once()
     mine = [lengths[rank] for lengths in chunks]
     total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
     # split, not slices: its backward writes each gradient once.
@@ -85,10 +87,6 @@ def token_loss(
             run, states, targets, use_reentrant=False, preserve_rng_state=False
         )
     return guard(total), (labels != ignore_index).sum()
-
-
-def _same(value: Tensor) -> Tensor:
-    return value
 
 
 def _chunk_lengths(

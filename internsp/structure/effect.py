@@ -7,6 +7,7 @@ What contradicts another option, whatever the model, is in :mod:`internsp.config
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -161,11 +162,11 @@ def _nothing_to_quantize(facts: _Facts) -> str:
         return "rules say what every sharded weight of the blocks is gathered as; leave it out"
     for sharding in free:
         size, length = facts.shape.axis(sharding.expert).size, sharding.shape[sharding.dim]
-        padded = _numel(sharding) // max(length, 1) * (-(-length // size) * size)
+        padded = math.prod(sharding.shape) // max(length, 1) * (-(-length // size) * size)
         if padded * sharding.dtypes.compute.itemsize > sharding.options.coalesce_bytes:
             return ""
-    largest = max(free, key=_numel)
-    nbytes = human(_numel(largest) * largest.dtypes.compute.itemsize)
+    largest = max(free, key=lambda s: math.prod(s.shape))
+    nbytes = human(math.prod(largest.shape) * largest.dtypes.compute.itemsize)
     return (
         "no sharded weight of a block is larger than coalesce_bytes "
         f"({facts.config.coalesce_bytes}), other than those of which rules say what they are "
@@ -177,10 +178,6 @@ def _nothing_to_quantize(facts: _Facts) -> str:
 def _widens(sharding: ParameterSharding, dtype: str) -> bool:
     own = sharding.parameter.dtype
     return torch.promote_types(own, DTYPES[dtype]) != own
-
-
-def _numel(sharding: ParameterSharding) -> int:
-    return torch.Size(sharding.shape).numel()
 
 
 def _acts_on_nothing(
