@@ -198,7 +198,9 @@ class OptimizerState:
                 for name, first in own.values.items():
                     value = _copy(values.get(member.name, {}).get(name, first))
                     if owned and _has_elements(value):  # statistics of rows or columns
-                        value = _replicated(member, value.to(mesh.device))
+                        on: Any = member.parameter.device_mesh  # type: ignore[attr-defined]
+                        local, everywhere = value.to(mesh.device), [Replicate()] * on.ndim
+                        value = DTensor.from_local(local, on, everywhere, run_check=False)
                     state[name] = value
                 found[member] = state
         return found
@@ -360,11 +362,6 @@ def _slices(bucket: Bucket, names: dict[Member, StateNames]) -> dict[str, Tensor
         for name in found.keys() & live.keys():
             found[name][segment.start : segment.stop].copy_(live[name])
     return found
-
-
-def _replicated(member: Member, value: Tensor) -> DTensor:
-    mesh = member.parameter.device_mesh  # type: ignore[attr-defined]
-    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _cut(segment: Segment, state: State, parts: dict[str, Tensor], first: State) -> State:
