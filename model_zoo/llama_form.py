@@ -36,7 +36,7 @@ class ExportedTensor(NamedTuple):
         name: its name in transformers.
         source: the tensor's name in the zoo's model; ``None``: zeros, if the zoo has no such bias.
         shape: its shape.
-        take: makes it from the unsharded source.
+        convert: makes it from the unsharded source.
     """
 
     name: str
