@@ -17,7 +17,6 @@ from internsp.app.config import Config
 from internsp.app.models.factory import device_type
 from internsp.app.plan.answer import FREE, seconds_lines, seconds_table, write_text
 from internsp.app.plan.classes import (
-    action_line,
     memory_by_rank,
     print_mesh,
     rules_lines,
@@ -307,5 +306,7 @@ def listing(plan: Plan) -> str:
     else:
         actions = plan.ranks[0].schedule.actions
         lines.append(f"Schedule of one step ({len(actions)} actions a rank)")
-        lines += (f"  {action_line(a.kind, a.phase, a.weight, a.nbytes)}" for a in actions)
+        for a in actions:
+            amount = f"  {human(a.nbytes)}" if a.nbytes else ""
+            lines.append(f"  {a.kind:<5} {a.phase:<9} {a.weight}{amount}")
     return out.getvalue() + "\n".join([*lines, ""])
