@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -72,11 +72,6 @@ class MatrixTraffic:
             passing=(3 * kinds + 3) * sent * largest,
             state=math.ceil(state),
         )
-
-    def rows(self) -> Iterator[tuple[str, int]]:
-        """(component, bytes); no row if no matrix is stepped unsharded."""
-        if self.passing:
-            yield PASSING, self.passing
 
 
 def _is_matrix(each: ParameterSharding) -> bool:

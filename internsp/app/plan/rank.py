@@ -12,14 +12,14 @@ from functools import cached_property
 
 from internsp.app.config import Config
 from internsp.app.models.factory import device_type
-from internsp.app.plan.matrices import MatrixTraffic
+from internsp.app.plan.matrices import PASSING, MatrixTraffic
 from internsp.app.plan.offloaded import (
     AT_STEP,
     OffloadedMemory,
     exchange_buffer_bytes,
     stepping_bytes,
 )
-from internsp.app.plan.sequences import SequenceTraffic
+from internsp.app.plan.sequences import sequence_rows
 from internsp.base.host import GRADIENTS, OPTIMIZER, WEIGHTS
 from internsp.mesh import MeshShape
 from internsp.pipeline.hooks import ComputeAction
@@ -93,11 +93,11 @@ class RankPlan:
         return dict(found)
 
     @property
-    def traffic(self) -> SequenceTraffic:
-        """What it exchanges for attention."""
+    def traffic(self) -> list[tuple[str, int]]:
+        """(name, bytes) of what it exchanges for attention."""
         blocks = sum(len(chunk.blocks) for chunk in self.chunks)
         again = sum(chunk.recomputed for chunk in self.chunks)
-        return SequenceTraffic.of(self.config, self.shape, blocks, again)
+        return sequence_rows(self.config, self.shape, blocks, again)
 
     def matrices(self) -> tuple[int, int]:
         """Exchanges of steps of whole matrices, and bytes that it receives in them, on average."""
@@ -150,6 +150,7 @@ class RankPlan:
         name = "unsharded gradient sums (full accumulation)"
         yield name, sum(w.sum_bytes for w in held) if whole else 0
         yield "optimizer state", values + owned * wide * masters
-        yield from matrices.rows()
+        if matrices.passing:  # else no matrix is stepped unsharded
+            yield PASSING, matrices.passing
         yield AT_STEP, stepping_bytes(chunk, shape)
         yield from off.rows()

@@ -170,7 +170,7 @@ def _traffic_table(plan: Plan) -> Table:
             own = [a.nbytes for a in schedule.actions if a.kind == kind and a.weight in experts]
             size = plan.shape.experts.size
             rows.append((f"  of it experts, over {size} ranks", len(own), human(sum(own))))
-    rows += [(name, "", human(nbytes)) for name, nbytes in plan.ranks[0].traffic.rows(plan.shape)]
+    rows += [(name, "", human(nbytes)) for name, nbytes in plan.ranks[0].traffic]
     exchanges, received = plan.ranks[0].matrices()
     if exchanges:
         rows.append(("matrices to and from owners (mean)", exchanges, human(received)))
@@ -220,7 +220,7 @@ def _stages(plan: Plan) -> Iterator[Part]:
                 f"Pipeline rank {number}: a step has {exchanges} exchanges of matrices to and from "
                 f"owners, {human(received)} received (mean)"
             )
-        for name, nbytes in rank.traffic.rows(plan.shape):
+        for name, nbytes in rank.traffic:
             yield f"Pipeline rank {number}: {name}: {human(nbytes)} a step"
         if any(chunk.plan.policy.kept for chunk in rank.chunks):
             kept = kept_line([chunk.plan for chunk in rank.chunks])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 from internsp.app.config import Config
@@ -14,59 +13,38 @@ from internsp.sp.routes import Traffic, traffic
 from internsp.structure.dtypes import DTYPES
 
 
-@dataclass(frozen=True)
-class SequenceTraffic:
-    """Payload in bytes of one rank in one step.
+def sequence_rows(
+    config: Config, shape: MeshShape, blocks: int, recomputed: int
+) -> list[tuple[str, int]]:
+    """(name, bytes) of what one rank with ``blocks`` blocks exchanges for attention in one step.
 
-    Attributes:
-        heads: upper bound of what a rank receives in all-to-alls that exchange heads.
-        ring: keys, values and their gradients that the busiest rank of a ring sends, if each row
-            is one document.
+    Of all-to-alls an upper bound of what it receives; of a ring the keys, values and their
+    gradients that the busiest rank sends, if each row is one document. No row without exchanges;
+    with the links if both kinds are used.
+
+    Args:
+        recomputed: how many of the blocks are checkpointed.
     """
-
-    heads: int
-    ring: int
-
-    @classmethod
-    def of(cls, config: Config, shape: MeshShape, blocks: int, recomputed: int) -> SequenceTraffic:
-        """Traffic of a rank with ``blocks`` blocks, ``recomputed`` of which are checkpointed."""
-        axes = shape.sequence_axes
-        rows = config.train.global_batch // shape.data
-        heads = cls._head_exchange_bytes(config, shape, rows) * (axes.heads - 1) // axes.heads
-        around, returned = (0, 0) if axes.ring == 1 else cls._ring_bytes(config, shape, rows)
-        again = config.activation_checkpoint.mode == "full"  # selective keeps what attention sent
-        passes = 2 * blocks + again * recomputed
-        return cls(heads * passes, around * passes + returned * blocks)
-
-    @staticmethod
-    def _head_exchange_bytes(config: Config, shape: MeshShape, rows: int) -> int:
-        """Bytes of queries, keys, values and output of a rank's positions."""
-        model = config.model
-        heads = 2 * model.heads + 2 * (model.kv_heads or model.heads)
-        features = heads * (model.head_dim or model.hidden_size // model.heads)
+    model, axes = config.model, shape.sequence_axes
+    rows, size = config.train.global_batch // shape.data, DTYPES[config.train.dtype].itemsize
+    kv, features = model.kv_heads or model.heads, model.head_dim or model.hidden_size // model.heads
+    again = config.activation_checkpoint.mode == "full"  # selective keeps what attention sent
+    passes = 2 * blocks + again * recomputed
+    links = {HEADS: "", RING: ""}
+    if axes.heads > 1 and axes.ring > 1:
+        links = {name: ", near ranks" if name == axes.near else ", far ranks" for name in links}
+    found = []
+    if axes.heads > 1:  # queries, keys, values and output of a rank's positions
         tokens = rows * config.data.sequence_length // shape.sequence
-        return tokens * features * DTYPES[config.train.dtype].itemsize
-
-    @staticmethod
-    def _ring_bytes(config: Config, shape: MeshShape, rows: int) -> tuple[int, int]:
-        """Bytes a block: sent keys and values, and their gradients, returned to their ranks."""
-        model, found = config.model, ring_traffic(config, shape)
-        heads = -(-(model.kv_heads or model.heads) // shape.sequence_axes.heads)
-        features = 2 * heads * (model.head_dim or model.hidden_size // model.heads)
-        one = rows * features * DTYPES[config.train.dtype].itemsize
-        return one * max(found.sent), one * max(found.returned)
-
-    def rows(self, shape: MeshShape) -> list[tuple[str, int]]:
-        """(name, bytes) to print; with the links if both kinds of exchanges are used."""
-        axes = shape.sequence_axes
-        links = {HEADS: "", RING: ""}
-        if axes.heads > 1 and axes.ring > 1:
-            links = {name: ", near ranks" if name == axes.near else ", far ranks" for name in links}
-        found = [
-            (f"all-to-alls of heads{links[HEADS]}", self.heads),
-            (f"keys and values around a ring{links[RING]} (busiest rank sends)", self.ring),
-        ]
-        return [row for row in found if row[1]]
+        whole = tokens * 2 * (model.heads + kv) * features * size
+        nbytes = whole * (axes.heads - 1) // axes.heads * passes
+        found.append((f"all-to-alls of heads{links[HEADS]}", nbytes))
+    if axes.ring > 1:
+        one, sent = 2 * rows * -(-kv // axes.heads) * features * size, ring_traffic(config, shape)
+        nbytes = one * (max(sent.sent) * passes + max(sent.returned) * blocks)
+        name = f"keys and values around a ring{links[RING]} (busiest rank sends)"
+        found.append((name, nbytes))
+    return found
 
 
 def balance_of(config: Config, shape: MeshShape) -> str:
