@@ -207,7 +207,7 @@ def test_what_cannot_be_fitted_is_told(
     given = config(8, 1024)
     wide = given.train.model_copy(update={"dtype": "float64"})
     run = write_run(tmp_path / "a", given.model_copy(update={"train": wide}), STEADY)
-    with pytest.raises(ConfigError, match="h100-sxm has no peak of fp64; add it in a file"):
+    with pytest.raises(ConfigError, match="h100-sxm: it has no peak of fp64; set"):
         calibrate([read_run(run)], H100)
     asked = ["plan", str(run / "config.toml"), "--calibrate", str(run)]
     for wrong in (asked, [*asked[:-1], "--device", "cpu"]):  # no device, and no folder

@@ -23,7 +23,7 @@ from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device, device_named, devices, on_device
 from internsp.app.plan.links import FAR_HOP, Group, beside
 from internsp.app.plan.machines import on_machines
-from internsp.app.plan.replay import GRADIENT, UnitSeconds, computing_actions, replay
+from internsp.app.plan.replay import GRADIENT, Computing, UnitSeconds, replay
 from internsp.app.plan.replayed import StepReplay, messages, replayed
 from internsp.app.plan.screen import print_plan
 from internsp.app.plan.seconds import (
@@ -41,6 +41,7 @@ from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, W
 from internsp.errors import ConfigError
 from internsp.experts.rule import expected_owners
 from internsp.mesh import MeshShape
+from internsp.schedule.simulate import simulate
 
 LLAMA = {
     "vocab_size": 32000, "hidden_size": 2048, "layers": 8, "heads": 16, "intermediate_size": 5632,
@@ -106,7 +107,7 @@ def test_the_replay_has_the_actions_that_the_plan_prints(
 ) -> None:
     given = config(**sections)
     plan = make_plan(given, 16)
-    actions = computing_actions(plan.chunk, given.train.micro_batches, True)
+    actions = simulate(plan.chunk, given.train.micro_batches, by=Computing).actions
     assert [a for a in actions if a.kind != GRADIENT] == plan.ranks[0].schedule.actions
     units = [*plan.chunk.blocks, *([plan.chunk.head] if plan.chunk.head else [])]
     own = [w.name for unit in units for w in unit.weights if w.trainable]
@@ -170,7 +171,7 @@ def test_a_block_waits_for_its_gather_and_computes_slower_beside_the_next_ones()
     given = config(model={"layers": 2}, activation_checkpoint={"mode": "none"})
     plan = make_plan(given, 16)
     chunk = plan.chunk
-    actions = [a for a in computing_actions(chunk, 1, True) if a.phase == "forward"]
+    actions = [a for a in simulate(chunk, by=Computing).actions if a.phase == "forward"]
     blocks = {unit.name: [w.name for w in unit.weights] for unit in chunk.blocks}
     units = dict.fromkeys(blocks, UnitSeconds((3.0, 0.0), (0.0, 0.0), (0.0, 0.0)))
     gathers = {names[0]: 1.0 for names in blocks.values()}

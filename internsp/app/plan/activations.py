@@ -69,13 +69,6 @@ class Activations:
     earlier_peaks: tuple[int, ...] = ()
     host_pieces: tuple[int, ...] = ()
 
-    def with_highest_peak(self) -> Activations:
-        """The same, with ``working`` and ``exchanges`` of whichever peak is highest."""
-        highest = max(self.earlier_peaks, default=0)
-        if highest <= self.working + sum(self.exchanges.values()):
-            return self
-        return replace(self, working=highest, exchanges=dict.fromkeys(self.exchanges, 0))
-
 
 def exchange_rows(exchanges: Mapping[str, int]) -> list[tuple[str, int]]:
     """(component, bytes) of the exchanges of heads and of the ring."""
@@ -130,7 +123,10 @@ class ActivationModel:
         if self.config.model.family == "hf" and self.shape.sequence > 1:  # run as on one rank
             exchanges = {HEADS: self._head_exchange_bytes(local), RING: self._ring_bytes(local)}
             found = replace(found, exchanges=exchanges)
-        return found.with_highest_peak()
+        highest = max(found.earlier_peaks, default=0)
+        if highest > found.working + sum(found.exchanges.values()):  # whichever peak is highest
+            return replace(found, working=highest, exchanges=dict.fromkeys(found.exchanges, 0))
+        return found
 
     def _shortest(self) -> int:
         """Positions of the shortest step: complete tiles (if their length is fixed) and chunks."""

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from rich.table import Table
 
 from internsp.app.config import Config
@@ -121,7 +120,7 @@ def changed(config: Config, change: Mapping[str, Any]) -> Config | None:
         values[section][key] = value
     try:
         return Config.model_validate(values)
-    except (ValidationError, ConfigError, ValueError):
+    except ValueError:  # of pydantic, and a ConfigError
         return None
 
 

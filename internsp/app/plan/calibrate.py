@@ -20,8 +20,7 @@ import torch
 from internsp.app.config import Config
 from internsp.app.plan.answer import human_seconds, seconds_lines
 from internsp.app.plan.classes import table
-from internsp.app.plan.configured import workload_of
-from internsp.app.plan.devices import FITTED_FILE, GIGA, MICRO, TERA, Device, Fitted
+from internsp.app.plan.devices import FITTED_FILE, GIGA, MICRO, TERA, Device, Fitted, on_device
 from internsp.app.plan.machines import on_machines
 from internsp.app.plan.measured import WARM, MeasuredRun, read_run
 from internsp.app.plan.replayed import StepReplay, replayed
@@ -66,21 +65,13 @@ def calibrate(runs: Sequence[MeasuredRun], device: Device) -> Calibration:
     Raises:
         ConfigError: the device has no rate for the runs' dtype; or no constant can be told.
     """
-    known = device.peak
-    for run in runs:
-        dtype = workload_of(run.config, run.shape).dtype
-        if dtype not in known:
-            raise ConfigError(
-                f"--calibrate {run.name}: {device.name} has no peak of {dtype}; add it in a file "
-                "for --device-file"
-            )
-    cases = [(run, _predictor(run, device)) for run in runs]
-    free: list[str] = []
-    untold: list[str] = []
-    for name in CONSTANTS:
-        told = _depends(cases, device, name)
-        (free if told else untold).append(name)
-    free = free[: len(runs)]
+    cases: list[tuple[MeasuredRun, Predict]] = []
+    for run in runs:  # as internsp plan predicts their seconds
+        ranks = run.shape.world_size
+        config = on_machines(on_device(run.config, device), ranks, device)
+        cases.append((run, StepReplay(make_plan(config, ranks)).on))
+    untold = tuple(name for name in CONSTANTS if not _depends(cases, device, name))
+    free = tuple(name for name in CONSTANTS if name not in untold)[: len(runs)]
     if not free:
         raise ConfigError(
             f"--calibrate: no constant of {device.name} changes the seconds of these runs by "
@@ -93,7 +84,7 @@ def calibrate(runs: Sequence[MeasuredRun], device: Device) -> Calibration:
         source=f"{device.source}; constants: measured",
     )  # fmt: skip
     off = tuple(predict(found).total / run.seconds - 1 for run, predict in cases)
-    return Calibration(found, tuple(free), off, tuple(untold))
+    return Calibration(found, free, off, untold)
 
 
 def print_calibration(
@@ -166,12 +157,6 @@ def text_of(found: Calibration, runs: Sequence[MeasuredRun], base: Device) -> st
     }
     about = "residual: the largest share by which a run's predicted seconds are off."
     return f"{_HEAD} A file for --device-file.\n# {about}\n{tomli_w.dumps({device.name: entry})}"
-
-
-def _predictor(run: MeasuredRun, kind: Device) -> Predict:
-    """What predicts the run's seconds, as ``internsp plan`` prints them."""
-    ranks = run.shape.world_size
-    return StepReplay(make_plan(on_machines(run.config, ranks, kind), ranks)).on
 
 
 def _errors(cases: Sequence[tuple[MeasuredRun, Predict]], device: Device) -> list[float]:

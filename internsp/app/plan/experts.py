@@ -78,7 +78,15 @@ def expert_lines(config: Config, world_size: int, near: int | None = None) -> It
         near: ranks of one machine, on fast links; ``None``: not known.
     """
     alike: dict[ExpertTraffic, list[str]] = {}
-    yield from _placed(MeshShape(world_size, **config.degrees()))
+    axis = MeshShape(world_size, **config.degrees()).experts
+    if axis.expert > 1 and axis.size > 1:
+        ways = "tokens between near ranks, weights between far ones"
+        if not axis.owners_near:
+            ways = "weights between near ranks, tokens between far ones"
+        yield (
+            f"experts have {axis.expert} owners, each cut over {axis.size} ranks: {ways} "
+            "(parallel.fast_links)"
+        )
     for name, traffic in experts_traffic(config, world_size).items():
         alike.setdefault(traffic, []).append(name)
     for each, names in alike.items():
@@ -115,18 +123,6 @@ def expert_lines(config: Config, world_size: int, near: int | None = None) -> It
                 f"  an expert takes at most {most:,} of a rank's tokens (model.capacity_factor); "
                 "what it drops does not travel: the bytes above are those without drops"
             )
-
-
-def _placed(shape: MeshShape) -> Iterator[str]:
-    axis = shape.experts
-    if axis.expert > 1 and axis.size > 1:
-        ways = "tokens between near ranks, weights between far ones"
-        if not axis.owners_near:
-            ways = "weights between near ranks, tokens between far ones"
-        yield (
-            f"experts have {axis.expert} owners, each cut over {axis.size} ranks: {ways} "
-            "(parallel.fast_links)"
-        )
 
 
 def _top_k(module: nn.Module) -> int:

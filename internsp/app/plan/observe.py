@@ -159,7 +159,8 @@ def observe(
         for block in found[-2:]:
             block.register_forward_hook(lambda *_: after.append(live.now))
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+            # Gradients are counted elsewhere, with the weights.
+            parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
         inputs = layout.input_ids
         if not model_part.first:
             shape = (*inputs.shape, config.model.hidden_size)
@@ -233,11 +234,6 @@ def _wrap(
     if tiles > 1:
         tiled = mode.model_copy(update={"tiles": tiles})
         tile_all(find_tiled(found, tiled), tiles, ())
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    """Free a weight's gradient: gradients are counted elsewhere, with the weights."""
-    parameter.grad = None
 
 
 def _allocate(model: nn.Module, dtype: torch.dtype, device: str) -> None:

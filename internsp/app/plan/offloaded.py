@@ -156,14 +156,11 @@ def buckets(chunk: ChunkLayout) -> Iterator[Sequence[WeightLayout]]:
     first = [chunk.embedding] if chunk.embedding is not None else []
     others = [w for unit in (*chunk.others, *chunk.enclosing_rests) for w in unit.weights]
     for weights in (others, *(unit.weights for unit in (*first, *chunk.blocks, *head))):
-        yield from _by_bucket(w for w in weights if w.trainable)
-
-
-def _by_bucket(weights: Iterable[WeightLayout]) -> Iterator[Sequence[WeightLayout]]:
-    kinds: dict[object, list[WeightLayout]] = {}
-    for weight in weights:
-        kinds.setdefault((weight.dtypes.shard, weight.expert, weight.offload), []).append(weight)
-    yield from kinds.values()
+        kinds: dict[object, list[WeightLayout]] = {}
+        for w in weights:
+            if w.trainable:
+                kinds.setdefault((w.dtypes.shard, w.expert, w.offload), []).append(w)
+        yield from kinds.values()
 
 
 def _wide(dtype: torch.dtype) -> int:

@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from internsp.schedule.chunk import ChunkLayout, ScheduleLine, UnitLayout, WeightLayout
-from internsp.schedule.simulate import Simulator, simulate
+from internsp.schedule.simulate import Simulator
 from internsp.schedule.terms import BACKWARD, FINISH, FORWARD, RECOMPUTE
 
 GRADIENT = "GRADIENT"
 GATHER, REDUCE, EXCHANGE = "AG", "RS", "EX"
 
 
-class _Computing(Simulator):
+class Computing(Simulator):
     """A simulator that also records where gradients of a weight are computed."""
 
     def _grad_ready(
@@ -32,11 +32,6 @@ class _Computing(Simulator):
     ) -> None:
         self.add(GRADIENT, BACKWARD, weight)
         super()._grad_ready(unit, weight, last, weight_gradients)
-
-
-def computing_actions(chunk: ChunkLayout, micro_batches: int, overlap: bool) -> list[ScheduleLine]:
-    """The actions of a step as ``simulate`` returns them, and a line at each gradient."""
-    return simulate(chunk, micro_batches, overlap, by=_Computing).actions
 
 
 @dataclass

@@ -23,8 +23,8 @@ from internsp.app.plan.replay import (
     GATHER,
     REDUCE,
     Clocks,
+    Computing,
     UnitSeconds,
-    computing_actions,
     replay,
 )
 from internsp.app.plan.seconds import (
@@ -40,6 +40,7 @@ from internsp.app.plan.workload import Workload
 from internsp.pipeline.schedules import ScheduleAction
 from internsp.pipeline.simulate import check_order
 from internsp.schedule.chunk import ChunkLayout, ScheduleLine
+from internsp.schedule.simulate import simulate
 
 _FEW = 200  # passes of blocks that are replayed one by one
 _KINDS: Mapping[str, str] = {Part.GATHERS: GATHER, Part.REDUCTIONS: REDUCE, Part.REPLICAS: EXCHANGE}
@@ -52,11 +53,8 @@ class StepReplay:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.load = workload_of(plan.config, plan.shape)
-        self._actions = cache(self._actions_of)
-
-    def _actions_of(self, micro_batches: int) -> list[ScheduleLine]:
-        overlap = self.plan.config.weight_parallel.overlap
-        return computing_actions(self.plan.chunk, micro_batches, overlap)
+        overlap = plan.config.weight_parallel.overlap
+        self._actions = cache(lambda n: simulate(plan.chunk, n, overlap, by=Computing).actions)
 
     def on(self, device: Device) -> StepSeconds:
         """Seconds of the step."""

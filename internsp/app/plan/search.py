@@ -11,7 +11,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -100,10 +100,9 @@ class Space:
         self.memory, self.observations = FREE * device.memory, Observations()
         self.least = LeastBytes(base, self.base, device.near_ranks, self.observations)
         self._blocks: dict[object, tuple[BlockSeconds, tuple[float, float]]] = {}
-        self.computed = lru_cache(maxsize=None)(self._computed)
-        self.sent = lru_cache(maxsize=None)(self._sent)
-        self.stepped = lru_cache(maxsize=None)(self._stepped)
-        self.ways = lru_cache(maxsize=None)(self._ways)
+        self.computed, self.ways = cache(self._computed), cache(self._ways)
+        self.sent = cache(lambda how: WeightMessages.of(self.load(how), device))
+        self.stepped = cache(lambda how: Stepped.of(self.load(how), device))
 
     def allows(self, layout: Layout) -> bool:
         """Whether its degrees, batch and blocks divide."""
@@ -220,12 +219,6 @@ class Space:
         if key not in self._blocks:
             self._blocks[key] = block_seconds(load, self.device), ends(load, self.device)
         return load, Computed.of(load, self.device, *self._blocks[key])
-
-    def _sent(self, layout: Layout) -> WeightMessages:
-        return WeightMessages.of(self.load(layout), self.device)
-
-    def _stepped(self, layout: Layout) -> Stepped:
-        return Stepped.of(self.load(layout), self.device)
 
     def _ways(
         self, pipeline: int, expert: int, weights: Sequence[int], sizes: Sequence[int]
@@ -427,7 +420,7 @@ def neighbors(space: Space, layout: Layout) -> Iterator[tuple[str, Found | None]
             yield label, next(filter(None, found), None)
 
 
-@lru_cache
+@cache
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending."""
     return tuple(n for n in range(1, number + 1) if number % n == 0)
