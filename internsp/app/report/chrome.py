@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from internsp.app.report.timeline import LANES, build_timeline, window_of
 from internsp.base.trace import Event
 
 
-def chrome_trace(events: Sequence[Event], rank: int) -> dict[str, Any]:
-    """One rank's events of one step: a process for the rank, a thread for each lane.
+def write_chrome_trace(path: Path, events: Sequence[Event], rank: int) -> Path:
+    """Write one rank's events of one step: a process for the rank, a thread for each lane.
 
-    Times are microseconds since the step began; payloads are in ``args.bytes``.
+    Times are microseconds since the step began; payloads are in ``args.bytes``. The folder of
+    ``path`` is created if missing.
     """
     lanes, begin = build_timeline(events), window_of(events)[0]
-    rows: list[dict[str, Any]] = [
+    rows: list[dict[str, object]] = [
         {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
     ]
     for lane, name in enumerate(LANES):
@@ -35,11 +35,6 @@ def chrome_trace(events: Sequence[Event], rank: int) -> dict[str, Any]:
                     "args": {"unit": bar.unit, "phase": bar.phase, "bytes": bar.nbytes},
                 }
             )
-    return {"traceEvents": rows, "displayTimeUnit": "ms"}
-
-
-def write_chrome_trace(path: Path, events: Sequence[Event], rank: int) -> Path:
-    """Write :func:`chrome_trace` to ``path``, whose folder is created if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(chrome_trace(events, rank)))
+    path.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
     return path

@@ -271,13 +271,6 @@ class Curve(NamedTuple):
     zero: bool = True
     noisy: bool = True
 
-    def charts(self, rows: Sequence[StepMetrics]) -> Iterator[Chart]:
-        """The chart; none if the run has not the figure."""
-        points = [(m.step, v) for m in rows if (v := getattr(m, self.key)) is not None]
-        if points:
-            line = Series(self.name or self.title, points, self.style, noisy=self.noisy)
-            yield Chart(self.title, line_chart([line], label=self.title, zero=self.zero))
-
 
 _LOSS = "Loss (nats per token)"
 CURVES = (
@@ -316,7 +309,12 @@ def _charts(metrics: Sequence[StepMetrics]) -> list[Chart]:
         more, title = len(texts) - len(shown), "Evaluation (nats per token)"
         caption = f"{more} more have no line; the figures at the top have all." if more else ""
         found.append(Chart(title, line_chart(lines, label=title), shown, caption))
-    return found + [chart for one in CURVES for chart in one.charts(metrics)]
+    for one in CURVES:
+        points = [(m.step, v) for m in metrics if (v := getattr(m, one.key)) is not None]
+        if points:  # else the run has not the figure
+            line = Series(one.name or one.title, points, one.style, noisy=one.noisy)
+            found.append(Chart(one.title, line_chart([line], label=one.title, zero=one.zero)))
+    return found
 
 
 def _loss(value: float) -> str:
