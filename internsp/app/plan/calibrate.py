@@ -20,7 +20,7 @@ import torch
 from internsp.app.config import Config
 from internsp.app.plan.answer import human_seconds, seconds_lines
 from internsp.app.plan.classes import table
-from internsp.app.plan.devices import FITTED_FILE, GIGA, MICRO, TERA, Device, Fitted, on_device
+from internsp.app.plan.devices import FITTED_FILE, NUMBERS, TERA, Device, Fitted, on_device
 from internsp.app.plan.machines import on_machines
 from internsp.app.plan.measured import WARM, MeasuredRun, read_run
 from internsp.app.plan.replayed import StepReplay, replayed
@@ -129,19 +129,13 @@ def text_of(found: Calibration, runs: Sequence[MeasuredRun], base: Device) -> st
     """The file of a fitted device, in the form of ``devices.toml``."""
     device = found.device
     constants = {name: float(format(getattr(device.fitted, name), ".6g")) for name in CONSTANTS}
+    values = {key: (getattr(device, name), unit) for key, (name, unit) in NUMBERS.items()}
+    numbers = {k: value if unit == 1 else value / unit for k, (value, unit) in values.items()}
     entry = {
         "source": device.source,
         "kind": device.kind,
         "peak": {dtype: rate / TERA for dtype, rate in device.peak.items()},
-        "memory_gib": device.memory / 2**30,
-        "bandwidth_GBps": device.bandwidth / GIGA,
-        "multiprocessors": device.multiprocessors,
-        "near_GBps": device.near / GIGA,
-        "near_ranks": device.near_ranks,
-        "far_Gbps": device.far * 8 / GIGA,
-        "host_GBps": device.host / GIGA,
-        "start_us": device.start / MICRO,
-        "hop_us": device.hop / MICRO,
+        **numbers,
         "attention": {k: [rate / TERA for rate in rates] for k, rates in device.attention.items()},
         "fitted": {**constants, "rows": device.fitted.rows},
         "measured": {

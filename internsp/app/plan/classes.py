@@ -70,11 +70,6 @@ def equal_ranks(figures: Sequence[Hashable]) -> dict[Hashable, list[int]]:
     return found
 
 
-def ranks_label(ranks: Sequence[int]) -> str:
-    """``pipeline rank 3`` or ``pipeline ranks 3-6``."""
-    return f"pipeline rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
-
-
 def memory_by_rank(rows: Mapping[str, Sequence[int]], title: str) -> Table:
     """Table of components and their bytes on each pipeline rank; equal ranks share a column.
 
@@ -89,8 +84,8 @@ def memory_by_rank(rows: Mapping[str, Sequence[int]], title: str) -> Table:
     names = list(sums[0])
     values = [[human(nbytes) for nbytes in each.values()] for each in sums]
     if len(same) <= FEW_STAGES:
-        heads = ("<component", *map(ranks_label, same.values()))
-        return table(title, heads, zip(names, *values, strict=True))
+        heads = [f"pipeline rank{'s' * (len(own) > 1)} {ranges(own)}" for own in same.values()]
+        return table(title, ("<component", *heads), zip(names, *values, strict=True))
     lines = ((ranges(ranks), *each) for ranks, each in zip(same.values(), values, strict=True))
     return table(title, ("<pipeline ranks", *names), lines)
 

@@ -13,15 +13,23 @@ from internsp.app.config import Config
 from internsp.errors import ConfigError
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
-_ABOVE_ZERO = (
-    "memory_gib", "bandwidth_GBps", "multiprocessors", "near_GBps", "near_ranks", "far_Gbps",
-    "host_GBps", "start_us", "hop_us",
-)  # fmt: skip
+NUMBERS: Mapping[str, tuple[str, float]] = {
+    "memory_gib": ("memory", 2**30),
+    "bandwidth_GBps": ("bandwidth", GIGA),
+    "multiprocessors": ("multiprocessors", 1),
+    "near_GBps": ("near", GIGA),
+    "near_ranks": ("near_ranks", 1),
+    "far_Gbps": ("far", GIGA / 8),
+    "host_GBps": ("host", GIGA),
+    "start_us": ("start", MICRO),
+    "hop_us": ("hop", MICRO),
+}
+"""By key of devices.toml, the attribute of a device, which is above 0, and the key's unit."""
+_OPTIONAL = ("host_GBps", "start_us", "hop_us")
 BUILT_IN = Path(__file__).with_name("devices.toml")
 PEAK_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 """What devices.toml calls a dtype, by its name in a configuration."""
 GENERAL = "flash2"  # the kernel that each device has
-START_US, HOP_US = 8.4, 3.4  # where a device does not say them: devices.toml has the source
 FITTED_FILE = "device.toml"  # what ``--calibrate`` writes, beside the folders of runs
 
 
@@ -77,9 +85,10 @@ class Device:
     source: str = ""
     kind: Literal["cpu", "cuda"] = "cuda"
     torch_name: str = ""
+    # Where a device does not say them; devices.toml has the source of the latter two.
     host: float = 32 * GIGA
-    start: float = START_US * MICRO
-    hop: float = HOP_US * MICRO
+    start: float = 8.4 * MICRO
+    hop: float = 3.4 * MICRO
 
     def with_links(self, near: float | None = None, far: float | None = None) -> Device:
         """This device with other links, in bytes a second."""
@@ -163,10 +172,12 @@ def _read(path: Path, known: Mapping[str, Device]) -> dict[str, Device]:
 
 
 def _device(name: str, entry: Mapping[str, Any], known: Mapping[str, Device]) -> Device:
-    for key in _ABOVE_ZERO:
-        if not entry.get(key, 1) > 0:
-            raise ValueError(f"{name}: {key} = {entry[key]!r} is not above 0")
-    values = entry["fitted"]
+    values, numbers = entry["fitted"], dict[str, Any]()
+    for key, (attribute, unit) in NUMBERS.items():
+        if key in entry or key not in _OPTIONAL:
+            if not entry[key] > 0:
+                raise ValueError(f"{name}: {key} = {entry[key]!r} is not above 0")
+            numbers[attribute] = entry[key] * unit
     if "like" in values and values["like"] not in known:
         raise ValueError(f"{name}: fitted.like = {values['like']!r} is no device")
     fitted = (
@@ -179,18 +190,10 @@ def _device(name: str, entry: Mapping[str, Any], known: Mapping[str, Device]) ->
     return Device(
         name=name,
         peak={dtype: rate * TERA for dtype, rate in entry["peak"].items()},
-        memory=entry["memory_gib"] * 2**30,
-        bandwidth=entry["bandwidth_GBps"] * GIGA,
-        multiprocessors=entry["multiprocessors"],
-        near=entry["near_GBps"] * GIGA,
-        near_ranks=entry["near_ranks"],
-        far=entry["far_Gbps"] * GIGA / 8,
         attention={k: tuple(r * TERA for r in rates) for k, rates in entry["attention"].items()},
         fitted=fitted,
         source=entry["source"],
         kind=entry.get("kind", "cpu" if name == "cpu" else "cuda"),
         torch_name=entry.get("torch", ""),
-        host=entry.get("host_GBps", 32) * GIGA,
-        start=entry.get("start_us", START_US) * MICRO,
-        hop=entry.get("hop_us", HOP_US) * MICRO,
+        **numbers,
     )

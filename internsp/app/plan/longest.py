@@ -14,7 +14,7 @@ from internsp.app.plan.in_flight import Moving, StepActivations
 from internsp.app.plan.observations import Observations
 from internsp.app.plan.offloaded import AT_STEP, HOSTED, STEPPING, backward_sums
 from internsp.app.plan.rank import SUMS
-from internsp.app.plan.step import Plan, make_plan
+from internsp.app.plan.step import make_plan
 from internsp.app.process import terminal
 from internsp.base.host import ACTIVATIONS
 from internsp.base.sizes import human, size_in_bytes
@@ -76,7 +76,11 @@ class MemoryBudget:
     ) -> None:
         plan = self.plan = make_plan(config, world_size)
         self.activations = StepActivations(plan, observations)
-        self.first, self.all = _sums_of_backward(plan)
+        chunk, blocks = plan.chunk, [backward_sums(u.weights) for u in plan.chunk.blocks]
+        ends = (u for u in (chunk.head, *chunk.others) if u is not None)
+        # Gradient sums with which a backward begins, of the head and of one block, and all of them.
+        self.first = max(blocks, default=0) + sum(backward_sums(u.weights) for u in ends)
+        self.all = sum(backward_sums(u.weights) for u in chunk.units)
         self.multiple = plan.shape.sequence
         # From a second micro-batch on, and in a pipeline, all sums are there with all activations.
         once = config.train.micro_batches == 1 and not config.train.batch_tokens
@@ -140,15 +144,6 @@ class MemoryBudget:
         then = self.at(max(2 * length, self.multiple), full)[which]
         grown = sorted(((n - now.get(name, 0), name) for name, n in then), reverse=True)
         return LongestSequence(length, tuple(here), tuple(there), grown[0][1], full)
-
-
-def _sums_of_backward(plan: Plan) -> tuple[int, int]:
-    """Bytes of the gradient sums with which a backward begins, of the head and of one block, and of
-    all when it ends."""
-    chunk = plan.chunk
-    ends = sum(backward_sums(u.weights) for u in (chunk.head, *chunk.others) if u is not None)
-    blocks = max((backward_sums(unit.weights) for unit in chunk.blocks), default=0)
-    return blocks + ends, sum(backward_sums(unit.weights) for unit in chunk.units)
 
 
 def _sum(rows: Sequence[tuple[str, int]]) -> int:

@@ -52,7 +52,9 @@ class MatrixTraffic:
             if not parameter.requires_grad:
                 continue
             over = axis.zero if each.unit is None else axis.zero * axis.size
-            by = settings.stepped_by(each.name, _is_matrix(each))
+            embeds = isinstance(each.owners[0].module, nn.Embedding | nn.EmbeddingBag)
+            matrix = each.block >= 0 and parameter.dim() > 1 and not embeds
+            by = settings.stepped_by(each.name, matrix)
             if OPTIMIZER not in each.options.offload:
                 state += _values(parameter, by, kept) * item / over
             if by in ("muon", "adafactor"):
@@ -72,11 +74,6 @@ class MatrixTraffic:
             passing=(3 * kinds + 3) * sent * largest,
             state=math.ceil(state),
         )
-
-
-def _is_matrix(each: ParameterSharding) -> bool:
-    embeds = isinstance(each.owners[0].module, nn.Embedding | nn.EmbeddingBag)
-    return each.block >= 0 and each.parameter.dim() > 1 and not embeds
 
 
 def _values(parameter: nn.Parameter, by: str, kept: int) -> int:

@@ -137,7 +137,12 @@ def _chunk(plan: Plan) -> Iterator[Part]:
     yield from block_lines(plan.chunk, rank.schedule)
     if plan.chunk.policy.kept:
         yield kept_line([plan.chunk])
-    yield _units_line(plan.chunk)
+    largest = max(plan.chunk.blocks, key=lambda unit: unit.slot_bytes)
+    yield (
+        f"{len(plan.chunk.blocks)} units are gathered in turn, the largest {largest.name} "
+        f"({human(largest.slot_bytes)}): slots of {human(sum(plan.chunk.slots()))}, at least "
+        f"{human(plan.chunk.min_slot_bytes())} (prefetch_depth = 0, none kept)"
+    )
 
 
 def _title(config: Config, plan: Plan) -> str:
@@ -199,16 +204,6 @@ def block_lines(chunk: ChunkLayout, schedule: Schedule) -> Iterator[str]:
         amount = f", {human(sum(each))} in {len(each)} collectives" if any(each) else ""
         at = "" if where in ("", block.name) else f" while {where} runs"
         yield f"  {phase:<10} {kind}{at}{amount}"
-
-
-def _units_line(chunk: ChunkLayout) -> str:
-    """A line on the memory of unsharded weights: the largest unit, all slots, the minimum."""
-    largest = max(chunk.blocks, key=lambda unit: unit.slot_bytes)
-    return (
-        f"{len(chunk.blocks)} units are gathered in turn, the largest {largest.name} "
-        f"({human(largest.slot_bytes)}): slots of {human(sum(chunk.slots()))}, at least "
-        f"{human(chunk.min_slot_bytes())} (prefetch_depth = 0, none kept)"
-    )
 
 
 def _stages(plan: Plan) -> Iterator[Part]:
