@@ -24,8 +24,7 @@ from internsp.app.plan.activations import ActivationModel, exchange_rows
 from internsp.app.plan.in_flight import BUFFERS
 from internsp.app.plan.live import Outputs
 from internsp.app.plan.longest import MemoryBudget, print_longest
-from internsp.app.plan.observations import Observations
-from internsp.app.plan.observe import ModelPart, observe
+from internsp.app.plan.observe import ModelPart, Observations
 from internsp.app.plan.offloaded import AT_STEP, HOSTED, STEPPING
 from internsp.app.process.stop import StopRequest
 from internsp.app.train.step import StepRunner
@@ -81,7 +80,7 @@ def test_a_long_step_of_all_blocks_takes_what_a_line_through_short_ones_of_few_s
     recomputing = len(mode.selected(layers))
     tiles = mode.tiles if isinstance(mode.tiles, int) else 1
     offload = mode.offload if recomputing else None
-    step = observe(settings, 1, length, tiles, layers, recomputing, offload or None)
+    step = Observations().of(settings, 1, length, tiles, layers, recomputing, offload or None)
     peak = planned.kept + planned.working
     assert planned.kept == pytest.approx(step.kept, rel=0.01)
     if 0 < recomputing < layers:  # kept activations are freed before the last recompute
@@ -118,7 +117,7 @@ def test_models_of_transformers_are_planned_by_their_own_code(
     planned = whole(settings).at(length)
     recomputing = len(mode.selected(5))
     tiles = mode.tiles if isinstance(mode.tiles, int) else 1
-    step = observe(settings, 1, length, tiles, 5, recomputing, mode.offload or None)
+    step = Observations().of(settings, 1, length, tiles, 5, recomputing, mode.offload or None)
     assert planned.kept == pytest.approx(step.kept, rel=0.01)
     assert step.peak <= (planned.kept + planned.working) * 1.01
     assert planned.host == pytest.approx(sum(step.host), rel=0.01)
@@ -174,7 +173,7 @@ def test_each_chunk_is_measured_with_its_own_kinds_of_block(
     }  # fmt: skip
     for chunk, own in measured.items():
         part = replace(own.model_part, kinds=tuple(chunk))  # these very blocks
-        step = observe(given, 1, 512, 1, len(chunk), own.recomputing, None, part)
+        step = Observations().of(given, 1, 512, 1, len(chunk), own.recomputing, None, part)
         planned = own.at(512)
         assert planned.kept == step.kept, chunk
         assert planned.between_parts == step.between_parts, chunk
@@ -192,7 +191,7 @@ def test_exchanges_and_a_ring_are_counted_as_they_run(ring: int) -> None:
     settings = config({"mode": "selective"}, **around)
     shape, local = MeshShape(2, **settings.degrees()), 3000
     planned = whole(settings, 2).at(2 * local)
-    step = observe(settings, 1, local, 1, 5, 5, None, ModelPart(shape))
+    step = Observations().of(settings, 1, local, 1, 5, 5, None, ModelPart(shape))
     assert planned.kept + planned.working + sum(planned.exchanges.values()) == pytest.approx(
         step.peak, rel=0.01
     )
@@ -210,7 +209,7 @@ def test_an_exchange_that_is_kept_longer_would_be_counted(monkeypatch: pytest.Mo
     place = ModelPart(MeshShape(2, **settings.degrees()))
 
     def peak() -> int:
-        return observe(settings, 1, 1024, 1, 2, 2, None, place).peak
+        return Observations().of(settings, 1, 1024, 1, 2, 2, None, place).peak
 
     before, held = peak(), []
     exchange = importlib.import_module("internsp.sp.exchange")  # a function has the same name
@@ -415,14 +414,14 @@ def test_a_process_takes_what_is_planned_and_dies_with_a_fifth_less() -> None:
 def test_no_scores_are_in_memory(ring: int) -> None:
     """On the meta device, on which a step is measured, torch itself would hold them."""
     place = ModelPart(MeshShape(ring, sequence=ring, ring=ring))
-    few, more = (observe(config(), 1, n, 1, 2, 0, None, place).peak for n in (1024, 2048))
+    few, more = (Observations().of(config(), 1, n, 1, 2, 0, None, place).peak for n in (1024, 2048))
     assert few < more < 2.05 * few
 
 
 @pytest.mark.thorough(1)
 def test_dropout_keeps_a_byte_an_element_twice_a_block() -> None:
     plain, dropped = config(), config(model={"dropout": 0.1})
-    steps = [observe(settings, 1, 512, 1, 2, 0, None) for settings in (plain, dropped)]
+    steps = [Observations().of(settings, 1, 512, 1, 2, 0, None) for settings in (plain, dropped)]
     assert steps[1].kept - steps[0].kept == 2 * 2 * 512 * plain.model.hidden_size
 
 
@@ -446,8 +445,8 @@ def test_where_blocks_take_over_from_the_loss_is_found_without_a_step_of_that_le
     settings = on(device, layers=2)
     model = whole(settings)
     planned = model.at(length)
-    step = observe(settings, 1, length, length // model._tile, 2, 2, "all")
-    short = observe(settings, 1, 4096, 4096 // model._tile, 2, 2, "all")
+    step = Observations().of(settings, 1, length, length // model._tile, 2, 2, "all")
+    short = Observations().of(settings, 1, 4096, 4096 // model._tile, 2, 2, "all")
     assert short.phases[0] > short.phases[-1]
     assert step.phases[0] < step.phases[-1] == step.peak
     assert planned.kept + planned.working == pytest.approx(step.peak, rel=0.01)
@@ -455,7 +454,7 @@ def test_where_blocks_take_over_from_the_loss_is_found_without_a_step_of_that_le
 
 @pytest.mark.thorough(2)
 def test_on_cuda_norms_keep_their_input_and_flash_attention_has_its_own_sums() -> None:
-    host, device = (observe(on(kind), 1, 8192, 8, 2, 2, 1) for kind in ("cpu", "cuda"))
+    host, device = (Observations().of(on(kind), 1, 8192, 8, 2, 2, 1) for kind in ("cpu", "cuda"))
     unit = 8192 * 64 * 2
     # The last norm: two copies in fp32 are four units, and its input, kept in their place, is one.
     assert 2.99 * unit < host.kept - device.kept < 3.01 * unit
@@ -503,14 +502,14 @@ def test_what_is_remembered_is_what_each_measurement_would_give() -> None:
         (around, 1, 512, 1, 2, 2, None, shared), (half, 1, 512, 1, 2, 2, None),
         (config({"mode": "selective"}), 1, 512, 1, 2, 2, None),
     ]  # fmt: skip
-    outputs = [Outputs() for _ in cases]
-    alone = [observe(*case, outputs=own) for case, own in zip(cases, outputs, strict=True)]
+    each = [Observations() for _ in cases]
+    alone = [own.of(*case) for case, own in zip(cases, each, strict=True)]
     assert len({str(one) for one in alone}) == len(cases)
     for _ in range(2):
         assert [known.of(*case) for case in cases] == alone
-    assert known.of(*cases[0], backward=False) == observe(*cases[0], backward=False)
+    assert known.of(*cases[0], backward=False) == Observations().of(*cases[0], backward=False)
     # Of torch's functions for sizes, a case calls those alone that no other called before it.
-    assert 0 < len(known._outputs._known) < 0.6 * sum(len(own._known) for own in outputs)
+    assert 0 < len(known._outputs._known) < 0.6 * sum(len(own._outputs._known) for own in each)
 
 
 def test_a_remembered_output_is_the_operators_own() -> None:

@@ -24,7 +24,7 @@ from internsp.app.plan.least import LeastBytes, Stages
 from internsp.app.plan.links import Group
 from internsp.app.plan.longest import MemoryBudget
 from internsp.app.plan.machines import on_machines
-from internsp.app.plan.observations import Observations
+from internsp.app.plan.observe import Observations
 from internsp.app.plan.replayed import messages, replayed
 from internsp.app.plan.search import Node, Space, Variant, chosen, neighbors, search
 from internsp.app.plan.searched import print_search

@@ -20,8 +20,7 @@ from internsp.app.config import Config
 from internsp.app.config.tiles import tile_tokens
 from internsp.app.models.factory import device_type
 from internsp.app.plan.kinds import shown_kinds
-from internsp.app.plan.observations import Observations
-from internsp.app.plan.observe import ModelPart, Observed
+from internsp.app.plan.observe import ModelPart, Observations, Observed
 from internsp.base.host import pinned_bytes
 from internsp.mesh.sequence import HEADS, RING
 from internsp.modules.offload import offloaded_blocks

@@ -17,7 +17,7 @@ from internsp.app.plan.classes import table
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device
 from internsp.app.plan.longest import MemoryBudget
-from internsp.app.plan.observations import Observations
+from internsp.app.plan.observe import Observations
 from internsp.app.plan.seconds import Part, StepSeconds, step_seconds
 from internsp.config.words import in_words
 from internsp.errors import ConfigError

@@ -13,8 +13,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from internsp.app.plan.activations import ActivationModel, Activations, exchange_rows
-from internsp.app.plan.observations import Observations
-from internsp.app.plan.observe import ModelPart
+from internsp.app.plan.observe import ModelPart, Observations
 from internsp.app.plan.rank import RankPlan
 from internsp.app.plan.step import Plan, message_bytes
 from internsp.base.sizes import size_in_bytes

@@ -19,8 +19,7 @@ from torch import nn
 
 from internsp.app.config import Config
 from internsp.app.plan.kinds import shown_kinds
-from internsp.app.plan.observations import Observations
-from internsp.app.plan.observe import WHOLE, ModelPart, Observed
+from internsp.app.plan.observe import WHOLE, ModelPart, Observations, Observed
 from internsp.app.plan.step import make_plan
 from internsp.app.plan.workload import Workload
 from internsp.mesh import MeshShape

@@ -11,7 +11,7 @@ from rich.console import Console
 from internsp.app.config import Config
 from internsp.app.plan.classes import table
 from internsp.app.plan.in_flight import Moving, StepActivations
-from internsp.app.plan.observations import Observations
+from internsp.app.plan.observe import Observations
 from internsp.app.plan.offloaded import AT_STEP, HOSTED, STEPPING, backward_sums
 from internsp.app.plan.rank import SUMS
 from internsp.app.plan.step import make_plan

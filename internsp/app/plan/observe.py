@@ -66,11 +66,6 @@ class ModelPart:
     split: bool = False
     kinds: tuple[int, ...] = ()
 
-    @property
-    def is_whole_model(self) -> bool:
-        """Whether it is the complete model, without a pipeline."""
-        return self.shape.pipeline == 1
-
 
 WHOLE = ModelPart(MeshShape(1))
 
@@ -107,82 +102,95 @@ class Observed:
         return max(self.phases)
 
 
-def observe(
-    config: Config,
-    rows: int,
-    positions: int,
-    tiles: int,
-    layers: int,
-    again: int,
-    offload: Any,
-    model_part: ModelPart = WHOLE,
-    backward: bool = True,
-    outputs: Outputs | None = None,
-) -> Observed:
-    """Measure a forward and backward of ``layers`` blocks, ``again`` of which recompute.
+# What no measurement reads, or what is an argument of its own.
+_UNREAD: Mapping[str, Any] = {
+    "launch": True, "optimizer": True, "checkpoint": True, "pipeline": True,
+    "parallel": {"weight", "sequence", "pipeline", "optimizer_ranks", "expert", "expert_weight"},
+    "weight_parallel": {"offload"},
+    "train": {"global_batch", "micro_batches"},
+    "activation_checkpoint": {"fraction", "blocks", "offload", "tiles"},
+}  # fmt: skip
 
-    Args:
-        rows: sequences of a micro-batch.
-        positions: of this rank.
-        offload: ``activation_checkpoint.offload``.
-        backward: False where only what forward keeps is needed (a third of the time or less):
-            then no peak is that of a backward, and ``between_parts`` is 0.
-        outputs: of operators that other steps called.
-    """
-    model: Any = build_first_layers(config, layers, model_part.kinds)
-    dtype = DTYPES[config.weight_parallel.compute_dtype or config.train.dtype]
-    hf = config.model.family == "hf"
-    layout = _layout(config, rows, positions, model_part.shape, hf)
-    held = [tensor.untyped_storage() for _, tensor in _tensors(layout)]
-    batch = sum({each._cdata: each.nbytes() for each in held}.values())
-    cuda = device_type(config) == "cuda"
-    live = LiveBytes(kernel_memory(config) if cuda else {}, None if hf else outputs or Outputs())
-    device = "cpu" if hf else "meta"
-    with FakeTensorMode(allow_non_fake_inputs=True) if hf else nullcontext():
-        _allocate(model, dtype, device)
-        if cuda:
-            fuse_norms(model, config)
-        if not hf:
-            made: dict[str, Any] = {name: each.to(device) for name, each in _tensors(layout)}
-            layout = replace(layout, **made)
-            _attach(model, config, model_part.shape)
-        if not model_part.is_whole_model:
-            model = Chunk(model, range(layers), model_part.first, model_part.last)
-        link = _UncountedHost(torch.device(device), live)
-        activation_offload = ActivationOffload(link, offload, again)
-        blocks = config.weight_parallel.blocks if model_part.is_whole_model else model.block_names()
-        structure = read_structure(to_parallelize(model), "qkv", blocks)
-        _wrap(structure, config, tiles, again, activation_offload)
-        found = [block.module for block in structure.blocks]
-        _register_phase_hooks(model, found[-1], live)
-        after: list[int] = []
-        for block in found[-2:]:
-            block.register_forward_hook(lambda *_: after.append(live.now))
-        for parameter in model.parameters():
-            # Gradients are counted elsewhere, with the weights.
-            parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
-        inputs = layout.input_ids
-        if not model_part.first:
-            shape = (*inputs.shape, config.model.hidden_size)
-            inputs = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
-        live.exclude(*(t for _, t in _tensors(layout)), inputs, *model.parameters())
-        with skip_packing_detection() if hf else nullcontext(), live:
-            output = model(
-                inputs, labels=layout.labels, loss_chunk=config.train.loss_chunk, layout=layout
-            )
-            if model_part.is_whole_model:  # the loss, and a count
-                output = output[0]
-            kept, forward, host = live.now, live.peak, tuple(link.pieces)
-            block_kept = after[1] - after[0]
-            begun = live.kinds.copy()
-            between_parts = _backward(model, inputs, output, model_part, live) if backward else 0
-    phases = [*live.phases, (live.peak, live.at_peak)]
-    in_blocks = phases[-1][1]
-    exchanges = {kind: max(in_blocks[kind] - begun[kind], 0) for kind in (HEADS, RING)}
-    return Observed(
-        batch, kept, block_kept, forward, tuple(peak for peak, _ in phases), between_parts, host,
-        exchanges,
-    )  # fmt: skip
+
+class Observations:
+    """Measures steps, each of them once: sharding weights in another way changes no activation."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], Observed] = {}
+        self._outputs = Outputs()
+
+    def of(
+        self, config: Config, rows: int, positions: int, tiles: int, layers: int, again: int,
+        offload: Any, part: ModelPart = WHOLE, backward: bool = True,
+    ) -> Observed:  # fmt: skip
+        """A forward and backward of ``layers`` blocks, ``again`` of which recompute.
+
+        What was measured before is remembered, and so is what each operator returned.
+
+        Args:
+            rows: sequences of a micro-batch.
+            positions: of this rank.
+            offload: ``activation_checkpoint.offload``.
+            backward: False where only what forward keeps is needed (a third of the time or less):
+                then no peak is that of a backward, and ``between_parts`` is 0.
+        """
+        told, whole = config.model_dump_json(exclude=_UNREAD), part.shape.pipeline == 1
+        where = replace(part, shape=MeshShape(1)), part.shape.sequence_axes, whole
+        key = told, rows, positions, tiles, layers, again, offload, where, backward
+        if key in self._known:
+            return self._known[key]
+        model: Any = build_first_layers(config, layers, part.kinds)
+        dtype = DTYPES[config.weight_parallel.compute_dtype or config.train.dtype]
+        hf, cuda = config.model.family == "hf", device_type(config) == "cuda"
+        layout = _layout(config, rows, positions, part.shape, hf)
+        held = [tensor.untyped_storage() for _, tensor in _tensors(layout)]
+        batch = sum({each._cdata: each.nbytes() for each in held}.values())
+        live = LiveBytes(kernel_memory(config) if cuda else {}, None if hf else self._outputs)
+        device = "cpu" if hf else "meta"
+        with FakeTensorMode(allow_non_fake_inputs=True) if hf else nullcontext():
+            _allocate(model, dtype, device)
+            if cuda:
+                fuse_norms(model, config)
+            if not hf:
+                made: dict[str, Any] = {name: each.to(device) for name, each in _tensors(layout)}
+                layout = replace(layout, **made)
+                _attach(model, config, part.shape)
+            if not whole:
+                model = Chunk(model, range(layers), part.first, part.last)
+            link = _UncountedHost(torch.device(device), live)
+            activation_offload = ActivationOffload(link, offload, again)
+            blocks = config.weight_parallel.blocks if whole else model.block_names()
+            structure = read_structure(to_parallelize(model), "qkv", blocks)
+            _wrap(structure, config, tiles, again, activation_offload)
+            found = [block.module for block in structure.blocks]
+            _register_phase_hooks(model, found[-1], live)
+            after: list[int] = []
+            for block in found[-2:]:
+                block.register_forward_hook(lambda *_: after.append(live.now))
+            for parameter in model.parameters():
+                # Gradients are counted elsewhere, with the weights.
+                parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
+            inputs = layout.input_ids
+            if not part.first:
+                shape = (*inputs.shape, config.model.hidden_size)
+                inputs = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+            live.exclude(*(t for _, t in _tensors(layout)), inputs, *model.parameters())
+            with skip_packing_detection() if hf else nullcontext(), live:
+                output = model(
+                    inputs, labels=layout.labels, loss_chunk=config.train.loss_chunk, layout=layout
+                )
+                if whole:  # the loss, and a count
+                    output = output[0]
+                kept, forward, host = live.now, live.peak, tuple(link.pieces)
+                begun = live.kinds.copy()
+                between = _backward(model, inputs, output, part, live) if backward else 0
+        phases = [*live.phases, (live.peak, live.at_peak)]
+        exchanges = {kind: max(phases[-1][1][kind] - begun[kind], 0) for kind in (HEADS, RING)}
+        self._known[key] = Observed(
+            batch, kept, after[1] - after[0], forward, tuple(peak for peak, _ in phases), between,
+            host, exchanges,
+        )  # fmt: skip
+        return self._known[key]
 
 
 def _backward(

@@ -25,7 +25,7 @@ from internsp.app.plan.layout import CHECKPOINTS, INTERLEAVED, SCHEDULES, V_SHAP
 from internsp.app.plan.least import LeastBytes
 from internsp.app.plan.longest import MemoryBudget
 from internsp.app.plan.machines import on_machines
-from internsp.app.plan.observations import Observations
+from internsp.app.plan.observe import Observations
 from internsp.app.plan.seconds import (
     Computed,
     Stepped,
