@@ -84,7 +84,14 @@ def continuation(
         ) from None
     model, config = load_run(run)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    where = _usable(device_type(config) if device is None else device)
+    where = device_type(config) if device is None else device
+    try:
+        torch.zeros(1, device=where).cpu()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--device: {where!r} cannot compute here: {reason}; give another, as cpu"
+        ) from None
     model.to(where)
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
     found = generate(
@@ -93,15 +100,3 @@ def continuation(
     )  # fmt: skip
     # Decoded together: the text of a token may depend on the tokens before it.
     return prompt + tokenizer.decode(found.tolist())[len(tokenizer.decode(ids)) :]
-
-
-def _usable(device: str) -> torch.device:
-    """The device, if it can compute here."""
-    try:
-        torch.zeros(1, device=device).cpu()
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"--device: {device!r} cannot compute here: {reason}; give another, as cpu"
-        ) from None
-    return torch.device(device)

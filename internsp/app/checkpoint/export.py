@@ -67,7 +67,10 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
             'transformers (model.family = "hf"), which is exported'
         )
     parts = list(_tensors(config, content))
-    end = _end_of_document(config)
+    tokenizer, end = config.data.tokenizer, None
+    # A model of transformers has its own end of a text; a tokenizer may be gone.
+    if tokenizer == "bytes" or (not hf and Path(tokenizer).exists()):
+        end = load_tokenizer(tokenizer).end_of_document
     aside = to.with_name(to.name + PARTIAL)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -82,7 +85,7 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
         # The texts of a program's own data were tokenized by the program.
         own = content.data.fingerprint == CustomData.fingerprint
         why = "the run was trained on a program's own batches" if own else ""
-        if missing := why or _write_tokenizer(aside, config.data.tokenizer, end):
+        if missing := why or _write_tokenizer(aside, tokenizer, end):
             kept = f"the tokenizer in {to} is that of {config.model.path}" if hf else ""
             notes.append(f"{kept or 'no tokenizer was written'}: {missing}")
         sync(aside)
@@ -174,15 +177,6 @@ def _write_file(path: Path, folder: Path, content: Manifest, parts: list[_Export
                 value = part.convert(held[part.source]).to(value.dtype)
             assert value.shape == part.shape, "planned so"
             file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def _end_of_document(config: Config) -> int | None:
-    """The id with which the model was trained to end a text; ``None``: a model of transformers has
-    its own, or the tokenizer is gone."""
-    tokenizer = config.data.tokenizer
-    if tokenizer != "bytes" and (config.model.family == "hf" or not Path(tokenizer).exists()):
-        return None
-    return load_tokenizer(tokenizer).end_of_document
 
 
 def _write_tokenizer(to: Path, tokenizer: str, end: int | None) -> str:

@@ -140,16 +140,13 @@ def _cut(read: Callable[[int], bytes]) -> Iterator[Piece]:
         if len(text) < PIECE_BYTES:
             yield Piece(text, True)
             return
-        at = text.rfind(b"\n") + 1 or _between_characters(text)
+        at = text.rfind(b"\n") + 1
+        if not at:  # no line ends: the last position that is not inside a UTF-8 character
+            decoder = getincrementaldecoder("utf-8")(errors="replace")
+            decoder.decode(text[-4:])  # a character has at most four bytes
+            at = len(text) - len(decoder.getstate()[0])
         yield Piece(text[:at], False)
         left = text[at:]
-
-
-def _between_characters(text: bytes) -> int:
-    """The last position that is not inside a UTF-8 character."""
-    decoder = getincrementaldecoder("utf-8")(errors="replace")
-    decoder.decode(text[-4:])  # a character has at most four bytes
-    return len(text) - len(decoder.getstate()[0])
 
 
 def read_rows(given: DocumentsConfig, path: Path) -> Iterator[tuple[str, Any]]:

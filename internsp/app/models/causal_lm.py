@@ -119,7 +119,7 @@ class HFCausalLM(nn.Module):
                 return output[LOSS], (labels != IGNORE_INDEX).sum()
         else:
             output = self.model(**given)
-        return token_loss(own_rows(output.logits), _identity, labels, **options)
+        return token_loss(own_rows(output.logits), nn.Identity(), labels, **options)
 
     def _inputs(self, ids: Tensor, positions: Tensor, **dealt: SequenceLayout) -> dict[str, Any]:
         # Documents begin where positions restart: transformers derives its attention mask from it.
@@ -217,7 +217,3 @@ def _not_streamed(model: Any, path: Path, dtype: torch.dtype) -> str:
             return f"{name} has another shape in {path}"
     more = stored.keys() - {name for name, _ in members}
     return f"{path} has {sorted(more)[0]} in addition to the model's own" if more else ""
-
-
-def _identity(logits: Tensor) -> Tensor:
-    return logits

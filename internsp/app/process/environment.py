@@ -85,7 +85,10 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         return {}
     job, step = (environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     number = int(job if job.isdigit() else 0) * 31 + int(step if step.isdigit() else 0)
-    node = _first_host(environment.get("SLURM_STEP_NODELIST", ""))
+    # The first host of the list: of node[007-010,012],other it is node007.
+    nodes = environment.get("SLURM_STEP_NODELIST", "")
+    first = re.match(r"([^,\[]*)(?:\[([^],-]*)[^]]*\]([^,]*))?", nodes)
+    node = "".join(part or "" for part in first.groups()) if first else ""
     found = {
         "RANK": environment.get("SLURM_PROCID", ""),
         "WORLD_SIZE": size,
@@ -95,12 +98,6 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     }
     # A value that Slurm does not give stays unset and is reported: never start a run of one rank.
     return {name: value for name, value in found.items() if value}
-
-
-def _first_host(nodes: str) -> str:
-    """The first host of a Slurm list: ``node[007-010,012],other`` is ``node007``."""
-    first = re.match(r"([^,\[]*)(?:\[([^],-]*)[^]]*\]([^,]*))?", nodes)
-    return "" if first is None else "".join(part or "" for part in first.groups())
 
 
 def _number(

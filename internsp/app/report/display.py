@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -117,7 +117,10 @@ class Display:
         took = duration(time.perf_counter() - self._began)
         lines = ["", f"{word} after {self._done}/{self._total} steps, {took}"]
         if self._last is not None:
-            lines.append(f"  loss        {_loss_text(self._losses)}")
+            last = self._losses[-LAST_STEPS:]  # a single step's batch says little
+            mean = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
+            loss = f"{self._losses[0]:.4f} -> {statistics.fmean(last):.4f}{mean}"
+            lines.append(f"  loss        {loss}")
             if skipped := self._last.skipped_steps:
                 steps = "1 step" if skipped == 1 else f"{skipped} steps"
                 lines.append(f"  skipped     {steps}: gradients were not finite")
@@ -183,13 +186,6 @@ def figures(metrics: StepMetrics) -> dict[str, str]:
 def _brief(name: str) -> str:
     """Heading for a text's loss that cannot be mistaken for another figure of the display."""
     return name if name == HELD_OUT else f"{printable(name)} loss"
-
-
-def _loss_text(losses: Sequence[float]) -> str:
-    """The first loss and the mean of the last ones (a single step's batch says little)."""
-    last = losses[-LAST_STEPS:]
-    mean = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
-    return f"{losses[0]:.4f} -> {statistics.fmean(last):.4f}{mean}"
 
 
 def duration(seconds: float) -> str:

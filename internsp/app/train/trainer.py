@@ -114,7 +114,11 @@ class Trainer:
         self.step = 0
         self._ours = not dist.is_initialized()
         if rank is None and self._ours:
-            _init_single_process(self.config)
+            dist.init_process_group(  # of this process alone
+                dist.get_default_backend_for_device(torch.device(device_type(self.config))),
+                store=dist.HashStore(), rank=0, world_size=1,
+                timeout=timedelta(seconds=self.config.parallel.timeout_seconds),
+            )  # fmt: skip
         try:
             self._session = Session.create(self.config, hooks, own)
         except BaseException:
@@ -243,15 +247,6 @@ def _launcher_rank() -> tuple[int | None, int | None]:
         raise ConfigError("\n  ".join(str(problem) for problem in around.problems))
     os.environ.update(around.variables)
     return around.rank, around.world_size
-
-
-def _init_single_process(config: Config) -> None:
-    """Create a process group of this process alone."""
-    dist.init_process_group(
-        dist.get_default_backend_for_device(torch.device(device_type(config))),
-        store=dist.HashStore(), rank=0, world_size=1,
-        timeout=timedelta(seconds=config.parallel.timeout_seconds),
-    )  # fmt: skip
 
 
 def _output(config: Config, output: str | Path | None) -> Path:
