@@ -23,7 +23,7 @@ from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device, device_named, devices, on_device
 from internsp.app.plan.links import FAR_HOP, Group, beside
 from internsp.app.plan.machines import on_machines
-from internsp.app.plan.replay import GRADIENT, Computing, UnitSeconds, replay
+from internsp.app.plan.replay import GRADIENT, Computing, replay
 from internsp.app.plan.replayed import StepReplay, messages, replayed
 from internsp.app.plan.screen import print_plan
 from internsp.app.plan.seconds import (
@@ -173,7 +173,7 @@ def test_a_block_waits_for_its_gather_and_computes_slower_beside_the_next_ones()
     chunk = plan.chunk
     actions = [a for a in simulate(chunk, by=Computing).actions if a.phase == "forward"]
     blocks = {unit.name: [w.name for w in unit.weights] for unit in chunk.blocks}
-    units = dict.fromkeys(blocks, UnitSeconds((3.0, 0.0), (0.0, 0.0), (0.0, 0.0)))
+    units = {name: {"forward": (3.0, 0.0)} for name in blocks}
     gathers = {names[0]: 1.0 for names in blocks.values()}
     clocks = replay(chunk, actions, units, {"AG": gathers, "RS": {}, "EX": {}}, 1.0)
     # The first gather is in the open; the second starts at the first block's trigger and takes half

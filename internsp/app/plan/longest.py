@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -129,12 +130,8 @@ class MemoryBudget:
         while high * self.multiple < MOST_TOKENS and fits(high * self.multiple):
             low, high = high, 2 * high  # from below: longer sequences take longer to evaluate
         high = min(high, MOST_TOKENS // self.multiple)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if fits(middle * self.multiple):
-                low = middle
-            else:
-                high = middle - 1
+        within = range(low + 1, high + 1)
+        low += bisect_left(within, True, key=lambda n: not fits(n * self.multiple))
         length = low * self.multiple
         more = min(length + max(length // 100, self.multiple), MOST_TOKENS)
         full = max(range(len(self.ranks)), key=lambda rank: max(excess(more, rank)))

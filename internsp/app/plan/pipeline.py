@@ -52,7 +52,7 @@ def tables(plan: Plan) -> list[Table]:
     found = [table(title, columns, rows)]
     if plan.tied:
         title = "Weights of several stages, whose gradients are summed once a step"
-        rows = [(t.name, "\n".join(t.copies), human(t.nbytes)) for t in plan.tied]
+        rows = [(name, "\n".join(copies), human(nbytes)) for name, copies, nbytes in plan.tied]
         found.append(table(title, ("<weight", "<copies", "a rank receives"), rows))
     if plan.config.model.layers * plan.config.train.micro_batches <= _LONGEST_COMPARED:
         found.append(_comparison(plan))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from internsp.schedule.chunk import ChunkLayout, ScheduleLine, UnitLayout, WeightLayout
 from internsp.schedule.simulate import Simulator
-from internsp.schedule.terms import BACKWARD, FINISH, FORWARD, RECOMPUTE
+from internsp.schedule.terms import BACKWARD, FINISH
 
 GRADIENT = "GRADIENT"
 GATHER, REDUCE, EXCHANGE = "AG", "RS", "EX"
@@ -73,24 +73,12 @@ class Clocks:
         self.now = max(self.now, until)
 
 
-@dataclass(frozen=True)
-class UnitSeconds:
-    """Seconds of computation of a unit in one micro-batch: of its weights, and of attention.
+UnitSeconds = Mapping[str, tuple[float, float]]
+"""Seconds of computation of a unit in one micro-batch, of its weights and of attention: of
+``FORWARD`` and ``RECOMPUTE``, and as ``GRADIENT`` of its backward.
 
-    Those of weights are divided by elements; attention computes before the weight at which the next
-    unit's gather is triggered, the output projection, unless that is the unit's entry.
-    """
-
-    forward: tuple[float, float]
-    recompute: tuple[float, float]
-    backward: tuple[float, float]
-
-    def of(self, kind: str, phase: str, share: float, attends: float) -> float:
-        """Seconds at an action of a weight with ``share`` of the weights' and of attention's."""
-        parts = self.backward
-        if kind != GRADIENT:
-            parts = {FORWARD: self.forward, RECOMPUTE: self.recompute}.get(phase, (0.0, 0.0))
-        return share * parts[0] + attends * parts[1]
+Those of weights are divided by elements; attention computes before the weight at which the next
+unit's gather is triggered, the output projection, unless that is the unit's entry."""
 
 
 def replay(
@@ -117,9 +105,10 @@ def replay(
             sent = REDUCE if action.phase == FINISH else GATHER
             clocks.wait(sent, arrives.get((sent, name), 0.0))
         elif kind in ("USE", GRADIENT) and name in weights:
-            of, *shares = weights[name]
-            if of in units:
-                clocks.compute(units[of].of(kind, action.phase, *shares))
+            of, share, attends = weights[name]
+            phase = GRADIENT if kind == GRADIENT else action.phase
+            if seconds := units.get(of, {}).get(phase):
+                clocks.compute(share * seconds[0] + attends * seconds[1])
     for kind in (REDUCE, EXCHANGE):  # the step ends when all have arrived
         last = max((end for (own, _), end in arrives.items() if own == kind), default=0.0)
         clocks.wait(kind, last)

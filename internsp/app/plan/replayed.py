@@ -21,10 +21,10 @@ from internsp.app.plan.machines import on_machines
 from internsp.app.plan.replay import (
     EXCHANGE,
     GATHER,
+    GRADIENT,
     REDUCE,
     Clocks,
     Computing,
-    UnitSeconds,
     replay,
 )
 from internsp.app.plan.seconds import (
@@ -41,6 +41,7 @@ from internsp.pipeline.schedules import ScheduleAction
 from internsp.pipeline.simulate import check_order
 from internsp.schedule.chunk import ChunkLayout, ScheduleLine
 from internsp.schedule.simulate import simulate
+from internsp.schedule.terms import FORWARD, RECOMPUTE
 
 _FEW = 200  # passes of blocks that are replayed one by one
 _KINDS: Mapping[str, str] = {Part.GATHERS: GATHER, Part.REDUCTIONS: REDUCE, Part.REPLICAS: EXCHANGE}
@@ -140,10 +141,12 @@ def _replay(
         (block.again.total - block.again.attention) / share,
         pace[1] - block.again.total - backward,
     ]
-    one = UnitSeconds((rest[0], attends), (rest[1], again), (rest[2], backward))
+    one = {
+        FORWARD: (rest[0], attends), RECOMPUTE: (rest[1], again), GRADIENT: (rest[2], backward),
+    }  # fmt: skip
     units = dict.fromkeys((unit.name for unit in chunk.blocks), one)
     if chunk.head is not None:
-        units[chunk.head.name] = UnitSeconds((before, 0.0), (0.0, 0.0), (after, 0.0))
+        units[chunk.head.name] = {FORWARD: (before, 0.0), GRADIENT: (after, 0.0)}
     return replay(chunk, actions, units, messages(load, device, chunk), device.fitted.slowdown)
 
 

@@ -50,20 +50,6 @@ _LONGEST_STEP = 20_000  # micro-batches x blocks that are simulated within a min
 
 
 @dataclass(frozen=True)
-class TiedOutline:
-    """A weight that several stages share.
-
-    Attributes:
-        copies: ``NAME of stage N``, ascending.
-        nbytes: bytes that a rank with a copy receives once a step: the other ranks' gradient sums.
-    """
-
-    name: str
-    copies: tuple[str, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Plan:
     """A step as it will run, of all pipeline ranks.
 
@@ -73,7 +59,8 @@ class Plan:
         ranks: of the pipeline; one without a pipeline.
         parameters: elements of the whole model.
         kinds: of each block, the first one of its kind.
-        tied: weights that several stages share.
+        tied: weights that several stages share: the name, ``NAME of stage N`` of each copy, and
+            bytes that a rank with a copy receives once a step: the other ranks' gradient sums.
     """
 
     config: Config
@@ -84,7 +71,7 @@ class Plan:
     ranks: tuple[RankPlan, ...]
     parameters: int
     kinds: tuple[int, ...]
-    tied: tuple[TiedOutline, ...]
+    tied: tuple[tuple[str, tuple[str, ...], int], ...]
     rules: Rules
 
     @property
@@ -138,7 +125,7 @@ def _tied(
     outlines: Sequence[ChunkOutline],
     shape: MeshShape,
     rank_of: Callable[[int], int],
-) -> TiedOutline:
+) -> tuple[str, tuple[str, ...], int]:
     """Ranks send slices of the ``ZeroOptimizer``, and one element: whether there is a gradient."""
     first, own = next(iter(tie.items()))
     sharding = next(a for a in outlines[first].shardings if own in {o.full_name for o in a.owners})
@@ -150,7 +137,7 @@ def _tied(
     others = len({rank_of(stage) for stage in tie}) - 1
     wide = torch.promote_types(sharding.parameter.dtype, torch.float32).itemsize
     copies = tuple(str(TiedCopy(stage, rank_of(stage), n)) for stage, n in tie.items())
-    return TiedOutline(name, copies, others * (length + 1) * wide)
+    return name, copies, others * (length + 1) * wide
 
 
 def message_bytes(config: Config, shape: MeshShape, sequence_length: int) -> int:
