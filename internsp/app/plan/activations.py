@@ -120,8 +120,7 @@ class ActivationModel:
             taken = sum(map(pinned_bytes, found.host_pieces))
             found = replace(found, host=found.host * taken // sum(found.host_pieces))
         if self.config.model.family == "hf" and self.shape.sequence > 1:  # run as on one rank
-            exchanges = {HEADS: self._head_exchange_bytes(local), RING: self._ring_bytes(local)}
-            found = replace(found, exchanges=exchanges)
+            found = replace(found, exchanges=self._exchange_bytes(local))
         highest = max(found.earlier_peaks, default=0)
         if highest > found.working + sum(found.exchanges.values()):  # whichever peak is highest
             return replace(found, working=highest, exchanges=dict.fromkeys(found.exchanges, 0))
@@ -189,36 +188,28 @@ class ActivationModel:
         freed = (len(shown) - 1) * block
         return _activations(base or whole, more, freed, base.host if base else (), offloaded, block)
 
-    def _head_exchange_bytes(self, local: int) -> int:
-        """Upper bound of the queries, keys and values that exchanges of heads have in flight."""
-        shares = self.shape.sequence // self.shape.ring
-        if shares == 1:
-            return 0
-        model = self.config.model
-        heads = model.heads + 2 * (model.kv_heads or model.heads)
-        features = heads * (model.head_dim or model.hidden_size // model.heads)
-        size = DTYPES[self.config.weight_parallel.compute_dtype or self.config.train.dtype].itemsize
-        return 2 * self.rows * local * features * size
-
-    def _ring_bytes(self, local: int) -> int:
-        """Upper bound of a step of the ring's backward (:mod:`internsp.sp.ring`).
+    def _exchange_bytes(self, local: int) -> dict[str, int]:
+        """Upper bounds of queries, keys and values that exchanges of heads have in flight, and of a
+        step of the ring's backward (:mod:`internsp.sp.ring`).
 
         It holds, in fp32 or wider, the gradient sums of queries and of two parts' keys and values;
         the received part of keys and values, and gradients returned to this rank; the next parts
         (none, one, two of a double ring, or all where parts are sent directly); and copies of the
         gradients that are sent, where their dtype is narrower than that of their sums.
         """
-        ring, model = self.shape.ring, self.config.model
-        if ring == 1:
-            return 0
+        model, ring, found = self.config.model, self.shape.ring, {HEADS: 0, RING: 0}
+        kv, positions = model.kv_heads or model.heads, self.rows * local
+        features = model.head_dim or model.hidden_size // model.heads
         dtype = DTYPES[self.config.weight_parallel.compute_dtype or self.config.train.dtype]
         size, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
-        form = self.config.sequence.ring_form
-        more = {"double": 2, "direct": ring - 2}.get(form, 1)
-        blocks = 4 + 2 * min(more, ring - 2) + 2 * (size < wide)
-        features = model.head_dim or model.hidden_size // model.heads
-        each = model.heads * wide + (model.kv_heads or model.heads) * (4 * wide + blocks * size)
-        return self.rows * local * features * each
+        if self.shape.sequence > ring:
+            found[HEADS] = 2 * positions * (model.heads + 2 * kv) * features * size
+        if ring > 1:
+            more = {"double": 2, "direct": ring - 2}.get(self.config.sequence.ring_form, 1)
+            blocks = 4 + 2 * min(more, ring - 2) + 2 * (size < wide)
+            each = model.heads * wide + kv * (4 * wide + blocks * size)
+            found[RING] = positions * features * each
+        return found
 
 
 def _activations(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-
 from internsp.app.config import Config
 
 
@@ -21,12 +19,12 @@ def block_kinds(config: Config, model: Any) -> tuple[int, ...]:
     if config.model.family == "hf":
         return (0,) * config.model.layers
     first: dict[object, int] = {}
-    return tuple(first.setdefault(_kind(each), i) for i, each in enumerate(model.layers))
-
-
-def _kind(block: nn.Module) -> object:
-    modules = tuple((name, type(module)) for name, module in block.named_modules())
-    return modules, tuple((name, weight.shape) for name, weight in block.named_parameters())
+    kinds = []
+    for number, block in enumerate(model.layers):
+        modules = tuple((name, type(module)) for name, module in block.named_modules())
+        weights = tuple((name, weight.shape) for name, weight in block.named_parameters())
+        kinds.append(first.setdefault((modules, weights), number))
+    return tuple(kinds)
 
 
 def shown_kinds(kinds: Sequence[int]) -> tuple[int, ...]:

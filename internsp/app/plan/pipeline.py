@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from internsp.app.plan.classes import equal_ranks, ranges, table
-from internsp.app.plan.rank import RankPlan
 from internsp.app.plan.step import Plan, message_bytes, plan_of
 from internsp.base.sizes import human
 from internsp.pipeline.picture import draw
@@ -36,7 +35,12 @@ def tables(plan: Plan) -> list[Table]:
     columns = ("pipeline rank", "stage", "blocks", "slots", "gathers", "reductions", "messages")
     nbytes = message_bytes(plan.config, plan.shape, plan.config.data.sequence_length)
     rows = []
-    same = equal_ranks([(_grouping_key(each), each.messages) for each in plan.ranks])
+    figures = []  # what the table shows of a rank besides its stages and blocks
+    for each in plan.ranks:
+        counts = [(each.schedule.count(k), each.schedule.nbytes(k)) for k in ("AG", "RS")]
+        chunks = [(len(chunk.blocks), chunk.plan.policy.slots) for chunk in each.chunks]
+        figures.append((*counts, *chunks, each.messages))
+    same = equal_ranks(figures)
     for ranks in same.values():
         each = plan.ranks[ranks[0]]
         alike = [plan.ranks[rank].chunks for rank in ranks]
@@ -57,13 +61,6 @@ def tables(plan: Plan) -> list[Table]:
     if plan.config.model.layers * plan.config.train.micro_batches <= _LONGEST_COMPARED:
         found.append(_comparison(plan))
     return found
-
-
-def _grouping_key(rank: RankPlan) -> tuple[object, ...]:
-    """What the table shows of a rank in addition to its stages and blocks."""
-    counts = [(rank.schedule.count(kind), rank.schedule.nbytes(kind)) for kind in ("AG", "RS")]
-    chunks = [(len(chunk.blocks), chunk.plan.policy.slots) for chunk in rank.chunks]
-    return (*counts, *chunks)
 
 
 def _blocks_label(blocks: list[range]) -> str:

@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from markupsafe import Markup
 
@@ -108,10 +108,8 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     fastest, and one-sided at the end.
     """
     half = max(1, len(points) // 60)
-    sums, counts = [0.0], [0]
-    for _, y in points:
-        sums.append(sums[-1] + (y if drawable(y) else 0.0))
-        counts.append(counts[-1] + drawable(y))
+    sums = [0.0, *accumulate(y if drawable(y) else 0.0 for _, y in points)]
+    counts = [0, *accumulate(drawable(y) for _, y in points)]
     out = []
     for i, (x, _) in enumerate(points):
         reach = min(half, i)

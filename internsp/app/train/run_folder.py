@@ -60,7 +60,7 @@ class RunFolder:
     def _begin(self, resumed: Resumed | None) -> tuple[str, list[str]]:
         checkpoints = self.path / "checkpoints"
         discard_partial(checkpoints)
-        if resumed is not None and _same(resumed.path.parent, checkpoints):
+        if resumed and checkpoints.exists() and checkpoints.samefile(resumed.path.parent):
             step, run = resumed.content.step, resumed.content.run
             names, aside = abandon_later(checkpoints, step)
             moved = f"{', '.join(names)} came after step {step}: now in {aside}"
@@ -155,7 +155,3 @@ def set_aside(output: Path) -> Path | None:
 def _named(path: Path) -> Path:
     """``path`` in a form whose last part can be renamed; "." and ".." become absolute paths."""
     return path if path.name not in ("", "..") else Path(os.path.abspath(path))
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.exists() and other.exists() and one.samefile(other)
