@@ -258,7 +258,7 @@ def test_sums_of_gradients_of_cut_columns_run_beside_products(parts: bool) -> No
     assert found.tensor == pytest.approx((4 * one, (2 if parts else 0) * one))
     # Over links a hundred times slower the products are over before the messages, and only they
     # can hide any: as much as they take beside them.
-    far = device.with_links(near=device.near / 100)
+    far = replace(device, near=device.near / 100)
     late, slow = block_seconds(beside_it, far), 1 + device.fitted.slowdown
     assert sum(late.tensor) + sum(late.hidden_tensor) == pytest.approx(
         sum(block_seconds(load, far).tensor)
@@ -314,7 +314,8 @@ def test_seconds_of_any_step_are_finite_and_better_devices_are_never_slower(case
         found = step_seconds(load, device)
         assert all(math.isfinite(one) and one > 0 for one in found.parts.values()), load
         most = found.total * (1 + 1e-9)
-        assert step_seconds(load, device.with_links(2 * device.near, 2 * device.far)).total <= most
+        faster = replace(device, near=2 * device.near, far=2 * device.far)
+        assert step_seconds(load, faster).total <= most
         better = replace(device, bandwidth=1.5 * device.bandwidth)
         assert step_seconds(load, better).total <= most, load
         twice = step_seconds(replace(load, micro_batches=2 * load.micro_batches), device)
@@ -439,7 +440,7 @@ def test_tensor_ranks_send_rows_of_embedding_and_head_and_numbers_of_the_loss() 
     whole = Workload(model, Degrees(4, tensor=4), 4096, 1, 8, habits=Habits())
     group = Group(4, 1, device)
     one, loss = group.gather(4096 * 4096 * 2), 3 * group.all_reduce(4096 * 4)
-    quick = device.with_links(1e18, 1e18)
+    quick = replace(device, near=1e18, far=1e18)
     told = {True: ((2, 1), (1, 0)), False: ((2, 0), (0, 0))}  # parts of sequences: stages: forward
     for parts, expected in told.items():
         for stages, (forward, backward) in zip((1, 2), expected, strict=True):

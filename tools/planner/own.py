@@ -111,7 +111,7 @@ class Case:
         launches = (machine.beside if messages else machine.alone) / part
         habits = replace(replay.load.habits, launches=launches / 3, launches_behind=2.0)
         load = replay.load = replace(replay.load, habits=habits)
-        found = replay.on(device if messages else device.with_links(1e18, 1e18))
+        found = replay.on(device if messages else replace(device, near=1e18, far=1e18))
         parts = {name: value for name, value in found.parts.items() if name != Part.HEAD}
         parts[Part.OPTIMIZER] *= _SGD
         if messages and load.degrees.context > 1 and part < 1:
@@ -129,7 +129,7 @@ def on_share(device: Device, part: float) -> Device:
     """``device`` where a rank has ``part`` of what it had; of its links too: gloo computes."""
     fitted = replace(device.fitted, products=device.fitted.products * part)
     shared = replace(device, fitted=fitted, bandwidth=device.bandwidth * part)
-    return shared.with_links(device.near * part, device.far * part)
+    return replace(shared, near=device.near * part, far=device.far * part)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Machine:
         lost = min(taken, 1 - 1e-6)  # of what is computed beside a message
         fitted = Fitted(self.products, 1.0, lost / (1 - lost))
         device = replace(device_named("cpu"), name="own", fitted=fitted, near_ranks=1)
-        return on_share(device, part).with_links(rate, rate)
+        return replace(on_share(device, part), near=rate, far=rate)
 
 
 _REPEATS = 8  # after which the constants of two cases have settled

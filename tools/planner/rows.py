@@ -118,7 +118,12 @@ def device_of(row: Row, known: Mapping[str, Device] | None = None) -> Device:
     if name not in known:
         raise Unpredictable(f"device {name or '(empty)'}: not in devices.toml")
     near, far = row.number("near_GBps"), row.number("far_Gbps")
-    return known[name].with_links(near and near * GIGA, far and far * GIGA / 8)
+    device = known[name]
+    return replace(
+        device,
+        near=near * GIGA if near else device.near,
+        far=far * GIGA / 8 if far else device.far,
+    )
 
 
 def workload_of(row: Row) -> tuple[Workload, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -89,10 +89,6 @@ class Device:
     host: float = 32 * GIGA
     start: float = 8.4 * MICRO
     hop: float = 3.4 * MICRO
-
-    def with_links(self, near: float | None = None, far: float | None = None) -> Device:
-        """This device with other links, in bytes a second."""
-        return replace(self, near=near or self.near, far=far or self.far)
 
     def attention_rates(self, kernel: str, head: int) -> tuple[float, float]:
         """Operations a second, forward and backward, of a kernel whose heads have ``head``."""

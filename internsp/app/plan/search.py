@@ -303,19 +303,15 @@ class Space:
             yield Node.of(node.number, node.any_of, self.variants(node.any_of))
             return
         weights, sizes = self.sizes(node.any_of)
-        choices: list[tuple[str, Sequence[Any]]] = [
-            ("checkpoint", tuple(CHECKPOINTS)), ("weight", weights), ("expert_weight", sizes)
-        ]  # fmt: skip
-        name, values = choices[node.level]
-        each = math.prod(len(later) for _, later in choices[node.level + 1 :])
-        for at, value in enumerate(values):
+        values: dict[str, Sequence[Any]] = {
+            "checkpoint": tuple(CHECKPOINTS), "weight": weights, "expert_weight": sizes,
+        }  # fmt: skip
+        name, *later = [*values][node.level :]
+        each = math.prod(len(values[other]) for other in later)
+        for at, value in enumerate(values[name]):
             one = replace(node.any_of, **{name: value})
-            bound = self.bound(
-                one,
-                weights if node.level < ANY_WEIGHT else (one.weight,),
-                sizes if node.level < ANY_SIZE else (one.expert_weight,),
-            )
-            yield Node(bound, node.number + at * each, node.level + 1, one)
+            over = [values[n] if n in later else (getattr(one, n),) for n in [*values][1:]]
+            yield Node(self.bound(one, *over), node.number + at * each, node.level + 1, one)
 
 
 class Variant(NamedTuple):
