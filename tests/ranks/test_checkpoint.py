@@ -23,10 +23,10 @@ from internsp.app.checkpoint.manifest import MANIFEST, write_manifest
 from internsp.app.checkpoint.saver import Saver
 from internsp.app.config import Config
 from internsp.app.report.metrics import read_metrics
-from internsp.app.session.rates import rate_factor
+from internsp.app.session.optimizers import rate_factor
 from internsp.app.session.session import Session
 from internsp.app.train.run import train
-from internsp.app.train.run_lock import RunLock
+from internsp.app.train.run_folder import RunLock
 from internsp.errors import ConfigError, InternspError, MachineError
 from internsp.failure.objects import Objects
 from tests.support.ranks import run_ranks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from internsp.app.report.chrome import write_chrome_trace
 from internsp.app.report.timeline import LANES
+from internsp.app.train.page import write_chrome_trace
 from internsp.base.trace import Event
 
 EVENTS = [

@@ -19,14 +19,23 @@ from internsp.app.plan.answer import FREE, changed
 from internsp.app.plan.compute import fed
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import device_named, on_device
-from internsp.app.plan.layout import CHECKPOINTS, SCHEDULES, Layout
 from internsp.app.plan.least import LeastBytes, Stages
 from internsp.app.plan.links import Group
 from internsp.app.plan.longest import MemoryBudget
 from internsp.app.plan.machines import on_machines
 from internsp.app.plan.observe import Observations
 from internsp.app.plan.replayed import messages, replayed
-from internsp.app.plan.search import Node, Space, Variant, chosen, neighbors, search
+from internsp.app.plan.search import (
+    CHECKPOINTS,
+    SCHEDULES,
+    Layout,
+    Node,
+    Space,
+    Variant,
+    chosen,
+    neighbors,
+    search,
+)
 from internsp.app.plan.searched import print_search
 from internsp.app.plan.seconds import Computed, idle_in_a_v, step_seconds
 from internsp.app.plan.step import make_plan

@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler as torchs
 
 from internsp.app.config import Config
-from internsp.app.session.rates import rate_factor
+from internsp.app.session.optimizers import rate_factor
 
 STEPS, WARMUP, DECAY, FLOOR = 30, 5, 8, 0.1
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from internsp.app.train.run_folder import RunFolder
-from internsp.app.train.run_lock import RunLock
+from internsp.app.train.run_folder import RunFolder, RunLock
 from internsp.errors import ConfigError
 
 
@@ -32,7 +31,7 @@ def test_a_second_run_is_refused_with_the_first_ones_process(tmp_path: Path) -> 
 def test_the_lock_of_a_process_that_was_killed_is_taken_over(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from internsp.app.train.run_lock import RunLock\n"
+        "from internsp.app.train.run_folder import RunLock\n"
         "lock = RunLock(Path(sys.argv[1]), 'dead'); print('held', flush=True)\n"
         "time.sleep(60)"
     )
@@ -77,7 +76,7 @@ def test_a_note_of_anything_hinders_nothing(tmp_path: Path, owner: bytes) -> Non
 def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from internsp.app.train.run_lock import RunLock\n"
+        "from internsp.app.train.run_folder import RunLock\n"
         "from internsp.errors import ConfigError\n"
         "while time.time() < float(sys.argv[2]): pass\n"
         "won = 0\n"

@@ -30,8 +30,7 @@ from internsp.app.models.factory import (
     device_type,
     to_parallelize,
 )
-from internsp.app.plan.kernels import fuse_norms, kernel_memory
-from internsp.app.plan.live import LiveBytes, Outputs
+from internsp.app.plan.live import LiveBytes, Outputs, fuse_norms, kernel_memory
 from internsp.app.plan.sequences import balance_of, ring_traffic
 from internsp.base.host import HostLink
 from internsp.mesh import MeshShape

@@ -23,9 +23,9 @@ from pydantic import TypeAdapter, ValidationError
 from internsp.app.config import HELD_OUT
 from internsp.app.report.display import duration
 from internsp.app.report.metrics import StepMetrics, read_metrics, write_whole
-from internsp.app.report.rendering import TEMPLATES
 from internsp.app.report.svg import (
     PHASES,
+    TEMPLATES,
     Series,
     draw_timeline,
     drawable,

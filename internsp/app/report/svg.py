@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from internsp.app.report.rendering import TEMPLATES
 from internsp.app.report.timeline import COMMUNICATION, LANES, Bar, build_timeline, window_of
-from internsp.base.sizes import human
+from internsp.base.sizes import UNITS, human
 from internsp.base.trace import Event
 
 Point = tuple[float, float]
@@ -27,6 +27,29 @@ WIDTH, HEIGHT = 560, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 34
 _BUCKETS = 250
 _HOVERS = 120
+_MAX_TEXT = 100_000
+
+
+def _bytes_as(nbytes: float, greatest: float) -> str:
+    """Bytes in the unit of the greatest number of a table, so that a column can be compared."""
+    unit = human(greatest).split()[1]
+    return f"{nbytes / UNITS[unit]:.{0 if unit == 'B' else 1}f} {unit}"
+
+
+# Of pages and of the drawings in them.
+TEMPLATES = Environment(
+    loader=PackageLoader("internsp.app.report"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+)
+TEMPLATES.filters |= {
+    "bounded": lambda text: text[:_MAX_TEXT] + ("\n…" if len(text) > _MAX_TEXT else ""),
+    "ms": lambda seconds: f"{seconds * 1e3:.2f}",
+    "px": "{:.1f}".format,
+    "human": human,
+    "bytes_as": _bytes_as,
+}
 
 
 def number(value: float) -> str:

@@ -23,9 +23,8 @@ from internsp.app.models.factory import (
 from internsp.app.plan.experts import chosen_experts
 from internsp.app.process.stop import ended_at_once
 from internsp.app.session.inputs import open_source, require_same
-from internsp.app.session.optimizers import check_group_patterns, make_optimizer
+from internsp.app.session.optimizers import check_group_patterns, make_optimizer, rate_factor
 from internsp.app.session.own import Custom, CustomData
-from internsp.app.session.rates import rate_factor
 from internsp.base.accelerator import device_clock
 from internsp.base.trace import Trace
 from internsp.errors import ConfigError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from internsp.app.plan.offloaded import HOSTED, STAGED
 from internsp.app.plan.pipeline import drawn
 from internsp.app.plan.step import make_plan
 from internsp.app.report.advice import advise
-from internsp.app.report.chrome import write_chrome_trace
 from internsp.app.report.metrics import read_metrics
 from internsp.app.report.page import Report
+from internsp.app.report.timeline import LANES, build_timeline, window_of
 from internsp.app.session.session import Session
 from internsp.base.accelerator import device_name
 from internsp.base.host import ACTIVATIONS
@@ -29,6 +30,36 @@ def gather_timelines(session: Session, folder: Path, events: list[Event]) -> dic
     gathered: list[list[Event] | None] = [None] * mesh.world_size
     dist.gather_object(events, gathered if mesh.rank == 0 else None)
     return {rank: found for rank, found in enumerate(gathered) if found is not None}
+
+
+def write_chrome_trace(path: Path, events: Sequence[Event], rank: int) -> Path:
+    """Write one rank's events of one step: a process for the rank, a thread for each lane.
+
+    It is for ``chrome://tracing`` and ui.perfetto.dev. Times are microseconds since the step began;
+    payloads are in ``args.bytes``. The folder of ``path`` is created if missing.
+    """
+    lanes, begin = build_timeline(events), window_of(events)[0]
+    rows: list[dict[str, object]] = [
+        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+    ]
+    for lane, name in enumerate(LANES):
+        thread = {"pid": rank, "tid": lane}
+        rows.append({"ph": "M", **thread, "name": "thread_name", "args": {"name": name}})
+        for bar in lanes[name]:
+            rows.append(
+                {
+                    "ph": "X",
+                    **thread,
+                    "name": f"{bar.kind} {bar.weight or bar.unit}".rstrip(),
+                    "cat": bar.phase or bar.kind,
+                    "ts": 1e6 * (bar.start - begin),
+                    "dur": 1e6 * (bar.end - bar.start),
+                    "args": {"unit": bar.unit, "phase": bar.phase, "bytes": bar.nbytes},
+                }
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
+    return path
 
 
 def write_page(
