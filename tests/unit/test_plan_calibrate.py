@@ -16,9 +16,8 @@ import pytest
 
 from internsp.app.cli.command import main
 from internsp.app.config import Config
-from internsp.app.plan.calibrate import calibrate, text_of
+from internsp.app.plan.calibrate import calibrate, read_run, text_of
 from internsp.app.plan.devices import Device, Fitted, device_named, on_device
-from internsp.app.plan.measured import read_run
 from internsp.app.plan.replayed import replayed
 from internsp.app.report.metrics import MetricsWriter, StepMetrics
 from internsp.errors import ConfigError

@@ -19,7 +19,7 @@ from rich.console import Console
 
 import internsp
 from internsp.app.config import Config
-from internsp.app.plan import kernels
+from internsp.app.plan import live
 from internsp.app.plan.activations import ActivationModel, exchange_rows
 from internsp.app.plan.in_flight import BUFFERS
 from internsp.app.plan.live import Outputs
@@ -459,14 +459,14 @@ def test_on_cuda_norms_keep_their_input_and_flash_attention_has_its_own_sums() -
     # The last norm: two copies in fp32 are four units, and its input, kept in their place, is one.
     assert 2.99 * unit < host.kept - device.kept < 3.01 * unit
     q, k = torch.empty(1, 4, 1000, 100), torch.empty(1, 2, 1000, 100, dtype=torch.bfloat16)
-    (sums,) = kernels.kernel_memory(on("cuda")).values()
+    (sums,) = live.kernel_memory(on("cuda")).values()
     wide = 4 * (1000 + 128) * 4 * (128 + 1)  # heads of 100 are rounded to 128
     assert sums(q, q, k, k) == wide + 2 * 1000 * 4 * 100 * 2
     assert sums(q, q, q, q) == wide
 
 
 def test_a_run_in_full_precision_has_no_flash_attention() -> None:
-    assert kernels.kernel_memory(config()) == {}
+    assert live.kernel_memory(config()) == {}
 
 
 def test_pinned_memory_is_counted_as_torch_takes_it() -> None:

@@ -23,8 +23,7 @@ from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import Device, device_named, devices, on_device
 from internsp.app.plan.links import FAR_HOP, Group, beside
 from internsp.app.plan.machines import on_machines
-from internsp.app.plan.replay import GRADIENT, Computing, replay
-from internsp.app.plan.replayed import StepReplay, messages, replayed
+from internsp.app.plan.replayed import GRADIENT, Computing, StepReplay, messages, replay, replayed
 from internsp.app.plan.screen import print_plan
 from internsp.app.plan.seconds import (
     Computed,

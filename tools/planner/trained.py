@@ -16,9 +16,8 @@ from pathlib import Path
 from statistics import median
 
 from internsp.app.config.load import load_config
-from internsp.app.plan.calibrate import calibrate
+from internsp.app.plan.calibrate import WARM, MeasuredRun, calibrate, scatter_of
 from internsp.app.plan.devices import Device, device_named
-from internsp.app.plan.measured import WARM, MeasuredRun, scatter_of
 from internsp.app.plan.replayed import replayed
 from internsp.app.report.page import load_report
 from internsp.mesh import MeshShape

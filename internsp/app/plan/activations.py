@@ -19,8 +19,8 @@ import torch
 from internsp.app.config import Config
 from internsp.app.config.tiles import tile_tokens
 from internsp.app.models.factory import device_type
-from internsp.app.plan.kinds import shown_kinds
 from internsp.app.plan.observe import ModelPart, Observations, Observed
+from internsp.app.plan.step import shown_kinds
 from internsp.base.host import pinned_bytes
 from internsp.mesh.sequence import HEADS, RING
 from internsp.modules.offload import offloaded_blocks
@@ -80,7 +80,7 @@ class ActivationModel:
 
     Args:
         model_part: the model, or which chunk of a pipeline.
-        kinds: of its blocks (:mod:`internsp.app.plan.kinds`).
+        kinds: of its blocks (:func:`internsp.app.plan.step.block_kinds`).
         recomputing: how many of them recompute, the first ones.
         observations: what was measured before, for models that differ in how weights are sharded.
     """

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import datetime
 import math
+import statistics
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,19 +20,24 @@ import tomli_w
 import torch
 
 from internsp.app.config import Config
+from internsp.app.config.resume import saved_config
 from internsp.app.plan.answer import human_seconds, seconds_lines
 from internsp.app.plan.classes import table
 from internsp.app.plan.devices import FITTED_FILE, NUMBERS, TERA, Device, Fitted, on_device
 from internsp.app.plan.machines import on_machines
-from internsp.app.plan.measured import WARM, MeasuredRun, read_run
 from internsp.app.plan.replayed import StepReplay, replayed
 from internsp.app.plan.seconds import StepSeconds
 from internsp.app.plan.step import make_plan
 from internsp.app.process import terminal
+from internsp.app.report.page import load_report
+from internsp.app.report.timeline import step_times
 from internsp.base.version import __version__
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
 
+WARM = 2  # first steps, which do not count
+FEWEST = 8  # further steps that a run needs
+SCATTER = 0.05  # of the median, on either side, within which four steps of five must be
 CONSTANTS = ("products", "links", "slowdown")
 _HEAD = "# Written by internsp plan --calibrate."
 _LEAST = {"products": 1e-3, "links": 1e-3, "slowdown": 1e-2}
@@ -40,6 +47,71 @@ _TOLD = 0.01  # a constant is fitted if a tenth more of it changes something by 
 _ROUNDS = 20
 
 Predict = Callable[[Device], StepSeconds]
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """The steps of a run: finished ones of its last process, without the first few, in which memory
+    is allocated and kernels are chosen.
+
+    Attributes:
+        seconds: of a step, the median.
+        steps: how many were measured.
+        scatter: of the median, on either side, within which four steps of five are.
+        messages: seconds in which messages were in flight in the traced step, hidden or not, the
+            mean of its ranks; ``None`` without a trace.
+    """
+
+    name: str
+    config: Config
+    shape: MeshShape
+    seconds: float
+    steps: int
+    scatter: float
+    messages: float | None = None
+
+
+def read_run(folder: Path) -> MeasuredRun:
+    """The steps of a run in ``folder``, whose configuration is in ``config.toml``.
+
+    Raises:
+        ConfigError: it is not the folder of a run, the run is too short, its steps scatter, or
+            they have different numbers of sequences.
+    """
+    where, report = f"--calibrate {folder}", load_report(folder)
+    rows = [row for row in report.metrics if row.run == report.metrics[-1].run][WARM:]
+    if len(rows) < FEWEST:
+        raise ConfigError(
+            f"{where}: {len(rows)} steps after the first {WARM}; set train.steps to "
+            f"{WARM + FEWEST} or more"
+        )
+    if any(row.sequences is not None for row in rows):
+        raise ConfigError(
+            f"{where}: its steps have different numbers of sequences; leave out train.batch_tokens"
+        )
+    seconds = [row.step_seconds for row in rows]
+    scatter = scatter_of(seconds)
+    if scatter > SCATTER:
+        raise ConfigError(
+            f"{where}: four steps of five are within {scatter:.1%} of the median, more than "
+            f"{SCATTER:.0%}; run it again with nothing beside it on the machine"
+        )
+    world = report.mesh.get("world")  # a run that was killed has left none
+    try:
+        config = saved_config(tomllib.loads(report.config_toml))
+    except (tomllib.TOMLDecodeError, ConfigError) as error:
+        raise ConfigError(f"{folder / 'config.toml'}: {error}") from None
+    shape = MeshShape(world or config.launch.processes, **config.degrees())
+    found = [step_times(events).communication for events in report.timeline.values() if events]
+    messages = statistics.fmean(found) if found else None
+    median = statistics.median(seconds)
+    return MeasuredRun(str(folder), config, shape, median, len(rows), scatter, messages)
+
+
+def scatter_of(seconds: Sequence[float]) -> float:
+    """Half the distance from the first to the last tenth, in shares of the median."""
+    tenths = statistics.quantiles(seconds, n=10, method="inclusive")
+    return (tenths[-1] - tenths[0]) / 2 / statistics.median(seconds)
 
 
 @dataclass(frozen=True)

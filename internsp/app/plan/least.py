@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from internsp.app.config import Config
-from internsp.app.plan.kinds import shown_kinds
 from internsp.app.plan.observe import WHOLE, ModelPart, Observations, Observed
-from internsp.app.plan.step import make_plan
+from internsp.app.plan.step import make_plan, shown_kinds
 from internsp.app.plan.workload import Workload
 from internsp.mesh import MeshShape
 from internsp.pipeline.chunks import partition_costs

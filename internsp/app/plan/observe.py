@@ -56,7 +56,7 @@ class ModelPart:
         last: the chunk has norm, head and loss; else it returns hidden states.
         split: input backward and weight backward are computed separately.
         kinds: of the measured blocks, those of the zoo's model that they are as
-            (:mod:`internsp.app.plan.kinds`); empty: its first ones.
+            (:func:`internsp.app.plan.step.block_kinds`); empty: its first ones.
     """
 
     shape: MeshShape
