@@ -19,8 +19,7 @@ import pytest
 from internsp.app.checkpoint import manifest
 from internsp.app.checkpoint.disk import steps_in
 from internsp.app.config import Config
-from internsp.app.launch.launch import start
-from internsp.app.launch.outcome import ChildError
+from internsp.app.launch.launch import ChildError, start
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import read_metrics
 from internsp.app.train.run import train

@@ -25,9 +25,8 @@ from internsp.app.data import tokens
 from internsp.app.data.batches import DataSource
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import read_metrics
-from internsp.app.session import inputs
-from internsp.app.session.inputs import open_source
-from internsp.app.session.session import Session
+from internsp.app.session import session as inputs
+from internsp.app.session.session import Session, open_source
 from internsp.app.train.run import train
 from internsp.app.train.step import StepRunner
 from internsp.errors import ConfigError, InternspError

@@ -14,8 +14,7 @@ import pytest
 from torch import Tensor
 
 from internsp.app.config import Config
-from internsp.app.launch.launch import start
-from internsp.app.launch.outcome import ChildError
+from internsp.app.launch.launch import ChildError, start
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import read_metrics
 from internsp.app.train.run import train

@@ -16,8 +16,7 @@ import pytest
 
 from internsp.app import cli
 from internsp.app.config import Config, LaunchConfig, TrainConfig
-from internsp.app.launch.launch import start
-from internsp.app.launch.outcome import ChildError
+from internsp.app.launch.launch import ChildError, start
 from internsp.app.process.stop import StopRequest
 from internsp.errors import MeshError
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from internsp.app.launch.outcome import Failure, RankOutcome, first_cause
+from internsp.app.launch.launch import Failure, RankOutcome, first_cause
 from internsp.app.process.lifetime import is_stopped, stopped_ranks
 from internsp.errors import CollectiveError, ConfigError
 

@@ -77,11 +77,17 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
     try:
         _write_weights(aside, folder, content, parts, max_file_bytes)
         if hf:
-            _copy_folder(Path(str(config.model.path)), aside, config.train.dtype)
+            # Configuration, tokenizer and code of the model that the run began with, not weights.
+            for path in sorted(Path(str(config.model.path)).iterdir()):
+                if path.is_file() and not path.name.endswith(_WEIGHTS):
+                    shutil.copyfile(path, aside / path.name)
+            made = json.loads((aside / "config.json").read_text())
+            made.pop("torch_dtype", None)
+            made["dtype"] = config.train.dtype
         else:
             form, length = form_of(config.model), config.data.sequence_length
             made = form.exported_config(config.model, config.train.dtype, length)
-            (aside / "config.json").write_text(json.dumps(made, indent=2) + "\n")
+        (aside / "config.json").write_text(json.dumps(made, indent=2) + "\n")
         # The texts of a program's own data were tokenized by the program.
         own = content.data.fingerprint == CustomData.fingerprint
         why = "the run was trained on a program's own batches" if own else ""
@@ -209,13 +215,3 @@ def _write_tokenizer(to: Path, tokenizer: str, end: int | None) -> str:
             content = {**json.loads(path.read_text()), "eos_token_id": end}
             path.write_text(json.dumps(content, indent=2) + "\n")
     return ""
-
-
-def _copy_folder(source: Path, to: Path, dtype: str) -> None:
-    """Copy configuration, tokenizer and code of the model that the run began with, not weights."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith(_WEIGHTS):
-            shutil.copyfile(path, to / path.name)
-    content = json.loads((to / "config.json").read_text())
-    content.pop("torch_dtype", None)
-    (to / "config.json").write_text(json.dumps({**content, "dtype": dtype}, indent=2) + "\n")

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -398,10 +399,8 @@ class StepRunner:
         actual = trace.lines(kinds)
         if actual == expected:
             return
-        at = next(
-            (i for i, (a, e) in enumerate(zip(actual, expected, strict=False)) if a != e),
-            min(len(actual), len(expected)),
-        )
+        pairs = enumerate(zip_longest(actual, expected))
+        at = next(number for number, (a, e) in pairs if a != e)
         raise OrderError(
             f"rank {self.session.mesh.rank} launched {len(actual)} collectives where the schedule "
             f"has {len(expected)}; the first difference is number {at}: "
