@@ -11,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from internsp.app.config import Config, LaunchConfig
+from internsp.app.config import Config
+from internsp.app.config.sections import LaunchConfig
 from internsp.app.process.lifetime import end_with_launcher
 from internsp.app.process.stop import StopRequest
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from internsp.app import cli
-from internsp.app.config import Config, LaunchConfig, TrainConfig
+from internsp.app.config import Config, TrainConfig
+from internsp.app.config.sections import LaunchConfig
 from internsp.app.launch.launch import ChildError, start
 from internsp.app.process.stop import StopRequest
 from internsp.errors import MeshError

@@ -13,9 +13,6 @@ from pydantic import ValidationError
 
 from internsp.app.config import (
     Config,
-    LaunchConfig,
-    OptimizerConfig,
-    ParallelConfig,
     TrainConfig,
     documented,
     load_config,
@@ -25,7 +22,10 @@ from internsp.app.config import (
 from internsp.app.config.sections import (
     DocumentsConfig,
     EvaluationText,
+    LaunchConfig,
     MixturePart,
+    OptimizerConfig,
+    ParallelConfig,
     ParameterGroup,
     ReportConfig,
 )

@@ -19,13 +19,13 @@ import tyro
 
 from internsp.app.cli import plain
 from internsp.app.cli.plain import printing
-from internsp.app.config import Config, read_config, report, sections
+from internsp.app.config import Config, read_config, sections
 from internsp.app.config.errors import Problem
 from internsp.app.process.environment import launched
 from internsp.app.process.terminal import write_lines
 from internsp.base.names import nearest
 from internsp.base.version import __version__
-from internsp.config.words import help_of, in_words, keys_of, metavar, table_class
+from internsp.config.words import help_of, in_words, keys_of, listed, metavar, table_class
 from internsp.errors import ConfigError, InternspError, MachineError
 
 USAGE_ERROR = 2
@@ -125,7 +125,7 @@ def _run(words: list[str]) -> int:
     if config is None or problems:
         if around.rank:  # one process of a run tells them
             return USAGE_ERROR
-        raise ConfigError(report(command.config, problems))
+        raise ConfigError(listed(str(command.config), problems))
     if isinstance(command, _Train):
         return _train(config, command.output or Path("runs") / config.train.name, around.rank)
     with printing():

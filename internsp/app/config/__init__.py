@@ -6,16 +6,11 @@ from internsp.app.config.load import (
     documented,
     load_config,
     read_config,
-    report,
     sections,
 )
 from internsp.app.config.sections import (
     DataConfig,
     DocumentsConfig,
-    LaunchConfig,
-    MixturePart,
-    OptimizerConfig,
-    ParallelConfig,
     TrainConfig,
 )
 
@@ -24,14 +19,9 @@ __all__ = [
     "Config",
     "DataConfig",
     "DocumentsConfig",
-    "LaunchConfig",
-    "MixturePart",
-    "OptimizerConfig",
-    "ParallelConfig",
     "TrainConfig",
     "read_config",
     "documented",
     "load_config",
-    "report",
     "sections",
 ]

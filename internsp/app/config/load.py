@@ -143,14 +143,9 @@ def load_config(
     """
     config, problems = read_config(path, overrides, world_size=world_size)
     if config is None:
-        raise ConfigError(report(path, problems))
+        what = "the configuration" if isinstance(path, Mapping) else str(path)
+        raise ConfigError(listed(what, problems))
     return config
-
-
-def report(path: str | Path | Mapping[str, Any], problems: list[Problem]) -> str:
-    """A heading that counts the mistakes, then one mistake a line."""
-    path = "the configuration" if isinstance(path, Mapping) else path
-    return listed(str(path), problems)
 
 
 def read_config(

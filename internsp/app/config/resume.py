@@ -14,8 +14,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from internsp.app.config import Config, OptimizerConfig, sections
+from internsp.app.config import Config, sections
 from internsp.app.config.checks import combinations
+from internsp.app.config.sections import OptimizerConfig
 from internsp.config.former import GONE, translated
 from internsp.config.words import mistakes
 from internsp.errors import ConfigError

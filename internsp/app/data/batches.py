@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from internsp.app.config import HELD_OUT, Config, DataConfig, DocumentsConfig, MixturePart
+from internsp.app.config import HELD_OUT, Config, DataConfig, DocumentsConfig
+from internsp.app.config.sections import MixturePart
 from internsp.app.data.order import Documents, Mixture, Row, Rows, counted
 from internsp.app.data.tokenizer import Tokenizer, load_tokenizer
 from internsp.app.data.tokens import Cached, TokenStore, open_stores, parts_of, prepare

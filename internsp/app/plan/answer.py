@@ -19,6 +19,7 @@ from internsp.app.plan.devices import Device
 from internsp.app.plan.longest import MemoryBudget
 from internsp.app.plan.observe import Observations
 from internsp.app.plan.seconds import Part, StepSeconds, step_seconds
+from internsp.app.report.timeline import human_seconds
 from internsp.config.words import in_words
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
@@ -145,8 +146,3 @@ def write_text(option: str, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}") from error
-
-
-def human_seconds(seconds: float) -> str:
-    """``1.19 s`` or ``41.2 ms``."""
-    return f"{seconds:.3g} s" if seconds >= 0.5 else f"{1000 * seconds:.3g} ms"

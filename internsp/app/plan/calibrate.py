@@ -21,7 +21,7 @@ import torch
 
 from internsp.app.config import Config
 from internsp.app.config.resume import saved_config
-from internsp.app.plan.answer import human_seconds, seconds_lines
+from internsp.app.plan.answer import seconds_lines
 from internsp.app.plan.classes import table
 from internsp.app.plan.devices import FITTED_FILE, NUMBERS, TERA, Device, Fitted, on_device
 from internsp.app.plan.machines import on_machines
@@ -30,7 +30,7 @@ from internsp.app.plan.seconds import StepSeconds
 from internsp.app.plan.step import make_plan
 from internsp.app.process import terminal
 from internsp.app.report.page import load_report
-from internsp.app.report.timeline import step_times
+from internsp.app.report.timeline import human_seconds, step_times
 from internsp.base.version import __version__
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape

@@ -8,13 +8,14 @@ from pathlib import Path
 from rich.console import Console
 
 from internsp.app.config import Config
-from internsp.app.plan.answer import bound_of, exposed, human_seconds, write_text
+from internsp.app.plan.answer import bound_of, exposed, write_text
 from internsp.app.plan.classes import table
 from internsp.app.plan.devices import Device
 from internsp.app.plan.replayed import StepReplay
 from internsp.app.plan.search import TIE, Found, Space, chosen, neighbors, search
 from internsp.app.plan.seconds import StepSeconds
 from internsp.app.process import terminal
+from internsp.app.report.timeline import human_seconds
 from internsp.base.sizes import human
 
 Row = tuple[Found, StepSeconds]

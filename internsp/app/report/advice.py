@@ -21,6 +21,9 @@ from internsp.app.report.timeline import (
     step_times,
     subtract,
 )
+from internsp.app.report.timeline import (
+    human_seconds as _ms,
+)
 from internsp.base.sizes import human
 from internsp.base.trace import Event
 from internsp.config import WeightParallelConfig
@@ -289,7 +292,3 @@ def _exchanges(step: _Step) -> Iterator[Advice]:
     if step.weights.gather_before == "qkv":
         text += '; weight_parallel.gather_before = "out_proj" leaves them the link'
     yield Advice(total, text + ".")
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -32,23 +32,20 @@ COMMUNICATION: Mapping[str, str] = {
 }
 """Kinds of events that are communication, with their names."""
 
-LANES = ("compute", "gathers", "reduce-scatters", "all-to-alls", "optimizer")
+_DRAWN = {
+    "compute": (),
+    "gathers": ("AG",),
+    "reduce-scatters": ("RS", "EX"),
+    "all-to-alls": ("A2A", "RING"),
+    "optimizer": ("STEP", "FINISH", "PUBLISH", "MATRIX"),
+}
+LANES = tuple(_DRAWN)
 """Lanes of a step's timeline, from top to bottom."""
 
 WAITS = ("WAIT", "A2A_WAIT", "RING_WAIT")
 """Kinds of waits of the computing thread; those for sequence collectives have their own kinds."""
 
-_LANE_OF = {
-    "AG": "gathers",
-    "RS": "reduce-scatters",
-    "EX": "reduce-scatters",
-    "A2A": "all-to-alls",
-    "RING": "all-to-alls",
-    "STEP": "optimizer",
-    "FINISH": "optimizer",
-    "PUBLISH": "optimizer",
-    "MATRIX": "optimizer",
-}
+_LANE_OF = {kind: lane for lane, kinds in _DRAWN.items() for kind in kinds}
 _PHASE_OF = {"FORWARD": "forward", "BACKWARD": "backward", "STEP": "optimizer"}
 
 
@@ -97,6 +94,11 @@ def subtract(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
 
 
 # Figures of a step.
+
+
+def human_seconds(seconds: float) -> str:
+    """``1.19 s`` or ``41.2 ms``."""
+    return f"{seconds:.3g} s" if seconds >= 0.5 else f"{1000 * seconds:.3g} ms"
 
 
 @dataclass(frozen=True, slots=True)
