@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from internsp import model_zoo
 from internsp.app.config import Config
-from internsp.app.report.flops import flops_per_token, peak_tflops
+from internsp.app.report.metrics import flops_per_token, peak_tflops
 
 LENGTH = 24
 

@@ -17,12 +17,11 @@ from internsp.app.cli.command import main
 from internsp.app.config import Config, load_config
 from internsp.app.plan.answer import FREE, changed
 from internsp.app.plan.compute import fed
-from internsp.app.plan.configured import workload_of
+from internsp.app.plan.configured import on_machines, workload_of
 from internsp.app.plan.devices import device_named, on_device
 from internsp.app.plan.least import LeastBytes, Stages
 from internsp.app.plan.links import Group
 from internsp.app.plan.longest import MemoryBudget
-from internsp.app.plan.machines import on_machines
 from internsp.app.plan.observe import Observations
 from internsp.app.plan.replayed import messages, replayed
 from internsp.app.plan.search import (

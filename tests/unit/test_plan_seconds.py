@@ -19,10 +19,9 @@ from internsp.app.plan import replayed as replaying
 from internsp.app.plan.answer import changed
 from internsp.app.plan.block_seconds import block_seconds
 from internsp.app.plan.compute import STREAMED, passes, product
-from internsp.app.plan.configured import workload_of
+from internsp.app.plan.configured import on_machines, workload_of
 from internsp.app.plan.devices import Device, device_named, devices, on_device
 from internsp.app.plan.links import FAR_HOP, Group, beside
-from internsp.app.plan.machines import on_machines
 from internsp.app.plan.replayed import GRADIENT, Computing, StepReplay, messages, replay, replayed
 from internsp.app.plan.screen import print_plan
 from internsp.app.plan.seconds import (

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import internsp.fsdp
 from internsp import ParallelMesh, WeightParallelConfig, parallelize
-from internsp.app.report.flops import rated_tflops
+from internsp.app.report.metrics import rated_tflops
 from internsp.base.accelerator import device_name
 from tools.bench.model import fresh, initial_weights, process_group
 from tools.bench.options import Sizes

@@ -23,8 +23,8 @@ from internsp.app.config import Config
 from internsp.app.config.resume import saved_config
 from internsp.app.plan.answer import seconds_lines
 from internsp.app.plan.classes import table
+from internsp.app.plan.configured import on_machines
 from internsp.app.plan.devices import FITTED_FILE, NUMBERS, TERA, Device, Fitted, on_device
-from internsp.app.plan.machines import on_machines
 from internsp.app.plan.replayed import StepReplay, replayed
 from internsp.app.plan.seconds import StepSeconds
 from internsp.app.plan.step import make_plan

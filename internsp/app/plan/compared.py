@@ -10,7 +10,7 @@ from internsp.app.config import Config
 from internsp.app.plan.configured import workload_of
 from internsp.app.plan.devices import FITTED_FILE, Device, devices
 from internsp.app.plan.replayed import replayed
-from internsp.app.plan.seconds import Part, StepSeconds
+from internsp.app.plan.seconds import Part
 from internsp.app.report.timeline import WAITS, measure, spans, step_times, subtract, where_waited
 from internsp.base.trace import Event
 from internsp.errors import ConfigError
@@ -41,20 +41,17 @@ def compared(
     known = workload_of(config, shape).dtype in device.peak
     if not traces or config.train.batch_tokens or not known:
         return []
-    ours = _predicted(replayed(config, shape.world_size, device))
-    every = [_measured(events) for events in traces]
-    rows = [(name, ours[name], fmean(one[name] for one in every)) for name in ours]
-    return [row for row in rows if max(row[1:]) > 0]
-
-
-def _predicted(found: StepSeconds) -> dict[str, float]:
+    found = replayed(config, shape.world_size, device)
     parts = {
         name: sum(found.parts.get(part, 0.0) - found.slowed.get(part, 0.0) for part in own)
         for name, (own, _) in _COMPONENTS.items()
     }
     optimizer = found.parts.get(Part.OPTIMIZER, 0.0)
     rest = found.total - optimizer - sum(parts.values())
-    return {COMPUTATION: rest, **parts, Part.OPTIMIZER: optimizer}
+    ours = {COMPUTATION: rest, **parts, Part.OPTIMIZER: optimizer}
+    every = [_measured(events) for events in traces]
+    rows = [(name, ours[name], fmean(one[name] for one in every)) for name in ours]
+    return [row for row in rows if max(row[1:]) > 0]
 
 
 def _measured(events: Sequence[Event]) -> dict[str, float]:

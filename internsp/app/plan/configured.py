@@ -11,7 +11,7 @@ from internsp.app.config import Config
 from internsp.app.config.checks import degrees
 from internsp.app.config.tiles import tile_count
 from internsp.app.models.factory import device_type
-from internsp.app.plan.devices import PEAK_NAMES
+from internsp.app.plan.devices import PEAK_NAMES, Device
 from internsp.app.plan.workload import Degrees, Habits, ModelShape, Recompute, Workload
 from internsp.base.accelerator import HOST
 from internsp.base.host import ACTIVATIONS
@@ -20,6 +20,7 @@ from internsp.mesh import MeshShape
 from internsp.mesh.sequence import RING
 from internsp.pipeline.schedules import schedule_kind
 from internsp.structure.dtypes import DTYPES
+from internsp.structure.near import ranks_near
 
 _LAUNCHES = 0.0004  # seconds of the host for a block's forward with its hooks
 # Bytes of an element in a run's ZeRO step on a device, without and with 16-bit weights: fused
@@ -149,3 +150,21 @@ def workload_of(config: Config, shape: MeshShape) -> Workload:
         offload=frozenset(away),
         tiled=tile_count(config, shape.data) > 1,
     )
+
+
+def on_machines(config: Config, world_size: int, device: Device | None) -> Config:
+    """``config`` with the number that ``reduce = "auto"`` takes on machines of
+    ``device.near_ranks`` ranks; as it is where sums go at once, or without a device."""
+    if device is None or config.weight_parallel.reduce != "auto":
+        return config
+    if not (near := near_on(config, world_size, device)):
+        return config
+    weights = config.weight_parallel.model_copy(update={"reduce": near})
+    return config.model_copy(update={"weight_parallel": weights})
+
+
+def near_on(config: Config, world_size: int, device: Device) -> int:
+    """Neighbors that sum first on machines of ``device.near_ranks`` ranks; 0: all at once."""
+    machines = {rank: rank // device.near_ranks for rank in range(world_size)}
+    shape = MeshShape(world_size, machines=machines, **config.degrees())
+    return ranks_near(shape, reduce_dtype(config))

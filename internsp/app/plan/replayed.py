@@ -20,10 +20,9 @@ from functools import cache, partial
 from internsp.app.config import Config
 from internsp.app.plan.block_seconds import block_seconds
 from internsp.app.plan.compute import head
-from internsp.app.plan.configured import workload_of
+from internsp.app.plan.configured import on_machines, workload_of
 from internsp.app.plan.devices import Device
 from internsp.app.plan.links import Group
-from internsp.app.plan.machines import on_machines
 from internsp.app.plan.seconds import (
     Part,
     Stepped,

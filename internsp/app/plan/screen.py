@@ -22,10 +22,10 @@ from internsp.app.plan.classes import (
     rules_lines,
     table,
 )
+from internsp.app.plan.configured import near_on, on_machines, reduce_dtype
 from internsp.app.plan.devices import Device
 from internsp.app.plan.experts import chosen_experts, expert_lines
 from internsp.app.plan.longest import MemoryBudget, Rows
-from internsp.app.plan.machines import on_machines, sums_lines
 from internsp.app.plan.offloaded import with_sums
 from internsp.app.plan.pipeline import drawn, schedule_lines, tables
 from internsp.app.plan.replayed import StepReplay
@@ -35,6 +35,7 @@ from internsp.app.process import terminal
 from internsp.base.accelerator import HOST, device_count
 from internsp.base.sizes import human
 from internsp.errors import ConfigError
+from internsp.mesh import MeshShape
 from internsp.schedule.chunk import ChunkLayout, Schedule
 from internsp.structure.kept import kept_line
 
@@ -61,6 +62,7 @@ LEVERS = {
     'weight_parallel.offload = ["optimizer"]',
 }
 """What makes the largest component smaller."""
+_REDUCE = "weight_parallel.reduce"
 Part = str | Text | Table
 
 
@@ -262,6 +264,42 @@ def _verdict(
     if lever is not None:
         share = f"{nbytes / needed[full]:.0%} of it are {name}"
         yield f"{share}. Less: {lever}"
+
+
+def sums_lines(config: Config, chunks: Sequence[ChunkLayout], world_size: int, device: Device
+) -> Iterator[str]:  # fmt: skip
+    """What reductions receive from other machines, as planned and by the other forms.
+
+    Args:
+        config: with its key as :func:`on_machines` leaves it.
+    """
+    planned: int | str = chunks[0].reduce_near
+    near = chunks[0].reduce_near or near_on(config, world_size, device)
+    shape = MeshShape(world_size, **config.degrees())
+    itemsize = reduce_dtype(config).itemsize
+    at_once = levels = ring = 0.0
+    for weight in {w for c in chunks for u in c.units for w in u.weights if w.trainable}:
+        size = shape.axis(weight.expert).size
+        if near and size > near:
+            part = weight.gradient_bytes / size
+            at_once += (size - near) * part
+            levels += (size // near - 1) * part * max(itemsize, 4) / itemsize
+            ring += (size - 1) / near * part
+    if not at_once:
+        return
+    if config.weight_parallel.reduce == "backend":
+        planned = '"backend"'
+    forms = {
+        near: f"in two levels {human(int(levels))}",
+        0: f"at once {human(int(at_once))}",
+        '"backend"': f"in a ring over all adapters {human(int(ring))}",
+    }
+    first = forms.pop(planned)
+    others = ", ".join(f"{text} ({_REDUCE} = {key})" for key, text in forms.items())
+    yield (
+        f"Gradients that a rank's backward receives from other machines of {near} ranks: "
+        f"{first}; {others}"
+    )
 
 
 def _memory_table(config: Config, found: Sequence[tuple[Rows, Rows]]) -> Table:

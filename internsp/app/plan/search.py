@@ -19,11 +19,10 @@ from internsp.app.config import Config
 from internsp.app.config.tiles import tile_tokens
 from internsp.app.plan.answer import FREE, changed
 from internsp.app.plan.block_seconds import BlockSeconds, block_seconds
-from internsp.app.plan.configured import workload_of
+from internsp.app.plan.configured import on_machines, workload_of
 from internsp.app.plan.devices import Device
 from internsp.app.plan.least import LeastBytes
 from internsp.app.plan.longest import MemoryBudget
-from internsp.app.plan.machines import on_machines
 from internsp.app.plan.observe import Observations
 from internsp.app.plan.seconds import (
     Computed,

@@ -77,7 +77,7 @@ class StepSeconds:
         return load.step_tokens / self.total / load.degrees.devices
 
     def mfu(self, load: Workload, device: Device) -> float:
-        """Share of the peak, by the count of :mod:`internsp.app.report.flops`: all keys count."""
+        """Share of the peak, as ``flops_per_token`` of a run's metrics counts: all keys count."""
         done = model_flops(load.model, load.sequence, causal=False) * self.rate(load)
         return done / device.peak[load.dtype]
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from internsp.app.config import Config, TrainConfig
 from internsp.app.data.batches import FILLER, Ahead, Batch, DataSource
 from internsp.app.process.stop import StopRequest
-from internsp.app.report.flops import flops_per_token, peak_tflops
-from internsp.app.report.metrics import StepMetrics
+from internsp.app.report.metrics import StepMetrics, flops_per_token, peak_tflops
 from internsp.app.session.session import Session
 from internsp.app.train.passes import PipelinedStep, PlainStep
 from internsp.base import accelerator
