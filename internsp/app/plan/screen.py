@@ -62,7 +62,6 @@ LEVERS = {
     'weight_parallel.offload = ["optimizer"]',
 }
 """What makes the largest component smaller."""
-_REDUCE = "weight_parallel.reduce"
 Part = str | Text | Table
 
 
@@ -295,7 +294,7 @@ def sums_lines(config: Config, chunks: Sequence[ChunkLayout], world_size: int, d
         '"backend"': f"in a ring over all adapters {human(int(ring))}",
     }
     first = forms.pop(planned)
-    others = ", ".join(f"{text} ({_REDUCE} = {key})" for key, text in forms.items())
+    others = ", ".join(f"{text} (weight_parallel.reduce = {key})" for key, text in forms.items())
     yield (
         f"Gradients that a rank's backward receives from other machines of {near} ranks: "
         f"{first}; {others}"

@@ -63,9 +63,7 @@ class Profile:
                 f"is on {device.type}: leave it out, or set parallel.device"
             )
         self._kind, self._steps, self._device = kind, steps, device
-        self._path = folder / {"torch": f"torch-rank{rank}.json"}.get(
-            kind, f"memory-rank{rank}.pickle"
-        )
+        self._path = folder / f"{kind}-rank{rank}.{'json' if kind == 'torch' else 'pickle'}"
         self._recording: ExitStack | None = None
 
     def before_step(self, step: int) -> None:

@@ -90,12 +90,17 @@ class Display:
         self._total = max(self._total, self._done)
         self._tokens += metrics.tokens
         self._evaluated = metrics.evaluated or self._evaluated
-        at_end = self._done == self._total
+        left: float = max(0, self._total - self._done)
+        at_end = not left
         if self._total_tokens:
             at_end = self._tokens >= self._total_tokens
+            # As many steps as those so far would take for the tokens left.
+            left = max(0, self._total_tokens - self._tokens) * len(self._seconds)
+            left /= max(1, self._tokens - self._first_tokens)
         if first or at_end or self._done % self._every == 0 or metrics.evaluated:
             width = len(str(self._total))
-            cells = figures(metrics) | {"left": duration(self._seconds_left())}
+            seconds = left * statistics.median(self._seconds[-_TIMED_STEPS:])
+            cells = figures(metrics) | {"left": duration(seconds)}
             shown = "".join(f"  {name} {value}" for name, value in cells.items())
             self._line(f"step {self._done:>{width}}/{self._total}{shown}")
         now = time.perf_counter()
@@ -139,14 +144,6 @@ class Display:
         """Restore the terminal without a summary, after an error; may be called more than once."""
         with self._may_be_lost():
             self._bar.stop()
-
-    def _seconds_left(self) -> float:
-        """The steps left times the median time of the last ones."""
-        left: float = max(0, self._total - self._done)
-        if self._total_tokens:  # as many steps as those so far would take for the tokens left
-            left = max(0, self._total_tokens - self._tokens) * len(self._seconds)
-            left /= max(1, self._tokens - self._first_tokens)
-        return left * statistics.median(self._seconds[-_TIMED_STEPS:])
 
     def _line(self, text: str) -> None:
         with self._may_be_lost():
