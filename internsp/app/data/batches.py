@@ -23,7 +23,7 @@ from internsp.app.config import HELD_OUT, Config, DataConfig, DocumentsConfig
 from internsp.app.config.sections import MixturePart
 from internsp.app.data.order import Documents, Mixture, Row, Rows, counted
 from internsp.app.data.tokenizer import Tokenizer, load_tokenizer
-from internsp.app.data.tokens import Cached, TokenStore, open_stores, parts_of, prepare
+from internsp.app.data.tokens import Cached, TokenStore, open_stores, prepare
 from internsp.base.background import in_background
 from internsp.errors import ConfigError
 
@@ -164,7 +164,7 @@ class DataSource:
         self.global_batch, self.seed, self._held_out_share = global_batch, seed, config.held_out
         self.parts = [
             Part(given, open_stores(given, tokenizer, cached), config, tokenizer, seed)
-            for given in parts_of(config)
+            for given in config.mixture or (config,)
         ]
         self.evaluations = evaluations(config, tokenizer, cached)
         self._mixture = Mixture([part.weight for part in self.parts], seed)

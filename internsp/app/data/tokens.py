@@ -194,11 +194,6 @@ def _documents_of_pair(path: Path, tokenizer: Tokenizer) -> Read:
             yield piece, digest.digest() if last else None
 
 
-def parts_of(data: DataConfig) -> tuple[DocumentsConfig, ...]:
-    """The tables that list documents: those of a mixture, or ``[data]`` itself."""
-    return data.mixture or (data,)
-
-
 def encoded(given: DocumentsConfig, tokenizer: Tokenizer, path: Path) -> Read:
     """Tokens of the documents of ``path``, one of :func:`paths_of`'s."""
     if given.source == "tokens":
@@ -252,7 +247,7 @@ def prepare(
     """
     found: dict[tuple[str, str], Path] = {}
     notes: list[str] = []
-    for given in (*parts_of(data), *data.evaluation):
+    for given in (*(data.mixture or (data,)), *data.evaluation):
         key = _key(given, tokenizer)
         for path in paths_of(given):
             if given.source == "stdlib" or (str(path), key) in found:

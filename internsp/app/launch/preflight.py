@@ -170,10 +170,10 @@ def _text(config: Config) -> None:
     """Read a small text as the ranks will; of a larger one the first document of each path."""
     from internsp.app.data.batches import DataSource, evaluations, tokenizer_of
     from internsp.app.data.documents import paths_of
-    from internsp.app.data.tokens import encoded, parts_of, state_of
+    from internsp.app.data.tokens import encoded, state_of
 
     data, tokenizer = config.data, tokenizer_of(config)
-    trained = parts_of(data)
+    trained = data.mixture or (data,)
     parts = [part for part in (*trained, *data.evaluation) if part.source != "stdlib"]
     texts = [(part, path) for part in parts for path in paths_of(part)]
     # Nothing is written before a run: all tokens are in memory.
