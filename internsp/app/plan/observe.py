@@ -5,7 +5,7 @@ checkpoints, tiles and offload, exchanges of heads and rings with all that they 
 nothing is sent. Models of the zoo are on the meta device, which takes a third of the time of fake
 tensors (torch's ``FakeTensorMode``); code of transformers reads values and asks for devices, and
 needs those. For a CUDA device, the temporary memory of its kernels is counted in place of that of
-the CPU's (:mod:`internsp.app.plan.kernels`).
+the CPU's (:mod:`internsp.app.plan.live`).
 """
 
 from __future__ import annotations
