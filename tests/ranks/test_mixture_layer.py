@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from internsp.app.train.step import ExpertLoads
+from internsp.app.train.experts import ExpertLoads
 from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import StructureError

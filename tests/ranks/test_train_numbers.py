@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from internsp.app.train import loop
-from internsp.app.train.loop import compare_replicas
+from internsp.app.train.replicas import compare_replicas
 from internsp.app.train.run import train
 from internsp.errors import ReplicaError
 from tests.ranks.test_train import config

@@ -17,7 +17,7 @@ from internsp.app.data.documents import paths_of, read_pieces, stdlib_documents
 from internsp.app.data.order import Documents, Rows
 from internsp.app.data.tokenizer import ByteTokenizer, Piece, load_tokenizer
 from internsp.app.data.tokens import TokenStore, documents
-from internsp.app.train.step import micro_batch
+from internsp.app.train.rows import micro_batch
 from internsp.errors import ConfigError, MissingDependencyError
 from tests.support.batches import train_batch
 

@@ -12,7 +12,7 @@ from internsp.app.config import HELD_OUT, Config, DataConfig, TrainConfig
 from internsp.app.data import tokens
 from internsp.app.data.batches import DataSource
 from internsp.app.data.order import BLOCK, Mixture
-from internsp.app.train.step import micro_batch
+from internsp.app.train.rows import micro_batch
 from internsp.errors import ConfigError
 from tests.support.batches import train_batch
 

@@ -15,7 +15,7 @@ import torch
 from internsp.app.config import Config, DataConfig
 from internsp.app.data.batches import FILLER, Ahead, DataSource
 from internsp.app.data.order import counted
-from internsp.app.train.step import StepRows
+from internsp.app.train.rows import StepRows
 from internsp.errors import ConfigError
 from internsp.sp import SequenceLayout
 from tests.support.batches import train_batch

@@ -16,18 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from internsp.app.config import Config, TrainConfig
-from internsp.app.data.batches import FILLER, Ahead, Batch, DataSource
+from internsp.app.data.batches import Ahead, Batch, DataSource
 from internsp.app.process.stop import StopRequest
 from internsp.app.report.metrics import StepMetrics, flops_per_token, peak_tflops
 from internsp.app.session.session import Session
+from internsp.app.train.experts import ExpertLoads
 from internsp.app.train.passes import PipelinedStep, PlainStep
+from internsp.app.train.rows import StepRows, micro_batch
 from internsp.base import accelerator
 from internsp.base.accelerator import HostCopy
 from internsp.errors import ConfigError, NotFiniteError, OrderError
 from internsp.layers.dropout import row_keys
-from internsp.layers.router import routers
-from internsp.mesh import ParallelMesh
 from internsp.schedule.simulate import simulate
 from internsp.sp import SequenceLayout
 from internsp.sp.dispatch import FIXED_BALANCE
@@ -35,112 +34,6 @@ from internsp.sp.dispatch import FIXED_BALANCE
 MEASURED = 10
 """On a device the waits of steps that it divides are measured (whose lines are printed with a
 ``log_every`` of 10, 50 or 100), and those of a run's first one."""
-
-
-class StepRows(NamedTuple):
-    """The rows of a step, and those that this rank computes.
-
-    Which rows a step uses follows from the order of the data, never from the mesh: a global batch,
-    or as many rows as have ``train.batch_tokens`` tokens to predict. Every rank computes this
-    itself.
-
-    Attributes:
-        total: number of rows over all ranks.
-        micro_batches: this rank's row numbers, in the order of the data, for each micro-batch.
-    """
-
-    total: int
-    micro_batches: list[list[int]]
-
-    @classmethod
-    def of_batch(cls, taken: int, train: TrainConfig, mesh: ParallelMesh) -> StepRows:
-        """The next global batch after ``taken`` rows."""
-        numbers = range(taken, taken + train.global_batch)
-        parts = [micro_batch(index, train, mesh) for index in range(train.micro_batches)]
-        return cls(train.global_batch, [list(numbers[part]) for part in parts])
-
-    @classmethod
-    def of_tokens(cls, taken: int, count: int, config: Config, mesh: ParallelMesh) -> StepRows:
-        """The ``count`` rows after ``taken``, for any ``count``.
-
-        Every rank has the same number of micro-batches, none with more rows than a micro-batch of
-        the global batch. Missing rows are filled with rows from which nothing is learned: in a
-        pipeline as many as its schedule and the fixed shape of its messages need, with compiled
-        blocks as many as avoid a compilation for another shape, else one, so that a rank without a
-        row still takes part.
-        """
-        train = config.train
-        most = train.global_batch // (train.micro_batches * mesh.data)
-        each, more = divmod(count, mesh.data)
-        first = taken + mesh.data_rank * each + min(mesh.data_rank, more)
-        own = range(first, first + each + (mesh.data_rank < more))
-        number = -(-(each + (more > 0)) // most)
-        least = 1
-        if mesh.pipeline > 1:
-            number = -(-number // train.micro_batches) * train.micro_batches
-        if mesh.pipeline > 1 or config.weight_parallel.compile:
-            least = most
-        parts = [list(own[i * most : (i + 1) * most]) for i in range(number)]
-        return cls(count, [part + [FILLER] * (least - len(part)) for part in parts])
-
-
-def micro_batch(index: int, train: TrainConfig, mesh: ParallelMesh) -> slice:
-    """This rank's rows of the global batch in micro-batch ``index``; a configuration's batch is a
-    multiple of micro-batches times data ranks."""
-    each = train.global_batch // (train.micro_batches * mesh.data)
-    first = (index * mesh.data + mesh.data_rank) * each
-    return slice(first, first + each)
-
-
-class ExpertLoads:
-    """Measures the routers of a session; those of all stages of a pipeline together.
-
-    Collective if there is a pipeline.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._mesh, self._routers = session.mesh, routers(session.modules)
-        limited = sum(r.capacity_factor > 0 for r in self._routers)
-        found = torch.tensor([len(self._routers), limited], device=self._mesh.device)
-        if self._mesh.pipeline > 1:  # a stage may have blocks without experts alone
-            dist.all_reduce(found, group=self._mesh.pipeline_group)
-        self._any, self._limited = (bool(number) for number in found)
-
-    def taken(self) -> Tensor | None:
-        """This rank's counts since the last step, to be taken before the next one clears them.
-
-        The host waits for nothing.
-        """
-        if not self._any:
-            return None
-        parts = [part for r in self._routers for part in (r.load, r.entropy[None], r.dropped[None])]
-        nothing = torch.zeros(0, dtype=torch.float64, device=self._mesh.device)
-        return torch.cat([nothing, *parts])
-
-    def told(self, taken: Tensor | None) -> Callable[[], dict[str, float]]:
-        """``expert_load`` and ``router_entropy`` of all ranks' counts; empty without routers.
-
-        With a capacity also ``dropped_tokens``. Collective; the host waits in what is returned.
-        """
-        if taken is None:
-            return dict
-        dist.all_reduce(taken, group=self._mesh.stage_group)
-        worst, sums = taken.new_zeros(1), taken.new_zeros(3)
-        parts = iter(taken.split([n for r in self._routers for n in (r.experts, 1, 1)]))
-        for router, load, entropy, dropped in zip(self._routers, parts, parts, parts, strict=True):
-            worst = torch.maximum(worst, load.max() / load.mean().clamp(min=1e-9))
-            sums = sums + torch.cat((entropy, load.sum()[None] / router.top_k, dropped))
-        if self._mesh.pipeline > 1:
-            dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._mesh.pipeline_group)
-            dist.all_reduce(sums, group=self._mesh.pipeline_group)
-        copy = HostCopy(torch.cat((worst, sums)))
-
-        def read() -> dict[str, float]:
-            load, entropy, tokens, dropped = copy.read()
-            told = {"expert_load": load, "router_entropy": entropy / max(tokens, 1.0)}
-            return told | ({"dropped_tokens": dropped} if self._limited else {})
-
-        return read
 
 
 class StepResult(NamedTuple):
