@@ -14,14 +14,18 @@ from internsp.config.words import in_words
 from internsp.mesh.shape import MeshShape
 from internsp.structure.rules import FROM_CONFIG, Rules
 
+FEW_RANKS = 16
 FEW_STAGES = 4
-_FIRST_NUMBER = re.compile(r"(?<![0-9A-Za-z_])(\d{1,9})(?![0-9A-Za-z_])")  # in a name the block's
+_SHOWN_GROUPS = 3  # of the groups of one kind, before the last one
 
 
 def print_mesh(shape: MeshShape, console: Console) -> None:
-    """Print every rank's coordinates in the mesh."""
+    """Print every rank's coordinates in the mesh; of many ranks, the groups that they share."""
     if shape.ring > 1:
         console.print(f"Sequence of {shape.sequence_axes}.")
+    if shape.world_size > FEW_RANKS:
+        console.print(_groups_table(shape))
+        return
     rows, own = [], []
     for rank in range(shape.world_size):
         inside = rank % shape.stage_size
@@ -39,6 +43,24 @@ def print_mesh(shape: MeshShape, console: Console) -> None:
     if shape.separate:
         around = ("rank", "replica", "zero", "expert", "expert weight")
         console.print(table("Experts on the same ranks", around, own))
+
+
+def _groups_table(shape: MeshShape) -> Table:
+    names = ["weight", "replica", "zero", "sequence", "data", "pipeline"]
+    if shape.ring > 1:
+        names[4:4] = ["heads", "ring"]
+    if shape.separate:
+        names += ["expert", "expert_weight", "expert_replica", "expert_zero"]
+    rows = []
+    for name in names:
+        groups = shape.ranks(name)
+        if len(groups[0]) == 1:
+            continue
+        shown = [ranges(group) for group in groups[:_SHOWN_GROUPS]]
+        if len(groups) > _SHOWN_GROUPS:
+            shown += ["..."] * (len(groups) > _SHOWN_GROUPS + 1) + [ranges(groups[-1])]
+        rows.append((name.replace("_", " "), len(groups[0]), len(groups), "; ".join(shown)))
+    return table("Ranks that share a group", ("<group", "ranks", "groups", "<members"), rows)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
@@ -108,13 +130,19 @@ def folded_names(names: Iterable[str]) -> list[str]:
     """``layers.0``, ``layers.1``, ``head`` as ``layers.{0-1}``, ``head``."""
     numbers: dict[tuple[str, str], list[int]] = {}
     for name in names:
-        before, number, after = (*_FIRST_NUMBER.split(name, maxsplit=1), "", "")[:3]
-        numbers.setdefault((before, after), []).extend([int(number)] if number else [])
+        before, number, after = _split_number(name)
+        numbers.setdefault((before, after), []).extend([] if number is None else [number])
     return [
         f"{before}{{{ranges(sorted(found))}}}{after}" if len(found) > 1 else
         f"{before}{found[0] if found else ''}{after}"
         for (before, after), found in numbers.items()
     ]
+
+
+def action_line(kind: str, phase: str, name: str, nbytes: int) -> str:
+    """One action of a schedule."""
+    amount = f"  {human(nbytes)}" if nbytes else ""
+    return f"{kind:<5} {phase:<9} {name}{amount}"
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -135,3 +163,11 @@ def ranges(numbers: Sequence[int]) -> str:
             parts.append(str(numbers[at]))
             at += 1
     return ", ".join(parts)
+
+
+def _split_number(name: str) -> tuple[str, int | None, str]:
+    """Split ``layers.12.wq`` into ``("layers.", 12, ".wq")``: the first number is the block's."""
+    found = re.search(r"(?<![0-9A-Za-z_])\d{1,9}(?![0-9A-Za-z_])", name)
+    if found is None:
+        return name, None, ""
+    return name[: found.start()], int(found.group()), name[found.end() :]

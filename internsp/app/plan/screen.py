@@ -17,6 +17,7 @@ from internsp.app.config import Config
 from internsp.app.models.factory import device_type
 from internsp.app.plan.answer import FREE, seconds_lines, seconds_table, write_text
 from internsp.app.plan.classes import (
+    action_line,
     memory_by_rank,
     print_mesh,
     rules_lines,
@@ -338,7 +339,5 @@ def listing(plan: Plan) -> str:
     else:
         actions = plan.ranks[0].schedule.actions
         lines.append(f"Schedule of one step ({len(actions)} actions a rank)")
-        for a in actions:
-            amount = f"  {human(a.nbytes)}" if a.nbytes else ""
-            lines.append(f"  {a.kind:<5} {a.phase:<9} {a.weight}{amount}")
+        lines += (f"  {action_line(a.kind, a.phase, a.weight, a.nbytes)}" for a in actions)
     return out.getvalue() + "\n".join([*lines, ""])
