@@ -150,11 +150,13 @@ def _sharding(
     extended, near = extension(param), unit.near_ranks(param)
     if not near and unit.kind == "block":
         near = config.near_ranks
-    if extended is not None and (near or param.offload_to_cpu or not config.memory_pool):
+    # A frozen one may lie in host memory: torch gives its class a copy on the device.
+    hosted = param.offload_to_cpu and parameter.requires_grad
+    if extended is not None and (near or hosted or not config.memory_pool):
         raise StructureError(
             f"{owners[0].full_name} is a {type(parameter._local_tensor).__name__} with "
-            "fsdp_pre_all_gather, of which no slices are kept, no shard in host memory, and no "
-            "memory of its own: leave out reshard_after_forward as a number of ranks, "
+            "fsdp_pre_all_gather, of which no slices are kept, no trained shard in host memory, "
+            "and no memory of its own: leave out reshard_after_forward as a number of ranks, "
             "CPUOffloadPolicy and internsp.fsdp.options(memory_pool=False)"
         )
     compute, reduce = param.param_dtype or parameter.dtype, param.reduce_dtype
@@ -172,7 +174,7 @@ def _sharding(
     if parameter.ndim < 2 and parameter.numel() * compute.itemsize <= coalesce:
         unit = root
     options = WeightOptions(
-        coalesce, ("weights",) if param.offload_to_cpu else (),
+        coalesce, ("weights",) if param.offload_to_cpu and extended is None else (),
         near, config.quantize, extended,
     )  # fmt: skip
     block = unit.number if unit.kind == "block" else -1

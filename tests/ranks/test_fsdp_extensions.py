@@ -56,12 +56,11 @@ def poison(model: Any, rank: int) -> None:
 
 def _program(
     kind: str, units: str, sizes: tuple[int, ...] = (2,), micro: int = 1, recompute: bool = False,
-    frozen: bool = False, **options: Any,
+    **options: Any,
 ) -> Program:  # fmt: skip
     def program(names: Any, rank: int) -> dict[str, Tensor]:
         model = build(kind)
         for number, block in enumerate(model.blocks if recompute else ()):
-            block.up.weight.requires_grad_(not frozen)
             model.blocks[number] = checkpoint_wrapper(block)
         shard(names.fully_shard, model, units, mesh_of(sizes), **options)
         if names is ours:
@@ -72,6 +71,7 @@ def _program(
     return program
 
 
+IN_HOST_MEMORY = torchs.CPUOffloadPolicy(pin_memory=False)
 FP32 = torchs.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
 
 
@@ -81,7 +81,7 @@ def test_classes_that_gather_themselves_train_as_under_fsdp2(rank: int) -> None:
         *(_program(kind, "blocks", recompute=kind == "held") for kind in CLASSES),
         _program("held", "whole"),
         _program("rounded", "nested", micro=2),
-        _program("quantized", "nested", recompute=True),
+        _program("quantized", "nested", recompute=True, offload_policy=IN_HOST_MEMORY),
         rank=rank,
     )
     compare(_program("rounded", "blocks", mp_policy=FP32), rank=rank, tolerance=1e-5)
@@ -320,7 +320,7 @@ class FailsOnOne(Held):
 
 @ranks(2)
 def test_what_such_a_class_cannot_do_is_refused_by_name(rank: int) -> None:
-    _refuses(NO_SHARD, offload_policy=torchs.CPUOffloadPolicy(pin_memory=False))
+    _refuses(NO_SHARD, offload_policy=IN_HOST_MEMORY)
     for settings in ({"memory_pool": False}, {"near_ranks": 2}):
         _refuses(NO_SHARD, settings=settings)
     _refuses("a Unknown is not a plain contiguous tensor", of_class=MakesUnknown)

@@ -427,7 +427,7 @@ FSDP: Table = {
     "is shared with a module that another call": {
         "use fully_shard([module_a, module_b])": f"{PROGRAMS}test_parts_of_a_model_run_alone"
     },
-    "of which no slices are kept, no shard in host memory": {
+    "of which no slices are kept, no trained shard in host memory": {
         "leave out reshard_after_forward as a number of ranks": EXTENDED,
     },
     "zero_optimizer: {member.name} has fsdp_pre_all_gather": {
