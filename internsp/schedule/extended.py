@@ -142,10 +142,10 @@ def _plain(value: Tensor) -> Iterator[Tensor]:
 
 def _alone(part: Tensor) -> Tensor:
     """``part`` of a slot with a storage that begins where it does, as classes check, and a version
-    counter that the next gather into these bytes does not raise."""
+    counter at 0 that the next gather into these bytes does not raise."""
     start = part.storage_offset() * part.element_size()
     storage = part.untyped_storage()[start : start + part.nbytes]
-    return part.new_empty(0).set_(storage, 0, part.shape, part.stride())
+    return part.new_empty(0).set_(storage, 0, part.shape, part.stride()).data  # set_ has raised it
 
 
 def _over(value: Tensor, plain: Iterator[Tensor]) -> Tensor:

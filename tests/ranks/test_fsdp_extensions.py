@@ -87,6 +87,20 @@ def test_classes_that_gather_themselves_train_as_under_fsdp2(rank: int) -> None:
     compare(_program("rounded", "blocks", mp_policy=FP32), rank=rank, tolerance=1e-5)
 
 
+def _layers_alone(names: Any, rank: int) -> dict[str, Tensor]:
+    model = build("rounded")
+    for block in model.blocks:
+        names.fully_shard(block.up, mesh=mesh_of((2,)))
+    shard(names.fully_shard, model, "blocks", mesh_of((2,)))
+    return steps(model, rank)
+
+
+@ranks(2)
+def test_a_plain_weight_that_a_class_makes_is_no_weight_that_was_written(rank: int) -> None:
+    """A unit that is one layer looks for writes of its forward."""
+    compare(_layers_alone, rank=rank)
+
+
 @pytest.mark.thorough(2)
 @ranks(4)
 def test_they_train_as_under_fsdp2_with_replicas(rank: int) -> None:
