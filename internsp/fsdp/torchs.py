@@ -89,9 +89,15 @@ def extension(param: Any) -> ExtendedGather | None:
 
     def post(gathered: tuple[Tensor, ...], metadata: object) -> Tensor:
         local, dtype = param._sharded_local_tensor, param.param_dtype or param.orig_dtype
+        if param.fsdp_placement.dim:  # torch joins them there, and keeps the shape of rows
+            gathered = tuple(map(joined, gathered))
         made, _ = local.fsdp_post_all_gather(gathered, metadata, dtype)
         # Rows of padding are left out; classes define it, since FSDP2 calls it.
         return torch.as_strided(made, param._orig_size, param._contiguous_orig_stride, 0)
+
+    def joined(part: Tensor) -> Tensor:
+        ranks = part.view(param.mesh_info.shard_mesh_size, *param._sharded_local_tensor.shape)
+        return torch.cat([*ranks], param.fsdp_placement.dim).view(part.shape)
 
     return ExtendedGather(pre, post)
 

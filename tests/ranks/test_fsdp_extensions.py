@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp as torchs
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import internsp.fsdp as ours
@@ -182,6 +182,8 @@ def test_pytorchs_class_of_two_tensors_trains_as_under_fsdp2(
     for form, options in ((_old_form, {}), (_new_form, {"reshard_after_forward": False})):
         monkeypatch.setattr(TwoTensor, "fsdp_pre_all_gather", form, raising=False)
         compare(_two(form, **options), rank=rank)
+    # torch joins columns of what is sent, and gives the function the shape of joined rows.
+    compare(_two(_new_form, shard_placement_fn=lambda parameter: Shard(1)), rank=rank)
     compare(_two(_new_form, mp_policy=FP32), rank=rank, tolerance=1e-5)
 
 
