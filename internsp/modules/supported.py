@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FunctionType
@@ -29,13 +29,16 @@ _OF_ANY_CLASS = frozenset({
 
 
 def require_supported(
-    model: nn.Module, plan: Sequence[PlanRule] = (), compiles: bool = False
-) -> None:
+    model: nn.Module, plan: Sequence[PlanRule] = (), compiles: bool = False,
+    placed: Container[nn.Parameter] | None = None,
+) -> None:  # fmt: skip
     """Check all modules and parameters of ``model``. Does not communicate.
 
     Args:
         plan: the configuration's rules; a parameter that a rule ignores may be of any class.
         compiles: blocks are to be compiled.
+        placed: the parameters that are made parallel, if that is decided already; others are left
+            as they are, of any class and with hooks.
 
     Raises:
         StructureError: something is unsupported; names the module or parameter, and the remedy.
@@ -66,6 +69,8 @@ def require_supported(
             if parameter is None:
                 continue
             full = f"{name}.{parameter_name}".lstrip(".")
+            if placed is not None and parameter not in placed:
+                continue
             _check_parameter(full, parameter)
             if not rules.options_for([full], {"ignore"}).get("ignore"):
                 _require_plain(full, parameter)

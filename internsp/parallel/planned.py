@@ -37,7 +37,9 @@ def parallelize_as(
 
     def examine() -> Examined:
         found, kind = structure(), mesh.device.type
-        require_supported(model, compiles=config.compile or bool(found.compilers))
+        compiles = config.compile or bool(found.compilers)
+        placed = {sharding.parameter for sharding in shardings}
+        require_supported(model, compiles=compiles, placed=placed)
         layout = chunk_layout(shardings, found, config, mesh.shape, set(), device=kind)
         return Examined(found, set(), [*shardings], layout, False)
 

@@ -101,6 +101,21 @@ def test_a_plain_weight_that_a_class_makes_is_no_weight_that_was_written(rank: i
     compare(_layers_alone, rank=rank)
 
 
+def _ignored(names: Any, rank: int) -> dict[str, Tensor]:
+    model, called = build("rounded"), []
+    left = {model.blocks[0].up.weight, model.blocks[1].attention.qkv.weight}
+    model.blocks[0].up.weight.register_post_accumulate_grad_hook(called.append)
+    shard(names.fully_shard, model, "blocks", mesh_of((2,)), ignored_params=left)
+    found = steps(model, rank)
+    assert len(called) == 3
+    return {name: getattr(value, "_data", value) for name, value in found.items()}
+
+
+@ranks(2)
+def test_ignored_weights_may_be_of_any_class_and_have_hooks(rank: int) -> None:
+    compare(_ignored, rank=rank)
+
+
 @pytest.mark.thorough(2)
 @ranks(4)
 def test_they_train_as_under_fsdp2_with_replicas(rank: int) -> None:
