@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Shard
 
+from internsp.errors import StructureError
 from internsp.schedule.extended import ExtendedGather
 
 _SHARDED = "_internsp_sharded"
@@ -76,13 +77,18 @@ def mesh_over(param: Any) -> DeviceMesh:
     return DeviceMesh._concatenate([data, *others]) if others else data
 
 
-def extension(param: Any) -> ExtendedGather | None:
+def extension(param: Any, name: str = "") -> ExtendedGather | None:
     """The all-gather functions of a parameter's class, called as torch calls them; ``None`` if it
-    has none."""
+    has none. Without them later, a gather raises a StructureError with ``name``."""
     if not hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
         return None
 
     def pre() -> tuple[Sequence[Tensor], object]:
+        if not hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+            raise StructureError(
+                f"{name} has lost fsdp_pre_all_gather since its gather was planned, at the first "
+                "forward: keep the functions on its local tensor"
+            )
         sent, told = param.all_gather_inputs, param._extensions_data
         sizes = told.all_gather_input_sizes
         return [t.view(n) for t, n in zip(sent, sizes, strict=True)], told.all_gather_metadata

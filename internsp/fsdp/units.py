@@ -147,7 +147,7 @@ def _sharding(
     owners: tuple[ParameterOwner, ...], config: WeightParallelConfig,
 ) -> ParameterSharding:  # fmt: skip
     parameter = param.sharded_param
-    extended, near = extension(param), unit.near_ranks(param)
+    extended, near = extension(param, owners[0].full_name), unit.near_ranks(param)
     if not near and unit.kind == "block":
         near = config.near_ranks
     # A frozen one may lie in host memory: torch gives its class a copy on the device.

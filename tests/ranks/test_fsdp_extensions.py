@@ -370,6 +370,15 @@ def test_functions_that_fail_or_change_are_told_by_name(rank: int) -> None:
     model(batch(0, 0, 0))
     with pytest.raises(StructureError, match="shapes and dtypes must not change"):
         model(batch(0, 0, 0))
+    model = Model(12, blocks=2).double()
+    shard(ours.fully_shard, model, "blocks", mesh_of((2,)))
+    local: Any = model.blocks[0].up.weight._local_tensor
+    local.fsdp_pre_all_gather = partial(_pre, local, [], "up")
+    local.fsdp_post_all_gather = Rounded.fsdp_post_all_gather.__get__(local)
+    model(batch(0, 0, 0))
+    del local.fsdp_pre_all_gather, local.fsdp_post_all_gather
+    with pytest.raises(StructureError, match=r"0\.up\.weight has lost fsdp_pre_all_gather"):
+        model(batch(0, 0, 0))
 
 
 @ranks(2)
