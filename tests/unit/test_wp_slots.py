@@ -13,7 +13,7 @@ from internsp.schedule.chunk import ALIGNMENT, aligned
 from internsp.schedule.layout import ShardLayout
 from internsp.schedule.queue import GatherQueue
 from internsp.schedule.terms import Group, Policy
-from internsp.wp.parameter import ShardedParameter
+from internsp.wp.parameter import ShardedParameter, SlotViews
 from internsp.wp.reduce import Buffers
 from internsp.wp.slots import MemoryPool, Unit
 
@@ -42,6 +42,9 @@ class Weight:
 
     def current_version(self) -> tuple[int, torch.dtype]:
         return 1, self.compute_dtype
+
+    def views_in(self, place: torch.Tensor) -> SlotViews:
+        return ShardedParameter.views_in(cast(Any, self), place)
 
 
 def unit(name: str, *shapes: tuple[int, ...], slot: int = 0, block: int = -1) -> Unit:
