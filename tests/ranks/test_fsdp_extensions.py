@@ -21,6 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import internsp.fsdp as ours
 from internsp.errors import StructureError
 from internsp.fsdp.attach import attached_to
+from internsp.schedule.chunk import aligned
 from tests.support.extensions import Held, Quantized, Rounded
 from tests.support.fsdp import Model, Program, batch, compare, loss_of, mesh_of, shard, steps
 from tests.support.ranks import ranks
@@ -290,6 +291,37 @@ def test_values_that_are_swapped_come_back(rank: int) -> None:
     found = model(batch(0, 0, rank))
     assert torch.equal(found, before)
     found.sum().backward()  # of what an evaluation in inference mode has gathered before
+
+
+class Seen(nn.Linear):
+    """Notes the weight that its forward computes with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.noted = [self.weight]
+        return nn.functional.linear(x, *self.noted, self.bias)
+
+
+@ranks(2)
+def test_what_a_class_holds_lies_in_a_slot_of_just_these_bytes(rank: int) -> None:
+    for kind, nbytes in (("held", 36 * 12 * 4 + 2 * 8), ("quantized", 36 * 12 + 36 * 8)):
+        model = build(kind)
+        for block in model.blocks:
+            block.up.__class__ = Seen
+        offload = IN_HOST_MEMORY if kind == "quantized" else torchs.OffloadPolicy()
+        shard(ours.fully_shard, model, "blocks", mesh_of((2,)), offload_policy=offload)
+        model(batch(0, 0, rank))
+        found = attached_to(model)
+        assert found is not None
+        planned = {w.name: w for unit in found.communicator.plan.units for w in unit.weights}
+        for number, block in enumerate(model.blocks):
+            layout = planned[f"blocks.{number}.up.weight"]
+            assert layout.unsharded_bytes == layout.slot_bytes == aligned(nbytes), kind
+            assert not layout.hosted, f"{kind}: torch copies it to the device itself"
+            weight: Any = found.communicator.parameters_of[block.up, "weight"]
+            (slot,) = found.communicator.state.pool.slots[weight.unit.slot].storages()
+            lies = [part.data_ptr() - slot for part in _inner(block.up.noted[0])]
+            first = weight.unit.offsets[weight]
+            assert all(first <= start < first + nbytes for start in lies), kind
 
 
 # what is refused
