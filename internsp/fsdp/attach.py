@@ -73,6 +73,7 @@ class Attached:
         notes: what was taken from the program in another way than FSDP2 takes it, for
             :func:`internsp.fsdp.report`.
         compiled: whether forwards of units are compiled.
+        plain: weights whose classes have no all-gather functions of their own.
         shown: modules that hold whole plain tensors.
     """
 
@@ -82,6 +83,7 @@ class Attached:
     loop: MeanLoop
     notes: dict[str, None]
     compiled: bool
+    plain: Sequence[ShardedParameter]
     shown: list[Any] = field(default_factory=list)
     _syncs: ExitStack = field(default_factory=ExitStack)
     _followed: tuple[bool, bool] = (True, True)
@@ -90,6 +92,21 @@ class Attached:
     def zero(self) -> bool:
         """Whether an optimizer takes gradients, in the place of the loop."""
         return self.communicator.state.consumer.is_optimizer
+
+    def require_planned(self) -> None:
+        """Check at a forward that no weight has all-gather functions that its gather is planned
+        without.
+
+        Raises:
+            StructureError: one has.
+        """
+        for weight in self.plain:
+            local: Any = weight.parameter._local_tensor  # type: ignore[attr-defined]
+            if hasattr(local, "fsdp_pre_all_gather"):
+                raise StructureError(
+                    f"{weight.name} has got fsdp_pre_all_gather since its gather was planned, at "
+                    "the first forward: put the functions on its local tensor before"
+                )
 
     def finish(self) -> None:
         """Complete ``.grad`` of what a pipeline's backwards have only summed."""
@@ -218,7 +235,14 @@ def attach(root: Any, compiler: Layer | None = None) -> None:
     assert isinstance(chunk.consumer, PlainLoop), "no optimizer can have come before"
     loop = MeanLoop(chunk.consumer, chunk, mesh, communicator.replicated)
     chunk.attach(loop)
-    attached = Attached(root, units, communicator, loop, dict.fromkeys(notes), bool(compilers))
+    plain = [
+        member_of(communicator, param)
+        for param, sharding in shardings.items()
+        if sharding.options.custom_gather is None
+    ]
+    attached = Attached(
+        root, units, communicator, loop, dict.fromkeys(notes), bool(compilers), plain
+    )
     attached.follow()
     noted._root_post_backward_final_callback = attached.finish  # torch's pipelines call it
     for module in modules:

@@ -52,9 +52,12 @@ class FSDPModule(TorchFSDPModule):
         if ATTRIBUTE not in own:
             attach(self)
         found = own[ATTRIBUTE]
-        if found is not None and found.shown:
-            hide(found.shown)
-            found.shown.clear()
+        if found is not None:
+            if found.root is self:
+                found.require_planned()
+            if found.shown:
+                hide(found.shown)
+                found.shown.clear()
         if own.get(RUNNING):  # within a method that is registered as a forward
             return self.forward(*args, **kwargs)  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs)  # type: ignore[misc]

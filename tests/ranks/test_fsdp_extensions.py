@@ -233,6 +233,18 @@ def test_functions_of_an_instance_are_called_as_by_fsdp2(rank: int) -> None:
     compare(_instances, rank=rank)
 
 
+@ranks(2)
+def test_functions_that_come_after_the_plan_are_refused_at_the_next_forward(rank: int) -> None:
+    model = _made(ours, "rounded", 3)
+    wanted = model(batch(0, 0, rank))
+    local = model.embed.weight._local_tensor
+    local.fsdp_pre_all_gather = partial(_pre, local, [], "embed.weight")
+    with pytest.raises(StructureError, match=r"embed\.weight has got fsdp_pre_all_gather since"):
+        model(batch(0, 0, rank))
+    del local.fsdp_pre_all_gather
+    assert torch.equal(model(batch(0, 0, rank)), wanted)
+
+
 # states, whole weights
 
 

@@ -427,6 +427,11 @@ FSDP: Table = {
     "is shared with a module that another call": {
         "use fully_shard([module_a, module_b])": f"{PROGRAMS}test_parts_of_a_model_run_alone"
     },
+    "has got fsdp_pre_all_gather since its gather": {
+        "put the functions on its local tensor before":
+            "tests/ranks/test_fsdp_extensions.py::"
+            "test_functions_of_an_instance_are_called_as_by_fsdp2",
+    },
     "of which no slices are kept, no trained shard in host memory": {
         "leave out reshard_after_forward as a number of ranks": EXTENDED,
     },
