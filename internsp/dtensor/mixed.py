@@ -357,5 +357,6 @@ def _describe_call(func: Any, args: Any, options: Any) -> str:
     return (
         f"{made}{first.parameter_name} (a DTensor of shape {list(first.shape)}, placed "
         f"{first._spec.placements}) was used on rank {first._spec.mesh.get_rank()}, outside of the "
-        f"forward in which it is unsharded (its block's, or else the model's), in {called}"
+        "forward in which it is unsharded (its block's, or else the model's), or there from "
+        f"parameters() and not by its module's attribute, in {called}"
     )
