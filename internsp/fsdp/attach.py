@@ -218,12 +218,14 @@ def attach(root: Any, compiler: Layer | None = None) -> None:
             param._setattr_on_modules(param.sharded_param)
         raise
     moved: dict[Tensor, ShardedParameter] = {}
+    plain = []
     for param, sharding in shardings.items():  # the program's parameter is the library's
         member, memory = member_of(communicator, param), param._sharded_param_data
-        memory = memory if sharding.options.custom_gather is None else None
-        before = adopt(member, param.sharded_param, sharding.owners, memory)
-        if before is not None:
-            moved[before] = member
+        if not member.of_class:
+            plain.append(member)
+            before = adopt(member, param.sharded_param, sharding.owners, memory)
+            if before is not None:
+                moved[before] = member
         param._post_load_hook_handle.remove()  # ours copies loaded values into the shard
         param._sharded_param_data = torch.empty(0)  # torch's is ours, or freed
     follow(moved)
@@ -235,11 +237,6 @@ def attach(root: Any, compiler: Layer | None = None) -> None:
     assert isinstance(chunk.consumer, PlainLoop), "no optimizer can have come before"
     loop = MeanLoop(chunk.consumer, chunk, mesh, communicator.replicated)
     chunk.attach(loop)
-    plain = [
-        member_of(communicator, param)
-        for param, sharding in shardings.items()
-        if sharding.options.custom_gather is None
-    ]
     attached = Attached(
         root, units, communicator, loop, dict.fromkeys(notes), bool(compilers), plain
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from internsp.errors import ConfigError, StructureError
+from internsp.errors import ConfigError
 from internsp.fsdp.attach import ATTRIBUTE, attach, plan_of
 from internsp.fsdp.module import FSDPModule
 
@@ -62,12 +62,6 @@ def zero_optimizer(
         )
     if others and any(each.state for each in every):
         raise ValueError("zero_optimizer: give several optimizers before their first steps")
-    for member in found.communicator.replicated.sharded:
-        if member.encoding is not None and member.encoding.slot_nbytes and member.requires_grad:
-            raise StructureError(
-                f"zero_optimizer: {member.name} has fsdp_pre_all_gather, and what its class holds "
-                "is not known, of which other ranks would step parts: keep the optimizer as it is"
-            )
     found.require_unchanged()
     groups = list(optimizer.param_groups)
     for other in others:

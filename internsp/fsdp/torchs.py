@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Shard
 
-from internsp.errors import StructureError
-from internsp.schedule.extended import ExtendedGather
+if TYPE_CHECKING:
+    from internsp.schedule.extended import ExtendedGather
 
 _SHARDED = "_internsp_sharded"
 """An attribute of a program's parameter in whose place ``fully_shard`` has put a sharded one."""
@@ -78,34 +78,16 @@ def mesh_over(param: Any) -> DeviceMesh:
 
 
 def extension(param: Any, name: str = "") -> ExtendedGather | None:
-    """The all-gather functions of a parameter's class, called as torch calls them; ``None`` if it
-    has none. Without them later, a gather raises a StructureError with ``name``."""
+    """The all-gather functions of a parameter's class; ``None`` if it has none. Without them later,
+    a gather raises a StructureError with ``name``."""
     if not hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
         return None
+    from internsp.wp.extended import functions_of  # few models have any
 
-    def pre() -> tuple[Sequence[Tensor], object]:
-        if not hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
-            raise StructureError(
-                f"{name} has lost fsdp_pre_all_gather since its gather was planned, at the first "
-                "forward: keep the functions on its local tensor"
-            )
-        sent, told = param.all_gather_inputs, param._extensions_data
-        sizes = told.all_gather_input_sizes
-        return [t.view(n) for t, n in zip(sent, sizes, strict=True)], told.all_gather_metadata
-
-    def post(gathered: tuple[Tensor, ...], metadata: object) -> Tensor:
-        local, dtype = param._sharded_local_tensor, param.param_dtype or param.orig_dtype
-        if param.fsdp_placement.dim:  # torch joins them there, and keeps the shape of rows
-            gathered = tuple(map(joined, gathered))
-        made, _ = local.fsdp_post_all_gather(gathered, metadata, dtype)
-        # Rows of padding are left out; classes define it, since FSDP2 calls it.
-        return torch.as_strided(made, param._orig_size, param._contiguous_orig_stride, 0)
-
-    def joined(part: Tensor) -> Tensor:
-        ranks = part.view(param.mesh_info.shard_mesh_size, *param._sharded_local_tensor.shape)
-        return torch.cat([*ranks], param.fsdp_placement.dim).view(part.shape)
-
-    return ExtendedGather(pre, post)
+    return functions_of(
+        param.sharded_param, name, param.shard_mesh_from_root, param._orig_size,
+        param._module_info.module, param.mp_policy, param.device, param.fsdp_placement.dim,
+    )  # fmt: skip
 
 
 def gathered(param: Any, functions: ExtendedGather) -> Tensor:

@@ -152,13 +152,11 @@ def _sharding(
         near = config.near_ranks
     # A frozen one may lie in host memory: torch gives its class a copy on the device.
     hosted = param.offload_to_cpu and parameter.requires_grad
-    if extended is not None and (near or hosted or not config.memory_pool):
-        raise StructureError(
-            f"{owners[0].full_name} is a {type(parameter._local_tensor).__name__} with "
-            "fsdp_pre_all_gather, of which no slices are kept, no trained shard in host memory, "
-            "and no memory of its own: leave out reshard_after_forward as a number of ranks, "
-            "CPUOffloadPolicy and internsp.fsdp.options(memory_pool=False)"
-        )
+    if extended is not None:
+        from internsp.structure.own_class import require_slots  # few models have any
+
+        kind = type(parameter._local_tensor).__name__
+        require_slots(owners[0].full_name, kind, near, hosted, config)
     compute, reduce = param.param_dtype or parameter.dtype, param.reduce_dtype
     if compute.itemsize == 1 and compute.is_floating_point:
         if parameter.requires_grad:

@@ -19,7 +19,7 @@ from internsp.wp.parameter import ShardedParameter
 
 
 def adopt(
-    member: ShardedParameter, given: Any, owners: Iterable[ParameterOwner], memory: Tensor | None
+    member: ShardedParameter, given: Any, owners: Iterable[ParameterOwner], memory: Tensor
 ) -> Tensor | None:
     """Let ``given`` be the parameter of ``member``. Not collective.
 
@@ -28,18 +28,14 @@ def adopt(
         owners: the modules that hold the parameter.
         memory: what the local tensor lies in, flat and padded. Where it is a shard like
             ``member``'s it becomes that, so that a state dict that the program has kept stays the
-            model's; otherwise (another dimension than 0) the values move. ``None``: of a class of
-            its own, which stays where it is.
+            model's; otherwise (another dimension than 0) the values move.
 
     Returns:
         The local tensor that it had, if the values have moved, for :func:`follow`.
     """
     before, local = member.parameter, given._local_tensor
-    stays = memory is None
-    if memory is None:
-        memory = member.storage.new_zeros(()).expand(member.storage.shape)
     fits = memory.numel() == member.storage.numel() and memory.data_ptr() == local.data_ptr()
-    moves = not stays and (not fits or member.layout.dim != 0)
+    moves = not fits or member.layout.dim != 0
     if moves:
         given._local_tensor = member.local(member.storage)
         with torch.no_grad():

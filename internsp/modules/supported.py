@@ -103,13 +103,6 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise StructureError(
             f"{name} has no shape yet (a lazy module): run a forward before parallelize()"
         )
-    for method in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
-        if hasattr(parameter, method):
-            raise StructureError(
-                f"{name} is a {type(parameter).__name__} with {method}, which would be lost, since "
-                "shards and slots are plain tensors: hold a plain parameter, and give both "
-                "functions to a rule of weight_parallel.rules (pre_all_gather, post_all_gather)"
-            )
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise StructureError(
             f"{name} has a gradient hook, which parallelize() would lose, since it makes new "
@@ -123,8 +116,11 @@ def _shown_order(name: str) -> tuple[bool, str]:
 
 
 def _require_plain(name: str, parameter: nn.Parameter) -> None:
-    """Refuse a parameter whose class adds something, as those of quantized weights do."""
+    """Refuse a parameter whose class adds something, as those of quantized weights do, unless it
+    says how it is all-gathered."""
     if isinstance(parameter, DTensor):  # of tensor parallel layers: checked with their mesh
+        return
+    if all(hasattr(parameter, f"fsdp_{when}_all_gather") for when in ("pre", "post")):
         return
     kind = type(parameter)
     classes = [c for c in kind.__mro__[: kind.__mro__.index(Tensor)] if c is not nn.Parameter]
@@ -139,7 +135,8 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
             "Load or build the model unquantized (with torchao, "
             "module.weight = nn.Parameter(module.weight.dequantize()); "
             'weight_parallel.quantize = "int8" sends plain weights as int8), or leave it whole on '
-            "every rank by a rule of weight_parallel.rules with ignore = true"
+            "every rank by a rule of weight_parallel.rules with ignore = true. A class that "
+            "gathers itself (fsdp_pre_all_gather and fsdp_post_all_gather, as NF4) is taken"
         )
 
 

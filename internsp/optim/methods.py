@@ -139,6 +139,12 @@ def require_steppable(member: Member, method: Method) -> None:
     Raises:
         ConfigError: it cannot; names the parameter and the remedy.
     """
+    if isinstance(member, ShardedParameter) and member.of_class and member.requires_grad:
+        raise ConfigError(
+            f"{member.name} has fsdp_pre_all_gather, and what its class holds is not known, of "
+            "which other ranks would step parts: keep a torch optimizer in a plain loop (under "
+            "internsp.fsdp, the program's own)"
+        )
     if member.dtype.is_complex:
         raise ConfigError(
             f"{member.name} is complex, and a ZeroOptimizer keeps parameters in one real vector: "

@@ -510,6 +510,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Take parameters of groups into buckets. Collective where gradients are unfinished."""
         if not members:
             return
+        for member in members:
+            require_steppable(member, self._methods[self._group_index[member]])
         communicator = self._communicator
         if self.unfinished:  # what is in flight was laid out without them
             names = ", ".join(member.name for member in members)

@@ -189,16 +189,18 @@ def _make_parameters(
             member: Member = ReplicatedParameter(each.name, each.parameter, mesh, dtypes.compute)
         else:
             axis = mesh.experts if each.expert else mesh.dense
-            kind = ShardedParameter
-            if each.options.custom_gather is not None and each.options.custom_gather.of_one_rank:
-                from internsp.wp.extended import ExtendedParameter  # few models have any
-
-                kind = ExtendedParameter
-            member = kind(
+            given = (
                 each.name, each.parameter, ShardLayout.create(each.shape, each.dim, axis.size),
                 axis, mesh.device, dtypes.compute, each.autocasts, dtypes.reduce,
                 each.options.offload, link,
             )  # fmt: skip
+            own = each.options.custom_gather
+            if own is None or own.sharded is None:
+                member = ShardedParameter(*given)
+            else:
+                from internsp.wp.extended import ExtendedParameter  # few models have any
+
+                member = ExtendedParameter(own.sharded, *given)
         member.parameter.grad_dtype = dtypes.grad
         made[each.name] = member
     return made

@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from internsp.base.bits import checksum
+from internsp.base.bits import checksum, plain_parts
 from internsp.config import ActivationCheckpointConfig, SequenceConfig, WeightParallelConfig
 from internsp.errors import ConfigError, InternspError, LayoutError, StructureError
 from internsp.failure.objects import Objects
@@ -187,19 +189,21 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _checksums(model: nn.Module) -> list[int | None]:
     """A checksum of each parameter's and buffer's bytes; ``None`` for those without bytes to read.
 
-    These are on the meta device, or of a class that dispatches operations itself (quantized ones).
+    These are on the meta device, or of a class that dispatches operations itself and does not tell
+    its plain tensors.
     """
-    return [
-        None
-        if t.device.type == "meta" or t.layout != torch.strided or _dispatches(t)
-        else checksum(t)
-        for _, t in _named_tensors(model)
-    ]
+    return [_checksum(tensor) for _, tensor in _named_tensors(model)]
 
 
-def _dispatches(tensor: Tensor) -> bool:
+def _checksum(tensor: Tensor) -> int | None:
+    if tensor.device.type == "meta" or tensor.layout != torch.strided:
+        return None
     own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return own and not isinstance(tensor, DTensor)
+    if not own or isinstance(tensor, DTensor):
+        return checksum(tensor)
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    return crc32(str([_checksum(part) for part in plain_parts(tensor)]).encode())
 
 
 def _compare_values(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +15,27 @@ from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, SequenceConfig, WeightParallelConfig
 from internsp.config.combinations import mistakes, mistakes_of_blocks, require_none
 from internsp.dtensor.tensor_parallel import require_on_tensor_ranks
-from internsp.errors import ConfigError
+from internsp.errors import ConfigError, StructureError
 from internsp.mesh import MeshShape, ParallelMesh
 from internsp.modules.casts import find_casts
 from internsp.modules.supported import require_supported
 from internsp.parallel.build import CollectivesFactory, Examined, build
 from internsp.parallel.compare import require_same_model
-from internsp.structure.assign import ParameterSharding, plan_sharding, require_patterns_matched
+from internsp.structure.assign import (
+    ParameterOwner,
+    ParameterSharding,
+    plan_sharding,
+    require_patterns_matched,
+)
 from internsp.structure.blocks import read_structure
+from internsp.structure.dtypes import WeightDtypes
 from internsp.structure.units import chunk_layout
 from internsp.wp.collectives import Collectives
 from internsp.wp.communicator import ISPCommunicator, WPCommunicator
+
+if TYPE_CHECKING:
+    from internsp.schedule.extended import ExtendedGather
+    from internsp.structure.own_class import Extend
 
 InitFunction = Callable[[str, Tensor, torch.Generator], None]
 
@@ -129,13 +141,28 @@ def _examine(
     # A pipeline has checked for all of its chunks together what recomputes.
     again = (checkpoint if mesh.pipeline == 1 else None) or ActivationCheckpointConfig()
     require_none(mistakes(config, sequence, again, ring=mesh.ring, pipeline=False, own=own))
-    found = examine(model, config, checkpoint, mesh.shape, split, mesh.device.type, own)
+    found = examine(
+        model, config, checkpoint, mesh.shape, split, mesh.device.type, own, partial(_extend, mesh)
+    )
     if _has_sequences(model, mesh, sequence):
         from internsp.parallel.sequences import require_sequence_attention, set_head_output
 
         require_sequence_attention(model, mesh, sequence)
         set_head_output(model, mesh, sequence)
     return found
+
+
+def _extend(
+    mesh: ParallelMesh, owner: ParameterOwner, parameter: nn.Parameter, expert: bool, hosted: bool,
+    dtypes: WeightDtypes,
+) -> ExtendedGather:  # fmt: skip
+    """See :data:`internsp.structure.assign.Extend`."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from internsp.wp.extended import shard  # few models have any
+
+    axis, policy = mesh.experts if expert else mesh.dense, MixedPrecisionPolicy(dtypes.compute)
+    return shard(owner.full_name, parameter, owner.module, axis, policy, mesh.device, hosted)
 
 
 def examine(
@@ -146,11 +173,13 @@ def examine(
     split: bool = False,
     device: str = "cpu",
     own_communicator: bool = False,
+    extend: Extend | None = None,
 ) -> Examined:
     """What can be known without ranks or values: the blocks, shards and units, what recomputes.
 
     Args:
         split, device, own_communicator: see :func:`internsp.structure.units.chunk_layout`.
+        extend: see :func:`internsp.structure.assign.plan_sharding`.
 
     Raises:
         ConfigError, StructureError: a pattern matches nothing, the model or an option of it is not
@@ -180,7 +209,7 @@ def examine(
 
         find_tiled(structure, checkpoint)
     recomputed = recomputed_blocks(checkpoint, structure.layers)
-    shardings = plan_sharding(model, structure, config, shape.expert)
+    shardings = plan_sharding(model, structure, config, shape.expert, extend)
     if own_communicator:
         _require_own_serves(shardings)
     plan = chunk_layout(
@@ -202,8 +231,8 @@ def _require_own_serves(shardings: Sequence[ParameterSharding]) -> None:
             )
         if options.custom_gather is not None or options.quantize != "none":
             raise ConfigError(
-                f"weight_parallel.quantize (or a rule's functions) of {sharding.name}: a "
-                "communicator of your own decides what travels; quantize nothing, or take the "
+                f"weight_parallel.quantize (or functions of a rule or a class) of {sharding.name}: "
+                "a communicator of your own decides what travels; quantize nothing, or take the "
                 "library's communicator"
             )
 
@@ -247,7 +276,13 @@ def initialize(communicator: ISPCommunicator, fill: InitFunction, seed: int) -> 
         seed: determines, together with the name, the generator's state.
     """
     device = communicator.mesh.device
-    for member in communicator.replicated.all_parameters():
+    members = communicator.replicated.all_parameters()
+    if of_class := [m.name for m in communicator.replicated.sharded if m.of_class]:
+        raise StructureError(
+            f"initialize() cannot fill {', '.join(of_class[:3])}, whose shards are of a class of "
+            "their own: build the model with values, and initialize others by load_state_dict"
+        )
+    for member in members:
         name = member.name_in_model
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:7], "big"))

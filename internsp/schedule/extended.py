@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from internsp.base.bits import plain_parts
 from internsp.errors import StructureError
 from internsp.schedule.chunk import aligned
 from internsp.schedule.layout import ShardLayout
@@ -29,14 +30,14 @@ class ExtendedGather:
     """The functions of one weight's class.
 
     Attributes:
+        sharded: the parameter, a ``DTensor`` whose local tensor is this rank's shard of the class.
         pre: returns the tensors to send, and metadata for ``post``.
         post: makes the unsharded weight of those of all ranks, one after another in dimension 0.
     """
 
+    sharded: nn.Parameter
     pre: Callable[[], tuple[Sequence[Tensor], object]]
     post: Callable[[tuple[Tensor, ...], object], Tensor]
-    of_one_rank = True
-    """Are called in a weight group of one, too: what they make is no shard."""
 
     @torch.no_grad()
     def encoding(
@@ -52,7 +53,7 @@ class ExtendedGather:
         sent, metadata = self.pre()
         rows = [part.reshape(-1, *part.shape[1:]) for part in sent]
         made = self.post(tuple(torch.cat([part] * layout.size) for part in rows), metadata)
-        plain = tuple(_plain(made))
+        plain = tuple(plain_parts(made))
         for tensor in plain:
             if type(tensor) is not Tensor or not tensor.is_contiguous():
                 raise StructureError(
@@ -119,7 +120,7 @@ class ExtendedShard:
         """
         gathered = [part.reshape(-1, *part.shape[2:]) for part in self.parts.read(received)]
         made = self.functions.post(tuple(gathered), self._metadata)
-        self._write(self.held, [*_plain(made)], out, "fsdp_post_all_gather")
+        self._write(self.held, [*plain_parts(made)], out, "fsdp_post_all_gather")
         self.unsharded = _over(made, map(_alone, self.held.read(out)))
 
     def _write(self, parts: Parts, tensors: Sequence[Tensor], flat: Tensor, function: str) -> None:
@@ -129,15 +130,6 @@ class ExtendedShard:
                 f"{describe(parts.kinds)} at first: shapes and dtypes must not change"
             )
         parts.write(tensors, flat)
-
-
-def _plain(value: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that make up ``value``."""
-    if not is_traceable_wrapper_subclass(value):
-        yield value
-        return
-    for name in value.__tensor_flatten__()[0]:
-        yield from _plain(getattr(value, name))
 
 
 def _alone(part: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ class CustomAllGather:
 
     pre: Callable[[Tensor], object]
     post: Callable[[Tensor | tuple[Tensor, ...], Tensor], object]
-    of_one_rank = False
-    """A weight group of one sends nothing, and calls neither."""
+    sharded = None
+    """See :class:`internsp.schedule.extended.ExtendedGather`: the shard is plain."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Callable[..., object] | str]) -> CustomAllGather:

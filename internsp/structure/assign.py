@@ -22,9 +22,10 @@ from internsp.structure.blocks import Structure
 from internsp.structure.dtypes import WeightDtypes
 from internsp.structure.rules import BLOCK_KEYS, MODULE_KEYS, NO_RULES, Rules
 
-if TYPE_CHECKING:  # loaded where a rule names functions
+if TYPE_CHECKING:  # loaded where a rule names functions, or a class has them
     from internsp.schedule.extended import ExtendedGather
     from internsp.schedule.packed import CustomAllGather
+    from internsp.structure.own_class import Extend
 
 WEIGHT_KEYS = frozenset(PlanRule.model_fields) - BLOCK_KEYS - MODULE_KEYS - {"match"}
 
@@ -151,13 +152,18 @@ def owners_of(model: nn.Module) -> dict[nn.Parameter, tuple[ParameterOwner, ...]
 
 
 def plan_sharding(
-    model: nn.Module, structure: Structure, config: WeightParallelConfig, expert: int = 1
+    model: nn.Module,
+    structure: Structure,
+    config: WeightParallelConfig,
+    expert: int = 1,
+    extend: Extend | None = None,
 ) -> list[ParameterSharding]:
     """Decide the sharding of every parameter of ``model`` that no rule ignores.
 
     Args:
         expert: number of ranks that own different experts. With several, an expert's parameter
             cannot be replicated over all ranks, so that even a small one is sharded.
+        extend: takes parameters of a class with all-gather functions; ``None``: they are refused.
 
     Returns:
         One entry a parameter, in the order of registration.
@@ -170,7 +176,8 @@ def plan_sharding(
     for parameter, owners in owners_of(model).items():
         rule_options = structure.rules.options_for([o.full_name for o in owners], WEIGHT_KEYS)
         if not rule_options.get("ignore"):
-            found.append(_sharding(parameter, owners, structure, config, expert, rule_options))
+            made = _sharding(parameter, owners, structure, config, expert, rule_options, extend)
+            found.append(made)
     require_own_experts(model, found, expert)
     return found
 
@@ -222,6 +229,7 @@ def _sharding(
     config: WeightParallelConfig,
     expert: int,
     rule_options: Mapping[str, Any],
+    extend: Extend | None,
 ) -> ParameterSharding:
     first = owners[0]
     options = WeightOptions.of(config, rule_options, first.full_name)
@@ -230,7 +238,12 @@ def _sharding(
     least = rule_options.get("min_shard_elements", config.min_shard_elements)
     fewest = 1 if "min_shard_elements" in rule_options else 2  # dimensions
     small = parameter.ndim < fewest or math.prod(largest_part(parameter)) < least
-    if small and not (own and expert > 1):
+    of_class = hasattr(parameter, "fsdp_pre_all_gather")
+    if of_class:
+        from internsp.structure.own_class import options_of  # few models have any
+
+        options = options_of(first, parameter, own, expert, options, config, dtypes, extend)
+    if small and not of_class and not (own and expert > 1):
         return ParameterSharding(parameter, owners, None, -1, 0, own, False, dtypes, options)
     if parameter.ndim == 0:
         raise StructureError(
@@ -256,7 +269,13 @@ def _sharding(
             f"cannot shard dimension {dim} of {first.full_name}, of shape {list(parameter.shape)}"
         )
     dim %= parameter.ndim
+    if of_class and dim:
+        raise LayoutError(
+            f"{first.full_name} is a {type(parameter).__name__} with fsdp_pre_all_gather, of which "
+            "shards are rows: leave out shard_dim"
+        )
     autocasts = getattr(first.module, "autocasts", isinstance(first.module, nn.Linear))
+    autocasts = autocasts and not of_class
     return ParameterSharding(parameter, owners, unit, block, dim, own, autocasts, dtypes, options)
 
 

@@ -254,7 +254,8 @@ def _weight_layout(
     encoding: Encoding | None = None
     name, dtype = assignment.name, parameter.dtype
     own = options.custom_gather
-    if own is not None and (size > 1 or own.of_one_rank):
+    # A weight group of one sends nothing, but a class may make something else of its shard.
+    if own is not None and (size > 1 or own.sharded is not None):
         encoding = own.encoding(name, layout, dtype, compute)
     elif options.quantize != "none" and assignment.block >= 0 and size > 1 and not small:
         from internsp.schedule.encoding import QuantizedShard

@@ -153,8 +153,16 @@ class ModelPart:
     # agreed on by all ranks
 
     def usage_error(self, versions: Sequence[int] | None = None) -> Exception | None:
-        """The error for a call at a wrong time: inside a step, or after a write; else ``None``."""
+        """The error for a call at a wrong time (inside a step, after a write), or of a weight whose
+        values only its class knows; else ``None``."""
         rank = self.mesh.rank
+        members = [entry.member for entry in self.parameters]
+        if of_class := [m.name for m in members if isinstance(m, ShardedParameter) and m.of_class]:
+            return StructureError(
+                f"{self.call} was called with {', '.join(of_class[:3])}, whose class alone knows "
+                "values (fsdp_pre_all_gather): give a module without it, or take state_dict(), "
+                "which has its shards"
+            )
         for communicator in self.communicators:
             busy = communicator.events.busy
             if not busy and any(scope.unsharded is not None for scope in self._scopes):

@@ -285,11 +285,14 @@ class ShardedParameter(ModelParameter):
         unit: the unit in which it is gathered: its block, or one outside of the blocks.
         slices: number of near ranks that keep slices of it after a step's first gather, or 0.
         encoding: how its shard travels, if not as its values.
+        of_class: whether its shard is of a class of its own, and ``storage`` has no values
+            (:class:`internsp.wp.extended.ExtendedParameter`).
         used_version: version and dtype of its contents in the slot; ``None`` if there are none.
         in_slot: views of its bytes in the slot (:meth:`internsp.wp.slots.Slot.acquire`).
     """
 
     slices = 0
+    of_class = False
     encoding: Encoding | None = None
     unit: Unit
     in_slot: SlotViews
@@ -318,20 +321,25 @@ class ShardedParameter(ModelParameter):
         self.autocasts = autocasts and self.compute_dtype == torch.float32 and self.needs_gather
         self.reduced = ReducedGradient(layout.shard_shape, link if GRADIENTS in offload else None)
         self.used_version: VersionAndDtype | None = None
-        if self.hosted and link is not None:
-            storage = link.zeros(WEIGHTS, layout.shard_shape, parameter.dtype)
-        else:
-            storage = self.zeros(parameter.dtype)
-        if parameter.device.type != "meta":
-            with torch.no_grad():
-                rows = layout.cut(own_part(parameter), self.rank)
-                storage[: len(rows)].copy_(rows)
+        storage = self._make_storage(parameter, link)
         self._flat = storage.data.view(-1)
         shape = (layout.shape[0] * axis.expert, *layout.shape[1:])
         if self.tensor is not None:
             shape = self.tensor.shape
         self.trained = parameter.requires_grad
         self._register(storage, Shard(layout.dim), shape, self.trained)
+
+    def _make_storage(self, parameter: nn.Parameter, link: HostLink | None) -> Tensor:
+        """The padded shard of ``parameter``'s values."""
+        if self.hosted and link is not None:
+            storage = link.zeros(WEIGHTS, self.layout.shard_shape, parameter.dtype)
+        else:
+            storage = self.zeros(parameter.dtype)
+        if parameter.device.type != "meta":
+            with torch.no_grad():
+                rows = self.layout.cut(own_part(parameter), self.rank)
+                storage[: len(rows)].copy_(rows)
+        return storage
 
     @property
     def rank(self) -> int:

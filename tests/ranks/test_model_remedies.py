@@ -151,6 +151,7 @@ OFFLOADED = (
     "tests/ranks/test_offload.py::test_a_plain_loop_accumulates_clips_and_steps_as_one_process"
 )
 
+OWN_CLASS = "tests/ranks/test_own_class.py::"
 PARALLEL: Table = {
     "{reason}; make the mesh with expert = 1": {
         "make the mesh with expert = 1":
@@ -169,6 +170,12 @@ PARALLEL: Table = {
     },
     "the ranks were given different {subject}": {
         "call parallelize() with the same model and configuration on every rank": right,
+    },
+    "whose shards are of a class of their own": {
+        "build the model with values":
+            f"{OWN_CLASS}test_a_base_of_codes_trains_adapters_as_on_one_process",
+        "initialize others by load_state_dict":
+            f"{OWN_CLASS}test_a_state_dict_has_the_shards_and_is_loaded_from_another_model",
     },
     "reduction = 'mean' needs equally many tokens": {
         "divide a sum by the number of valid tokens over all ranks": unequal_counts,
@@ -225,7 +232,16 @@ SLICES = (
     "tests/ranks/test_near_slices.py::"
     "test_gathers_from_slices_train_as_one_process_and_bring_what_the_plan_says"
 )
+CODES = f"{OWN_CLASS}test_a_base_of_codes_trains_adapters_as_on_one_process"
 STRUCTURE: Table = {
+    "of which shards are rows": {"leave out shard_dim": CODES},
+    "which only ranks can call, on values": {
+        "Call internsp.parallelize in a loop of your own": CODES, "hold a plain parameter": right,
+    },
+    "(fsdp_pre_all_gather): leave one out": {"leave one out": CODES},
+    "of which no slices are kept, no trained shard in host memory": {
+        "leave out near_ranks": CODES, "memory_pool = false": CODES,
+    },
     "does not declare that it sends": {
         "Make the mesh with expert = 1 and shard all experts over expert_weight": OWNERS,
         "expert_ranks = mesh.expert on the module that does so": OWNERS,

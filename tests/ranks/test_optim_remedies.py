@@ -779,6 +779,8 @@ def test_a_remedy_for_several_ranks_works(name: str, tmp_path: Path) -> None:
 
 
 NOT_RUN = {
+    "which other ranks would step parts: keep a torch optimizer": "ranks/test_own_class",
+    "give a module without it, or take state_dict()": "ranks/test_own_class",
     "past what its ZeroOptimizer waits for: give it weight.detach()":
         "ranks/test_compiled_functions",
     "pip install 'internsp[weights]'": "an installation",

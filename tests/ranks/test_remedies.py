@@ -35,6 +35,7 @@ from tests.support.models import ALL, Block, Reordered, Tiny, Twin
 from tests.support.ranks import ranks
 from tests.support.remedies import ROOT, Remedy, require_tests, run, text_of
 
+OWN_CLASS = "tests/ranks/test_own_class.py::test_trained_classes_have_the_numbers_of_one_import"
 ROOMS = ("modules", "dtensor", "wp", "base/autograd.py")
 FULL = ActivationCheckpointConfig(mode="full")
 
@@ -795,10 +796,14 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
         "read .grad when backward() has returned": right,
         "hook the modules' outputs": partial(right, before=hooked_output),
     },
-    "which would be lost, since shards and slots are plain": {
-        "give both functions to a rule of weight_parallel.rules":
-            "tests/ranks/test_own_gather.py::"
-            "test_every_gradient_and_step_is_that_of_what_the_functions_make_of_the_weights",
+    "has lost fsdp_pre_all_gather since": {
+        "keep the functions on its local tensor":
+            "tests/ranks/test_fsdp_extensions.py::"
+            "test_functions_of_an_instance_are_called_as_by_fsdp2",
+    },
+    "which is padded to {list(padded)} where it is sent": {
+        "return tensors of that shape": OWN_CLASS,
+        "choose a number of rows that the ranks divide": OWN_CLASS,
     },
     "past torch's registration": {
         "nn.ParameterList or nn.ParameterDict, a list of the module's own parameters":

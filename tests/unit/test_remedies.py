@@ -377,10 +377,6 @@ NAMES: Table = {
 }
 PROGRAMS = "tests/ranks/test_fsdp_programs.py::"
 OWNED = "tests/ranks/test_fsdp_experts.py::"
-EXTENDED = (
-    "tests/ranks/test_fsdp_extensions.py::"
-    "test_classes_that_gather_themselves_train_as_under_fsdp2"
-)
 WRITTEN = "tests/ranks/test_fsdp_errors.py::test_what_a_refusal_says_to_write_works"
 OWN = "tests/ranks/test_own_communicator.py::"
 ZERO = "tests/ranks/test_fsdp_zero.py::test_steps_are_those_of_fsdp2_with_half_of_the_state"
@@ -431,17 +427,6 @@ FSDP: Table = {
         "put the functions on its local tensor before":
             "tests/ranks/test_fsdp_extensions.py::"
             "test_functions_of_an_instance_are_called_as_by_fsdp2",
-    },
-    "of which no slices are kept, no trained shard in host memory": {
-        "leave out reshard_after_forward as a number of ranks": EXTENDED,
-    },
-    "has lost fsdp_pre_all_gather since": {
-        "keep the functions on its local tensor":
-            "tests/ranks/test_fsdp_extensions.py::"
-            "test_functions_of_an_instance_are_called_as_by_fsdp2",
-    },
-    "zero_optimizer: {member.name} has fsdp_pre_all_gather": {
-        "keep the optimizer as it is": EXTENDED,
     },
     "in which nothing is summed": {"give it to fully_shard(ignored_params={...})": WRITTEN},
     "which fully_shard() would lose": {

@@ -60,6 +60,13 @@ class Custom:
                 "Trainer: a model of your own is not split into stages; set parallel.pipeline = 1, "
                 "or use internsp.Pipeline in a loop of your own"
             )
+        for name, parameter in self.model.named_parameters():
+            if hasattr(parameter, "fsdp_pre_all_gather"):
+                raise ConfigError(
+                    f"Trainer: {name} of your model is a {type(parameter).__name__}, whose class "
+                    "alone knows how its values are saved: train it by internsp.parallelize in a "
+                    "loop of your own"
+                )
         empty = [n for n, p in self.model.named_parameters() if p.is_meta]
         if empty:
             raise ConfigError(
