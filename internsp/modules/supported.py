@@ -118,11 +118,10 @@ def _shown_order(name: str) -> tuple[bool, str]:
 def _require_plain(name: str, parameter: nn.Parameter) -> None:
     """Refuse a parameter whose class adds something, as those of quantized weights do, unless it
     says how it is all-gathered."""
-    if isinstance(parameter, DTensor):  # of tensor parallel layers: checked with their mesh
-        return
+    # The layer of a DTensor is tensor parallel: of that it is checked with its mesh.
+    kind = type(parameter._local_tensor if isinstance(parameter, DTensor) else parameter)
     if all(hasattr(parameter, f"fsdp_{when}_all_gather") for when in ("pre", "post")):
         return
-    kind = type(parameter)
     classes = [c for c in kind.__mro__[: kind.__mro__.index(Tensor)] if c is not nn.Parameter]
     adds = {key for c in classes for key in vars(c)} - _OF_ANY_CLASS
     adds |= {"quant_state"} & vars(parameter).keys()

@@ -276,13 +276,12 @@ def initialize(communicator: ISPCommunicator, fill: InitFunction, seed: int) -> 
         seed: determines, together with the name, the generator's state.
     """
     device = communicator.mesh.device
-    members = communicator.replicated.all_parameters()
     if of_class := [m.name for m in communicator.replicated.sharded if m.of_class]:
         raise StructureError(
             f"initialize() cannot fill {', '.join(of_class[:3])}, whose shards are of a class of "
             "their own: build the model with values, and initialize others by load_state_dict"
         )
-    for member in members:
+    for member in communicator.replicated.all_parameters():
         name = member.name_in_model
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:7], "big"))

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 import internsp
@@ -25,7 +26,7 @@ from internsp.app.config.load import Config
 from internsp.app.session.own import Custom
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, LayoutError, StructureError
-from internsp.mesh import MeshShape
+from internsp.mesh import MeshShape, ParallelMesh
 from internsp.parallel.parallelize import examine, initialize, parallelize
 from internsp.schedule.chunk import aligned
 from tests.ranks.test_fsdp_extensions import CLASSES, build
@@ -286,6 +287,12 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
     plans = partial(examine, model, config, None, MeshShape(2, weight=2))
     raises(StructureError, plans, "which only ranks can call, on values: no plan")
     raises(ConfigError, partial(Custom(model).check, Config()), "loop of your own")
+    tensor = ParallelMesh.create(tensor=2, device_type="cpu")
+    local = Held(model.head.weight.detach())
+    placed = DTensor.from_local(local, tensor.tensor_mesh, [Shard(0)])
+    model.head.weight = nn.Parameter(placed)
+    call = partial(parallelize, model, tensor, config)
+    raises(StructureError, call, "head.weight is a tests.support.extensions.Held, not a plain")
 
 
 @ranks(2)
