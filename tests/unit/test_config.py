@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from internsp.app.config import (
     Config,
     TrainConfig,
-    documented,
     load_config,
     read_config,
     sections,
@@ -40,6 +39,7 @@ from internsp.config.former import GONE, MOVED, answer
 from internsp.config.model import ModelConfig
 from internsp.config.words import keys_of, listed, section_name, table_class
 from internsp.errors import ConfigError
+from tools.docs.configuration import documented
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -458,7 +458,7 @@ def test_every_config_of_the_project_is_right_on_any_machine(file, monkeypatch, 
 
 def test_the_documented_config_is_every_key_with_its_default_and_a_comment():
     text = (CONFIGS / "documented.toml").read_text()
-    assert text == documented(), "write config.documented() to configs/documented.toml"
+    assert text == documented(), "python -m tools.docs.configuration"
     assert load_config(CONFIGS / "documented.toml") == Config()
     written = {name: list(keys) for name, keys in tomllib.loads(text).items()}
     assert written == {name: list(keys_of(cls)) for name, cls in sections().items()}

@@ -1,18 +1,8 @@
 """The configuration of a run: its sections, reading them from a file, and checks across them."""
 
 from internsp.app.config.checks import HELD_OUT
-from internsp.app.config.load import (
-    Config,
-    documented,
-    load_config,
-    read_config,
-    sections,
-)
-from internsp.app.config.sections import (
-    DataConfig,
-    DocumentsConfig,
-    TrainConfig,
-)
+from internsp.app.config.load import Config, load_config, read_config, sections
+from internsp.app.config.sections import DataConfig, DocumentsConfig, TrainConfig
 
 __all__ = [
     "HELD_OUT",
@@ -21,7 +11,6 @@ __all__ = [
     "DocumentsConfig",
     "TrainConfig",
     "read_config",
-    "documented",
     "load_config",
     "sections",
 ]

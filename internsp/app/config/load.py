@@ -6,16 +6,13 @@ torch, so that ``internsp --help`` and reports of mistakes are fast.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 import tomli_w
 from pydantic import ValidationError, model_validator
-from pydantic.fields import FieldInfo
 
 from internsp.app.config.checks import combinations, machine
 from internsp.app.config.errors import (
@@ -44,15 +41,7 @@ from internsp.config.sections import (
     Section,
     WeightParallelConfig,
 )
-from internsp.config.words import (
-    help_of,
-    in_words,
-    keys_of,
-    listed,
-    metavar,
-    mistakes,
-    table_class,
-)
+from internsp.config.words import keys_of, listed, mistakes
 from internsp.errors import ConfigError
 
 _MOST_UNKNOWN = 30  # number of unknown names for which the nearest valid name is searched
@@ -240,34 +229,3 @@ def _valid_values(
         wrong = {key for key, _ in found}
         return {key: value for key, value in values.items() if key not in wrong}
     return {key: getattr(made, key) for key in values}
-
-
-def documented() -> str:
-    """A TOML file of every key with its default, each below a comment that describes it.
-
-    A test checks that ``configs/documented.toml`` is this text.
-    """
-    lines = ["# Every key with its default. A config names only what differs."]
-    for name, cls in sections().items():
-        lines += ["", f"# {cls.__doc__}", f"[{name}]"]
-        for key, field in keys_of(cls).items():
-            lines += [*_comment("# ", help_of(field)), f"{key} = {in_words(field.get_default())}"]
-            lines[-1] += _choices(field, "  # ")
-            if (table := table_class(cls, key)) is not None:
-                lines += [f"# [[{name}.{key}]]"]
-                for inner, its in keys_of(table).items():
-                    lines += _comment("#   ", f"{inner}: {help_of(its)}{_choices(its, ' (', ')')}")
-    return "\n".join(lines) + "\n"
-
-
-def _comment(mark: str, text: str) -> list[str]:
-    after = mark + "  " * (len(mark) > 2)
-    return wrap(text, 100, initial_indent=mark, subsequent_indent=after, break_on_hyphens=False)
-
-
-def _choices(field: FieldInfo, before: str, after: str = "") -> str:
-    """The texts that a key allows, if it allows only some; else empty."""
-    shown = re.fullmatch("{([^}]*)}", metavar(field.annotation))
-    if shown is None or field.annotation is bool:
-        return ""
-    return f"{before}{shown[1].replace(',', ' | ')}{after}"
