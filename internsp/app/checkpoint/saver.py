@@ -78,13 +78,12 @@ class Saver:
         if self._planned is None:
             plan = FilePlan.make(state_of(self._session)[0])
             self._token = Objects().name()[:8]
-            made: list[Tensor] = []
-            Objects().on_every(lambda: made.append(torch.empty(plan.nbytes, dtype=torch.uint8)))
+            memory = Objects().here(lambda: torch.empty(plan.nbytes, dtype=torch.uint8))
             if self._session.mesh.rank == 0:
                 self._session.source.fingerprint  # noqa: B018 - computed now, not at a save
                 tensors = {name: one.model_dump(mode="json") for name, one in plan.tensors.items()}
                 self._tensors = canonical(tensors)
-            self._planned = plan, made[0]
+            self._planned = plan, memory
         return self._planned
 
     def start(self, step: int, sequences: int, tokens: int = 0) -> None:

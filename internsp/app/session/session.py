@@ -76,9 +76,7 @@ def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
             model's vocabulary lacks; or ranks have read other texts.
         InternspError: on every rank: a rank cannot see tokens that rank 0 made.
     """
-    loaded: list[Tokenizer] = []
-    Objects().on_every(lambda: loaded.append(tokenizer_of(config)))
-    (tokenizer,) = loaded
+    tokenizer = Objects().here(lambda: tokenizer_of(config))
     prepared = _prepare_tokens(config, tokenizer, mesh)
     made: list[DataSource] = []
 

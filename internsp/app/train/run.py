@@ -89,10 +89,8 @@ def run_session(
 @contextmanager
 def _alerts(config: Config, main: bool) -> Iterator[Alerts]:
     """The run's alerts; sends one if the run fails. Collective when it is entered."""
-    made: list[Alerts] = []
     command = config.report.alert if main else None
-    Objects().on_every(lambda: made.append(Alerts(command, config.train.name)))
-    alerts = made[0]
+    alerts = Objects().here(lambda: Alerts(command, config.train.name))
     try:
         yield alerts
     except Exception as error:
@@ -116,9 +114,7 @@ def _source(config: Config, folder: Path) -> Path | None:
 def _log(session: Session, output: Path) -> Iterator[RankLog]:
     """This rank's log; also logs how the run ends. Collective when it is entered."""
     rank = session.mesh.rank
-    opened: list[RankLog] = []
-    Objects().on_every(lambda: opened.append(RankLog(output, rank)))
-    log = opened[0]
+    log = Objects().here(lambda: RankLog(output, rank))
     log.write(f"{session.mesh.describe()}; the configuration is in {output / 'config.toml'}")
     for communicator in session.communicators:
         communicator.state.collectives.comm_context.on_launch = log.record_launch
