@@ -2,7 +2,11 @@
 
 from internsp.app.config.checks import HELD_OUT
 from internsp.app.config.load import Config, load_config, read_config, sections
-from internsp.app.config.sections import DataConfig, DocumentsConfig, TrainConfig
+from internsp.app.config.sections import (
+    DataConfig,
+    DocumentsConfig,
+    TrainConfig,
+)
 
 __all__ = [
     "HELD_OUT",

@@ -84,6 +84,15 @@ class Config(Section):
         own = {"zero": parallel.optimizer_ranks, "ring": ring, "near": sequence.fast_links}
         return {**found, **own, "near_experts": parallel.fast_links}
 
+    def replaced(self, values: Mapping[str, Any]) -> Config:
+        """This configuration with other values at ``section.key``; they are not checked."""
+        changed: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            section, _, key = name.partition(".")
+            changed.setdefault(section, {})[key] = value
+        made = {name: getattr(self, name).model_copy(update=own) for name, own in changed.items()}
+        return self.model_copy(update=made)
+
     def check(self, world_size: int) -> list[str]:
         """All mistakes that depend on ``world_size`` ranks and on the file system, one a line."""
         return [str(problem) for problem in machine(self, world_size)]

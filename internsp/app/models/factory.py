@@ -56,8 +56,7 @@ def build_first_layers(config: Config, layers: int, kinds: Sequence[int] = ()) -
     """
     if config.model.family != "hf":
         number = max(kinds) + 1 if kinds else layers
-        model = config.model.model_copy(update={"layers": number, "attention": "sdpa"})
-        config = config.model_copy(update={"model": model})
+        config = config.replaced({"model.layers": number, "model.attention": "sdpa"})
     made = build(config)
     if isinstance(made, HFCausalLM):
         for module in made.model.modules():

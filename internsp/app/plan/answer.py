@@ -115,12 +115,8 @@ def changes(config: Config) -> Iterator[Mapping[str, Any]]:
 
 def changed(config: Config, change: Mapping[str, Any]) -> Config | None:
     """``config`` with other values at ``section.key``; ``None`` if that is refused."""
-    values = config.model_dump()
-    for name, value in change.items():
-        section, _, key = name.partition(".")
-        values[section][key] = value
     try:
-        return Config.model_validate(values)
+        return Config.model_validate(config.replaced(change).model_dump())
     except ValueError:  # of pydantic, and a ConfigError
         return None
 

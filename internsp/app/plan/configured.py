@@ -157,10 +157,8 @@ def on_machines(config: Config, world_size: int, device: Device | None) -> Confi
     ``device.near_ranks`` ranks; as it is where sums go at once, or without a device."""
     if device is None or config.weight_parallel.reduce != "auto":
         return config
-    if not (near := near_on(config, world_size, device)):
-        return config
-    weights = config.weight_parallel.model_copy(update={"reduce": near})
-    return config.model_copy(update={"weight_parallel": weights})
+    near = near_on(config, world_size, device)
+    return config.replaced({"weight_parallel.reduce": near}) if near else config
 
 
 def near_on(config: Config, world_size: int, device: Device) -> int:

@@ -146,8 +146,7 @@ def on_device(config: Config, device: Device) -> Config:
             f"--device {device.name}: it has no peak of {dtype}; set train.dtype or "
             "weight_parallel.compute_dtype, or add it in a file for --device-file"
         )
-    parallel = config.parallel.model_copy(update={"device": device.kind})
-    return config.model_copy(update={"parallel": parallel})
+    return config.replaced({"parallel.device": device.kind})
 
 
 @cache

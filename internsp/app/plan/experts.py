@@ -52,8 +52,9 @@ def experts_traffic(config: Config, world_size: int) -> dict[str, ExpertTraffic]
 
 def divided(config: Config, expert: int, expert_weight: int) -> Config:
     """``config`` with experts divided by these degrees."""
-    degrees = {"expert": expert, "expert_weight": expert_weight}
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=degrees)})
+    return config.replaced(
+        {"parallel.expert": expert, "parallel.expert_weight": expert_weight}
+    )
 
 
 def chosen_experts(config: Config, world_size: int) -> Config:

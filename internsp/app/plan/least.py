@@ -415,8 +415,7 @@ class LeastBytes:
             parts = 1
         shape = MeshShape(parts * size, sequence=size, ring=1 + around, pipeline=parts)
         part = ModelPart(shape, parts == 1, parts == 1, kinds=(kind, kind))
-        again = self.config.activation_checkpoint.model_copy(update={"mode": mode})
-        config = self.config.model_copy(update={"activation_checkpoint": again})
+        config = self.config.replaced({"activation_checkpoint.mode": mode})
         return [
             self.observations.of(
                 config, 1, positions, 2 if tiled else 1, 2, 0 if mode == "none" else 2, offload,

@@ -77,8 +77,7 @@ def _comparison(plan: Plan) -> Table:
         chunks = kind.chunks or max(2, config.pipeline.chunks)
         counts = []
         for keep in (None, "all"):
-            weights = config.weight_parallel.model_copy(update={"keep_unsharded": keep})
-            changed = config.model_copy(update={"weight_parallel": weights})
+            changed = config.replaced({"weight_parallel.keep_unsharded": keep})
             try:
                 other = plan_of(changed, plan.shape, kind, chunks)
             except ValueError:  # too few blocks or micro-batches for this one

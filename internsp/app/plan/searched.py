@@ -60,8 +60,7 @@ def print_search(
     for line in _reasons(result.space, rows):
         console.print(line, markup=False)
     if write is not None:
-        parallel = best.config.parallel.model_copy(update={"device": "auto"})  # whatever is there
-        text = best.config.model_copy(update={"parallel": parallel}).to_toml()
+        text = best.config.replaced({"parallel.device": "auto"}).to_toml()  # whatever is there
         write_text("--write", write, text)
         console.print(f"the best is in {write}", markup=False)
 
