@@ -57,7 +57,6 @@ class RankLog:
         with self.path.open("r+b") as file:
             self._line = mmap.mmap(file.fileno(), _WIDTH)
         self._line[:] = line
-        self._texts: dict[tuple[str, str, str], bytes] = {}
         self._dumps_tracebacks = not faulthandler.is_enabled()
         if self._dumps_tracebacks:  # if the interpreter crashes: the traceback of each thread
             faulthandler.enable(self._file)
@@ -78,13 +77,9 @@ class RankLog:
 
     def record_launch(self, kind: str, what: str, phase: str) -> None:
         """Record a collective that is about to be launched; called for each one of a step."""
-        key = kind, what, phase
-        text = self._texts.get(key)
-        if text is None:
-            words = f", last collective: {_DESCRIPTIONS.get(kind, kind)} of {what} ({phase})"
-            width = _WIDTH - 1 - _LAUNCH_AT
-            text = self._texts[key] = words.encode("ascii", "replace")[:width].ljust(width)
-        self._line[_LAUNCH_AT:_WIDTH - 1] = text
+        words = f", last collective: {_DESCRIPTIONS.get(kind, kind)} of {what} ({phase})"
+        width = _WIDTH - 1 - _LAUNCH_AT
+        self._line[_LAUNCH_AT : _WIDTH - 1] = words.encode("ascii", "replace")[:width].ljust(width)
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
