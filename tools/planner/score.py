@@ -9,7 +9,7 @@ from math import isfinite
 from statistics import median
 
 from internsp.app.plan.devices import Device, devices
-from internsp.app.plan.seconds import StepSeconds, step_seconds
+from internsp.app.plan.seconds import StepSeconds
 from internsp.app.plan.workload import Workload
 from tools.planner.bytes import step_bytes
 from tools.planner.rows import (
@@ -19,6 +19,7 @@ from tools.planner.rows import (
     device_of,
     workload_of,
 )
+from tools.planner.tensor import step_seconds
 
 FAR_OFF, NEIGHBORS = 0.25, 4
 _CONFIGURATION = (

@@ -12,8 +12,6 @@ from internsp.app.plan.compute import (
     block_products_backward,
     fed,
     passes,
-    product,
-    shapes,
 )
 from internsp.app.plan.devices import Device
 from internsp.app.plan.links import Group, beside
@@ -27,23 +25,23 @@ class BlockSeconds:
 
     Attributes:
         forward, backward, again: computation, without and of the recompute.
-        tensor: messages of tensor parallelism, beside nothing.
-        hidden_tensor: those beside products.
         sequences: exchanges of parts of sequences that attention waits for.
         experts: exchanges of tokens between experts' ranks.
         slowdown: how much longer computation takes beside a message.
         on_host: the host computes it, so that launches take its time.
+        tensor: messages of tensor parallelism, beside nothing: of other programs.
+        hidden_tensor: those beside products.
     """
 
     forward: Work
     backward: Work
     again: Work
-    tensor: tuple[float, float]
-    hidden_tensor: tuple[float, float]
     sequences: tuple[float, float]
     experts: tuple[float, float]
     slowdown: float
     on_host: bool
+    tensor: tuple[float, float] = (0.0, 0.0)
+    hidden_tensor: tuple[float, float] = (0.0, 0.0)
 
     def slowed(self, at: int) -> float:
         """Seconds by which hidden tensor messages make forward (0) or backward (1) longer."""
@@ -81,57 +79,10 @@ def block_seconds(load: Workload, device: Device) -> BlockSeconds:
         read = again.passes * (reads[0] - own.passes) + own.passes
     repeated = Work(products, again.attention * attends[0], read)
     whole = 1 if again.products and again.attention else 0
-    tensor, hidden = _tensor(load, device, whole)
     return BlockSeconds(
-        forward, backward, repeated, tensor, hidden, _context(load, device, attends, whole),
+        forward, backward, repeated, _context(load, device, attends, whole),
         _experts(load, device, whole), device.fitted.slowdown, device.kind == "cpu",
     )  # fmt: skip
-
-
-def _tensor(
-    load: Workload, device: Device, again: int
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Messages of tensor parallelism that nothing hides, and those beside products.
-
-    A block has two products whose columns are cut, each with one after it whose rows are cut. With
-    parts of sequences, the former gather their input and the latter reduce-scatter their output;
-    backward, the latter gather the gradient, and the former gather their input again and
-    reduce-scatter its gradient. Else these are all-reduces, of outputs and of inputs' gradients.
-    """
-    degree, habits = load.degrees.tensor, load.habits
-    if degree == 1:
-        return (0.0, 0.0), (0.0, 0.0)
-    group = Group(degree, 1, device)
-    one = group.gather(load.tokens * load.model.hidden * 2)  # half of an all-reduce
-    forward = 4 * one
-    waits, late = (2 + again * 4) * one, 4 * one  # of row and of column products
-    if not habits.tensor_sequence:
-        waits = again * 4 * one
-    hidden = 0.0
-    if habits.tensor_async or habits.tensor_overlap:
-        hidden = _beside_gradients(load, device, one)
-    first = 1 / degree if habits.tensor_overlap else 1.0  # parts of a product; it waits for one
-    return (
-        (forward * first, waits * first + late - hidden),
-        (forward * (1 - first), waits * (1 - first) + hidden),
-    )
-
-
-def _beside_gradients(load: Workload, device: Device, one: float) -> float:
-    """Seconds of messages of column products' backward that run beside their gradients.
-
-    The gather of an input (``one``) has the product for the input's gradient beside it, and the sum
-    of that gradient the product for the weight's; an all-reduce has the latter alone.
-    """
-    found, slower = 0.0, 1 + device.fitted.slowdown
-    for (rows, columns, inner), count in shapes(load)[::2]:
-        of_input = product(device, rows, inner, columns, load.dtype) * slower
-        of_weight = product(device, inner, columns, rows, load.dtype) * slower
-        if load.habits.tensor_sequence:
-            found += min(one, count * of_input) + min(one, count * of_weight)
-        else:
-            found += min(2 * one, count * of_weight)
-    return found
 
 
 def _context(

@@ -216,25 +216,8 @@ def paces(load: Workload, block: BlockSeconds) -> tuple[float, float]:
 def ends(load: Workload, device: Device) -> tuple[float, float]:
     """Seconds of embedding, head and loss, forward and backward: launched as a block is."""
     habits, (before, after) = load.habits, head(load, device)
-    behind, sent = habits.launches_behind * habits.launches, _sent_at_ends(load, device)
-    return max(habits.launches, before.total) + sent[0], max(behind, after.total) + sent[1]
-
-
-def _sent_at_ends(load: Workload, device: Device) -> tuple[float, float]:
-    """Messages among tensor ranks for the embedding's and the head's rows, and three numbers a
-    token for the loss, forward and backward, as in a block. Of a pipeline's ranks, the last's.
-
-    Those of the head's backward run beside its products.
-    """
-    degrees, habits, alone = load.degrees, load.habits, load.degrees.pipeline == 1
-    if degrees.tensor == 1 or habits.traced:  # a sum of traced parts has none of them
-        return 0.0, 0.0
-    group = Group(degrees.tensor, 1, device)
-    one = group.gather(load.tokens * load.model.hidden * 2)
-    loss = 3 * group.all_reduce(load.tokens * 4)
-    if not habits.tensor_sequence:
-        return loss + (2 * one if alone else 0.0), 0.0
-    return loss + one + (one if alone else 0.0), one if alone else 0.0
+    behind = habits.launches_behind * habits.launches
+    return max(habits.launches, before.total), max(behind, after.total)
 
 
 def _bubble(load: Workload, one: float, computed: Computed, waited: float) -> float:
