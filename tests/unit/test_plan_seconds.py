@@ -40,7 +40,7 @@ from internsp.errors import ConfigError
 from internsp.experts.rule import expected_owners
 from internsp.mesh import MeshShape
 from internsp.schedule.simulate import simulate
-from tools.planner import tensor
+from tools.planner import others
 
 LLAMA = {
     "vocab_size": 32000, "hidden_size": 2048, "layers": 8, "heads": 16, "intermediate_size": 5632,
@@ -250,17 +250,17 @@ def test_sums_of_gradients_of_cut_columns_run_beside_products(parts: bool) -> No
     load = Workload(model, Degrees(4, tensor=4), 4096, 4, 1, habits=plain)
     beside_it = replace(load, habits=replace(plain, tensor_async=True))
     one = Group(4, 1, device).gather(load.tokens * 8192 * 2)
-    alone = tensor.block_seconds(load, device)
+    alone = others.block_seconds(load, device)
     assert alone.tensor == pytest.approx((4 * one, (6 if parts else 4) * one))
-    found = tensor.block_seconds(beside_it, device)
+    found = others.block_seconds(beside_it, device)
     assert found.hidden_tensor == pytest.approx((0, 4 * one))
     assert found.tensor == pytest.approx((4 * one, (2 if parts else 0) * one))
     # Over links a hundred times slower the products are over before the messages, and only they
     # can hide any: as much as they take beside them.
     far = replace(device, near=device.near / 100)
-    late, slow = tensor.block_seconds(beside_it, far), 1 + device.fitted.slowdown
+    late, slow = others.block_seconds(beside_it, far), 1 + device.fitted.slowdown
     assert sum(late.tensor) + sum(late.hidden_tensor) == pytest.approx(
-        sum(tensor.block_seconds(load, far).tensor)
+        sum(others.block_seconds(load, far).tensor)
     )
     assert late.hidden_tensor[1] < late.backward.products * slow * (1 if parts else 0.5)
 
@@ -310,14 +310,14 @@ def test_seconds_of_any_step_are_finite_and_better_devices_are_never_slower(case
     known: list[Device] = list(devices().values())
     for _ in range(cases):
         load, device = draw(order), order.choice(known)
-        found = tensor.step_seconds(load, device)
+        found = others.step_seconds(load, device)
         assert all(math.isfinite(one) and one > 0 for one in found.parts.values()), load
         most = found.total * (1 + 1e-9)
         faster = replace(device, near=2 * device.near, far=2 * device.far)
-        assert tensor.step_seconds(load, faster).total <= most
+        assert others.step_seconds(load, faster).total <= most
         better = replace(device, bandwidth=1.5 * device.bandwidth)
-        assert tensor.step_seconds(load, better).total <= most, load
-        twice = tensor.step_seconds(replace(load, micro_batches=2 * load.micro_batches), device)
+        assert others.step_seconds(load, better).total <= most, load
+        twice = others.step_seconds(replace(load, micro_batches=2 * load.micro_batches), device)
         assert twice.compute >= 2 * found.compute * (1 - 1e-9)
         if load.degrees.devices == 1:
             assert found.messages == 0
@@ -445,13 +445,13 @@ def test_tensor_ranks_send_rows_of_embedding_and_head_and_numbers_of_the_loss() 
         for stages, (forward, backward) in zip((1, 2), expected, strict=True):
             degrees = Degrees(4 * stages, tensor=4, pipeline=stages)
             load = replace(whole, degrees=degrees, habits=Habits(tensor_sequence=parts))
-            both = tensor.ends(load, device), tensor.ends(load, quick)
+            both = others.ends(load, device), others.ends(load, quick)
             sent = tuple(a - b for a, b in zip(*both, strict=True))
             idle = Group(4, 1, quick).latency
             assert sent[0] == pytest.approx(forward * (one - idle) + loss - 6 * idle)
             assert sent[1] == pytest.approx(backward * (one - idle))
     alone = replace(whole, degrees=Degrees(1))
-    assert tensor.ends(alone, device) == tensor.ends(alone, quick)
+    assert others.ends(alone, device) == others.ends(alone, quick)
 
 
 def test_messages_of_traced_parts_come_after_launches_and_leave_the_near_domain() -> None:
@@ -459,7 +459,7 @@ def test_messages_of_traced_parts_come_after_launches_and_leave_the_near_domain(
     device = device_named("a100-80")
     plain = Habits(launches=0.01, tensor_sequence=False)
     load = Workload(model, Degrees(4, tensor=2, pipeline=2), 128, 1, 3, habits=plain)
-    block = tensor.block_seconds(load, device)
+    block = others.block_seconds(load, device)
     assert paces(load, block) == pytest.approx((0.01, 0.016))
     traced = replace(load, habits=replace(plain, traced=True, launches_behind=0.45))
     assert paces(traced, block) == pytest.approx((0.01 + block.tensor[0], 0.0045 + block.tensor[1]))
@@ -467,8 +467,8 @@ def test_messages_of_traced_parts_come_after_launches_and_leave_the_near_domain(
     assert on_host == pytest.approx((0.01 + block.at(0), 0.016 + block.at(1)))
     assert block_seconds(load, device_named("cpu")).on_host
     assert not block.on_host
-    assert sum(tensor.ends(traced, device)) == pytest.approx(0.0145)
-    passed = Computed.of(traced, device, block, tensor.ends(traced, device)).passed
+    assert sum(others.ends(traced, device)) == pytest.approx(0.0145)
+    passed = Computed.of(traced, device, block, others.ends(traced, device)).passed
     one_way = 128 * 64 * 2 / (device.far * device.fitted.links) + FAR_HOP  # not its half
     assert passed == pytest.approx(2 * one_way * (1 + 3))
 

@@ -14,9 +14,9 @@ from internsp.app.plan.devices import Device
 from internsp.app.plan.seconds import Part, StepSeconds
 from internsp.app.plan.workload import Recompute, Workload
 from tools.planner.fit import FIRST
+from tools.planner.others import step_seconds
 from tools.planner.rows import Row, workload_of
 from tools.planner.score import Prediction, Predictor, predictions
-from tools.planner.tensor import step_seconds
 
 
 def constant_share(load: Workload, device: Device) -> StepSeconds:

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from internsp.app.plan.devices import Device, Fitted
 from internsp.app.plan.workload import Workload
+from tools.planner.others import step_seconds
 from tools.planner.rows import Row, device_of, workload_of
 from tools.planner.software import COMPOSED
-from tools.planner.tensor import step_seconds
 
 FEWEST = 10  # rows that a source needs of a device to be fitted on
 FIRST = Fitted(0.7, 0.75, 0.4)

@@ -12,6 +12,7 @@ from internsp.app.plan.devices import Device, devices
 from internsp.app.plan.seconds import StepSeconds
 from internsp.app.plan.workload import Workload
 from tools.planner.bytes import step_bytes
+from tools.planner.others import step_seconds
 from tools.planner.rows import (
     Row,
     Unpredictable,
@@ -19,7 +20,6 @@ from tools.planner.rows import (
     device_of,
     workload_of,
 )
-from tools.planner.tensor import step_seconds
 
 FAR_OFF, NEIGHBORS = 0.25, 4
 _CONFIGURATION = (

@@ -73,8 +73,6 @@ def attention(load: Workload, device: Device) -> tuple[float, float]:
     heads = model.heads / degrees.tensor
     rows = load.rows
     length = load.sequence / degrees.context
-    if load.habits.kernel == "unfused":
-        return _unfused(load, device)
     done = 4 * rows * heads * length * load.sequence * model.head_dim / 2  # what is not masked
     if not load.habits.context_balanced:  # the last part of a sequence sees the most of it
         done *= 2 - 1 / degrees.context
@@ -83,22 +81,6 @@ def attention(load: Workload, device: Device) -> tuple[float, float]:
     reached = load.sequence / (load.sequence + _SHORT) * full / _waves(full)
     forward, backward = device.attention_rates(load.habits.kernel, model.head_dim)
     return done / (forward * reached), 2.5 * done / (backward * reached)
-
-
-def _unfused(load: Workload, device: Device) -> tuple[float, float]:
-    """Two batched products and a softmax over all scores, which are stored."""
-    model, degrees = load.model, load.degrees
-    heads = load.rows * model.heads / degrees.tensor
-    length, size = load.sequence / degrees.context, 2
-    inner = model.head_dim
-    scores = heads * length * load.sequence
-    one = product(device, heads * length, load.sequence, inner, load.dtype)
-    other = product(device, heads * length, inner, load.sequence, load.dtype)
-    rate = device.bandwidth * STREAMED
-    softmax = 2 * size * scores / rate
-    dropout = (2 * size + 1) * scores / rate
-    forward = one + other + softmax + dropout
-    return forward, 2 * (one + other) + (3 * size + 2 * size + 1) * scores / rate
 
 
 def block_products(load: Workload, device: Device) -> tuple[float, float]:

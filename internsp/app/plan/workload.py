@@ -150,7 +150,7 @@ class Habits:
     Attributes:
         fused: element-wise operations of a block are fused: ``eager`` (none), ``kernels`` (norms,
             activations, rotations and the loss have kernels of their own), ``compiled``.
-        kernel: of attention; ``unfused``: products and a softmax.
+        kernel: of attention.
         gather_bytes, reduce_bytes: of one element in a weight gather and a gradient reduction.
         keeps_gathers: a pipeline gathers its weights once a step.
         whole_recompute: a recompute computes the block's last product, too.

@@ -1,7 +1,7 @@
-"""Tensor parallelism, which other programs have and internsp does not: its messages in a step.
+"""What other programs have and internsp has not: tensor parallelism, attention that is not fused.
 
-Rows of other programs are predicted by the planner's own parts of a step; to a block and to the
-ends of the model this adds what tensor ranks send.
+Rows of other programs are predicted by the planner's own parts of a step; a block, and the ends of
+the model, are changed here by that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from internsp.app.plan import block_seconds as blocks
 from internsp.app.plan import seconds
 from internsp.app.plan.block_seconds import BlockSeconds
-from internsp.app.plan.compute import product, shapes
+from internsp.app.plan.compute import STREAMED, product, shapes
 from internsp.app.plan.devices import Device
 from internsp.app.plan.links import Group
 from internsp.app.plan.seconds import Computed, Stepped, StepSeconds, composed
@@ -20,17 +20,26 @@ from internsp.app.plan.workload import Workload
 
 
 def step_seconds(load: Workload, device: Device) -> StepSeconds:
-    """As :func:`internsp.app.plan.seconds.step_seconds`, with messages of tensor ranks."""
+    """As :func:`internsp.app.plan.seconds.step_seconds`, of any program."""
     computed = Computed.of(load, device, block_seconds(load, device), ends(load, device))
     sent = WeightMessages.of(load, device)
     return composed(load, device, computed, sent, Stepped.of(load, device))
 
 
 def block_seconds(load: Workload, device: Device) -> BlockSeconds:
-    """What a block takes, with messages of tensor ranks."""
+    """What a block takes, with messages of tensor ranks, and with the kernel ``unfused``."""
     again = 1 if load.recompute.products and load.recompute.attention else 0
     tensor, hidden = _tensor(load, device, again)
     found = blocks.block_seconds(load, device)
+    if load.habits.kernel == "unfused":
+        ahead, behind = _unfused(load, device)
+        repeated = load.recompute.attention * ahead
+        found = replace(
+            found,
+            forward=replace(found.forward, attention=ahead),
+            backward=replace(found.backward, attention=behind),
+            again=replace(found.again, attention=repeated),
+        )
     return replace(found, tensor=tensor, hidden_tensor=hidden)
 
 
@@ -102,3 +111,19 @@ def _sent_at_ends(load: Workload, device: Device) -> tuple[float, float]:
     if not habits.tensor_sequence:
         return loss + (2 * one if alone else 0.0), 0.0
     return loss + one + (one if alone else 0.0), one if alone else 0.0
+
+
+def _unfused(load: Workload, device: Device) -> tuple[float, float]:
+    """Two batched products and a softmax over all scores, which are stored."""
+    model, degrees = load.model, load.degrees
+    heads = load.rows * model.heads / degrees.tensor
+    length, size = load.sequence / degrees.context, 2
+    inner = model.head_dim
+    scores = heads * length * load.sequence
+    one = product(device, heads * length, load.sequence, inner, load.dtype)
+    other = product(device, heads * length, inner, load.sequence, load.dtype)
+    rate = device.bandwidth * STREAMED
+    softmax = 2 * size * scores / rate
+    dropout = (2 * size + 1) * scores / rate
+    forward = one + other + softmax + dropout
+    return forward, 2 * (one + other) + (3 * size + 2 * size + 1) * scores / rate
