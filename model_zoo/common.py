@@ -50,7 +50,7 @@ class Sizes:
         Raises:
             LayoutError: the heads do not divide the hidden size, or the key/value heads the heads.
         """
-        kv_heads = config.kv_heads or config.heads
+        kv_heads = config.key_value_heads
         if config.heads % kv_heads:
             raise LayoutError(
                 f"model.heads = {config.heads} is not a multiple of model.kv_heads = {kv_heads}"
@@ -64,8 +64,8 @@ class Sizes:
             hidden=config.hidden_size,
             heads=config.heads,
             kv_heads=kv_heads,
-            head_dim=config.head_dim or config.hidden_size // config.heads,
-            intermediate=config.intermediate_size or -(-config.hidden_size * 8 // 3 // 32) * 32,
+            head_dim=config.head_size,
+            intermediate=config.dense_width,
         )
 
 

@@ -79,13 +79,28 @@ class ModelConfig(Section):
     """Features of a head of deepseek that are rotated; none: a half of head_dim."""
 
     @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def head_size(self) -> int:
+        """Features of a head."""
+        return self.head_dim or self.hidden_size // self.heads
+
+    @property
+    def dense_width(self) -> int:
+        """Features within a feed-forward network without experts."""
+        return self.intermediate_size or -(-self.hidden_size * 8 // 3 // 32) * 32
+
+    @property
     def expert_width(self) -> int:
         """Features within an expert: by default a token passes as many as in a dense block.
 
         Of deepseek these are ``top_k`` experts and the shared one, up to a 32nd; an expert of
         mixtral is a dense feed forward.
         """
-        wide = self.intermediate_size or -(-self.hidden_size * 8 // 3 // 32) * 32
+        wide = self.dense_width
         if self.family == "deepseek":
             wide = -(-wide // (self.top_k + 1) // 32) * 32
         return self.expert_size or wide

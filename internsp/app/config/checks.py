@@ -105,8 +105,7 @@ def _model(config: Config) -> Iterator[Problem]:
     if model.head_dim is None and model.hidden_size % model.heads:
         text = f"{model.heads} heads do not divide hidden_size = {model.hidden_size}"
         yield Problem(heads_keys, f"{text}; change one, or give model.head_dim")
-    elif (model.head_dim or model.hidden_size // model.heads) % 2:
-        size = model.head_dim or model.hidden_size // model.heads
+    elif (size := model.head_size) % 2:
         lead = "model.head_dim" if model.head_dim else "model.heads"
         keys = (lead, *(key for key in heads_keys if key != lead))
         yield Problem(keys, f"{size} features a head, but rotary embedding needs an even number")
@@ -149,7 +148,7 @@ def _experts(config: Config) -> Iterator[Problem]:
     if model.kv_heads is not None and model.kv_heads != model.heads:
         text = "every head of latent attention has its own key: leave it out"
         yield Problem(("model.kv_heads", "model.family"), text)
-    dim = model.head_dim or model.hidden_size // model.heads
+    dim = model.head_size
     if model.rotary_size is not None and (model.rotary_size % 2 or model.rotary_size > dim):
         text = f"{model.rotary_size} of {dim} features a head: choose an even number up to {dim}"
         yield Problem(("model.rotary_size", "model.head_dim"), text)

@@ -18,6 +18,7 @@ from internsp.app.config import Config, sections
 from internsp.app.config.checks import combinations
 from internsp.app.config.sections import OptimizerConfig
 from internsp.config.former import GONE, translated
+from internsp.config.model import ModelConfig
 from internsp.config.words import mistakes
 from internsp.errors import ConfigError
 
@@ -188,12 +189,12 @@ def parse_saved(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _resolved(dumped: dict[str, dict[str, Any]], world_size: int) -> dict[str, Any]:
     """Values by ``"section.key"``, with ``None`` replaced by its meaning and unused keys unset."""
     values = {f"{s}.{k}": v for s, content in dumped.items() for k, v in content.items()}
-    hidden, heads = values["model.hidden_size"], values["model.heads"]
+    model = ModelConfig(**dumped["model"])
     weight, stages = values["parallel.weight"], values["parallel.pipeline"]
     defaults = {
-        "model.kv_heads": heads,
-        "model.head_dim": hidden // heads,
-        "model.intermediate_size": -(-hidden * 8 // 3 // 32) * 32,  # as model_zoo.common.Sizes
+        "model.kv_heads": model.key_value_heads,
+        "model.head_dim": model.head_size,
+        "model.intermediate_size": model.dense_width,
         "parallel.optimizer_ranks": max(world_size // (weight * stages), 1),
         "parallel.expert_weight": weight,
     }

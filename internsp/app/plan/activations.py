@@ -198,8 +198,7 @@ class ActivationModel:
         gradients that are sent, where their dtype is narrower than that of their sums.
         """
         model, ring, found = self.config.model, self.shape.ring, {HEADS: 0, RING: 0}
-        kv, positions = model.kv_heads or model.heads, self.rows * local
-        features = model.head_dim or model.hidden_size // model.heads
+        kv, features, positions = model.key_value_heads, model.head_size, self.rows * local
         dtype = DTYPES[self.config.weight_parallel.compute_dtype or self.config.train.dtype]
         size, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
         if self.shape.sequence > ring:

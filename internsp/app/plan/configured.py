@@ -27,7 +27,6 @@ _LAUNCHES = 0.0004  # seconds of the host for a block's forward with its hooks
 # AdamW 32, as it writes the gradient that it has divided; the gradient's copies and norm 12 or 10;
 # the new weights 6. Such a step does not look for what a program wrote into 16-bit weights.
 _STEP_BYTES = (44, 48)
-_ROUND = 32  # the zoo's default feed-forward is 8/3 of the width, up to a 32nd
 
 
 def planned_shape(config: Config, world_size: int) -> MeshShape:
@@ -50,15 +49,14 @@ def shape_of(config: Config) -> ModelShape:
         experts, topk, expert_ffn = model.experts, model.top_k, model.expert_width
     if model.family == "deepseek":
         shared = expert_ffn if model.shared_size is None else model.shared_size
-    wide = model.intermediate_size or -(-model.hidden_size * 8 // 3 // _ROUND) * _ROUND
     return ModelShape(
         layers=model.layers,
         hidden=model.hidden_size,
-        ffn=wide,
+        ffn=model.dense_width,
         gated=True,
         heads=model.heads,
-        kv_heads=model.kv_heads or model.heads,
-        head_dim=model.head_dim or model.hidden_size // model.heads,
+        kv_heads=model.key_value_heads,
+        head_dim=model.head_size,
         vocab=model.vocab_size,
         tied=model.tie_embeddings,
         experts=experts,

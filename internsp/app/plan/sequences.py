@@ -27,7 +27,7 @@ def sequence_rows(
     """
     model, axes = config.model, shape.sequence_axes
     rows, size = config.train.global_batch // shape.data, DTYPES[config.train.dtype].itemsize
-    kv, features = model.kv_heads or model.heads, model.head_dim or model.hidden_size // model.heads
+    kv, features = model.key_value_heads, model.head_size
     again = config.activation_checkpoint.mode == "full"  # selective keeps what attention sent
     passes = 2 * blocks + again * recomputed
     links = {HEADS: "", RING: ""}

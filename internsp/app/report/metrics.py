@@ -127,8 +127,7 @@ def flops_per_token(config: Config, parameters: int) -> float:
     """
     model = config.model
     embedding = model.vocab_size * model.hidden_size
-    head_dim = model.head_dim or model.hidden_size // model.heads
-    attention = model.layers * model.heads * head_dim * config.data.sequence_length
+    attention = model.layers * model.heads * model.head_size * config.data.sequence_length
     one = 3 * model.hidden_size * model.expert_width
     others = model.mixtures * (model.experts - model.top_k) * one
     multiplied = parameters - others - (0 if model.tie_embeddings else embedding)
