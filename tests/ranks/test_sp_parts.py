@@ -353,6 +353,19 @@ def test_lengths_that_vary_and_evaluations_between_change_nothing(mode: str) -> 
 
 
 @ranks(2)
+def test_training_goes_on_with_receives_that_an_evaluation_in_inference_mode_posted() -> None:
+    mesh = meshed()
+    model, _ = build(mesh, True)
+    wanted, _ = build(mesh, True)
+    for seed in range(3):  # from the second on it is known which exchange follows the last
+        losses = [step(each, mesh, seed=seed) for each in (model, wanted)]
+        torch.testing.assert_close(*losses, atol=0.0, rtol=0.0)
+        with torch.inference_mode():
+            step(model, mesh, seed=seed)
+    close(gradients(model), gradients(wanted))
+
+
+@ranks(2)
 def test_what_an_attention_of_ones_own_returns_may_be_written_into() -> None:
     ids = torch.zeros(1, 6, dtype=torch.long)
     layout = SequenceLayout.create(ids, rank=dist.get_rank(), size=2)

@@ -144,6 +144,7 @@ class PeerExchange:
     _waited: bool = False
     started: bool = False
 
+    @torch.inference_mode(False)  # training may take what an evaluation has posted ahead
     def __post_init__(self) -> None:
         group, shape = self.group, self.shape
         self._tag = next(_TAGS.setdefault(group.process_group, count(1))) % _MOST_TAGS
