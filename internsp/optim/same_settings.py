@@ -40,6 +40,27 @@ def code_of(numbers: Numbers) -> float:
     return sum(at * math.asinh(1e12 * value) for at, value in enumerate(flat, 1))
 
 
+def require_one_step(optimizers: Sequence[Any]) -> None:
+    """Check that the ``ZeroOptimizer`` objects of one step agree in what the first decides for all.
+
+    Raises:
+        ConfigError: there is none, or one clips, scales or skips otherwise than the first.
+    """
+    if not optimizers:
+        raise ConfigError(
+            "step_together was given no optimizer: pass those of all chunks of this pipeline rank"
+        )
+    for name in ("max_grad_norm", "skip_not_finite", "loss_scaler"):
+        first, *others = (getattr(optimizer, name) for optimizer in optimizers)
+        for number, other in enumerate(others, 1):
+            if other is not first and (name == "loss_scaler" or other != first):
+                raise ConfigError(
+                    f"optimizers 0 and {number} of a step have the {name} {first} and {other}, but "
+                    "one step has one norm and one verdict: give the optimizers of all chunks the "
+                    "same max_grad_norm and skip_not_finite, and one LossScaler object"
+                )
+
+
 def require_same(marks: Marks, codes: Sequence[float], mine: Numbers) -> None:
     """Check what all ranks have told, the same on each.
 

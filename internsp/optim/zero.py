@@ -34,7 +34,13 @@ from internsp.optim.matrices import MatrixSteps
 from internsp.optim.methods import Method, methods_of, require_steppable
 from internsp.optim.norm import clip_factor, norm_and_flags
 from internsp.optim.reduction import ZeroReducer
-from internsp.optim.same_settings import Numbers, code_of, numbers_in, require_same
+from internsp.optim.same_settings import (
+    Numbers,
+    code_of,
+    numbers_in,
+    require_one_step,
+    require_same,
+)
 from internsp.optim.scaler import LossScaler
 from internsp.optim.state import OptimizerState
 from internsp.optim.verdict import Outcome, Verdict, settle
@@ -650,8 +656,12 @@ def step_together(optimizers: Sequence[ZeroOptimizer], log: bool = True) -> None
 
     Args:
         log: whether rank 0 logs a step that is skipped.
+
+    Raises:
+        ConfigError: no optimizer, or several that clip, scale or skip differently.
     """
     with reporting_refusals([optimizer._communicator.recovery for optimizer in optimizers]):
+        require_one_step(optimizers)
         for optimizer in optimizers:
             rank = optimizer._communicator.mesh.rank
             require_unchanged(optimizer.param_groups, optimizer._group_index, rank)
@@ -684,7 +694,7 @@ def _verdict(optimizers: Sequence[ZeroOptimizer], log: bool) -> Verdict | None:
         (settings, method.kept)
         for each in optimizers
         for settings, method in zip(each._settings(), each._methods, strict=True)
-    )
+    ) + numbers_in([({"max_grad_norm": first.max_grad_norm}, ())])
     found = norm_and_flags(buckets, mesh, own, first._marks, code_of(numbers))
     result = _Result(first, HostCopy(found), factor, numbers, log)
     late = all(optimizer.decides_on_device() for optimizer in optimizers)

@@ -337,3 +337,19 @@ def test_settings_that_differ_between_ranks_are_told_with_the_norm(fused: bool, 
     zero.zero_grad()
     train(model, zero, rank, 2, bad=False)
     assert math.isfinite(zero.grad_norm)
+
+
+@ranks(2)
+def test_one_step_has_one_clip_on_all_ranks_and_of_all_its_optimizers(rank: int) -> None:
+    """Ranks would step their parts by other factors; the first optimizer's would count for all."""
+    model, zero = made("adamw", 2, 0.5 + rank, fused=False)
+    with pytest.raises(ConfigError, match=r"ranks \[1\] step with other settings .*max_grad_norm"):
+        train(model, zero, rank, 0, bad=False)
+    first = made("adamw", 2, 1.0)[1]
+    for name, other in (
+        ("max_grad_norm", made("adamw", 2, 2.0)[1]),
+        ("skip_not_finite", made("adamw", 2, 1.0, skip_not_finite=False)[1]),
+        ("loss_scaler", made("adamw", 2, 1.0, loss_scaler=LossScaler())[1]),
+    ):
+        with pytest.raises(ConfigError, match=f"optimizers 0 and 1 of a step have the {name}"):
+            step_together([first, other])

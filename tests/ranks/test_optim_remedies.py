@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import internsp
 from internsp.config import WeightParallelConfig
-from internsp.optim import LossScaler, ZeroOptimizer
+from internsp.optim import LossScaler, ZeroOptimizer, step_together
 from internsp.parallel.parallelize import initialize, parallelize
 from tests.ranks.test_zero_state import Averaging
 from tests.support.meshes import mesh_of
@@ -521,6 +521,31 @@ def switched_matrices(_: Path) -> Pair:
 @row("must be above 1, backoff_factor=*")
 def growth(_: Path) -> Pair:
     return partial(LossScaler, growth_factor=1.0), [partial(LossScaler, growth_factor=1.5)]
+
+
+@row("step_together was given no optimizer: pass those of all chunks of this pipeline rank")
+def no_optimizer(_: Path) -> Pair:
+    twin = tiny()
+    zero = ZeroOptimizer(twin.communicator, SGD, lr=0.1)
+    twin.ours(*twin.batch()[1]).backward()
+    return partial(step_together, []), [partial(step_together, [zero])]
+
+
+@row("the same max_grad_norm and skip_not_finite, and one LossScaler object")
+def two_scalers(_: Path) -> Pair:
+    twins = [(tiny(), tiny()) for _ in range(2)]
+    scaler = LossScaler()
+
+    def step(pair: tuple[Twin, Twin], scalers: list[LossScaler]) -> None:
+        zeros = [
+            ZeroOptimizer(twin.communicator, SGD, lr=0.1, max_grad_norm=1.0, loss_scaler=each)
+            for twin, each in zip(pair, scalers, strict=True)
+        ]
+        for twin, zero in zip(pair, zeros, strict=True):
+            zero.scale(twin.ours(*twin.batch()[1])).backward()
+        step_together(zeros)
+
+    return lambda: step(twins[0], [scaler, LossScaler()]), [lambda: step(twins[1], [scaler] * 2)]
 
 
 # whole values
