@@ -518,9 +518,12 @@ def chunk_config(
         ),
         "rules": rules_of_chunk(chunk, config.rules),
     }
-    chosen = sorted(recomputed_blocks(checkpoint, chunk.total))
-    local = tuple(i - chunk.blocks.start for i in chosen if i in chunk.blocks)
-    return config.model_copy(update=update), checkpoint.model_copy(update={"blocks": local})
+    again: dict[str, Any] = {}
+    if checkpoint.mode != "none":  # the chosen blocks say it all
+        chosen = sorted(recomputed_blocks(checkpoint, chunk.total))
+        local = tuple(i - chunk.blocks.start for i in chosen if i in chunk.blocks)
+        again = {"blocks": local, "fraction": 1.0}
+    return config.model_copy(update=update), checkpoint.model_copy(update=again)
 
 
 def can_split_backward(chunk: nn.Module, sharded: set[int], whole_blocks: bool) -> bool:

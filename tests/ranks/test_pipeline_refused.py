@@ -155,6 +155,15 @@ def test_a_loss_that_is_not_one_number_is_refused(schedule: str, chunks: int) ->
         assert "a loss is one number, but the criterion gave (1, 9, 37)" in error
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+@ranks(2)
+def test_a_mesh_without_stages_runs_a_pipeline_of_one(mode: str) -> None:
+    case = Case(pipeline=1, weight=2, checkpoint={"mode": mode})
+    pipeline, plain = make(case)
+    found = compare(case, pipeline, plain, pipeline.step(batches(case, pipeline.mesh)))
+    assert max(found.loss, found.gradient) < TOLERANCE
+
+
 @ranks(2)
 def test_numbers_that_make_no_pipeline_are_refused_in_words() -> None:
     case, mesh = Case(layers=5), mesh_of(pipeline=2)
