@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from internsp.base.autograd import tensors
 from internsp.base.names import matches, within
 from internsp.base.trace import Trace
 from internsp.config import ActivationCheckpointConfig, SequenceConfig, WeightParallelConfig
@@ -448,15 +449,38 @@ class Pipeline:
         for hook in self.hooks:
             hook.before_criterion(action, output)
         loss = self.criterion(output, last.batches[int(target)])
-        if torch.is_grad_enabled() and loss.numel() != 1:
-            # torch's split backward would silently take the gradient of its sum.
-            raise ValueError(
-                f"a loss is one number, but the criterion gave {tuple(loss.shape)}: without labels "
-                "the last chunk returns logits; give labels, or a criterion that sums"
-            )
+        if torch.is_grad_enabled():
+            require_loss(loss, output)
         for hook in self.hooks:
             hook.after_criterion(action, loss)
         return loss
+
+
+def require_loss(loss: Any, output: Any) -> None:
+    """Check what a criterion gave for the last chunk's ``output``, before its backward.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: it is not one number, of which torch's split backward would silently take the
+            gradient of its sum; or it is cut from ``output``, and torch's stages would silently
+            compute no gradient.
+    """
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"a criterion returns a loss, a tensor of one element, but this one gave a "
+            f"{type(loss).__name__}: return the tensor from which backward begins"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"a loss is one number, but the criterion gave {tuple(loss.shape)}: without labels "
+            "the last chunk returns logits; give labels, or a criterion that sums"
+        )
+    if not loss.requires_grad and any(each.requires_grad for each in tensors(output)):
+        raise ValueError(
+            "the criterion gave a loss without a graph, so that nothing would be trained: compute "
+            "it from the last chunk's output without detach(), item() and no_grad(); for a "
+            "micro-batch that does not count return output.sum() * 0"
+        )
 
 
 def require_patterns_match(

@@ -20,7 +20,7 @@ from internsp.errors import (
 from internsp.pipeline import ComputeAction, MicroBatch, Pipeline, SchedulerHook
 from tests.support.compare import TOLERANCE
 from tests.support.meshes import mesh_of
-from tests.support.pipeline import Case, Found, batches, compare, make
+from tests.support.pipeline import Case, Found, batches, compare, gradient_gaps, make
 from tests.support.ranks import ranks, run_ranks
 
 
@@ -153,6 +153,48 @@ def test_a_loss_that_is_not_one_number_is_refused(schedule: str, chunks: int) ->
     for rank, (shapes, error) in enumerate(run_ranks(logits, 2, case)):
         assert shapes == ([(1, case.length, 37)] * case.micro_batches if rank == last else [])
         assert "a loss is one number, but the criterion gave (1, 9, 37)" in error
+
+
+def cut_off(rank: int, world_size: int, case: Case) -> list[str]:
+    pipeline, plain = make(case)
+    right, told = pipeline.criterion, []
+    wrong: Any
+    for wrong in (lambda loss, _: loss.detach(), lambda loss, _: loss.item(), lambda *_: None):
+        pipeline.criterion = wrong
+        with pytest.raises((ValueError, TypeError, CollectiveError)) as error:
+            pipeline.step(batches(case, pipeline.mesh))
+        told.append(str(error.value))
+    pipeline.criterion = right
+    found = compare(case, pipeline, plain, pipeline.step(batches(case, pipeline.mesh)))
+    assert max(found.loss, found.gradient) < TOLERANCE
+    return told
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("ZBVZeroBubble", 2)])
+def test_a_loss_without_a_graph_is_refused_by_name(schedule: str, chunks: int) -> None:
+    """torch's stages would send no gradient, and nothing would be trained."""
+    for told in run_ranks(cut_off, 2, Case(schedule, chunks=chunks)):
+        assert "the criterion gave a loss without a graph" in told[0]
+        assert "a tensor of one element, but this one gave a float" in told[1]
+        assert "a tensor of one element, but this one gave a NoneType" in told[2]
+
+
+@ranks(2)
+def test_a_micro_batch_that_does_not_count_gives_its_output_times_zero() -> None:
+    case = Case()
+    pipeline, plain = make(case)
+    right, seen = pipeline.criterion, []
+
+    def criterion(output: Any, batch: MicroBatch) -> Any:
+        seen.append(batch)
+        return output.sum() * 0 if len(seen) == 1 else right(output, batch)
+
+    pipeline.criterion = criterion
+    pipeline.step(batches(case, pipeline.mesh))
+    whole = case.layouts(range(1, case.micro_batches), slice(0, pipeline.mesh.data))
+    loss = plain(whole.input_ids, layout=whole, labels=whole.labels)[0]
+    (loss / case.tokens(pipeline.mesh.data)).backward()
+    assert max(gradient_gaps(pipeline, plain).values()) < TOLERANCE
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])

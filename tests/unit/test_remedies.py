@@ -151,6 +151,9 @@ BOTH_GRADIENTS = (
     "tests/ranks/test_pipeline_frozen.py::"
     "test_such_weights_are_right_where_one_backward_computes_both_gradients"
 )
+LOST_LOSS = (
+    "tests/ranks/test_pipeline_refused.py::test_a_loss_without_a_graph_is_refused_by_name"
+)
 PIPELINE: Table = {
     "blocks cannot be split into {stages} chunks": {
         "choose fewer stages or chunks": PIPE, "or more layers": PIPE,
@@ -174,6 +177,15 @@ PIPELINE: Table = {
         "give labels": PIPE,
         "or a criterion that sums":
             TIED + "test_stages_of_ones_own_say_what_is_tied",
+    },
+    "a criterion returns a loss, a tensor of one element": {
+        "return the tensor from which backward begins": LOST_LOSS,
+    },
+    "the criterion gave a loss without a graph": {
+        "compute it from the last chunk's output without detach()": LOST_LOSS,
+        "for a micro-batch that does not count return output.sum() * 0":
+            "tests/ranks/test_pipeline_refused.py::"
+            "test_a_micro_batch_that_does_not_count_gives_its_output_times_zero",
     },
     "matches none of layers.0": {"leave blocks empty": PIPE, 'or set "layers.*"': ALL_BLOCKS},
     "stages exchange hidden states of one shape": {
