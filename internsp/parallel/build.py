@@ -153,7 +153,7 @@ def build(
         {*parameters_of, *((m, name) for m in model.modules() for name in m._parameters)},
         [members[each.name] for each in shardings if each.parameter.is_meta],
         consensus,
-        _batch_check(mesh),
+        _batch_check(model, mesh),
         mean and config.compare_ranks,
     )
     mode = config.unexpected_order if own is None else "error"
@@ -355,12 +355,13 @@ def _activation_offload(
     return ActivationOffload(HostLink(mesh.device), checkpoint.offload, len(examined.recomputed))
 
 
-def _batch_check(mesh: ParallelMesh) -> RootCheck | None:
+def _batch_check(model: nn.Module, mesh: ParallelMesh) -> RootCheck | None:
     if mesh.sequence == 1:
         return None
+    from internsp.sp import DistributedAttention
     from internsp.sp.same_batch import SameBatch
 
-    return SameBatch(mesh)
+    return SameBatch(mesh, [m for m in model.modules() if isinstance(m, DistributedAttention)])
 
 
 def _make_order(

@@ -94,6 +94,7 @@ class DistributedAttention(nn.Module):
         self.parts: type[FusedSublayer] | None = None  # None: heads are exchanged as a whole
         self.overlap = True
         self.plan = HeadPlan.create(heads, kv_heads, 1)
+        self.model_layout: SequenceLayout | None = None  # what the model's last forward was given
 
     def attach(
         self,
@@ -300,6 +301,7 @@ class DistributedAttention(nn.Module):
     def _lengths(self, length: int, layout: SequenceLayout | None) -> tuple[int, ...]:
         """Positions of each rank of the heads group, from the layout or, without one, all equal."""
         if layout is None:
+            self._require_none_given(length)
             return (length,) * self.plan.size
         self.axes.require_layout(layout.axes)
         size, rank = self.axes.size, self.axes.rank(self.ring_rank, self.heads_rank)
@@ -310,6 +312,22 @@ class DistributedAttention(nn.Module):
                 "sequence group (attach), or make the layout for it."
             )
         return tuple(layout.sizes[rank] for rank in self.axes.sharing(self.ring_rank))
+
+    def _require_none_given(self, length: int) -> None:
+        """Check that the model was given no layout in which this rank has ``length`` positions but
+        ranks hold others than without one. On the host gloo ends a process that gets another number
+        of them than it waits for, and a ring would take the positions of a rank for others.
+        """
+        given = self.model_layout
+        if given is None or given.sizes[given.rank] != length:  # or of another sequence
+            return
+        each = given.length // given.size
+        if given.ranges != tuple(((n * each, n * each + each),) for n in range(given.size)):
+            raise LayoutError(
+                f"Rank {given.rank}: {self.unit or 'attention'} was called without the layout that "
+                "the model was given, in which ranks hold other positions than equally many in "
+                "order: pass it, as attend(q, k, v, layout)."
+            )
 
     def _check_shape(self, x: Tensor, roles: str, layout: SequenceLayout | None) -> tuple[int, ...]:
         """Check the shape of ``x``; return the positions of each rank that shares heads."""

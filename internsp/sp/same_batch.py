@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from internsp.base.bits import bits_of
 from internsp.errors import LayoutError
 from internsp.mesh import ParallelMesh
+from internsp.sp.attention import DistributedAttention
 from internsp.sp.layout import SequenceLayout
 
 _BLOCKING_FORWARDS = 3  # few: a program that draws data by the wrong rank does so from the start
@@ -27,9 +28,13 @@ class SameBatch:
     before the optimizer steps (:meth:`confirm`), or at the next forward if there is no backward.
     With a device the host would have to wait for the result, so that only the first forwards are
     compared.
+
+    Args:
+        attentions: those of the model, which are told its layout.
     """
 
-    def __init__(self, mesh: ParallelMesh) -> None:
+    def __init__(self, mesh: ParallelMesh, attentions: Sequence[DistributedAttention] = ()) -> None:
+        self._attentions = attentions
         self._group, self._device = mesh.sequence_group, mesh.device
         self._single_rank = mesh.sequence == 1
         self._blocking_left = _BLOCKING_FORWARDS
@@ -43,11 +48,13 @@ class SameBatch:
         Raises:
             LayoutError: two ranks have different batches; raised on every rank of the group.
         """
+        given = (*args, *kwargs.values())
+        layout = next((x for x in given if isinstance(x, SequenceLayout)), None)
+        for attention in self._attentions:
+            attention.model_layout = layout
         if self._single_rank or not (self._blocking_left or self._device.type == "cpu"):
             return
         self.confirm()
-        given = (*args, *kwargs.values())
-        layout = next((x for x in given if isinstance(x, SequenceLayout)), None)
         if layout is None:
             return
         described = f"ranges {layout.ranges}, documents {layout.documents.rows}"

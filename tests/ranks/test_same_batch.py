@@ -14,7 +14,7 @@ from internsp import model_zoo, parallelize
 from internsp.config import WeightParallelConfig
 from internsp.errors import LayoutError
 from internsp.optim import ZeroOptimizer
-from internsp.sp import SequenceLayout
+from internsp.sp import DistributedAttention, SequenceLayout
 from tests.support.compare import check, parameters
 from tests.support.meshes import mesh_of
 from tests.support.models import raises
@@ -113,3 +113,43 @@ def test_a_later_batch_that_differs_fails_its_own_backward_and_is_in_no_step(
         raises(LayoutError, lambda: loss(model, mine), "rank 1 of the sequence group")
     after = {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     check(after, parameters(plain))
+
+
+class Attending(torch.nn.Module):
+    """A layer whose attention is given the model's layout, or was forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out_proj = torch.nn.Embedding(20, 8), torch.nn.Linear(8, 8)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 24)])
+        self.attend, self.forgets = DistributedAttention(2, 2, 4), False
+
+    def forward(self, layout: SequenceLayout) -> Tensor:
+        q, k, v = self.layers[0](self.embed(layout.input_ids)).unflatten(-1, (6, 4)).chunk(3, 2)
+        out = self.attend(q, k, v, None if self.forgets else layout)
+        return self.out_proj(out.flatten(-2)).square().sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("ring", "length"), [(1, 11), (2, 12)])
+@ranks(2)
+def test_an_attention_without_the_models_layout_is_refused_by_name(
+    rank: int, ring: int, length: int
+) -> None:
+    """gloo would end the processes, or a ring take positions for others; else nothing differs."""
+    mesh = mesh_of(2, 2, ring=ring)
+    plain = Attending().double()
+    model = copy.deepcopy(plain)
+    parallelize(
+        model, mesh, WeightParallelConfig(min_shard_elements=24, gather_before="qkv")
+    )
+    given: Any = {"rank": rank, "size": 2, "ring": ring}
+    for at, forgets in ((length, False), (length, True), (12, ring == 1)):
+        layout = SequenceLayout.create(ids(0, at), **given)
+        model.forgets = forgets
+        if at == length and forgets:
+            raises(LayoutError, lambda layout=layout: model(layout), f"Rank {rank}: attend was")
+            continue
+        total = model(layout).detach().clone()
+        dist.all_reduce(total)
+        wanted = plain(SequenceLayout.create(ids(0, at))).detach()
+        torch.testing.assert_close(total, wanted, rtol=1e-10, atol=0.0)

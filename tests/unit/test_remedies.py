@@ -39,6 +39,11 @@ SP: Table = {
     "but this DistributedAttention is rank": {
         "Attach the sequence group (attach)": FORMS, "or make the layout for it": FORMULA,
     },
+    "was called without the layout that": {
+        "pass it, as attend(q, k, v, layout)":
+            "tests/ranks/test_same_batch.py::"
+            "test_an_attention_without_the_models_layout_is_refused_by_name",
+    },
     "was written to in place after it was made": {
         "Write to a clone":
             "tests/ranks/test_sp_checkpointing.py::"
