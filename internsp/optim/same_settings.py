@@ -44,12 +44,21 @@ def require_one_step(optimizers: Sequence[Any]) -> None:
     """Check that the ``ZeroOptimizer`` objects of one step agree in what the first decides for all.
 
     Raises:
-        ConfigError: there is none, or one clips, scales or skips otherwise than the first.
+        ConfigError: there is none, one of the pipeline rank's is missing although they clip by one
+            norm, or one clips, scales or skips otherwise than the first.
     """
     if not optimizers:
         raise ConfigError(
             "step_together was given no optimizer: pass those of all chunks of this pipeline rank"
         )
+    stepped = [optimizer._communicator for optimizer in optimizers]
+    for communicator in stepped[0].beside if optimizers[0].max_grad_norm is not None else ():
+        if communicator.state.consumer.is_optimizer and communicator not in stepped:
+            raise ConfigError(
+                "max_grad_norm clips by one norm of all chunks of a pipeline rank, but a chunk's "
+                "optimizer was stepped without the others: call internsp.step_together with the "
+                "optimizers of all chunks, or set max_grad_norm = None"
+            )
     for name in ("max_grad_norm", "skip_not_finite", "loss_scaler"):
         first, *others = (getattr(optimizer, name) for optimizer in optimizers)
         for number, other in enumerate(others, 1):

@@ -107,6 +107,8 @@ class Pipeline:
         self.criterion = criterion
         self.chunks = [stage.submod for stage in stages]
         self.communicators = [stage.communicator for stage in stages]
+        for communicator in self.communicators:
+            communicator.beside = self.communicators
         torch_schedule: Any = kind.cls(
             self.stages[0] if kind.single else self.stages,
             micro_batches,

@@ -266,7 +266,11 @@ class ISPCommunicator(ChunkWeights):
         recovery: what happens after an exception (WP-10).
         accumulation: which backwards only sum gradients (``no_sync`` and kin, pipelines).
         placeholders: in ``.grad`` while the plain loop's sums wait for a later backward (WP-9).
+        beside: the communicators of all chunks of this pipeline rank, which clip by one norm; empty
+            without a pipeline.
     """
+
+    beside: Sequence[ISPCommunicator] = ()
 
     def __init__(
         self,

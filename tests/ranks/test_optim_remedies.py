@@ -28,6 +28,8 @@ from internsp.parallel.parallelize import initialize, parallelize
 from tests.ranks.test_zero_state import Averaging
 from tests.support.meshes import mesh_of
 from tests.support.models import Tiny, Twin
+from tests.support.pipeline import Case, batches
+from tests.support.pipeline import make as make_pipeline
 from tests.support.ranks import ranks
 from tests.support.remedies import advice
 from tests.unit.test_scaler import Lamb
@@ -529,6 +531,21 @@ def no_optimizer(_: Path) -> Pair:
     zero = ZeroOptimizer(twin.communicator, SGD, lr=0.1)
     twin.ours(*twin.batch()[1]).backward()
     return partial(step_together, []), [partial(step_together, [zero])]
+
+
+@row("call internsp.step_together with the optimizers of all chunks, or set max_grad_norm = None")
+def one_chunk_of_two(_: Path) -> Pair:
+    def made(bound: float | None) -> list[ZeroOptimizer]:
+        case = Case("Interleaved1F1B", pipeline=1, chunks=2)
+        pipeline, _ = make_pipeline(case)
+        optimizers = [
+            ZeroOptimizer(each, SGD, lr=0.1, max_grad_norm=bound) for each in pipeline.communicators
+        ]
+        pipeline.step(batches(case, pipeline.mesh))
+        return optimizers
+
+    clipped, free = made(1.0), made(None)
+    return clipped[1].step, [lambda: step_together(clipped), lambda: [each.step() for each in free]]
 
 
 @row("the same max_grad_norm and skip_not_finite, and one LossScaler object")
