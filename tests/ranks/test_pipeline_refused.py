@@ -197,10 +197,10 @@ def test_a_micro_batch_that_does_not_count_gives_its_output_times_zero() -> None
     assert max(gradient_gaps(pipeline, plain).values()) < TOLERANCE
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("checkpoint", [{}, {"mode": "full", "fraction": 0.4}])
 @ranks(2)
-def test_a_mesh_without_stages_runs_a_pipeline_of_one(mode: str) -> None:
-    case = Case(pipeline=1, weight=2, checkpoint={"mode": mode})
+def test_a_mesh_without_stages_runs_a_pipeline_of_one(checkpoint: dict[str, Any]) -> None:
+    case = Case(pipeline=1, weight=2, checkpoint=checkpoint)
     pipeline, plain = make(case)
     found = compare(case, pipeline, plain, pipeline.step(batches(case, pipeline.mesh)))
     assert max(found.loss, found.gradient) < TOLERANCE
