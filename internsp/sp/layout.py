@@ -93,6 +93,9 @@ class SequenceLayout:
         axes: which ranks of the group share heads, and which are a ring.
         row_keys: ``[B]`` int64, a key for each row, from which dropout computes its masks
             (:mod:`internsp.layers.dropout`); None: not given.
+        all_labels: ``[B, S]``, the labels of all ranks where they were given; None: they follow
+            from the tokens, the documents and ``ignored``.
+        ignored: per row, the ranges that are not to be predicted.
     """
 
     length: int
@@ -110,6 +113,8 @@ class SequenceLayout:
     axes: SequenceAxes
     ignore_index: int = IGNORE_INDEX
     row_keys: Tensor | None = field(default=None, repr=False)
+    all_labels: Tensor | None = field(default=None, repr=False)
+    ignored: tuple[Ranges, ...] = field(default=(), repr=False)
 
     @property
     def size(self) -> int:
@@ -212,6 +217,8 @@ class SequenceLayout:
             axes=axes,
             ignore_index=ignore_index,
             row_keys=row_keys,
+            all_labels=labels,
+            ignored=tuple(tuple((a, b) for a, b in row) for row in without),
         )
 
     def own(self, whole: Tensor) -> Tensor:
@@ -239,6 +246,7 @@ class SequenceLayout:
             labels=copy_to(device, self.labels),
             documents=replace(self.documents, cu_seqlens=cu_seqlens),
             row_keys=None if self.row_keys is None else copy_to(device, self.row_keys),
+            all_labels=None if self.all_labels is None else copy_to(device, self.all_labels),
         )
 
 

@@ -48,8 +48,8 @@ class SameBatch:
         Raises:
             LayoutError: two ranks have different batches; raised on every rank of the group.
         """
-        given = (*args, *kwargs.values())
-        layout = next((x for x in given if isinstance(x, SequenceLayout)), None)
+        arguments = (*args, *kwargs.values())
+        layout = next((x for x in arguments if isinstance(x, SequenceLayout)), None)
         for attention in self._attentions:
             attention.model_layout = layout
         if self._single_rank or not (self._blocking_left or self._device.type == "cpu"):
@@ -58,7 +58,11 @@ class SameBatch:
         if layout is None:
             return
         described = f"ranges {layout.ranges}, documents {layout.documents.rows}"
-        inputs = {"ids": layout.all_ids, "tokens": layout.total_valid_tokens}
+        if any(layout.ignored):
+            described += f", ignored {layout.ignored}"
+        inputs: dict[str, Any] = {"ids": layout.all_ids, "tokens": layout.total_valid_tokens}
+        given = {"labels": layout.all_labels, "row keys": layout.row_keys}
+        inputs |= {name: tensor for name, tensor in given.items() if tensor is not None}
         self._pending = BatchComparison(inputs, described, self._group, self._device)
         if self._blocking_left:
             self._blocking_left -= 1

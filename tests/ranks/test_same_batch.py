@@ -37,6 +37,12 @@ def given(kind: str, rank: int, ring: int) -> SequenceLayout:
         return SequenceLayout.create(ids(0, LENGTH + 4 * rank), **place)
     if kind == "documents":
         return SequenceLayout.create(ids(0), boundaries=[(0, 3 + rank), (0,)], **place)
+    if kind == "labels":  # as many that count, drawn on each rank
+        return SequenceLayout.create(ids(0), labels=ids(rank), **place)
+    if kind == "ignored":
+        return SequenceLayout.create(ids(0), ignored=[[(1 + rank, 3 + rank)], []], **place)
+    if kind == "row keys":
+        return SequenceLayout.create(ids(0), row_keys=torch.arange(2) + rank, **place)
     assert kind == "dealt"
     balance = "zigzag" if rank else "contiguous"
     return SequenceLayout.create(ids(0), balance=balance, **place)
@@ -113,6 +119,28 @@ def test_a_later_batch_that_differs_fails_its_own_backward_and_is_in_no_step(
         raises(LayoutError, lambda: loss(model, mine), "rank 1 of the sequence group")
     after = {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     check(after, parameters(plain))
+
+
+@pytest.mark.parametrize("kind", ["labels", "ignored", "row keys"])
+@ranks(2)
+def test_what_is_given_beside_the_tokens_is_compared_too(rank: int, kind: str) -> None:
+    """Each rank would take its positions from another batch."""
+    model = model_zoo.build(Case().model_config(), dtype=torch.float64)
+    parallelize(model, mesh_of(2, 2), WeightParallelConfig(min_shard_elements=24))
+    raises(
+        LayoutError, lambda: loss(model, given(kind, rank, 1)),
+        "rank 1 of the sequence group", f"this is rank {rank}", kind,
+    )  # fmt: skip
+    loss(model, given(kind, 0, 1).to("cpu") if rank == 0 else given_to_rank_1(kind))
+
+
+def given_to_rank_1(kind: str) -> SequenceLayout:
+    """What rank 0 was given, for rank 1."""
+    whole = given(kind, 0, 1)
+    return SequenceLayout.create(
+        whole.all_ids, rank=1, size=2, labels=whole.all_labels, row_keys=whole.row_keys,
+        ignored=whole.ignored if whole.all_labels is None else None,
+    )  # fmt: skip
 
 
 class Attending(torch.nn.Module):
