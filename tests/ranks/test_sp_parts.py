@@ -3,6 +3,7 @@ exchange in one piece, by value in fp64."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -495,6 +496,28 @@ def test_after_an_error_that_all_ranks_met_the_next_step_is_right(
         model.zero_grad()
         step(model, mesh)
     step(wanted, mesh)
+    close(gradients(model), gradients(wanted))
+
+
+@ranks(2)
+def test_after_an_error_and_the_end_of_its_model_another_model_is_right() -> None:
+    """What the failed exchange has sent is in flight while the model goes."""
+    mesh = meshed()
+    wanted, _ = build(mesh, False)
+    step(wanted, mesh)
+    for _ in range(8):
+        model, _ = build(mesh, True)
+        attend = attentions(model)[0]
+        q, k = (
+            torch.ones(8, 64, heads, attend.head_dim, dtype=torch.float64)
+            for heads in (attend.heads, attend.kv_heads)
+        )
+        with pytest.raises(LayoutError, match=r"became torch\.float32"):
+            attend(q, k, k.float())
+        del model, attend
+        gc.collect()
+    model, _ = build(mesh, True)
+    step(model, mesh)
     close(gradients(model), gradients(wanted))
 
 

@@ -29,6 +29,9 @@ from internsp.sp.heads import HeadPlan
 # then given up never matches a later message.
 _TAGS: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 _MOST_TAGS = 1 << 30
+# Works of exchanges that have sent and not yet waited, by tag, also after an exception and the end
+# of their model: where the sender of a message is dropped, all later ones of its connection wait.
+_KEPT: WeakKeyDictionary[dist.ProcessGroup, dict[int, list[Any]]] = WeakKeyDictionary()
 # An exception may leave an exchange without a wait; beyond this count the oldest is dropped.
 _MOST_IN_FLIGHT = 64
 
@@ -201,6 +204,10 @@ class PeerExchange:
         self._sent.append(part)
         with self._naming():
             self._works.append(self.group.isend(part, peer, self._tag))
+        kept = _KEPT.setdefault(self.group.process_group, {})
+        kept[self._tag] = self._works
+        while len(kept) > _MOST_IN_FLIGHT:
+            del kept[next(iter(kept))]
 
     def wait(self) -> None:
         """Block until all sends and receives are complete; a second call returns at once.
@@ -218,6 +225,7 @@ class PeerExchange:
         with self._naming():
             for work in self._works:
                 work.wait()
+        _KEPT.get(self.group.process_group, {}).pop(self._tag, None)
         end = trace.now()
         trace.waited(begin, end)
         trace.record("A2A_WAIT", unit, what, phase, start=begin, end=end)
