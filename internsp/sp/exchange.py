@@ -23,8 +23,9 @@ then summed in fp32 or wider.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -142,6 +143,24 @@ class ExchangeGroup:
         with self.reporter.naming(what):
             dist.all_reduce(tensor, op, group=self.process_group)
 
+    def next_tag(self) -> int:
+        """A tag that no message of the process group has had: a receive that was posted and then
+        given up never matches a later message."""
+        return next(_TAGS.setdefault(self.process_group, itertools.count(1)))
+
+    def keep(self, tag: int, works: list[Any]) -> None:
+        """Keep the work handles of messages until :meth:`release`, also after an exception and the
+        end of their model: where gloo finds the sender of a message dropped, all later messages of
+        the connection wait. Beyond a count the oldest are dropped."""
+        kept = _KEPT.setdefault(self.process_group, {})
+        kept[tag] = works
+        while len(kept) > _MOST_KEPT:
+            del kept[next(iter(kept))]
+
+    def release(self, tag: int) -> None:
+        """The messages of ``tag`` were waited for."""
+        _KEPT.get(self.process_group, {}).pop(tag, None)
+
     def _pair(self, *flat: Tensor) -> None:
         """Report messages between pairs of ranks, which gloo counts as collectives of the group."""
         on_host = sum(each.device.type == HOST for each in flat)
@@ -154,6 +173,11 @@ class ExchangeGroup:
 
 
 _GROUPS: weakref.WeakKeyDictionary[ExchangeGroup, None] = weakref.WeakKeyDictionary()
+# By process group, which all exchange groups of it share.
+_TAGS: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+_KEPT: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, list[Any]]]
+_KEPT = weakref.WeakKeyDictionary()
+_MOST_KEPT = 64
 
 
 @dataclass(eq=False)

@@ -142,6 +142,9 @@ class _Block:
         )
 
 
+_MOST_TAGS = 1 << 30
+
+
 class _Transfers:
     """The messages of one forward or backward of one attention: of ``kv`` or of ``gradients``."""
 
@@ -155,6 +158,8 @@ class _Transfers:
         self.held = {own: _Block(((0, k.shape[1]),), k, v)}
         self._receives: dict[int, tuple[Any, _Block, int]] = {}
         self._sends: list[tuple[Any, Tensor]] = []
+        self._tag = ring.group.next_tag()
+        self._works: list[Any] = []  # of messages in flight
         # Uses left of each block; after the last one its memory is freed.
         self._uses_left = {
             block: sum(
@@ -183,11 +188,15 @@ class _Transfers:
             received.append((transfer, block, event))
         if not sent and not received:
             return
+        first = self._tag * len(self.ring.route.steps) % _MOST_TAGS
         with self._naming():
-            works = iter(group.batch_isend_irecv([
-                *((True, flat, transfer.peer, transfer.block) for flat, transfer in sent),
-                *((False, block.flat(), to.peer, to.block) for to, block, _ in received),
-            ]))  # fmt: skip
+            made = group.batch_isend_irecv([
+                *((True, flat, to.peer, first + to.block) for flat, to in sent),
+                *((False, block.flat(), to.peer, first + to.block) for to, block, _ in received),
+            ])  # fmt: skip
+        self._works += made
+        group.keep(self._tag, self._works)
+        works = iter(made)
         self._sends += [(next(works), flat) for flat, _ in sent]
         for transfer, block, event in received:
             self._receives[transfer.block] = next(works), block, event
@@ -202,6 +211,7 @@ class _Transfers:
         begin = trace.now()
         with self._naming():
             work.wait()
+        self._works.remove(work)  # it holds the block's memory
         end = trace.now()
         trace.waited(begin, end)
         trace.record("RING_WAIT", self.unit, self.label, self.phase, start=begin, end=end)
@@ -240,6 +250,7 @@ class _Transfers:
             for work, _ in self._sends:
                 work.wait()
         self._sends.clear()
+        self.ring.group.release(self._tag)
 
     def _naming(self) -> AbstractContextManager[Any]:
         """Name the attention where another rank has closed the connection."""

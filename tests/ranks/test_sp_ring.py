@@ -6,6 +6,8 @@ All in fp64. Ranks hold the positions of the layout; keys and values are sent in
 from __future__ import annotations
 
 import itertools
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +18,12 @@ from internsp.base.trace import Trace
 from internsp.errors import LayoutError
 from internsp.mesh import SequenceAxes
 from internsp.sp import DistributedAttention, SequenceLayout
+from internsp.sp import ring as ring_room
 from internsp.sp.layout import Documents
 from internsp.sp.partial import BlockAttention
 from internsp.sp.routes import FORMS
 from tests.support.few import some
+from tests.support.meshes import mesh_of
 from tests.support.ranks import ranks
 from tests.support.ring import groups
 
@@ -195,3 +199,33 @@ def test_faults_that_others_had_are_seen(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Documents, "rows", property(lambda self: ((self.length,),)))
         assert min(gaps()) > 1e-3
+
+
+@pytest.mark.parametrize("again", [False, True])
+@ranks(2)
+def test_after_an_error_that_all_ranks_met_in_a_ring_the_next_attention_is_right(
+    again: bool, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its messages are in flight while the exception goes, in forward or in backward."""
+    mesh = mesh_of(1, 2, ring=2)
+    whole = torch.randn(2, 1024, 2, 8, dtype=torch.float64)
+    layout = SequenceLayout.create(torch.zeros(2, 1024, dtype=torch.long))
+    own = SequenceLayout.create(layout.all_ids, rank=rank, size=2, ring=2)
+    wanted, attend = DistributedAttention(2, 2, 8), DistributedAttention(2, 2, 8)
+    attend.attach(None, ring=mesh.ring_group, axes=mesh.sequence_axes)
+
+    def fails(*_: Any) -> Any:
+        raise MemoryError("no memory for attention")
+
+    for _ in range(4):
+        with monkeypatch.context() as patched:
+            x = own.own(whole).clone().requires_grad_()
+            run = attend(x, x, x, own).sum().backward if again else partial(attend, x, x, x, own)
+            patched.setattr(ring_room._Block, "localized", fails)
+            with pytest.raises(MemoryError):
+                run()
+        x, y = own.own(whole).clone().requires_grad_(), whole.clone().requires_grad_()
+        attend(x, x, x, own).square().sum().backward()
+        wanted(y, y, y, layout).square().sum().backward()
+        assert y.grad is not None
+        torch.testing.assert_close(x.grad, own.own(y.grad), atol=1e-12, rtol=1e-10)

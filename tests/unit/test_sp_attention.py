@@ -248,6 +248,8 @@ def test_a_ring_frees_a_block_after_its_last_use_also_where_it_was_only_passed_o
             trace=Trace(),
             reporter=Reporter(),
             batch_isend_irecv=lambda sent: [types.SimpleNamespace(wait=lambda: None) for _ in sent],
+            next_tag=lambda: 1,
+            keep=lambda tag, works: None,
         )
         spec = MaskSpec(True, None, ((4,),))
         ring = Ring(group, route(held, spec, rank, "reverse"), spec, (0,), 1.0)

@@ -324,6 +324,16 @@ class _SingleRankGroup(ExchangeGroup):
         """See :meth:`ExchangeGroup.batch_isend_irecv`."""
         return [_CompletedWork() for _ in operations]
 
+    def next_tag(self) -> int:
+        """See :meth:`ExchangeGroup.next_tag`."""
+        return 0
+
+    def keep(self, tag: int, works: list[Any]) -> None:
+        """Nothing is in flight."""
+
+    def release(self, tag: int) -> None:
+        """Nothing is in flight."""
+
 
 # Memory
 

@@ -9,15 +9,11 @@ the last time: the one that followed then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from internsp.errors import LayoutError
@@ -25,13 +21,7 @@ from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.gloo.stages import QKV, peers_of
 from internsp.sp.heads import HeadPlan
 
-# All exchange groups of one process group share the counter, so that a receive that was posted and
-# then given up never matches a later message.
-_TAGS: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 _MOST_TAGS = 1 << 30
-# Works of exchanges that have sent and not yet waited, by tag, also after an exception and the end
-# of their model: where the sender of a message is dropped, all later ones of its connection wait.
-_KEPT: WeakKeyDictionary[dist.ProcessGroup, dict[int, list[Any]]] = WeakKeyDictionary()
 # An exception may leave an exchange without a wait; beyond this count the oldest is dropped.
 _MOST_IN_FLIGHT = 64
 
@@ -150,7 +140,7 @@ class PeerExchange:
     @torch.inference_mode(False)  # training may take what an evaluation has posted ahead
     def __post_init__(self) -> None:
         group, shape = self.group, self.shape
-        self._tag = next(_TAGS.setdefault(group.process_group, count(1))) % _MOST_TAGS
+        self._tag = group.next_tag() % _MOST_TAGS
         roles = self.key.roles
         like: dict[str, Any] = {"dtype": shape.dtype, "device": "cpu"}
         if self.key.gathers:
@@ -204,10 +194,7 @@ class PeerExchange:
         self._sent.append(part)
         with self._naming():
             self._works.append(self.group.isend(part, peer, self._tag))
-        kept = _KEPT.setdefault(self.group.process_group, {})
-        kept[self._tag] = self._works
-        while len(kept) > _MOST_IN_FLIGHT:
-            del kept[next(iter(kept))]
+        self.group.keep(self._tag, self._works)
 
     def wait(self) -> None:
         """Block until all sends and receives are complete; a second call returns at once.
@@ -225,7 +212,7 @@ class PeerExchange:
         with self._naming():
             for work in self._works:
                 work.wait()
-        _KEPT.get(self.group.process_group, {}).pop(self._tag, None)
+        self.group.release(self._tag)
         end = trace.now()
         trace.waited(begin, end)
         trace.record("A2A_WAIT", unit, what, phase, start=begin, end=end)
