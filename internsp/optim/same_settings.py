@@ -52,7 +52,7 @@ def require_one_step(optimizers: Sequence[Any]) -> None:
             "step_together was given no optimizer: pass those of all chunks of this pipeline rank"
         )
     stepped = [optimizer._communicator for optimizer in optimizers]
-    for communicator in stepped[0].beside if optimizers[0].max_grad_norm is not None else ():
+    for communicator in stepped[0].chunks if optimizers[0].max_grad_norm is not None else ():
         if communicator.state.consumer.is_optimizer and communicator not in stepped:
             raise ConfigError(
                 "max_grad_norm clips by one norm of all chunks of a pipeline rank, but a chunk's "

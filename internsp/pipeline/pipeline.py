@@ -108,7 +108,7 @@ class Pipeline:
         self.chunks = [stage.submod for stage in stages]
         self.communicators = [stage.communicator for stage in stages]
         for communicator in self.communicators:
-            communicator.beside = self.communicators
+            communicator.join(self.communicators)
         torch_schedule: Any = kind.cls(
             self.stages[0] if kind.single else self.stages,
             micro_batches,

@@ -266,11 +266,9 @@ class ISPCommunicator(ChunkWeights):
         recovery: what happens after an exception (WP-10).
         accumulation: which backwards only sum gradients (``no_sync`` and kin, pipelines).
         placeholders: in ``.grad`` while the plain loop's sums wait for a later backward (WP-9).
-        beside: the communicators of all chunks of this pipeline rank, which clip by one norm; empty
-            without a pipeline.
+        chunks: the communicators of all chunks of this pipeline rank, which clip by one norm; this
+            one alone without a pipeline.
     """
-
-    beside: Sequence[ISPCommunicator] = ()
 
     def __init__(
         self,
@@ -292,7 +290,12 @@ class ISPCommunicator(ChunkWeights):
         plain = PlainLoop(chunk, mesh, replicated, mean)
         self.placeholders = plain.placeholders
         chunk.attach(plain)
+        self.chunks: Sequence[ISPCommunicator] = (self,)
         mesh.users.add(self)
+
+    def join(self, chunks: Sequence[ISPCommunicator]) -> None:
+        """Be one of the ``chunks`` of a pipeline rank."""
+        self.chunks = tuple(chunks)
 
     def attach(self, optimizer: GradientConsumer) -> bool:
         """Let ``optimizer`` consume the reduce-scatter handles, in the place of the plain loop.
