@@ -77,6 +77,15 @@ class ExtendedParameter(ShardedParameter):
         """See :class:`ShardedParameter`; a placeholder, as its class reads the shard itself."""
         return self._flat
 
+    def own(self, values: Tensor) -> Tensor:
+        """See :class:`ModelParameter`: by the operation that FSDP2 cuts with. By others a class may
+        give values in the place of itself, which its ``copy_`` may drop."""
+        whole = super(ShardedParameter, self).own(values)
+        chunks = whole.chunk(self.axis.size, self.layout.dim)
+        if self.rank < len(chunks):
+            return chunks[self.rank]
+        return whole.narrow(self.layout.dim, 0, 0)
+
     def load(self, values: Tensor) -> None:
         """See :class:`ModelParameter`. What the program took before keeps the old values."""
         with torch.no_grad():

@@ -240,6 +240,18 @@ def test_a_state_dict_has_the_shards_and_is_loaded_from_another_model(tmp_path: 
     assert torch.equal(third(ids).detach(), wanted)
 
 
+@ranks(2)
+def test_whole_values_of_the_class_are_loaded_into_shards() -> None:
+    """Of a model that is not sharded: this rank's rows of them are of the class, too."""
+    torch.manual_seed(2)
+    whole = adapted(fsdp.Model(12, blocks=3).double(), True)
+    _, mine, _ = pair(mesh_of(2))
+    ids = fsdp.batch(0, 0, mesh_of(2).rank)
+    assert not torch.allclose(mine(ids), whole(ids))
+    mine.load_state_dict(whole.state_dict())
+    close(mine(ids).detach(), whole(ids).detach(), "outputs")
+
+
 def _refuses(kind: type[Exception], text: str, change: Any = None, **settings: Any) -> None:
     model = adapted(fsdp.Model(12, blocks=2).double(), True)
     if change is not None:
