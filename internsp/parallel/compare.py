@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
@@ -25,7 +25,9 @@ from internsp.mesh import ParallelMesh
 from internsp.structure.assign import experts_among
 from internsp.structure.rules import Rules, match_rules, own_rules
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from internsp.parallel.build import Examined
+
 Facts = dict[str, list[str]]
 """Lines of text that must be the same on all ranks of a stage, by subject."""
 
@@ -37,8 +39,8 @@ def require_same_model(
     sequence: SequenceConfig,
     checkpoint: ActivationCheckpointConfig | None,
     split: bool,
-    examine: Callable[[], T],
-) -> T:
+    examine: Callable[[], Examined],
+) -> Examined:
     """Check that all ranks have the same model and configuration.
 
     Collective over the mesh's model group; blocks. With ``weight_parallel.compare_ranks`` it reads
@@ -63,10 +65,11 @@ def require_same_model(
     except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know of it
         refusal = error
     if len(ranks) > 1:
+        sent = {"tensors of fsdp_pre_all_gather": _sent(examined) if refusal is None else []}
         facts = _facts(model, config, sequence, checkpoint, split)
         mine = {
             "refused": str(refusal) if refusal is not None else None,
-            "digests": {subject: _digest(lines) for subject, lines in facts.items()},
+            "digests": {subject: _digest(lines) for subject, lines in (facts | sent).items()},
             "values": _checksums(model) if config.compare_ranks and refusal is None else None,
             "part": (mesh.expert_rank, mesh.tensor_rank),
         }
@@ -78,6 +81,8 @@ def require_same_model(
                     f"rank {rank} refused its model (this is rank {mesh.rank}): "
                     f"{report['refused']}"
                 )
+        if refusal is None and different is None:  # nor is any rank's refusal, then
+            different = _difference(everyone, sent, mesh, ranks)
         if refusal is None and different is not None:
             raise different
         if refusal is None and config.compare_ranks:
@@ -141,6 +146,8 @@ def _facts(
         line = f"{name} {list(p.shape)} {p.dtype}"
         if isinstance(p, DTensor):
             line += f" placed {p.placements}"
+        if hasattr(p, "fsdp_pre_all_gather"):
+            line += f" of {type(p).__name__}"
         parameters.append(line if shared == name else f"{line}, the same as {shared}")
         trained.append(f"{name} {'is trained' if p.requires_grad else 'is frozen'}")
     buffers = [f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
@@ -148,6 +155,13 @@ def _facts(
         "configuration": settings, "parameters": parameters, "frozen parameters": trained,
         "buffers": buffers,
     }  # fmt: skip
+
+
+def _sent(examined: Examined) -> list[str]:
+    """What classes of weights send; equally many bytes may be of other tensors."""
+    weights = (weight for unit in examined.plan.units for weight in unit.weights)
+    found = ((weight.name, getattr(weight.encoding, "sent", "")) for weight in weights)
+    return [f"{name} {sent}" for name, sent in found if sent]
 
 
 def _digest(lines: Sequence[str]) -> str:
@@ -189,8 +203,7 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _checksums(model: nn.Module) -> list[int | None]:
     """A checksum of each parameter's and buffer's bytes; ``None`` for those without bytes to read.
 
-    These are on the meta device, or of a class that dispatches operations itself and does not tell
-    its plain tensors.
+    These are on the meta device, or of a class that does not tell its plain tensors.
     """
     return [_checksum(tensor) for _, tensor in _named_tensors(model)]
 

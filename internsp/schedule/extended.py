@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from internsp.base.bits import plain_parts
-from internsp.errors import StructureError
+from internsp.errors import InternspError, StructureError
 from internsp.schedule.chunk import aligned
 from internsp.schedule.layout import ShardLayout
 from internsp.schedule.packed import Parts, describe, kinds_of
@@ -47,12 +47,21 @@ class ExtendedGather:
         this rank's tensors in the place of those of all.
 
         Raises:
-            StructureError: the unsharded weight is of a class from which plain tensors cannot be
-                taken.
+            StructureError: a function fails, or the unsharded weight is of a class from which plain
+                tensors cannot be taken.
         """
-        sent, metadata = self.pre()
-        rows = [part.reshape(-1, *part.shape[1:]) for part in sent]
-        made = self.post(tuple(torch.cat([part] * layout.size) for part in rows), metadata)
+        try:
+            sent, metadata = self.pre()
+            rows = [part.reshape(-1, *part.shape[1:]) for part in sent]
+            made = self.post(tuple(torch.cat([part] * layout.size) for part in rows), metadata)
+        except InternspError:
+            raise
+        except Exception as error:
+            raise StructureError(
+                f"fsdp_pre_all_gather or fsdp_post_all_gather of {name} failed "
+                f"({type(error).__name__}: {error}): return a tuple of tensors to send, and "
+                "metadata, from the first, the weight and a tuple of tensors from the second"
+            ) from error
         plain = tuple(plain_parts(made))
         for tensor in plain:
             if type(tensor) is not Tensor or not tensor.is_contiguous():
@@ -85,6 +94,11 @@ class ExtendedShard:
     scratch = ()
     work_dtype = torch.uint8
     _metadata: object = None
+
+    @property
+    def sent(self) -> str:
+        """The tensors that are sent, in words: the same on all ranks."""
+        return describe(self.parts.kinds)
 
     @property
     def nbytes(self) -> int:

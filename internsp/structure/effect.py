@@ -156,10 +156,10 @@ def _without_effect(facts: _Facts) -> Iterator[tuple[str, str]]:
 def _nothing_to_quantize(facts: _Facts) -> str:
     """Why ``weight_parallel.quantize`` quantizes no weight, also where it is sharded over ranks;
     empty if it quantizes some."""
-    rules = {"quantize", "pre_all_gather"}
-    free = [s for s in facts.in_blocks if not facts.rules_of(s, rules)]
+    own = [s for s in facts.in_blocks if s.options.custom_gather is None]  # by no class, no rule
+    free = [s for s in own if not facts.rules_of(s, {"quantize"})]
     if not free:
-        return "rules say what every sharded weight of the blocks is gathered as; leave it out"
+        return "rules or classes say what every weight of the blocks is gathered as; leave it out"
     for sharding in free:
         size, length = facts.shape.axis(sharding.expert).size, sharding.shape[sharding.dim]
         padded = math.prod(sharding.shape) // max(length, 1) * (-(-length // size) * size)
@@ -195,7 +195,8 @@ def _acts_on_nothing(
         if key in BLOCK_KEYS:
             what, there = "a block", bool(blocks)
         elif key in ("quantize", "near_ranks"):
-            what, there = "a sharded parameter in a block", any(s.block >= 0 for s in sharded)
+            plain = [s for s in sharded if not hasattr(s.parameter, "fsdp_pre_all_gather")]
+            what, there = "a sharded parameter in a block, plain", any(s.block >= 0 for s in plain)
         elif key in SHARDED_KEYS:
             owned = key == "axis" and facts.shape.expert > 1
             what, there = "a sharded parameter", bool(sharded) or owned

@@ -170,6 +170,11 @@ def functions_of(
             gathered = tuple(map(joined, gathered))
         dtype = policy.param_dtype or sharded.dtype
         made, _ = local().fsdp_post_all_gather(gathered, metadata, dtype)
+        if not made.is_contiguous():
+            raise StructureError(
+                f"fsdp_post_all_gather of {name} gave strides {list(made.stride())}, and its "
+                "memory is read row by row: return .contiguous()"
+            )
         # Rows of padding are left out; classes define it, since FSDP2 calls it.
         return torch.as_strided(made, size, stride, 0)
 

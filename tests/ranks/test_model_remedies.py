@@ -290,7 +290,7 @@ STRUCTURE: Table = {
         "Lower it": ROUNDED, "name weights in a rule with quantize": QUANTIZED_BY_RULE,
     },
     "no block has a sharded parameter; leave": {"leave it out": plans(rules=SMALL_BLOCKS)},
-    "rules say what every sharded weight of the blocks": {"leave it out": QUANTIZED_BY_RULE},
+    "rules or classes say what every weight of the blocks": {"leave it out": QUANTIZED_BY_RULE},
     "is a unit already: leave": {
         "leave it out": plans(rules=[{"match": "layers.*.q", "unit": "each"}]),
     },
@@ -399,6 +399,10 @@ SCHEDULE: Table = {
         "or return a tensor of this shape and dtype": RETURNED,
     },
     "the same for every rank. It": {"write every rank's own rows": PACKED},
+    "fsdp_pre_all_gather or fsdp_post_all_gather of": {
+        "return a tuple of tensors to send, and metadata, from the first": EXTENDED,
+        "the weight and a tuple of tensors from the second": EXTENDED,
+    },
     "is not a plain contiguous tensor, as those are": {
         "give the class __tensor_flatten__ and __tensor_unflatten__": EXTENDED,
         "and contiguous tensors": EXTENDED,

@@ -32,7 +32,7 @@ from internsp.schedule.chunk import aligned
 from tests.ranks.test_fsdp_extensions import CLASSES, build
 from tests.support import fsdp
 from tests.support.compare import check, close
-from tests.support.extensions import Held, Quantized
+from tests.support.extensions import Held, Quantized, Rounded
 from tests.support.hf import packed_batch, plain_batch, tiny
 from tests.support.meshes import mesh_of
 from tests.support.models import raises
@@ -278,6 +278,55 @@ def _on_meta(model: Any) -> None:
 
 def _uneven(model: Any) -> None:
     model.head.weight = nn.Parameter(Held(model.head.weight.detach()))
+
+
+class Sends(Held):
+    """What each rank sends, or does, in the place of the values."""
+
+    how = ""
+
+    def fsdp_pre_all_gather(self, mesh: Any, *given: Any) -> Any:
+        second = mesh.get_local_rank() == 1
+        if self.how == "fails" and second:
+            raise ValueError("no scale")
+        return (self._data.half() if second else self._data.bfloat16(),), None
+
+    def fsdp_post_all_gather(self, gathered: Any, *given: Any, out: Any = None) -> Any:
+        columns = self.how == "columns"
+        return gathered[0].t().contiguous().t() if columns else gathered[0].double(), gathered
+
+
+def _sending(how: str, kind: type[Held] = Sends) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        Sends.how = how
+        weight = model.blocks[0].norm.weight.new_ones(4, 12).cumsum(0)
+        model.blocks[0].extra = nn.Parameter(kind(weight))
+
+    return change
+
+
+@ranks(2)
+def test_ranks_whose_classes_send_other_tensors_are_refused_on_all(rank: int) -> None:
+    """Equally many bytes, of another dtype, were gathered and read as this rank's."""
+    text = "'blocks.0.extra bfloat16 [2, 12]' and 'blocks.0.extra float16 [2, 12]'"
+    _refuses(StructureError, text, _sending(""))
+    other = Rounded if rank else Held
+    text = "'blocks.0.extra [4, 12] torch.float64 of Held' and 'blocks.0.extra [4, 12] torch"
+    _refuses(StructureError, text, _sending("", other), compare_ranks=False)
+
+
+@ranks(2)
+def test_functions_that_fail_are_told_on_all_ranks_by_the_weights_name() -> None:
+    _refuses(StructureError, "of blocks.0.extra failed (ValueError: no scale)", _sending("fails"))
+    strides = "fsdp_post_all_gather of blocks.0.extra gave strides [1, 4]"
+    _refuses(StructureError, strides, _sending("columns"))
+
+
+@ranks(2)
+def test_quantize_does_nothing_for_what_a_class_sends() -> None:
+    rule = {"match": "blocks.*.up.weight", "quantize": "int8"}
+    _refuses(StructureError, "is not a sharded parameter in a block, plain", rules=[rule])
+    _refuses(ConfigError, "classes say what every weight of the blocks", quantize="int8")
 
 
 @ranks(2)

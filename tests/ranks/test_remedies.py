@@ -801,6 +801,7 @@ REMEDIES: dict[str, dict[str, Remedy]] = {
             "tests/ranks/test_fsdp_extensions.py::"
             "test_functions_of_an_instance_are_called_as_by_fsdp2",
     },
+    "and its memory is read row by row": {"return .contiguous()": OWN_CLASS},
     "which is padded to {list(padded)} where it is sent": {
         "return tensors of that shape": OWN_CLASS,
         "choose a number of rows that the ranks divide": OWN_CLASS,

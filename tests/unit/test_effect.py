@@ -136,7 +136,7 @@ WEIGHTS: Entries = {
                 "the largest is layers.0.w1.weight (312 B)",
                 {"quantize": "int8", "coalesce_bytes": 335}),
         Refused({"quantize": "int8", "rules": [{"match": "layers", "quantize": "fp8"}]},
-                "rules say what every sharded weight of the blocks is gathered as; leave it out"),
+                "rules or classes say what every weight of the blocks is gathered as"),
         Refused({"quantize": "int8", "rules": SMALL_BLOCKS}, "no block has a sharded parameter"),
         Refused({"quantize": "int8", "coalesce_bytes": 320, "rules": [
             {"match": "layers.*.w1", "quantize": "fp8"}]}, "the largest is layers.0.w2.weight"),
