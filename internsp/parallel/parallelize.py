@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,8 @@ from internsp.modules.casts import find_casts
 from internsp.modules.supported import require_supported
 from internsp.parallel.build import CollectivesFactory, Examined, build
 from internsp.parallel.compare import require_same_model
-from internsp.structure.assign import (
-    ParameterOwner,
-    ParameterSharding,
-    plan_sharding,
-    require_patterns_matched,
-)
+from internsp.structure.assign import ParameterSharding, plan_sharding, require_patterns_matched
 from internsp.structure.blocks import read_structure
-from internsp.structure.dtypes import WeightDtypes
 from internsp.structure.units import chunk_layout
 from internsp.wp.collectives import Collectives
 from internsp.wp.communicator import ISPCommunicator, WPCommunicator
@@ -152,17 +146,10 @@ def _examine(
     return found
 
 
-def _extend(
-    mesh: ParallelMesh, owner: ParameterOwner, parameter: nn.Parameter, expert: bool, hosted: bool,
-    dtypes: WeightDtypes,
-) -> ExtendedGather:  # fmt: skip
-    """See :data:`internsp.structure.assign.Extend`."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+def _extend(mesh: ParallelMesh, *given: Any) -> ExtendedGather:
+    from internsp.parallel.own_class import extend  # few models have any
 
-    from internsp.wp.extended import shard  # few models have any
-
-    axis, policy = mesh.experts if expert else mesh.dense, MixedPrecisionPolicy(dtypes.compute)
-    return shard(owner.full_name, parameter, owner.module, axis, policy, mesh.device, hosted)
+    return extend(mesh, *given)
 
 
 def examine(
