@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import resolve_name
 
+from internsp.base.bits import plain_parts
 from internsp.errors import GradientError, InternspError, StructureError
 
 # Return new memory with only the parameter's shape and placements: the state of optimizers.
@@ -313,9 +314,9 @@ def _require_own_memory(func: Any, args: Any, options: Any, written: Any) -> Non
     computed = isinstance(base, ParameterValue) and isinstance(base._member, _Traced)
     if computed or not isinstance(base, ParameterTensor):
         return
-    theirs, ours = (t._local_tensor.untyped_storage() for t in (written, base))
-    parameter = written._member.parameter._local_tensor.untyped_storage()
-    if ours.data_ptr() == parameter.data_ptr() != theirs.data_ptr():
+    parts = (plain_parts(t._local_tensor) for t in (written, base, written._member.parameter))
+    theirs, ours, parameter = (next(part).untyped_storage().data_ptr() for part in parts)
+    if ours == parameter != theirs:
         raise StructureError(
             f"{_describe_call(func, args, options)}: it is a view across the shards, which torch "
             "copies, so that the parameter would keep its values. Write all of its values by "

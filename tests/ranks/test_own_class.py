@@ -356,6 +356,11 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
     raises(StructureError, call, "head.weight is a tests.support.extensions.Held, not a plain")
 
 
+@torch.no_grad()
+def _row_to_zero(parameter: Any) -> None:
+    parameter[7].zero_()
+
+
 @ranks(2)
 def test_values_that_only_the_class_knows_are_no_whole_parameters() -> None:
     """Also of models of one import: both would have read a placeholder."""
@@ -372,6 +377,7 @@ def test_values_that_only_the_class_knows_are_no_whole_parameters() -> None:
                 return found.__enter__() if hasattr(found, "__enter__") else [*found]
 
             raises(StructureError, enter, "blocks.0", "whose class alone knows values")
+    raises(StructureError, partial(_row_to_zero, mine.blocks[0].up.weight), "across the shards")
     with internsp.full_params(mine.blocks[0].norm):
         assert mine.blocks[0].norm.weight.shape == (12,)
     raises(
