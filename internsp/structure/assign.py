@@ -240,9 +240,10 @@ def _sharding(
     small = parameter.ndim < fewest or math.prod(largest_part(parameter)) < least
     of_class = hasattr(parameter, "fsdp_pre_all_gather")
     if of_class:
-        from internsp.structure.own_class import options_of  # few models have any
+        from internsp.structure.own_class import functions_of  # few models have any
 
-        options = options_of(first, parameter, own, expert, options, config, dtypes, extend)
+        made = functions_of(first, parameter, own, expert, options, config, dtypes, extend)
+        options = WeightOptions(-1, (), 0, "none", made)
     if small and not of_class and not (own and expert > 1):
         return ParameterSharding(parameter, owners, None, -1, 0, own, False, dtypes, options)
     if parameter.ndim == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -10,20 +11,22 @@ from internsp.base.bits import plain_parts
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.schedule.extended import ExtendedGather
-from internsp.structure.assign import ParameterOwner, WeightOptions
 from internsp.structure.dtypes import WeightDtypes
 
-Extend = Callable[[ParameterOwner, nn.Parameter, bool, bool, WeightDtypes], ExtendedGather]
+if TYPE_CHECKING:  # it imports this module where a model has such parameters
+    from internsp.structure.assign import ParameterOwner, WeightOptions
+
+Extend = Callable[["ParameterOwner", nn.Parameter, bool, bool, WeightDtypes], ExtendedGather]
 """Shards a parameter of a class with all-gather functions of its own: first owner, parameter,
 whether it is an expert's, whether shards lie in host memory, dtypes."""
 
 
-def options_of(
+def functions_of(
     owner: ParameterOwner, parameter: nn.Parameter, own: bool, expert: int,
     options: WeightOptions, config: WeightParallelConfig, dtypes: WeightDtypes,
     extend: Extend | None,
-) -> WeightOptions:  # fmt: skip
-    """The options of such a parameter.
+) -> ExtendedGather:  # fmt: skip
+    """The functions of such a parameter.
 
     Args:
         own: it is an expert's; ``expert``: the number of ranks that own different ones.
@@ -49,8 +52,7 @@ def options_of(
         )
     hosted = "weights" in options.offload
     require_slots(name, kind, options.near_ranks, hosted and parameter.requires_grad, config)
-    functions = extend(owner, parameter, own, hosted, dtypes)
-    return WeightOptions(-1, (), 0, "none", functions)
+    return extend(owner, parameter, own, hosted, dtypes)
 
 
 def require_slots(
