@@ -80,11 +80,7 @@ class ExtendedParameter(ShardedParameter):
     def own(self, values: Tensor) -> Tensor:
         """See :class:`ModelParameter`: by the operation that FSDP2 cuts with. By others a class may
         give values in the place of itself, which its ``copy_`` may drop."""
-        whole = super(ShardedParameter, self).own(values)
-        chunks = whole.chunk(self.axis.size, self.layout.dim)
-        if self.rank < len(chunks):
-            return chunks[self.rank]
-        return whole.narrow(self.layout.dim, 0, 0)
+        return _cut(super(ShardedParameter, self).own(values), self.axis, self.layout.dim)
 
     def load(self, values: Tensor) -> None:
         """See :class:`ModelParameter`. What the program took before keeps the old values."""
@@ -112,16 +108,21 @@ def shard(
     """
     whole, place = parameter.detach(), torch.device("cpu") if hosted else device
     whole = whole if whole.device == place else whole.to(place)
-    chunks = whole.chunk(axis.size)
-    local = whole.new_zeros(chunks[0].size())  # in memory of its own
-    count = len(chunks[axis.rank]) if axis.rank < len(chunks) else 0
-    if count:
-        local.narrow(0, 0, count).copy_(chunks[axis.rank])
-    placements = axis.placements(Shard(0))
-    placed = dtensor_over(local.narrow(0, 0, count), axis.param_mesh, placements, parameter.shape)
+    mine, rows = _cut(whole, axis, 0), -(-len(whole) // axis.size)
+    padded = whole.new_zeros(torch.Size([rows, *whole.shape[1:]]))  # in memory of its own
+    local = padded.narrow(0, 0, len(mine))
+    if len(mine):
+        local.copy_(mine)
+    placed = dtensor_over(local, axis.param_mesh, axis.placements(Shard(0)), parameter.shape)
     sharded = nn.Parameter(placed, parameter.requires_grad)
     mesh = axis.param_mesh["weight"]
     return functions_of(sharded, name, mesh, parameter.shape, module, policy, device)
+
+
+def _cut(whole: Tensor, axis: WeightAxis, dim: int) -> Tensor:
+    """This rank's part of ``whole``, without padding; it may be empty."""
+    chunks = whole.chunk(axis.size, dim)
+    return chunks[axis.rank] if axis.rank < len(chunks) else whole.narrow(dim, 0, 0)
 
 
 def functions_of(
